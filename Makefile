@@ -1,0 +1,33 @@
+PYTHON ?= python3
+VENV := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test test-gpu lint wheel clean
+
+demo: $(INSTALLED)
+	$(VENV)/python -m cqs demo
+
+test: $(INSTALLED)
+	$(VENV)/python -m pytest
+
+lint: $(INSTALLED)
+	$(VENV)/ruff check
+	$(VENV)/ruff format --check
+	$(VENV)/mypy
+
+wheel: $(INSTALLED)
+	$(VENV)/python -m build --wheel --no-isolation
+
+# Where a GPU is, with the torch that is installed there: nothing is downloaded.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+clean:
+	rm -rf .venv dist
+
+# torch first and by its exact version: a range would take the newest build.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(VENV)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(VENV)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,22 @@
+"""Exact attention, split over workers by cyclic quorum sets."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cqs.scheduler import Plan, make_plan
+
+if TYPE_CHECKING:
+    from cqs.api import attention as attention
+    from cqs.executors.ray import Cluster as Cluster
+
+__all__ = ["Cluster", "Plan", "attention", "make_plan"]
+__version__ = "0.1.0"
+
+_LAZY = {"attention": "cqs.api", "Cluster": "cqs.executors.ray"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch or ray only when it is used: planning needs neither."""
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'cqs' has no attribute {name!r}")

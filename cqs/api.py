@@ -1,0 +1,83 @@
+"""The one call that most users need."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cqs.executors.local import run_local
+from cqs.problem import check_problem
+from cqs.verify import verify_rows
+from cqs.worker import check_backend_name
+
+if TYPE_CHECKING:
+    from cqs.executors.ray import Cluster
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    num_workers: int | None = None,
+    interest_set: Iterable[int] | None = None,
+    backend: str | None = None,
+    executor: "str | Cluster | None" = None,
+    return_lse: bool = False,
+    verify: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute exact attention as ``num_workers`` tasks that never talk to each other.
+
+    The result is that of ``torch.nn.functional.scaled_dot_product_attention(query, key, value,
+    is_causal=is_causal, scale=scale, enable_gqa=True)`` up to rounding, with two differences:
+    causal attention of unequal lengths is aligned at the bottom right, and queries that see no key
+    give 0 (lse -inf). Sums run in float32 (float64 for float64). Inputs are never written to.
+
+    Args:
+        query: ``[batch, num_heads, seqlen_q, head_dim]``; float64, float32, bfloat16 or float16,
+            on the CPU or a GPU, of any strides.
+        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``; ``num_heads`` must be a multiple of
+            ``num_kv_heads``, and consecutive query heads share one.
+        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
+        is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
+        scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+        num_workers: Number of tasks; ``None`` means one (local) or one per worker (Ray).
+        interest_set: See :func:`cqs.make_plan`.
+        backend: ``"cudnn"``, ``"cpu"`` or ``"reference"``; ``None`` takes for each call the first
+            of these that can. A named backend computes or explains, it never falls back.
+        executor: ``None`` or ``"local"``: this process. A :class:`cqs.Cluster`: its workers.
+            ``"ray"``: a private cluster for this call alone (it takes seconds to start).
+        return_lse: Also return the natural log of the softmax denominators.
+        verify: Recompute sampled rows in float64 and raise if they disagree.
+
+    Returns:
+        ``output``, ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype and on the device of
+        ``query``; with ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``, float32
+        (float64 for float64).
+
+    Raises:
+        TypeError: for arguments of the wrong type and unsupported dtypes.
+        ValueError: for shapes, dtypes, devices or values that do not fit.
+        NotImplementedError: if the named backend cannot take the tensors, for gradients, and for
+            ``"ray"`` where Ray is not installed; the message says why.
+        cqs.verify.VerificationError: if ``verify`` finds a wrong row.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+        >>> output = attention(q, k, v, is_causal=True, num_workers=7)
+        >>> dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> torch.allclose(output, dense, atol=1e-5)
+        True
+    """
+    if executor is None or executor == "local":
+        problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
+        check_backend_name(backend)
+        plan = problem.make_plan(1 if num_workers is None else num_workers, interest_set)
+        answer = run_local(problem, plan, backend=backend)
+        if verify:
+            verify_rows(problem, answer)
+        return (answer.output, answer.lse) if return_lse else answer.output
+    raise NotImplementedError

@@ -1,0 +1,61 @@
+"""Named attention problems, shared by tests and benchmarks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from cqs.problem import Problem, check_problem
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and options of one problem; the tensors are random but fixed."""
+
+    name: str
+    seqlen_q: int
+    seqlen_kv: int
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 16
+    batch: int = 1
+    is_causal: bool = False
+    scale: float | None = None
+    magnitude: float = 1.0
+    """Standard deviation of query and key: scores grow with its square."""
+
+    def make(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Problem:
+        """Draw the tensors, the same for every dtype up to rounding."""
+        generator = torch.Generator().manual_seed(sum(map(ord, self.name)))
+
+        def draw(num_heads: int, seqlen: int, magnitude: float) -> torch.Tensor:
+            shape = self.batch, num_heads, seqlen, self.head_dim
+            tensor = magnitude * torch.randn(shape, generator=generator, dtype=torch.float64)
+            return tensor.to(device, dtype)
+
+        return check_problem(
+            draw(self.num_heads, self.seqlen_q, self.magnitude),
+            draw(self.num_kv_heads, self.seqlen_kv, self.magnitude),
+            draw(self.num_kv_heads, self.seqlen_kv, 1.0),
+            is_causal=self.is_causal,
+            scale=self.scale,
+        )
+
+
+CASES = (
+    Case("full", 128, 128),
+    Case("causal", 128, 128, is_causal=True),
+    Case("ragged", 131, 131, batch=2),
+    Case("ragged-causal", 131, 131, batch=2, is_causal=True),
+    Case("gqa", 97, 97, num_heads=6, num_kv_heads=2),
+    Case("gqa-causal", 97, 97, num_heads=6, num_kv_heads=2, is_causal=True),
+    Case("one-kv-head", 60, 60, num_kv_heads=1, is_causal=True),
+    Case("cross", 45, 150),
+    Case("cross-causal", 45, 150, is_causal=True),
+    Case("more-queries-causal", 150, 45, is_causal=True),
+    Case("one-query", 1, 77, is_causal=True),
+    Case("two-tokens", 2, 2, is_causal=True),
+    Case("odd-head-dim", 80, 80, head_dim=5),
+    Case("wide-head-dim", 40, 40, head_dim=160),
+    Case("user-scale", 64, 64, scale=-0.7),
+    Case("large-scores", 128, 128, magnitude=50.0, is_causal=True),
+)

@@ -1,0 +1,23 @@
+"""Who computes what: integers only, no torch, no ray."""
+
+from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
+from cqs.scheduler.interest_sets import check_interest_set, load_interest_set
+from cqs.scheduler.plan import Plan, make_plan
+from cqs.scheduler.quorum import owned_pairs, quorum, shared_pair
+from cqs.scheduler.task import Block, Step, Task
+
+__all__ = [
+    "AttentionShape",
+    "Block",
+    "Plan",
+    "Step",
+    "Task",
+    "TaskCost",
+    "check_interest_set",
+    "load_interest_set",
+    "make_plan",
+    "owned_pairs",
+    "predict_cost",
+    "quorum",
+    "shared_pair",
+]

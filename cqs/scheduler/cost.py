@@ -1,0 +1,76 @@
+"""What a task costs: arithmetic, traffic and memory, from its ranges alone."""
+
+from dataclasses import dataclass
+
+from cqs.scheduler.task import Task
+
+_LSE_ITEMSIZE = 4
+"""The log of the softmax denominator travels as float32 (float64 for float64 inputs)."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Everything about the tensors that a cost depends on, besides their lengths."""
+
+    num_heads: int
+    head_dim: int
+    batch: int = 1
+    num_kv_heads: int | None = None
+    """``None``: as many as ``num_heads``."""
+    value_dim: int | None = None
+    """``None``: ``head_dim``."""
+    itemsize: int = 2
+    """Bytes per element of query, key, value and output: 2 for float16 and bfloat16."""
+
+
+@dataclass(frozen=True)
+class TaskCost:
+    """Prediction for one task's forward pass."""
+
+    flops: int
+    """Multiplications and additions of the two matrix products over live pairs."""
+    bytes_in: int
+    """Queries, keys and values that the worker must receive."""
+    bytes_out: int
+    """Partial outputs and their lse that the worker returns."""
+    peak_bytes: int
+    """Upper bound of the bytes held at once: inputs, all partial results, and the largest step's
+    gathered keys and values and second partial (where a causal square joins a rectangle)."""
+
+
+def predict_cost(task: Task, shape: AttentionShape) -> TaskCost:
+    """Predict what ``task`` costs with tensors of the given ``shape``.
+
+    FLOPs count ``2 * (head_dim + value_dim)`` per live pair, head and batch element, the usual
+    ``4 * N * N * d`` of full attention.
+
+    Example:
+        >>> from cqs.scheduler import make_plan
+        >>> cost = predict_cost(make_plan(7000, num_workers=7).task(0), AttentionShape(8, 64))
+        >>> cost.flops == 4 * 7 * 1000 * 1000 * 64 * 8, cost.bytes_in == 3 * 3000 * 8 * 64 * 2
+        (True, True)
+    """
+    num_kv_heads = shape.num_heads if shape.num_kv_heads is None else shape.num_kv_heads
+    value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
+    query_bytes = shape.batch * shape.num_heads * shape.head_dim * shape.itemsize
+    key_bytes = shape.batch * num_kv_heads * (shape.head_dim + value_dim) * shape.itemsize
+    lse_itemsize = max(_LSE_ITEMSIZE, shape.itemsize if shape.itemsize == 8 else 0)
+    row_bytes = shape.batch * shape.num_heads * (value_dim * shape.itemsize + lse_itemsize)
+
+    bytes_in = query_bytes * sum(map(len, task.held_queries))
+    bytes_in += key_bytes * sum(map(len, task.held_keys))
+    bytes_out = row_bytes * sum(len(step.queries) for step in task.steps)
+    scratch = max(
+        (
+            key_bytes * sum(map(len, step.keys)) * (len(step.keys) > 1)
+            + 2 * row_bytes * len(step.queries) * bool(step.keys and step.causal_keys)
+            for step in task.steps
+        ),
+        default=0,
+    )
+    return TaskCost(
+        flops=2 * (shape.head_dim + value_dim) * shape.batch * shape.num_heads * task.live_pairs,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        peak_bytes=bytes_in + bytes_out + scratch,
+    )

@@ -1,0 +1,236 @@
+"""Difference covers of the integers modulo W: checked, constructed, searched.
+
+A set I covers Z_W when every integer modulo W is a difference of two of its elements. Such a set of
+size m costs every worker m / W of the tokens, so small covers are worth the trouble:
+
+- :func:`singer_cover`: every nonzero difference exactly once, for W = q^2 + q + 1, q a prime power;
+- :func:`ruler_cover`: for every W, at most sqrt(1.5 W) + 6 elements, no search;
+- :func:`search_cover`: annealing towards a size the caller names.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+
+def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
+    """List the integers modulo ``modulus`` that are no difference of two elements of ``cover``.
+
+    Example:
+        >>> missing_differences((0, 1, 3), 7)
+        []
+        >>> missing_differences((0, 1, 2), 7)
+        [3, 4]
+    """
+    elements = tuple(cover)
+    reached = {(a - b) % modulus for a in elements for b in elements}
+    return [difference for difference in range(modulus) if difference not in reached]
+
+
+def prune_cover(cover: Iterable[int], modulus: int) -> tuple[int, ...]:
+    """Drop elements of a difference cover, largest first, while it stays one; 0 is kept."""
+    kept = sorted({element % modulus for element in cover})
+    for element in reversed(kept[1:]):
+        fewer = [other for other in kept if other != element]
+        if not missing_differences(fewer, modulus):
+            kept = fewer
+    return tuple(kept)
+
+
+def ruler_cover(modulus: int) -> tuple[int, ...]:
+    """Construct a difference cover of at most ``sqrt(1.5 * modulus) + 6`` elements.
+
+    The marks of a Wichmann ruler measure every length up to L, hence every residue modulo any
+    ``modulus <= 2 L + 1`` (Colbourn and Ling, "Quorums from difference covers", Information
+    Processing Letters 75, 2000). Elements that this modulus does not need are dropped.
+
+    Example:
+        >>> ruler_cover(12)
+        (0, 1, 4, 6)
+    """
+    r = 0
+    while 24 * r * r + 36 * r + 13 < modulus:
+        r += 1
+    gaps = (
+        [1] * r
+        + [r + 1]
+        + [2 * r + 1] * r
+        + [4 * r + 3] * (2 * r + 1)
+        + [2 * r + 2] * (r + 1)
+        + [1] * r
+    )
+    return prune_cover(accumulate(gaps, initial=0), modulus)
+
+
+def prime_power(number: int) -> tuple[int, int] | None:
+    """Return ``(p, k)`` with ``number == p**k`` and p prime, or None.
+
+    Example:
+        >>> prime_power(27), prime_power(12)
+        ((3, 3), None)
+    """
+    factors = _prime_factors(number)
+    if len(factors) != 1:
+        return None
+    (prime,) = factors
+    return prime, round(math.log(number, prime))
+
+
+def singer_order(modulus: int) -> int | None:
+    """Return the prime power q with ``q*q + q + 1 == modulus``, or None.
+
+    Example:
+        >>> singer_order(7), singer_order(8)
+        (2, None)
+    """
+    q = (math.isqrt(4 * modulus - 3) - 1) // 2
+    return q if q * q + q + 1 == modulus and prime_power(q) else None
+
+
+def singer_cover(modulus: int) -> tuple[int, ...]:
+    """Construct the perfect difference set of q + 1 elements for ``modulus == q*q + q + 1``.
+
+    Write the field of q^3 elements as powers of a primitive element x. The exponents i below
+    ``modulus`` for which x^i lies in a plane through 0 (here: has trace 0 over the field of q
+    elements) form the set (Singer, Transactions of the AMS 43, 1938).
+
+    Raises:
+        ValueError: if ``modulus`` is not of that form with q a prime power.
+
+    Example:
+        >>> singer_cover(13)
+        (0, 1, 3, 9)
+    """
+    q = singer_order(modulus)
+    if q is None:
+        raise ValueError(f"modulus must be q*q + q + 1 with q a prime power, got {modulus}")
+    prime, exponent = prime_power(q) or (q, 1)
+    field = _Field.with_primitive_x(prime, 3 * exponent)
+    generators = [field.power(field.x, q**conjugate) for conjugate in range(3)]
+    powers = [field.one] * 3
+    plane = []
+    for i in range(modulus):
+        if not any(sum(digits) % prime for digits in zip(*powers, strict=True)):
+            plane.append(i)
+        powers = [field.multiply(a, b) for a, b in zip(powers, generators, strict=True)]
+    return min(_translates_with_0_and_1(plane, modulus))
+
+
+def search_cover(
+    modulus: int, size: int, *, seed: int = 0, max_moves: int = 200_000
+) -> tuple[int, ...] | None:
+    """Search a difference cover of ``size`` elements by simulated annealing, or return None.
+
+    Deterministic for a given ``seed``. A move replaces one element; its cost is the number of
+    residues left uncovered. Finds optimal covers of a few dozen workers within seconds; None proves
+    nothing.
+
+    Example:
+        >>> cover = search_cover(13, 4)
+        >>> len(cover), missing_differences(cover, 13)
+        (4, [])
+    """
+    if size * (size - 1) + 1 < modulus or size > modulus:
+        return None
+    rng = random.Random(seed)
+    elements = [0, *rng.sample(range(1, modulus), size - 1)]
+    counts = [0] * modulus
+    for a in elements:
+        for b in elements:
+            counts[(a - b) % modulus] += 1
+    uncovered = counts.count(0)
+
+    def toggle(element: int, others: list[int], step: int) -> int:
+        """Add (step = 1) or remove (step = -1) an element; return the change in coverage."""
+        change = 0
+        for other in others:
+            for difference in ((element - other) % modulus, (other - element) % modulus):
+                change += (counts[difference] == 0) if step == 1 else 0
+                counts[difference] += step
+                change -= (counts[difference] == 0) if step == -1 else 0
+        return change
+
+    for move in range(max_moves):
+        if uncovered == 0:
+            return min(_translates_with_0_and_1(elements, modulus), default=tuple(sorted(elements)))
+        temperature = 1.5 * (1 - move / max_moves) + 0.05
+        position = rng.randrange(1, size)
+        candidate = rng.randrange(1, modulus)
+        if candidate in elements:
+            continue
+        removed = elements[position]
+        others = elements[:position] + elements[position + 1 :]
+        gained = toggle(removed, others, -1) + toggle(candidate, others, +1)
+        if gained >= 0 or rng.random() < math.exp(gained / temperature):
+            elements[position] = candidate
+            uncovered -= gained
+        else:
+            toggle(candidate, others, -1)
+            toggle(removed, others, +1)
+    return None
+
+
+def _translates_with_0_and_1(cover: Sequence[int], modulus: int) -> list[tuple[int, ...]]:
+    """List the translates of ``cover`` that contain 0 and 1, each sorted."""
+    elements = set(cover)
+    return [
+        tuple(sorted((element - shift) % modulus for element in elements))
+        for shift in elements
+        if (shift + 1) % modulus in elements
+    ]
+
+
+def _prime_factors(number: int) -> set[int]:
+    factors, divisor = set(), 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.add(divisor)
+            number //= divisor
+        divisor += 1
+    return factors | ({number} if number > 1 else set())
+
+
+class _Field:
+    """Polynomials of degree below n over the integers modulo a prime, modulo a monic polynomial."""
+
+    def __init__(self, prime: int, low_coefficients: tuple[int, ...]):
+        self.prime = prime
+        self.degree = len(low_coefficients)
+        self.reduction = tuple(-c % prime for c in low_coefficients)  # x^n in lower powers
+        self.one = (1,) + (0,) * (self.degree - 1)
+        self.x = (0, 1) + (0,) * (self.degree - 2)
+
+    @classmethod
+    def with_primitive_x(cls, prime: int, degree: int) -> "_Field":
+        """Find the first polynomial modulo which x has order ``prime**degree - 1``: a field."""
+        order = prime**degree - 1
+        maximal = [order // factor for factor in _prime_factors(order)]
+        for code in range(1, prime**degree):
+            field = cls(prime, tuple(code // prime**i % prime for i in range(degree)))
+            if field.power(field.x, order) == field.one and all(
+                field.power(field.x, exponent) != field.one for exponent in maximal
+            ):
+                return field
+        raise AssertionError("a primitive polynomial exists for every prime and degree")
+
+    def multiply(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+        product = [0] * (2 * self.degree - 1)
+        for i, coefficient in enumerate(a):
+            if coefficient:
+                for j, other in enumerate(b):
+                    product[i + j] += coefficient * other
+        for power in range(2 * self.degree - 2, self.degree - 1, -1):
+            if carry := product[power] % self.prime:
+                for j, coefficient in enumerate(self.reduction):
+                    product[power - self.degree + j] += carry * coefficient
+        return tuple(coefficient % self.prime for coefficient in product[: self.degree])
+
+    def power(self, base: tuple[int, ...], exponent: int) -> tuple[int, ...]:
+        result = self.one
+        while exponent:
+            if exponent & 1:
+                result = self.multiply(result, base)
+            base = self.multiply(base, base)
+            exponent >>= 1
+        return result

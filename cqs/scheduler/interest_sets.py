@@ -1,0 +1,84 @@
+"""Which interest set serves a number of workers, and where it comes from."""
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from cqs.scheduler.difference_covers import (
+    missing_differences,
+    ruler_cover,
+    singer_cover,
+    singer_order,
+)
+
+# Beside the package in a source tree, inside it in an installed wheel.
+_FOLDERS = (
+    Path(__file__).resolve().parents[2] / "interest_sets",
+    Path(__file__).resolve().parents[1] / "interest_sets",
+)
+
+
+def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[int, ...]:
+    """Return ``interest_set`` sorted, or say why it cannot serve ``num_workers``.
+
+    Raises:
+        TypeError: if an element is no integer.
+        ValueError: if an element is out of range or repeated, if 0 is missing, or if a difference
+            is; the message names the smallest.
+
+    Example:
+        >>> check_interest_set([3, 0, 1], 7)
+        (0, 1, 3)
+    """
+    elements = tuple(interest_set)
+    for element in elements:
+        if not isinstance(element, int) or isinstance(element, bool):
+            raise TypeError(f"interest_set must hold integers, got {element!r}")
+        if not 0 <= element < num_workers:
+            raise ValueError(f"interest_set must lie in range({num_workers}), got {element}")
+    if len(set(elements)) != len(elements):
+        raise ValueError(f"interest_set repeats an element: {elements}")
+    if 0 not in elements:
+        raise ValueError(f"interest_set must contain 0, got {elements}")
+    if missing := missing_differences(elements, num_workers):
+        raise ValueError(
+            f"interest_set {elements} is no difference cover modulo {num_workers}: "
+            f"no two elements differ by {missing[0]}"
+        )
+    return tuple(sorted(elements))
+
+
+@cache
+def load_interest_set(num_workers: int) -> tuple[int, ...]:
+    """Return the best known interest set for any number of workers, verified.
+
+    A stored set if there is one (all of 3..111, optimal or the best published, and more beyond),
+    else the perfect set of a projective plane if ``num_workers == q*q + q + 1`` for a prime power
+    q, else a constructed set of at most ``sqrt(1.5 * num_workers) + 6`` elements.
+
+    Args:
+        num_workers: Number of workers and of token groups, at least 1.
+
+    Returns:
+        A sorted difference cover of the integers modulo ``num_workers`` that contains 0.
+
+    Raises:
+        ValueError: if ``num_workers`` is less than 1, or if a stored file is damaged.
+
+    Example:
+        >>> load_interest_set(7), load_interest_set(1)
+        ((0, 1, 3), (0,))
+        >>> len(load_interest_set(1000))
+        40
+    """
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+    for folder in _FOLDERS:
+        if (path := folder / f"{num_workers}.txt").is_file():
+            try:
+                return check_interest_set(map(int, path.read_text().split()), num_workers)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+    if singer_order(num_workers):
+        return check_interest_set(singer_cover(num_workers), num_workers)
+    return check_interest_set(ruler_cover(num_workers), num_workers)

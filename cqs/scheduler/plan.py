@@ -1,0 +1,310 @@
+"""The plan: token groups, W mutually exclusive tasks, and what they promise."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
+from cqs.scheduler.interest_sets import check_interest_set, load_interest_set
+from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
+from cqs.scheduler.task import Step, Task
+from cqs.scheduler.validate import validate_tasks
+
+
+def make_plan(
+    seqlen_q: int,
+    seqlen_kv: int | None = None,
+    *,
+    num_workers: int,
+    is_causal: bool = False,
+    interest_set: Iterable[int] | None = None,
+) -> "Plan":
+    """Cut exact attention into ``num_workers`` tasks of equal work that never talk to each other.
+
+    Nothing but integers is touched: building a plan takes O(num_workers) whatever the sequence
+    length, and a task is made when it is asked for.
+
+    Args:
+        seqlen_q: Number of queries, at least 0.
+        seqlen_kv: Number of keys and values; ``None`` means ``seqlen_q``.
+        num_workers: Number of tasks and of token groups, at least 1. Any number will do; some are
+            cheaper than others (7, 13, 21, 31, 57 ... hold the fewest tokens for their number).
+        is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``: aligned at the bottom
+            right, as in flash attention.
+        interest_set: A difference cover of the integers modulo ``num_workers`` that contains 0;
+            ``None`` takes the best known.
+
+    Raises:
+        TypeError: if a number is no integer or ``is_causal`` no bool.
+        ValueError: if a length is negative, ``num_workers`` less than 1, or ``interest_set`` no
+            difference cover.
+
+    Example:
+        >>> plan = make_plan(14, num_workers=7)
+        >>> plan.interest_set, plan.task(0).held_groups, plan.task(0).live_pairs
+        ((0, 1, 3), (0, 1, 3), 28)
+    """
+    if seqlen_kv is None:
+        seqlen_kv = seqlen_q
+    for name, number, least in (
+        ("seqlen_q", seqlen_q, 0),
+        ("seqlen_kv", seqlen_kv, 0),
+        ("num_workers", num_workers, 1),
+    ):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{name} must be an integer, got {number!r}")
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    if interest_set is None:
+        chosen = load_interest_set(num_workers)
+    else:
+        chosen = check_interest_set(interest_set, num_workers)
+    return Plan(seqlen_q, seqlen_kv, num_workers, is_causal, chosen)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes what. Made by :func:`make_plan`; five numbers say everything.
+
+    Groups are contiguous. Causal attention needs no zig-zag: of the pairs (p, q) and (q, p) one is
+    live and both have the same owner. With fewer queries than keys, causal queries line up with
+    the last keys, and the keys before them (seen by every query) are cut into W prefix groups of
+    their own, so that both parts are shared out evenly.
+    """
+
+    seqlen_q: int
+    seqlen_kv: int
+    num_workers: int
+    is_causal: bool
+    interest_set: tuple[int, ...]
+
+    @cached_property
+    def token_groups(self) -> tuple[range, ...]:
+        """The queries of each group: ``num_workers`` ranges that tile ``range(seqlen_q)``.
+
+        Sizes differ by at most one, but for causal queries that see no key (``seqlen_q >
+        seqlen_kv``): those come first, belong to group 0 and are no work.
+        """
+        first, *rest = self._live_queries
+        return range(0, first.stop), *rest
+
+    @cached_property
+    def key_groups(self) -> tuple[range, ...]:
+        """The keys, cut into ranges that tile ``range(seqlen_kv)``; entry i is of group ``i % W``.
+
+        W ranges, or 2 W for causal attention with more keys than queries: the prefix groups, then
+        the groups along the diagonal.
+        """
+        prefix = _cut(0, self._num_prefix, self.num_workers) if self._num_prefix else ()
+        return *prefix, *_cut(self._num_prefix, self.seqlen_kv, self.num_workers)
+
+    def task(self, worker: int) -> Task:
+        """Return the task of one worker, ``0 <= worker < num_workers``."""
+        if not 0 <= worker < self.num_workers:
+            raise ValueError(f"worker must lie in range({self.num_workers}), got {worker}")
+        partners = pair_offsets(self.interest_set, self.num_workers).partners
+        pair = shared_pair(worker, self.interest_set, self.num_workers)
+        steps: list[Step] = []
+        query_groups: list[int] = []
+        key_groups: set[int] = set()
+        for query_group in quorum(worker, self.interest_set, self.num_workers):
+            offset = (query_group - worker) % self.num_workers
+            alone = [(b + worker) % self.num_workers for b in partners.get(offset, ())]
+            seen = self._seen(query_group, alone)
+            seen_by_half: tuple[list[int], list[int]] = ([], [])
+            if pair and query_group in pair:
+                half = pair.index(query_group)
+                seen_by_half[half].extend(self._seen(query_group, [pair[1 - half]]))
+            has_diagonal = self.is_causal and query_group == worker
+            new = self._make_steps(query_group, seen, seen_by_half, has_diagonal)
+            if new:
+                steps += new
+                query_groups.append(query_group)
+                key_groups.update(seen, *seen_by_half)
+                if has_diagonal:
+                    key_groups.add(self._on_diagonal(query_group))
+        held_keys = [i for i in sorted(key_groups) if self.key_groups[i]]
+        return Task(
+            worker=worker,
+            held_groups=tuple(sorted({*query_groups, *(i % self.num_workers for i in held_keys)})),
+            held_queries=tuple(self._live_queries[group] for group in query_groups),
+            held_keys=tuple(self.key_groups[i] for i in held_keys),
+            steps=tuple(steps),
+        )
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks, by worker: O(W^2) integers in all, whatever the sequence length."""
+        return tuple(self.task(worker) for worker in range(self.num_workers))
+
+    @cached_property
+    def live_pairs(self) -> int:
+        """Number of (query, key) pairs of the whole problem."""
+        if not self.is_causal:
+            return self.seqlen_q * self.seqlen_kv
+        diagonal = min(self.seqlen_q, self.seqlen_kv)
+        return diagonal * self._num_prefix + diagonal * (diagonal + 1) // 2
+
+    @cached_property
+    def responsibility_ratio(self) -> float:
+        """Live pairs of the whole over those of the busiest worker: the speed-up in sight.
+
+        ``num_workers`` up to the rounding of group sizes; 1.0 where nothing is live.
+        """
+        if not self.live_pairs:
+            return 1.0
+        return self.live_pairs / max(task.live_pairs for task in self.tasks)
+
+    def predict_cost(self, worker: int, shape: AttentionShape) -> TaskCost:
+        """Predict FLOPs, bytes in and out and peak bytes of one task's forward pass."""
+        return predict_cost(self.task(worker), shape)
+
+    def validate(self) -> None:
+        """Prove that every live pair is owned exactly once and nothing dead is owned.
+
+        Looks at the tasks alone, in O(W^2 log W), without an N x N array.
+
+        Raises:
+            ValueError: if not so; the message names the first offending rows.
+        """
+        validate_tasks(self.tasks, self.seqlen_q, self.seqlen_kv, self.is_causal)
+
+    def to_json(self) -> str:
+        """Write the plan as one JSON object; :meth:`from_json` reads it back."""
+        return json.dumps(self._as_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read a plan that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: if ``text`` is no JSON object with a plan's fields, or if its groups and
+                tasks are not those that its numbers lead to.
+        """
+        written = json.loads(text)
+        try:
+            plan = make_plan(
+                written["seqlen_q"],
+                written["seqlen_kv"],
+                num_workers=written["num_workers"],
+                is_causal=written["is_causal"],
+                interest_set=written["interest_set"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a plan: {error!r}") from error
+        if written != plan._as_dict():
+            raise ValueError("not a plan: its groups or tasks contradict its numbers")
+        return plan
+
+    def __str__(self) -> str:
+        """Describe the plan in one line."""
+        kind = "causal" if self.is_causal else "full"
+        return (
+            f"{self.num_workers} tasks over {self.seqlen_q} x {self.seqlen_kv} {kind} attention, "
+            f"{len(self.interest_set)} groups each (interest set {self.interest_set}), "
+            f"responsibility ratio {self.responsibility_ratio:.4g}"
+        )
+
+    def _as_dict(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.num_workers,
+            "seqlen_q": self.seqlen_q,
+            "seqlen_kv": self.seqlen_kv,
+            "is_causal": self.is_causal,
+            "interest_set": list(self.interest_set),
+            "token_groups": [[group.start, group.stop] for group in self.token_groups],
+            "key_groups": [[group.start, group.stop] for group in self.key_groups],
+            "responsibility_ratio": self.responsibility_ratio,
+            "tasks": [
+                {
+                    "worker": task.worker,
+                    "held_groups": list(task.held_groups),
+                    "blocks": [
+                        [queries.start, queries.stop, keys.start, keys.stop]
+                        for queries, keys, _ in task.blocks
+                    ],
+                    "live_pairs": task.live_pairs,
+                }
+                for task in self.tasks
+            ],
+        }
+
+    @property
+    def _num_prefix(self) -> int:
+        """Keys that every causal query sees because they come before the first query."""
+        return max(self.seqlen_kv - self.seqlen_q, 0) if self.is_causal else 0
+
+    @cached_property
+    def _live_queries(self) -> tuple[range, ...]:
+        dead = max(self.seqlen_q - self.seqlen_kv, 0) if self.is_causal else 0
+        return _cut(dead, self.seqlen_q, self.num_workers)
+
+    def _on_diagonal(self, group: int) -> int:
+        """Index among ``key_groups`` of the keys that line up with the queries of ``group``."""
+        return len(self.key_groups) - self.num_workers + group
+
+    def _seen(self, query_group: int, groups: list[int]) -> list[int]:
+        """Indices of the ``key_groups`` of ``groups`` that every query of ``query_group`` sees."""
+        if not self.is_causal:
+            return groups
+        prefix = groups if self._num_prefix else []
+        return prefix + [self._on_diagonal(group) for group in groups if group < query_group]
+
+    def _make_steps(
+        self,
+        query_group: int,
+        seen: list[int],
+        seen_by_half: tuple[list[int], list[int]],
+        has_diagonal: bool,
+    ) -> list[Step]:
+        """Make the step of one query group, or one for each half of its rows if they differ."""
+        queries = self._live_queries[query_group]
+        causal_keys = self.key_groups[self._on_diagonal(query_group)] if has_diagonal else range(0)
+        if any(seen_by_half):
+            half = len(queries) // 2
+            first, second = (self._runs(seen + extra) for extra in seen_by_half)
+            cuts = [
+                (queries[:half], first, causal_keys[:half]),
+                (queries[half:], _join([*second, causal_keys[:half]]), causal_keys[half:]),
+            ]
+        else:
+            cuts = [(queries, self._runs(seen), causal_keys)]
+        return [
+            Step(query_group, rows, runs, causal or None)
+            for rows, runs, causal in cuts
+            if rows and (runs or causal)
+        ]
+
+    def _runs(self, indices: list[int]) -> tuple[range, ...]:
+        """Join the ``key_groups`` of these indices into as few ranges as possible."""
+        runs: list[range] = []
+        indices = sorted(indices)
+        first = 0
+        for last, index in enumerate(indices):
+            if last + 1 == len(indices) or indices[last + 1] != index + 1:
+                start = self.key_groups[indices[first]].start
+                runs.append(range(start, self.key_groups[index].stop))
+                first = last + 1
+        return _join(runs)
+
+
+def _join(ranges: Iterable[range]) -> tuple[range, ...]:
+    """Sort disjoint ranges, join those that touch and drop the empty."""
+    runs: list[range] = []
+    for piece in sorted(filter(len, ranges), key=lambda piece: piece.start):
+        if runs and runs[-1].stop == piece.start:
+            runs[-1] = range(runs[-1].start, piece.stop)
+        else:
+            runs.append(piece)
+    return tuple(runs)
+
+
+def _cut(start: int, stop: int, parts: int) -> tuple[range, ...]:
+    """Cut ``range(start, stop)`` into ``parts`` contiguous ranges whose sizes differ by one."""
+    length = stop - start
+    marks = [start + part * length // parts for part in range(parts + 1)]
+    return tuple(map(range, marks[:-1], marks[1:]))

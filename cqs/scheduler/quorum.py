@@ -1,0 +1,92 @@
+"""Cyclic quorums and ownership: which worker computes which pair of token groups."""
+
+from functools import cache
+from typing import NamedTuple
+
+
+class PairOffsets(NamedTuple):
+    """What worker 0 owns; worker w owns the same, every index moved on by w."""
+
+    partners: dict[int, tuple[int, ...]]
+    """Query group -> key groups, over the ordered pairs that one worker owns alone."""
+    shared: tuple[int, int] | None
+    """For an even number of workers: the two groups at distance W / 2, shared by two workers."""
+
+
+def quorum(worker: int, interest_set: tuple[int, ...], num_workers: int) -> tuple[int, ...]:
+    """List the token groups of one worker's quorum, ascending.
+
+    Example:
+        >>> quorum(5, interest_set=(0, 1, 3), num_workers=7)
+        (1, 5, 6)
+    """
+    return tuple(sorted((offset + worker) % num_workers for offset in interest_set))
+
+
+@cache
+def pair_offsets(interest_set: tuple[int, ...], num_workers: int) -> PairOffsets:
+    """Choose for every distance the one pair of quorum members that owns it.
+
+    Distances d and W - d belong to the same unordered pairs of groups, so one choice (a, b) with
+    a - b = +-d serves both directions. The diagonal is the pair (0, 0).
+    """
+    chosen: dict[int, tuple[int, int]] = {}
+    for i, a in enumerate(interest_set):
+        for b in interest_set[:i]:
+            chosen.setdefault(min((a - b) % num_workers, (b - a) % num_workers), (b, a))
+    shared = chosen.pop(num_workers // 2, None) if num_workers % 2 == 0 else None
+    partners: dict[int, list[int]] = {0: [0]}
+    for a, b in chosen.values():
+        partners.setdefault(a, []).append(b)
+        partners.setdefault(b, []).append(a)
+    return PairOffsets({a: tuple(sorted(bs)) for a, bs in sorted(partners.items())}, shared)
+
+
+def owned_pairs(
+    worker: int, interest_set: tuple[int, ...], num_workers: int
+) -> tuple[tuple[int, int], ...]:
+    """List the (query group, key group) pairs that one worker owns alone.
+
+    Over all workers every ordered pair of groups appears exactly once, except, for an even
+    ``num_workers``, the pairs at distance ``num_workers / 2``: two workers hold each of those and
+    share it by query rows (:func:`shared_pair`).
+
+    Args:
+        worker: Index in ``range(num_workers)``.
+        interest_set: Difference cover of the integers modulo ``num_workers``; contains 0.
+        num_workers: Number of workers and of token groups.
+
+    Returns:
+        The pairs in ascending order.
+
+    Example:
+        >>> owned_pairs(0, interest_set=(0, 1, 3), num_workers=7)
+        ((0, 0), (0, 1), (0, 3), (1, 0), (1, 3), (3, 0), (3, 1))
+    """
+    partners = pair_offsets(interest_set, num_workers).partners
+    return tuple(
+        sorted(
+            ((a + worker) % num_workers, (b + worker) % num_workers)
+            for a, key_offsets in partners.items()
+            for b in key_offsets
+        )
+    )
+
+
+def shared_pair(
+    worker: int, interest_set: tuple[int, ...], num_workers: int
+) -> tuple[int, int] | None:
+    """Return the pair of groups (p, q) that this worker shares with worker ``w + W / 2``.
+
+    The worker computes the first half of the rows of p against the keys of q, and the second half
+    of the rows of q against the keys of p; the other worker sees the same pair as (q, p) and so
+    computes exactly the rest. None for an odd ``num_workers``.
+
+    Example:
+        >>> shared_pair(0, (0, 1, 2), 4), shared_pair(2, (0, 1, 2), 4), shared_pair(0, (0, 1), 3)
+        ((0, 2), (2, 0), None)
+    """
+    shared = pair_offsets(interest_set, num_workers).shared
+    if shared is None:
+        return None
+    return (shared[0] + worker) % num_workers, (shared[1] + worker) % num_workers

@@ -1,0 +1,78 @@
+"""A task: what one worker holds and computes, as ranges of tokens."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Block(NamedTuple):
+    """A rectangle of the score matrix; every pair in it is live unless it is a causal square."""
+
+    queries: range
+    keys: range
+    is_causal: bool
+    """True: as many keys as queries, query i sees the keys 0..i of the block."""
+
+    @property
+    def live_pairs(self) -> int:
+        """Number of (query, key) pairs that attention computes here."""
+        if self.is_causal:
+            return len(self.queries) * (len(self.queries) + 1) // 2
+        return len(self.queries) * len(self.keys)
+
+
+class Step(NamedTuple):
+    """Some query rows of one group and all the keys that a task matches them with.
+
+    A step has one result per query row: a softmax over ``keys`` and ``causal_keys`` together.
+    """
+
+    query_group: int
+    queries: range
+    keys: tuple[range, ...]
+    """Ascending, disjoint, not adjacent; each is seen by every query of the step."""
+    causal_keys: range | None
+    """As many keys as queries; query i sees the first i + 1 of them."""
+
+    @property
+    def live_pairs(self) -> int:
+        """Number of (query, key) pairs of this step."""
+        diagonal = len(self.causal_keys or ())
+        return len(self.queries) * sum(map(len, self.keys)) + diagonal * (diagonal + 1) // 2
+
+    def blocks(self) -> tuple[Block, ...]:
+        """The rectangles of this step."""
+        full = tuple(Block(self.queries, keys, False) for keys in self.keys)
+        if self.causal_keys is None:
+            return full
+        return (*full, Block(self.queries, self.causal_keys, True))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One worker's share of a plan: a pure function of the groups it holds."""
+
+    worker: int
+    held_groups: tuple[int, ...]
+    """Token groups of which this task needs queries, keys or both; ascending."""
+    held_queries: tuple[range, ...]
+    """Query ranges to send, each a whole group as the plan cuts them; ascending."""
+    held_keys: tuple[range, ...]
+    """Key and value ranges to send, likewise."""
+    steps: tuple[Step, ...]
+    """What to compute; one partial result each."""
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The rectangles this task owns, all with at least one live pair."""
+        return tuple(block for step in self.steps for block in step.blocks())
+
+    @cached_property
+    def live_pairs(self) -> int:
+        """Number of (query, key) pairs this task computes."""
+        return sum(step.live_pairs for step in self.steps)
+
+    @property
+    def held_tokens(self) -> int:
+        """Number of tokens whose query, key and value this task needs, the larger side."""
+        return max(sum(map(len, self.held_queries)), sum(map(len, self.held_keys)))

@@ -1,0 +1,63 @@
+"""How answers are judged: against float64 on the same inputs, by what eager PyTorch strays."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cqs.partial import Partial
+from cqs.problem import Problem
+
+
+def visible_mask(problem: Problem) -> Tensor | None:
+    """Return the boolean mask of a causal problem, aligned at the bottom right, or None."""
+    if not problem.is_causal:
+        return None
+    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
+    everything = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=problem.query.device)
+    return everything.tril(seqlen_kv - seqlen_q)
+
+
+def exact_answer(problem: Problem) -> Partial:
+    """Compute attention and its lse in float64 from the definition."""
+    group_size = problem.query.shape[1] // problem.key.shape[1]
+    query = problem.query.double()
+    key, value = (t.double().repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
+    scores = problem.scale * query @ key.mT
+    if (mask := visible_mask(problem)) is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    return Partial(weights @ value, lse)
+
+
+def eager_output(problem: Problem) -> Tensor:
+    """Compute attention in one call of PyTorch in the dtype of the problem."""
+    square = problem.query.shape[2] == problem.key.shape[2]
+    output = F.scaled_dot_product_attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        attn_mask=None if square else visible_mask(problem),
+        is_causal=problem.is_causal and square,
+        scale=problem.scale,
+        enable_gqa=True,
+    )
+    return output.nan_to_num(0.0)
+
+
+def assert_tracks_exact(
+    actual: Tensor, eager: Tensor, exact: Tensor, *, slack: float = 2.0, name: str = "output"
+) -> None:
+    """Fail when ``actual`` strays from ``exact`` by more than ``slack`` times what ``eager`` does.
+
+    ``exact`` is the float64 answer for the *same quantised inputs*; ``eager`` the plain PyTorch
+    computation in the dtype under test. One rounding step of the largest exact value is allowed on
+    top, so that an eager result which happens to be perfect does not demand perfection.
+    """
+    assert actual.shape == exact.shape, f"{name}: shape {actual.shape}, expected {exact.shape}"
+    assert torch.isfinite(actual).all(), f"{name}: non-finite values"
+    exact = exact.double()
+    rounding = torch.finfo(actual.dtype).eps * exact.abs().max()
+    budget = slack * (eager.double() - exact).abs().max() + rounding
+    error = (actual.double() - exact).abs().max()
+    assert error <= budget, f"{name}: error {error:.3e} exceeds budget {budget:.3e}"

@@ -1,0 +1,5 @@
+"""Partial results into the answer: torch, no ray, no worker."""
+
+from cqs.tiler.tiler import Tiler
+
+__all__ = ["Tiler"]

@@ -1,0 +1,92 @@
+"""Recompute sampled rows of an answer in float64."""
+
+import torch
+
+from cqs.partial import Partial, lse_dtype
+from cqs.problem import Problem
+
+
+class VerificationError(ArithmeticError):
+    """A sampled row of the answer is further from the exact one than rounding explains."""
+
+
+def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: int = 0) -> None:
+    """Raise unless sampled query rows agree with float64 attention, for every batch and head.
+
+    An lse may stray from the exact one by ``bound = 16 * eps_acc * (1 + max |score|) + eps``, an
+    output by ``(bound + 16 * eps) * max |value|``, where eps belongs to the dtype of the tensors
+    and eps_acc to that of the accumulation: what rounding of the products, of the probabilities
+    and of the result can add up to, with fast exponentials where the tensors are half precision.
+    NaN agrees with NaN.
+
+    Args:
+        problem: What was asked.
+        answer: The answer to check.
+        num_rows: How many rows to sample; the first and the last are always among them.
+        seed: Seed of the sample.
+
+    Raises:
+        VerificationError: with batch, head, row, error and bound of the first row that disagrees.
+    """
+    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator)
+    rows = sorted({0, seqlen_q - 1, *sample.tolist()} & set(range(seqlen_q)))
+    if not rows:
+        return
+    index = torch.tensor(rows, device=problem.query.device)
+    visible = torch.ones(len(rows), seqlen_kv, dtype=torch.bool, device=index.device)
+    if problem.is_causal:
+        keys = torch.arange(seqlen_kv, device=index.device)
+        visible = keys <= index.unsqueeze(1) + (seqlen_kv - seqlen_q)
+    eps = torch.finfo(problem.query.dtype).eps
+    eps_accumulation = torch.finfo(lse_dtype(problem.query.dtype)).eps
+    group_size = problem.query.shape[1] // problem.key.shape[1]
+
+    for batch in range(problem.query.shape[0]):
+        for head in range(problem.query.shape[1]):
+            query = problem.query[batch, head, index].double()
+            key = problem.key[batch, head // group_size].double()
+            value = problem.value[batch, head // group_size].double()
+            scores = problem.scale * (query @ key.T)
+            hidden = scores.masked_fill(~visible, -torch.inf)
+            lse = hidden.logsumexp(dim=-1)
+            weights = (hidden - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+            largest_score = scores.abs().amax(dim=-1) if seqlen_kv else scores.new_zeros(len(rows))
+            largest_value = value.abs().max() if seqlen_kv else value.new_zeros(())
+            lse_bound = 16 * eps_accumulation * (1 + largest_score) + eps
+            _compare_rows(
+                "output",
+                (batch, head),
+                rows,
+                answer.output[batch, head, index].double(),
+                weights @ value,
+                ((16 * eps + lse_bound) * largest_value).unsqueeze(-1),
+            )
+            _compare_rows(
+                "lse",
+                (batch, head),
+                rows,
+                answer.lse[batch, head, index].double().unsqueeze(-1),
+                lse.unsqueeze(-1),
+                lse_bound.unsqueeze(-1),
+            )
+
+
+def _compare_rows(
+    name: str,
+    batch_and_head: tuple[int, int],
+    rows: list[int],
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    bound: torch.Tensor,
+) -> None:
+    same = (actual == exact) | (actual.isnan() & exact.isnan())
+    wrong = (~same & ~((actual - exact).abs() <= bound)).any(dim=-1)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        error = (actual[first] - exact[first]).abs().max().item()
+        raise VerificationError(
+            f"{name} of batch {batch_and_head[0]}, head {batch_and_head[1]}, row {rows[first]} "
+            f"is off by {error:.3g}, more than rounding explains ({bound[first].max().item():.3g})"
+        )

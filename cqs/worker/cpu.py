@@ -1,0 +1,36 @@
+"""PyTorch's fused attention for CPUs, through the operator that returns its lse."""
+
+import torch
+from torch import Tensor
+
+from cqs.partial import Partial
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not_cpu(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Say why PyTorch's fused CPU kernel cannot take these tensors, or return None if it can."""
+    if query.device.type != "cpu":
+        return f"needs CPU tensors, got {query.device}"
+    if query.dtype not in _DTYPES:
+        return f"needs float32, bfloat16 or float16, got {query.dtype}"
+    if value.shape[-1] != query.shape[-1]:
+        return (
+            f"needs equal head_dim of query and value, got {query.shape[-1]} and {value.shape[-1]}"
+        )
+    return None
+
+
+def attend_cpu(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+) -> Partial:
+    """Attend with the fused CPU kernel; arguments as for the reference, none of them empty.
+
+    The kernel reads rows as if their elements were adjacent, whatever the stride says, so other
+    layouts are copied first.
+    """
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, scale=scale
+    )
+    return Partial(output, lse)

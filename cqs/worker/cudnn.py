@@ -1,0 +1,42 @@
+"""cuDNN's fused attention for NVIDIA GPUs, through the operator that returns its lse."""
+
+import torch
+from torch import Tensor
+
+from cqs.partial import Partial
+
+_MAX_HEAD_DIM = 128
+_MAX_GRID = 65535
+
+
+def why_not_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Say why cuDNN cannot take these tensors, or return None if it can."""
+    if query.device.type != "cuda":
+        return f"needs CUDA tensors, got {query.device}"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, got {query.dtype}"
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if head_dim != value_dim:
+        return f"needs equal head_dim of query and value, got {head_dim} and {value_dim}"
+    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+        return f"needs a head_dim that is a multiple of 8 up to {_MAX_HEAD_DIM}, got {head_dim}"
+    if key.shape[2] == 1:
+        return "needs more than one key, got 1"
+    if max(query.shape[:2]) > _MAX_GRID:
+        return f"needs batch and heads up to {_MAX_GRID}, got {tuple(query.shape[:2])}"
+    if not torch.backends.cudnn.is_available():
+        return "needs a PyTorch built with cuDNN"
+    if (capability := torch.cuda.get_device_capability(query.device)) < (8, 0):
+        return f"needs compute capability 8.0 or later, got {capability[0]}.{capability[1]}"
+    return None
+
+
+def attend_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+) -> Partial:
+    """Attend with cuDNN's kernel; arguments as for the reference, none of them empty."""
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return Partial(output, lse.view(query.shape[:3]))
