@@ -1,6 +1,7 @@
 """The one call that most users need."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -80,4 +81,28 @@ def attention(
         if verify:
             verify_rows(problem, answer)
         return (answer.output, answer.lse) if return_lse else answer.output
-    raise NotImplementedError
+
+    if isinstance(executor, str) and executor != "ray":
+        raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
+    from cqs.executors.ray import Cluster
+
+    check_problem(query, key, value, is_causal=is_causal, scale=scale)  # before Ray is started
+    if isinstance(executor, str):
+        scope: AbstractContextManager[Cluster] = Cluster()
+    elif isinstance(executor, Cluster):
+        scope = nullcontext(executor)
+    else:
+        raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
+    with scope as cluster:
+        return cluster.attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            scale=scale,
+            num_workers=num_workers,
+            interest_set=interest_set,
+            backend=backend,
+            return_lse=return_lse,
+            verify=verify,
+        )

@@ -35,8 +35,11 @@ def run_local(
     key = HeldTokens([(whole_kv, problem.key)])
     value = HeldTokens([(whole_kv, problem.value)])
     worker = Worker(backend)
-    tiler = Tiler(plan, *(answer or problem.empty_answer()))
-    for done, task in enumerate(plan.tasks if problem.query.shape[0] else (), start=1):
+    answer = answer or problem.empty_answer()
+    if not answer.output.numel():
+        return answer
+    tiler = Tiler(plan, *answer)
+    for done, task in enumerate(plan.tasks, start=1):
         tiler.add(task.worker, worker.run(task, query, key, value, scale=problem.scale))
         if progress:
             progress(done, plan.num_workers)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cqs.scheduler.task import Task
+from cqs.scheduler.task import Step, Task
 
 _LSE_ITEMSIZE = 4
 """The log of the softmax denominator travels as float32 (float64 for float64 inputs)."""
@@ -34,8 +34,8 @@ class TaskCost:
     bytes_out: int
     """Partial outputs and their lse that the worker returns."""
     peak_bytes: int
-    """Upper bound of the bytes held at once: inputs, all partial results, and the largest step's
-    gathered keys and values and second partial (where a causal square joins a rectangle)."""
+    """Most bytes held at once: inputs, the results so far, and for the step at work its gathered
+    keys and values and, where a causal square joins a rectangle, their two partial results."""
 
 
 def predict_cost(task: Task, shape: AttentionShape) -> TaskCost:
@@ -52,25 +52,31 @@ def predict_cost(task: Task, shape: AttentionShape) -> TaskCost:
     """
     num_kv_heads = shape.num_heads if shape.num_kv_heads is None else shape.num_kv_heads
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
-    query_bytes = shape.batch * shape.num_heads * shape.head_dim * shape.itemsize
+    width = shape.batch * shape.num_heads
+    query_bytes = width * shape.head_dim * shape.itemsize
     key_bytes = shape.batch * num_kv_heads * (shape.head_dim + value_dim) * shape.itemsize
-    lse_itemsize = max(_LSE_ITEMSIZE, shape.itemsize if shape.itemsize == 8 else 0)
-    row_bytes = shape.batch * shape.num_heads * (value_dim * shape.itemsize + lse_itemsize)
+    row_bytes = width * (value_dim * shape.itemsize + max(_LSE_ITEMSIZE, shape.itemsize))
+    sum_bytes = width * value_dim * _LSE_ITEMSIZE if shape.itemsize < _LSE_ITEMSIZE else 0
 
     bytes_in = query_bytes * sum(map(len, task.held_queries))
     bytes_in += key_bytes * sum(map(len, task.held_keys))
-    bytes_out = row_bytes * sum(len(step.queries) for step in task.steps)
-    scratch = max(
-        (
-            key_bytes * sum(map(len, step.keys)) * (len(step.keys) > 1)
-            + 2 * row_bytes * len(step.queries) * bool(step.keys and step.causal_keys)
-            for step in task.steps
-        ),
-        default=0,
-    )
+    bytes_out = peak_beyond_inputs = 0
+    for step in task.steps:
+        bytes_out += row_bytes * len(step.queries)
+        gathered = key_bytes * sum(map(len, step.keys)) if _must_gather(step, task) else 0
+        merged = 2 * (row_bytes + sum_bytes) * len(step.queries) if step.is_split else 0
+        peak_beyond_inputs = max(peak_beyond_inputs, bytes_out + gathered + merged)
     return TaskCost(
-        flops=2 * (shape.head_dim + value_dim) * shape.batch * shape.num_heads * task.live_pairs,
+        flops=2 * (shape.head_dim + value_dim) * width * task.live_pairs,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        peak_bytes=bytes_in + bytes_out + scratch,
+        peak_bytes=bytes_in + peak_beyond_inputs,
     )
+
+
+def _must_gather(step: Step, task: Task) -> bool:
+    """Say whether the keys of a step lie in more than one of the groups held."""
+    if len(step.keys) != 1:
+        return bool(step.keys)
+    (keys,) = step.keys
+    return not any(held.start <= keys.start and keys.stop <= held.stop for held in task.held_keys)

@@ -35,6 +35,11 @@ class Step(NamedTuple):
     """As many keys as queries; query i sees the first i + 1 of them."""
 
     @property
+    def is_split(self) -> bool:
+        """Whether a rectangle and a causal square, two calls, make up the result."""
+        return bool(self.keys) and self.causal_keys is not None
+
+    @property
     def live_pairs(self) -> int:
         """Number of (query, key) pairs of this step."""
         diagonal = len(self.causal_keys or ())

@@ -1,0 +1,45 @@
+"""CPU tensors as one flat buffer that Ray's object store maps instead of copying."""
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Blob:
+    """A tensor of any dtype that pickles as one out-of-band uint8 buffer.
+
+    Torch tensors pickle in band, several copies each; a numpy array goes into shared memory once
+    and every process of the host reads it there.
+    """
+
+    __slots__ = ("_bytes", "_dtype", "_shape")
+
+    def __init__(self, tensor: Tensor):
+        """Wrap ``tensor``; copies only if it is on a GPU or not contiguous."""
+        tensor = tensor.detach().cpu().contiguous()
+        self._bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+        self._dtype = tensor.dtype
+        self._shape = tuple(tensor.shape)
+
+    def __reduce__(self) -> tuple[Callable[..., "Blob"], tuple]:
+        return _restore, (self._bytes, self._dtype, self._shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return self._bytes.nbytes
+
+    def tensor(self) -> Tensor:
+        """Return a view that must not be written to: it may be shared with other processes."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self._bytes).view(self._dtype).reshape(self._shape)
+
+
+def _restore(flat: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Blob:
+    blob = object.__new__(Blob)
+    blob._bytes, blob._dtype, blob._shape = flat, dtype, shape
+    return blob
