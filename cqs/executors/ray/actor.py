@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cqs.executors.blob import Blob
-from cqs.executors.report import TaskReport
+from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.report import TaskReport
 from cqs.partial import Partial
 from cqs.scheduler import Task
 from cqs.worker import HeldTokens, Worker

@@ -1,0 +1,343 @@
+"""A cluster of workers: its life, and the calls on it."""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cqs.executors.ray import session
+from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.pool import ActorPool
+from cqs.executors.ray.report import RunReport
+from cqs.executors.ray.run import Patience, Run
+from cqs.partial import Partial
+from cqs.problem import check_problem
+from cqs.worker import check_backend_name
+
+_DISPATCHER = "cqs-dispatcher"
+_RELEASE_SECONDS = 5.0
+"""How long what ended actors held may take to be free again."""
+
+
+class Cluster:
+    """Workers on a Ray cluster, one per GPU where it has any, else on CPU cores.
+
+    Without ``address`` it uses the Ray that this process is connected to, or else starts a private
+    one on this machine: no dashboard, no usage statistics, requests authenticated by a random
+    token, files in a directory closed to other users. Only what it started is shut down.
+
+    Ray runs whatever its clients send: connect to clusters in trusted networks only.
+
+    Example::
+
+        with cqs.Cluster(num_workers=4) as cluster:
+            output = cluster.attention(query, key, value, is_causal=True, num_workers=13)
+    """
+
+    actor_class: type = TaskActor
+    """The plain class whose remote instances compute tasks."""
+
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        *,
+        address: str | None = None,
+        use_gpus: bool | None = None,
+        cpus_per_worker: int | None = None,
+        object_store_memory: int | None = None,
+        stall_timeout: float = 600.0,
+        start_timeout: float = 120.0,
+        max_attempts: int = 3,
+    ):
+        """Start the workers and wait until they answer.
+
+        Args:
+            num_workers: Number of actors; ``None`` means one per GPU, or without GPUs one per
+                core of this machine.
+            address: Address of a running cluster, as for ``ray.init``: ``"auto"``,
+                ``"host:port"`` or ``"ray://host:port"``.
+            use_gpus: Pin each actor to a GPU of its own; ``None`` means if the cluster has GPUs.
+            cpus_per_worker: Cores (and threads) of each CPU actor; ``None`` shares out this
+                machine's cores in a private cluster and means 1 elsewhere.
+            object_store_memory: Bytes of a private cluster's object store; ``None`` lets Ray
+                choose. What does not fit is spilled to disk.
+            stall_timeout: Seconds after which a worker that has work and delivers nothing counts as
+                hung and is killed; must exceed the longest task.
+            start_timeout: Seconds that starting an actor may take.
+            max_attempts: How many workers may die computing one task before the call fails.
+
+        Raises:
+            TypeError: if an argument is of the wrong type.
+            ValueError: if a number is out of range, no cluster answers at ``address``, or the
+                cluster has not enough free GPUs or cores.
+            NotImplementedError: if Ray is not installed.
+        """
+        for name, number in (
+            ("num_workers", num_workers),
+            ("cpus_per_worker", cpus_per_worker),
+            ("object_store_memory", object_store_memory),
+            ("max_attempts", max_attempts),
+        ):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+                raise TypeError(f"{name} must be an integer, got {number!r}")
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        for name, seconds in (("stall_timeout", stall_timeout), ("start_timeout", start_timeout)):
+            if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+                raise TypeError(f"{name} must be a number of seconds, got {seconds!r}")
+            if not seconds > 0:
+                raise ValueError(f"{name} must be positive, got {seconds}")
+        if address is not None and not isinstance(address, str):
+            raise TypeError(f"address must be a string, got {address!r}")
+        self._closing = threading.Event()
+        if address is None and not session.is_connected():
+            num_gpus = 0 if use_gpus is False else torch.cuda.device_count()
+            num_workers = num_workers or num_gpus or session.num_cores()
+            cpus_per_worker = cpus_per_worker or max(session.num_cores() // num_workers, 1)
+            ray, disconnect = session.start_private_ray(
+                num_workers * cpus_per_worker, num_gpus, object_store_memory
+            )
+        else:
+            ray, disconnect = session.connect(address)
+        try:
+            self._pool, num_workers = _start_pool(
+                ray,
+                self.actor_class,
+                num_workers,
+                use_gpus,
+                cpus_per_worker or 1,
+                start_timeout,
+            )
+        except BaseException:
+            disconnect()
+            raise
+        self._patience = Patience(num_workers, stall_timeout, start_timeout, max_attempts)
+        self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=_DISPATCHER)
+        self._close = weakref.finalize(
+            self, _close, self._closing, self._dispatcher, self._pool, disconnect
+        )
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers, and Ray if this cluster started it. Pending calls are cancelled."""
+        self._close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that have started, in the order in which they did."""
+        actors = list(self._pool.actors.values())
+        return tuple(actor.info.pid for actor in actors if actor.info is not None)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        num_workers: int | None = None,
+        interest_set: Iterable[int] | None = None,
+        backend: str | None = None,
+        return_lse: bool = False,
+        verify: bool = False,
+        progress: bool | Callable[[int, int], None] = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute exact attention on the workers; see :func:`cqs.attention`.
+
+        Args:
+            query: ``[batch, num_heads, seqlen_q, head_dim]``.
+            key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
+            value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
+            is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
+            scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+            num_workers: Number of tasks, any number; ``None`` means one per actor.
+            interest_set: See :func:`cqs.make_plan`.
+            backend: Name of a backend, or ``None`` for the best of each worker.
+            return_lse: Also return the log of the softmax denominators.
+            verify: Recompute sampled rows in float64 and raise if they disagree.
+            progress: True draws a progress bar; a function is called with (tasks done, tasks in
+                all).
+
+        Raises:
+            TypeError: as :func:`cqs.attention`.
+            ValueError: as :func:`cqs.attention`, and if the cluster is closed.
+            NotImplementedError: as :func:`cqs.attention`.
+            WorkersDiedError: if all workers are dead.
+            TaskFailedError: if a task kills every worker that it meets.
+        """
+        future = self.submit(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            scale=scale,
+            num_workers=num_workers,
+            interest_set=interest_set,
+            backend=backend,
+            return_lse=return_lse,
+            verify=verify,
+            progress=progress,
+        )
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def submit(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        num_workers: int | None = None,
+        interest_set: Iterable[int] | None = None,
+        backend: str | None = None,
+        return_lse: bool = False,
+        verify: bool = False,
+        progress: bool | Callable[[int, int], None] = False,
+    ) -> "AttentionFuture":
+        """Start :meth:`attention` and return at once; calls run one after another.
+
+        The tensors have been read when this returns (unless ``verify`` is set, which reads them
+        again at the end) and may be reused.
+        """
+        if not self._close.alive:
+            raise ValueError("this cluster is closed")
+        problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
+        check_backend_name(backend)
+        plan = problem.make_plan(
+            self._patience.num_workers if num_workers is None else num_workers, interest_set
+        )
+        run = Run(
+            self._pool,
+            self._patience,
+            problem,
+            plan,
+            backend=backend,
+            verify=verify,
+            progress=_progress_callback(progress),
+            closing=self._closing,
+        )
+        return AttentionFuture(self._dispatcher.submit(run), run, return_lse)
+
+
+class AttentionFuture:
+    """The answer of :meth:`Cluster.submit`, now or later."""
+
+    def __init__(self, future: "Future[Partial]", run: Run, return_lse: bool):
+        """Wrap the run's future."""
+        self._future, self._run, self._return_lse = future, run, return_lse
+
+    def result(self, timeout: float | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Wait for the answer: ``output``, or ``(output, lse)`` with ``return_lse``.
+
+        Raises:
+            TimeoutError: if it is not there after ``timeout`` seconds; the run goes on.
+            concurrent.futures.CancelledError: if it was cancelled.
+        """
+        answer = self._future.result(timeout)
+        return (answer.output, answer.lse) if self._return_lse else answer.output
+
+    def cancel(self) -> bool:
+        """Give up; False if it was too late. Tasks that are running finish unseen."""
+        self._run.cancelled.set()
+        return self._future.cancel() or not self._future.done()
+
+    def done(self) -> bool:
+        """Say whether the run has ended, in whatever way."""
+        return self._future.done()
+
+    @property
+    def report(self) -> RunReport:
+        """What the run took; waits for its end."""
+        self._future.result()
+        assert self._run.report is not None
+        return self._run.report
+
+
+def _progress_callback(
+    progress: bool | Callable[[int, int], None],
+) -> Callable[[int, int], None]:
+    if callable(progress):
+        return progress
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress must be a bool or a function, got {progress!r}")
+    bar: tqdm | None = None
+
+    def draw(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or tqdm(total=total, unit="task")
+        bar.update(1)
+        if done == total:
+            bar.close()
+
+    return draw if progress else lambda done, total: None
+
+
+def _start_pool(
+    ray: Any,
+    actor_class: type,
+    num_workers: int | None,
+    use_gpus: bool | None,
+    cpus_per_worker: int,
+    start_timeout: float,
+) -> tuple[ActorPool, int]:
+    """Start actors, all or none, and return their pool and number."""
+    total = ray.cluster_resources()
+    if use_gpus is None:
+        use_gpus = total.get("GPU", 0) >= 1
+    kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
+    if num_workers is None:
+        num_workers = max(int(total.get(kind, 0)) // each, 1)
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while (free := ray.available_resources().get(kind, 0)) < num_workers * each:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"num_workers={num_workers} needs {num_workers * each} free {kind}s, but the "
+                f"cluster has {free:g} of {total.get(kind, 0):g}"
+            )
+        time.sleep(0.1)
+    pool = ActorPool(ray, actor_class, use_gpus=use_gpus, cpus_per_worker=cpus_per_worker)
+    try:
+        pings = [(actor, actor.ping()) for actor in pool.start(num_workers)]
+        for actor, ping in pings:
+            actor.info = ray.get(ping, timeout=start_timeout)
+    except ray.exceptions.GetTimeoutError:
+        pool.close()
+        raise ValueError(
+            f"a worker did not start within start_timeout={start_timeout:g} s"
+        ) from None
+    except BaseException:
+        pool.close()
+        raise
+    return pool, num_workers
+
+
+def _close(
+    closing: threading.Event,
+    dispatcher: ThreadPoolExecutor,
+    pool: ActorPool,
+    disconnect: Callable[[], None],
+) -> None:
+    """End a cluster: its runs, its actors, its Ray."""
+    closing.set()
+    from_dispatcher = threading.current_thread().name.startswith(_DISPATCHER)
+    dispatcher.shutdown(wait=not from_dispatcher, cancel_futures=True)
+    if pool.ray.is_initialized():
+        pool.close()
+    disconnect()

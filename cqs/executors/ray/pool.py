@@ -1,0 +1,83 @@
+"""The actors of a cluster: started, replaced, ended."""
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from cqs.executors.ray.actor import ActorInfo, host_name
+
+
+@dataclass
+class Actor:
+    """An actor as the driver knows it."""
+
+    index: int
+    """Never used twice in a pool."""
+    handle: Any
+    info: ActorInfo | None = None
+    """What it said of itself, once it has started."""
+
+    def ping(self) -> Any:
+        """Return a reference that is ready when the actor can work."""
+        return self.handle.describe.remote()
+
+
+class ActorPool:
+    """Equal actors on a Ray cluster."""
+
+    def __init__(self, ray: Any, actor_class: type, *, use_gpus: bool, cpus_per_worker: int):
+        """Describe the actors; none is started yet."""
+        self.ray = ray
+        self.actors: dict[int, Actor] = {}
+        self._num_started = 0
+        self._abandoned: list[Any] = []
+        self._arguments = use_gpus, cpus_per_worker
+        self._remote_class = ray.remote(
+            num_cpus=0 if use_gpus else cpus_per_worker,
+            num_gpus=int(use_gpus),
+            max_restarts=0,
+            max_task_retries=0,
+        )(actor_class)
+
+    def start(self, number: int) -> list[Actor]:
+        """Begin to start actors; they can be sent work at once."""
+        started = []
+        for _ in range(number):
+            actor = Actor(self._num_started, self._remote_class.remote(*self._arguments))
+            self.actors[actor.index] = actor
+            self._num_started += 1
+            started.append(actor)
+        return started
+
+    def remove(self, actor: Actor, *, is_hung: bool) -> None:
+        """Let go of an actor, and make sure that it ends if it answers nothing any more."""
+        del self.actors[actor.index]
+        self.ray.kill(actor.handle, no_restart=True)
+        if is_hung and actor.info is not None and actor.info.host == host_name():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(actor.info.pid, signal.SIGKILL)
+
+    def abandon(self, refs: list[Any]) -> None:
+        """Forget results that nobody waits for any more.
+
+        Ray prints the error of a result that was never read, so those are kept until they have
+        come, and then read.
+        """
+        self._abandoned += refs
+        if not self._abandoned:
+            return
+        ready, self._abandoned = self.ray.wait(
+            self._abandoned, num_returns=len(self._abandoned), timeout=0
+        )
+        for ref in ready:
+            with contextlib.suppress(Exception):
+                self.ray.get(ref)
+
+    def close(self) -> None:
+        """End all actors."""
+        self.abandon([])
+        for actor in self.actors.values():
+            self.ray.kill(actor.handle, no_restart=True)
+        self.actors.clear()

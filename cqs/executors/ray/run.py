@@ -1,0 +1,265 @@
+"""One call on the actors of a cluster: the loop that hands out tasks and survives deaths."""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.pool import Actor, ActorPool
+from cqs.executors.ray.report import RunReport, TaskReport
+from cqs.partial import Partial
+from cqs.problem import Problem
+from cqs.scheduler import Plan
+from cqs.tiler import Tiler
+from cqs.verify import verify_rows
+
+_POLL_SECONDS = 0.1
+_TASKS_IN_FLIGHT = 2
+"""Per actor: one computes while the groups of the next are fetched."""
+
+
+class WorkersDiedError(RuntimeError):
+    """No worker is left to compute the remaining tasks."""
+
+
+class TaskFailedError(RuntimeError):
+    """A task was running on several workers when each of them died."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When to give up on an actor, and on a task."""
+
+    num_workers: int
+    """Actors that a run starts with."""
+    stall_timeout: float
+    """Seconds in which an actor that has work must deliver something."""
+    start_timeout: float
+    """Seconds in which a new actor must answer."""
+    max_attempts: int
+    """Actors that may die of one task."""
+
+
+class Run:
+    """Computes one problem on a pool of actors; called once, in the cluster's dispatcher thread."""
+
+    def __init__(
+        self,
+        pool: ActorPool,
+        patience: Patience,
+        problem: Problem,
+        plan: Plan,
+        *,
+        backend: str | None,
+        verify: bool,
+        progress: Callable[[int, int], None],
+        closing: threading.Event,
+    ):
+        """Put every token group into the object store, once."""
+        self._start = time.perf_counter()
+        self.cancelled = threading.Event()
+        self.report: RunReport | None = None
+        self._pool, self._ray, self._patience = pool, pool.ray, patience
+        self._problem, self._plan, self._closing = problem, plan, closing
+        self._backend, self._verify, self._progress = backend, verify, progress
+        self._merge_seconds = 0.0
+        self._deaths = self._reruns = 0
+        self._reports: dict[int, TaskReport] = {}
+        self._attempts: Counter[int] = Counter()
+        self._in_flight: dict[Any, tuple[Actor, int]] = {}
+        self._queues: dict[int, deque[Any]] = {}
+        """Actor -> the results it owes, in the order in which it computes them."""
+        tasks = plan.tasks if problem.query.numel() else ()
+        self._tasks = {task.worker: task for task in tasks if task.steps}
+        held_queries = {tokens for task in self._tasks.values() for tokens in task.held_queries}
+        held_keys = {tokens for task in self._tasks.values() for tokens in task.held_keys}
+        self._queries = {
+            tokens: self._ray.put(Blob(_rows(problem.query, tokens))) for tokens in held_queries
+        }
+        self._keys = {
+            tokens: self._ray.put(
+                (Blob(_rows(problem.key, tokens)), Blob(_rows(problem.value, tokens)))
+            )
+            for tokens in held_keys
+        }
+        self._put_seconds = time.perf_counter() - self._start
+
+    def __call__(self) -> Partial:
+        """Compute all tasks, merge them and return the answer."""
+        try:
+            answer = self._compute()
+        finally:
+            self._queries.clear()
+            self._keys.clear()
+        answer = Partial(*(tensor.to(self._problem.query.device) for tensor in answer))
+        seconds = time.perf_counter() - self._start
+        self.report = RunReport(
+            seconds=seconds,
+            put_seconds=self._put_seconds,
+            merge_seconds=self._merge_seconds,
+            tasks=tuple(self._reports[worker] for worker in sorted(self._reports)),
+            deaths=self._deaths,
+            reruns=self._reruns,
+        )
+        if self._verify:
+            verify_rows(self._problem, answer)
+        return answer
+
+    def _compute(self) -> Partial:
+        answer = _empty_cpu_answer(self._problem)
+        if not answer.output.numel():
+            return answer
+        tiler = Tiler(self._plan, *answer)
+        for worker in set(range(self._plan.num_workers)) - set(self._tasks):
+            tiler.add(worker, [])
+        largest_first = sorted(self._tasks.values(), key=lambda task: -task.live_pairs)
+        self._todo = deque(task.worker for task in largest_first)
+        self._pool.abandon([])
+        self._pool.start(self._patience.num_workers - len(self._pool.actors))
+        self._pings = {actor.ping(): actor for actor in self._pool.actors.values()}
+        self._originals = set(self._pool.actors)
+        self._last_sign = dict.fromkeys(self._originals, time.monotonic())
+        try:
+            while len(self._reports) < len(self._tasks):
+                if self.cancelled.is_set() or self._closing.is_set():
+                    raise CancelledError
+                self._feed()
+                self._collect(tiler)
+                self._bury_the_hung()
+        finally:
+            for ref in self._in_flight:
+                self._ray.cancel(ref, force=False)
+            self._pool.abandon(list(self._in_flight))
+        return tiler.finish()
+
+    def _feed(self) -> None:
+        """Hand the next tasks to the actors that owe least."""
+        if not self._queues and not any(a.index in self._originals for a in self._pings.values()):
+            raise WorkersDiedError(
+                f"all {len(self._originals)} workers died; tasks {sorted(self._unfinished())} are "
+                f"not computed{self._blame()}"
+            )
+        while self._todo and self._queues:
+            index = min(self._queues, key=lambda index: len(self._queues[index]))
+            if len(self._queues[index]) >= _TASKS_IN_FLIGHT:
+                return
+            actor = self._pool.actors[index]
+            task = self._tasks[self._todo.popleft()]
+            ref = actor.handle.run.remote(
+                task,
+                self._problem.scale,
+                self._backend,
+                *(self._queries[tokens] for tokens in task.held_queries),
+                *(self._keys[tokens] for tokens in task.held_keys),
+            )
+            if not self._queues[index]:
+                self._last_sign[index] = time.monotonic()
+            self._queues[index].append(ref)
+            self._in_flight[ref] = actor, task.worker
+
+    def _collect(self, tiler: Tiler) -> None:
+        """Wait for a sign of life or death and deal with all that have come."""
+        refs = [*self._in_flight, *self._pings]
+        ready, _ = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)
+        if ready and len(refs) > 1:
+            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
+        for ref in ready:
+            if ref in self._pings:
+                self._greet(ref)
+            elif ref in self._in_flight:
+                self._accept(ref, tiler)
+
+    def _greet(self, ping: Any) -> None:
+        actor = self._pings.pop(ping)
+        try:
+            actor.info = self._ray.get(ping)
+        except self._deaths_of_actors:
+            self._bury(actor)
+            return
+        self._queues[actor.index] = deque()
+
+    def _accept(self, ref: Any, tiler: Tiler) -> None:
+        actor, worker = self._in_flight[ref]
+        try:
+            results, report = self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError:  # the computation itself failed: no re-run
+            raise
+        except self._deaths_of_actors:
+            self._bury(actor)
+            return
+        del self._in_flight[ref]
+        self._queues[actor.index].remove(ref)
+        self._last_sign[actor.index] = time.monotonic()
+        start = time.perf_counter()
+        tiler.add(worker, [Partial(output.tensor(), lse.tensor()) for output, lse in results])
+        self._merge_seconds += time.perf_counter() - start
+        self._reports[worker] = report
+        self._progress(len(self._reports), len(self._tasks))
+
+    def _bury_the_hung(self) -> None:
+        now = time.monotonic()
+        owing = [self._pool.actors[index] for index, queue in self._queues.items() if queue]
+        for actor in [*owing, *self._pings.values()]:
+            timeout = self._patience.stall_timeout
+            if actor.info is None:
+                timeout = max(timeout, self._patience.start_timeout)
+            if now - self._last_sign[actor.index] > timeout:
+                self._bury(actor, is_hung=True)
+
+    def _bury(self, actor: Actor, *, is_hung: bool = False) -> None:
+        """Take back an actor's tasks and start another in its place."""
+        queue = self._queues.pop(actor.index, deque())
+        taken_back = [self._in_flight.pop(ref)[1] for ref in queue]
+        self._pings = {ping: other for ping, other in self._pings.items() if other is not actor}
+        self._pool.remove(actor, is_hung=is_hung)
+        self._deaths += 1
+        self._reruns += len(taken_back)
+        self._todo.extendleft(reversed(taken_back))
+        if taken_back:  # an actor computes in order: it died of the first, if of any
+            suspect = taken_back[0]
+            self._attempts[suspect] += 1
+            if self._attempts[suspect] >= self._patience.max_attempts:
+                raise TaskFailedError(
+                    f"task {suspect} was running on {self._attempts[suspect]} workers when they "
+                    "died or hung"
+                )
+        if actor.index in self._originals:
+            (replacement,) = self._pool.start(1)
+            self._pings[replacement.ping()] = replacement
+            self._last_sign[replacement.index] = time.monotonic()
+
+    def _unfinished(self) -> set[int]:
+        return set(self._tasks) - set(self._reports)
+
+    def _blame(self) -> str:
+        if not self._attempts:
+            return ""
+        task, deaths = self._attempts.most_common(1)[0]
+        return f"; task {task} was running on {deaths} of them when they died"
+
+    @property
+    def _deaths_of_actors(self) -> tuple[type[Exception], ...]:
+        """What says that a machine failed, as opposed to the computation."""
+        errors = self._ray.exceptions
+        return (
+            errors.RayActorError,
+            errors.OutOfMemoryError,
+            errors.ObjectLostError,
+            errors.NodeDiedError,
+            errors.WorkerCrashedError,
+        )
+
+
+def _rows(tensor: Tensor, tokens: range) -> Tensor:
+    return tensor[:, :, tokens.start : tokens.stop]
+
+
+def _empty_cpu_answer(problem: Problem) -> Partial:
+    return Partial(*(torch.empty_like(part, device="cpu") for part in problem.empty_answer()))
