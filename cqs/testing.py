@@ -30,6 +30,22 @@ def exact_answer(problem: Problem) -> Partial:
     return Partial(weights @ value, lse)
 
 
+def exact_rows(problem: Problem, rows: Tensor) -> Tensor:
+    """Compute some query rows of :func:`exact_answer`, for problems too long for all of them."""
+    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
+    group_size = problem.query.shape[1] // problem.key.shape[1]
+    outputs = []
+    for head in range(problem.query.shape[1]):
+        key, value = (t[:, head // group_size].double() for t in (problem.key, problem.value))
+        scores = problem.scale * problem.query[:, head, rows].double() @ key.mT
+        if problem.is_causal:
+            keys = torch.arange(seqlen_kv, device=rows.device)
+            hidden = keys > rows.unsqueeze(1) + (seqlen_kv - seqlen_q)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        outputs.append(scores.softmax(dim=-1).nan_to_num(0.0) @ value)
+    return torch.stack(outputs, dim=1)
+
+
 def eager_output(problem: Problem) -> Tensor:
     """Compute attention in one call of PyTorch in the dtype of the problem."""
     square = problem.query.shape[2] == problem.key.shape[2]

@@ -63,10 +63,10 @@ class TaskActor:
         pairs: tuple[tuple[Blob, Blob], ...] = groups[len(task.held_queries) :]
         keys, values = [key for key, _ in pairs], [value for _, value in pairs]
         bytes_in = sum(blob.nbytes for blob in (*queries, *keys, *values))
-        seconds = 0.0
+        started = seconds = 0.0
 
         def compute() -> list[Partial]:
-            nonlocal seconds
+            nonlocal started, seconds
             held = [
                 HeldTokens(
                     (tokens, blob.tensor().to(self._device))
@@ -79,7 +79,7 @@ class TaskActor:
                 )
             ]
             self._synchronize()
-            start = time.perf_counter()
+            started, start = time.time(), time.perf_counter()
             partials = Worker(backend).run(task, *held, scale=scale)
             self._synchronize()
             seconds = time.perf_counter() - start
@@ -93,6 +93,7 @@ class TaskActor:
             worker=task.worker,
             pid=os.getpid(),
             device=str(self._device),
+            started=started,
             seconds=seconds,
             peak_bytes=peak_bytes,
             bytes_in=bytes_in,

@@ -213,8 +213,7 @@ class Cluster:
     ) -> "AttentionFuture":
         """Start :meth:`attention` and return at once; calls run one after another.
 
-        The tensors have been read when this returns (unless ``verify`` is set, which reads them
-        again at the end) and may be reused.
+        The tensors are read while the run goes on: leave them as they are until it is done.
         """
         if not self._close.alive:
             raise ValueError("this cluster is closed")

@@ -1,18 +1,20 @@
 """What a run on a cluster took: seconds and bytes, by task and in all."""
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TaskReport:
-    """One task, as its worker measured it."""
+    """One task, as its actor measured it."""
 
     worker: int
     """Index of the task in the plan."""
     pid: int
     """Process that computed it."""
     device: str
+    started: float
+    """When the computation began, in seconds since the epoch by the actor's clock."""
     seconds: float
     """Computation alone, without fetching groups or returning results."""
     peak_bytes: int
@@ -23,35 +25,66 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One call of a cluster."""
+    """One call of a cluster.
 
+    ``before_seconds + slowest_seconds + between_seconds + after_seconds == seconds``. The driver's
+    work (put, get, merge) is among the others and mostly overlaps with computation.
+    """
+
+    started: float
+    """When the call began, in seconds since the epoch."""
     seconds: float
     """From the call to the answer."""
     put_seconds: float
-    """Putting the token groups into the object store."""
+    """The driver put token groups into the object store."""
+    get_seconds: float
+    """The driver got results from there."""
     merge_seconds: float
-    """Merging partial results; overlaps with computation."""
+    """The driver merged partial results."""
     tasks: tuple[TaskReport, ...]
     """By worker."""
     deaths: int
-    """Workers that died or hung during the run."""
+    """Actors that died or hung during the run."""
     reruns: int
-    """Tasks that had to be computed again elsewhere."""
+    """Tasks that were taken from dead actors and handed out again."""
+
+    @property
+    def slowest(self) -> tuple[TaskReport, ...]:
+        """The tasks of the process that computed longest, in order of time."""
+        by_process: dict[int, list[TaskReport]] = defaultdict(list)
+        for task in self.tasks:
+            by_process[task.pid].append(task)
+        longest = max(by_process.values(), key=_computation, default=[])
+        return tuple(sorted(longest, key=lambda task: task.started))
 
     @property
     def slowest_seconds(self) -> float:
         """Computation of the process that computed longest."""
-        by_process: Counter[int] = Counter()
-        for task in self.tasks:
-            by_process[task.pid] += task.seconds  # type: ignore[assignment]
-        return max(by_process.values(), default=0.0)
+        return _computation(self.slowest)
 
     @property
-    def waiting_seconds(self) -> float:
-        """What is neither putting nor the slowest computation: fetch, return, merge, idling."""
-        return max(self.seconds - self.put_seconds - self.slowest_seconds, 0.0)
+    def before_seconds(self) -> float:
+        """Until that process began to compute: planning, putting and fetching the first groups."""
+        return self.slowest[0].started - self.started if self.tasks else self.seconds
+
+    @property
+    def between_seconds(self) -> float:
+        """Between its tasks: fetching groups, returning results."""
+        if not self.tasks:
+            return 0.0
+        first, last = self.slowest[0], self.slowest[-1]
+        return last.started + last.seconds - first.started - self.slowest_seconds
+
+    @property
+    def after_seconds(self) -> float:
+        """After its last task: returning the result, waiting for others, the last merges."""
+        return self.seconds - self.before_seconds - self.slowest_seconds - self.between_seconds
 
     @property
     def overhead(self) -> float:
         """Share of the run that is not the slowest process's computation."""
-        return 1 - self.slowest_seconds / self.seconds if self.seconds else 0.0
+        return 1 - self.slowest_seconds / self.seconds
+
+
+def _computation(tasks: "list[TaskReport] | tuple[TaskReport, ...]") -> float:
+    return sum(task.seconds for task in tasks)

@@ -1,9 +1,10 @@
 """One call on the actors of a cluster: the loop that hands out tasks and survives deaths."""
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from cqs.executors.ray.pool import Actor, ActorPool
 from cqs.executors.ray.report import RunReport, TaskReport
 from cqs.partial import Partial
 from cqs.problem import Problem
-from cqs.scheduler import Plan
+from cqs.scheduler import Plan, Task
 from cqs.tiler import Tiler
 from cqs.verify import verify_rows
 
@@ -62,34 +63,25 @@ class Run:
         progress: Callable[[int, int], None],
         closing: threading.Event,
     ):
-        """Put every token group into the object store, once."""
-        self._start = time.perf_counter()
+        """Prepare; nothing is sent before the call."""
+        self._started, self._start = time.time(), time.perf_counter()
         self.cancelled = threading.Event()
         self.report: RunReport | None = None
         self._pool, self._ray, self._patience = pool, pool.ray, patience
         self._problem, self._plan, self._closing = problem, plan, closing
         self._backend, self._verify, self._progress = backend, verify, progress
-        self._merge_seconds = 0.0
-        self._deaths = self._reruns = 0
-        self._reports: dict[int, TaskReport] = {}
-        self._attempts: Counter[int] = Counter()
+        tasks = plan.tasks if problem.query.numel() else ()
+        self._tasks = {task.worker: task for task in tasks if task.steps}
+        self._queries: dict[range, Any] = {}
+        self._keys: dict[range, Any] = {}
+        """Token groups in the object store."""
         self._in_flight: dict[Any, tuple[Actor, int]] = {}
         self._queues: dict[int, deque[Any]] = {}
         """Actor -> the results it owes, in the order in which it computes them."""
-        tasks = plan.tasks if problem.query.numel() else ()
-        self._tasks = {task.worker: task for task in tasks if task.steps}
-        held_queries = {tokens for task in self._tasks.values() for tokens in task.held_queries}
-        held_keys = {tokens for task in self._tasks.values() for tokens in task.held_keys}
-        self._queries = {
-            tokens: self._ray.put(Blob(_rows(problem.query, tokens))) for tokens in held_queries
-        }
-        self._keys = {
-            tokens: self._ray.put(
-                (Blob(_rows(problem.key, tokens)), Blob(_rows(problem.value, tokens)))
-            )
-            for tokens in held_keys
-        }
-        self._put_seconds = time.perf_counter() - self._start
+        self._attempts: Counter[int] = Counter()
+        self._reports: dict[int, TaskReport] = {}
+        self._seconds: Counter[str] = Counter()
+        self._deaths = self._reruns = 0
 
     def __call__(self) -> Partial:
         """Compute all tasks, merge them and return the answer."""
@@ -99,11 +91,12 @@ class Run:
             self._queries.clear()
             self._keys.clear()
         answer = Partial(*(tensor.to(self._problem.query.device) for tensor in answer))
-        seconds = time.perf_counter() - self._start
         self.report = RunReport(
-            seconds=seconds,
-            put_seconds=self._put_seconds,
-            merge_seconds=self._merge_seconds,
+            started=self._started,
+            seconds=time.perf_counter() - self._start,
+            put_seconds=self._seconds["put"],
+            get_seconds=self._seconds["get"],
+            merge_seconds=self._seconds["merge"],
             tasks=tuple(self._reports[worker] for worker in sorted(self._reports)),
             deaths=self._deaths,
             reruns=self._reruns,
@@ -152,17 +145,26 @@ class Run:
                 return
             actor = self._pool.actors[index]
             task = self._tasks[self._todo.popleft()]
-            ref = actor.handle.run.remote(
-                task,
-                self._problem.scale,
-                self._backend,
-                *(self._queries[tokens] for tokens in task.held_queries),
-                *(self._keys[tokens] for tokens in task.held_keys),
-            )
+            groups = self._put_groups(task)
+            ref = actor.handle.run.remote(task, self._problem.scale, self._backend, *groups)
             if not self._queues[index]:
                 self._last_sign[index] = time.monotonic()
             self._queues[index].append(ref)
             self._in_flight[ref] = actor, task.worker
+
+    def _put_groups(self, task: Task) -> list[Any]:
+        """Return references to the groups of a task; those that are new are put into the store."""
+        query, key, value = self._problem.query, self._problem.key, self._problem.value
+        with self._clock("put"):
+            for tokens in task.held_queries:
+                if tokens not in self._queries:
+                    self._queries[tokens] = self._ray.put(_blob(query, tokens))
+            for tokens in task.held_keys:
+                if tokens not in self._keys:
+                    pair = _blob(key, tokens), _blob(value, tokens)
+                    self._keys[tokens] = self._ray.put(pair)
+        queries = [self._queries[tokens] for tokens in task.held_queries]
+        return queries + [self._keys[tokens] for tokens in task.held_keys]
 
     def _collect(self, tiler: Tiler) -> None:
         """Wait for a sign of life or death and deal with all that have come."""
@@ -188,7 +190,8 @@ class Run:
     def _accept(self, ref: Any, tiler: Tiler) -> None:
         actor, worker = self._in_flight[ref]
         try:
-            results, report = self._ray.get(ref)
+            with self._clock("get"):
+                results, report = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError:  # the computation itself failed: no re-run
             raise
         except self._deaths_of_actors:
@@ -197,9 +200,8 @@ class Run:
         del self._in_flight[ref]
         self._queues[actor.index].remove(ref)
         self._last_sign[actor.index] = time.monotonic()
-        start = time.perf_counter()
-        tiler.add(worker, [Partial(output.tensor(), lse.tensor()) for output, lse in results])
-        self._merge_seconds += time.perf_counter() - start
+        with self._clock("merge"):
+            tiler.add(worker, [Partial(output.tensor(), lse.tensor()) for output, lse in results])
         self._reports[worker] = report
         self._progress(len(self._reports), len(self._tasks))
 
@@ -235,6 +237,13 @@ class Run:
             self._pings[replacement.ping()] = replacement
             self._last_sign[replacement.index] = time.monotonic()
 
+    @contextlib.contextmanager
+    def _clock(self, part: str) -> Iterator[None]:
+        """Add the time of a block to a part of the report."""
+        start = time.perf_counter()
+        yield
+        self._seconds[part] += time.perf_counter() - start  # type: ignore[assignment]
+
     def _unfinished(self) -> set[int]:
         return set(self._tasks) - set(self._reports)
 
@@ -257,8 +266,8 @@ class Run:
         )
 
 
-def _rows(tensor: Tensor, tokens: range) -> Tensor:
-    return tensor[:, :, tokens.start : tokens.stop]
+def _blob(tensor: Tensor, tokens: range) -> Blob:
+    return Blob(tensor[:, :, tokens.start : tokens.stop])
 
 
 def _empty_cpu_answer(problem: Problem) -> Partial:

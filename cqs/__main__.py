@@ -1,0 +1,43 @@
+"""``cqs`` and ``python -m cqs``: one command, one module of ``cqs.commands``."""
+
+import argparse
+import sys
+from importlib import import_module
+
+import cqs
+
+_COMMANDS = {
+    "plan": "show who would compute what: a table, JSON or a picture",
+    "demo": "attend to a real text on a private Ray cluster, checked, tabulated and drawn",
+    "attend": "attend to query, key and value files",
+    "doctor": "say what this machine has and which backends can run here",
+    "bench": "measure, after checking",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; return its exit status: 2 for what the user can mend, with one line why."""
+    parser = argparse.ArgumentParser(
+        prog="cqs",
+        description=cqs.__doc__,
+        epilog="\n".join(f"  {name:8}{summary}" for name, summary in _COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cqs {cqs.__version__}")
+    parser.add_argument("command", choices=_COMMANDS, metavar="command")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="see cqs command --help")
+    chosen = parser.parse_args(arguments)
+
+    command = import_module(f"cqs.commands.{chosen.command}")
+    parser = argparse.ArgumentParser(prog=f"cqs {chosen.command}", description=command.__doc__)
+    command.add_arguments(parser)
+    try:
+        command.run(parser.parse_args(chosen.options))
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        print(f"cqs {chosen.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

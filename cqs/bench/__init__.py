@@ -1,0 +1,1 @@
+"""Benchmarks: each configuration is checked, then timed against its baseline in the same run."""

@@ -1,0 +1,74 @@
+"""What Ray costs: everything of a run but the slowest actor's computation."""
+
+import statistics
+
+import torch
+
+import cqs
+from cqs.bench.measurement import Measurement, append_rows, summarize
+from cqs.cases import Case
+from cqs.commands.table import format_table, percent
+from cqs.testing import assert_tracks_exact, eager_output, exact_rows
+
+_NUM_WORKERS = (7, 13)
+_PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
+
+
+def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
+    """Check and time runs on a private cluster with one actor per GPU, else per core.
+
+    Args:
+        tokens: Sequence length; ``None`` means 16,384.
+        repeats: How often each is timed.
+        out: File to append rows to, or ``None``.
+    """
+    tokens = tokens or 16384
+    rows = []
+    with cqs.Cluster() as cluster:
+        for is_causal in (False, True):
+            kind = "causal" if is_causal else "full"
+            problem = Case(kind, tokens, tokens, 8, 8, 64, is_causal=is_causal).make()
+            tensors = problem.query, problem.key, problem.value
+            sample = torch.linspace(0, tokens - 1, 64).long()
+            exact = exact_rows(problem, sample)
+            eager = eager_output(problem)[:, :, sample]
+            for num_workers in _NUM_WORKERS:
+                reports = []
+                for _ in range(repeats + 1):
+                    future = cluster.submit(*tensors, is_causal=is_causal, num_workers=num_workers)
+                    output = future.result()
+                    assert isinstance(output, torch.Tensor)
+                    assert_tracks_exact(output[:, :, sample], eager, exact)
+                    reports.append(future.report)
+                reports = reports[1:]  # the first touches fresh shared memory
+                rows.append(
+                    Measurement(
+                        benchmark="ray",
+                        case=f"{kind}-{tokens}-h8-d64",
+                        baseline="slowest actor's computation",
+                        num_workers=num_workers,
+                        executor=f"ray, {len(cluster.pids)} actors",
+                        dtype="float32",
+                        ratio=statistics.median(r.seconds / r.slowest_seconds for r in reports),
+                        repeats=repeats,
+                        details={
+                            name: statistics.median(getattr(r, name) for r in reports)
+                            for name in (*_PARTS, "put_seconds", "merge_seconds", "overhead")
+                        },
+                        **summarize([r.seconds for r in reports]),  # type: ignore[arg-type]
+                    )
+                )
+    append_rows(rows, out)
+    header = ["case", "W", "run s", "before", "slowest", "between", "after", "overhead"]
+    table = [
+        [
+            row.case,
+            row.num_workers,
+            f"{row.median_ms / 1e3:.2f}",
+            *(f"{row.details[part]:.2f}" for part in _PARTS),
+            percent(row.details["overhead"]),
+        ]
+        for row in rows
+    ]
+    print(f"{rows[0].device}, {rows[0].executor}, float32, torch {rows[0].torch_version}")
+    print(format_table(header, table))

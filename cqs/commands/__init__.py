@@ -1,0 +1,1 @@
+"""The commands of ``cqs`` and ``python -m cqs``, one module each."""

@@ -1,0 +1,85 @@
+"""Attend to query, key and value files; write the output file as it is computed."""
+
+import argparse
+from contextlib import ExitStack
+
+import torch
+from tqdm import tqdm
+
+from cqs.commands.tensor_files import create_tensor, load_tensor
+from cqs.executors.local import run_local
+from cqs.partial import Partial, lse_dtype
+from cqs.problem import Problem, check_problem
+from cqs.verify import verify_rows
+from cqs.worker import WHY_NOT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cqs attend``."""
+    for name in ("query", "key", "value"):
+        parser.add_argument(
+            name,
+            metavar=name.upper(),
+            help=f"FILE.npy, FILE.safetensors with a tensor '{name}', or FILE.safetensors:NAME",
+        )
+    parser.add_argument("output", metavar="OUTPUT", help="FILE.npy or FILE.safetensors to write")
+    parser.add_argument("--lse", metavar="FILE", help="also write the log of the denominators")
+    parser.add_argument("--is-causal", "--causal", action="store_true")
+    parser.add_argument("--scale", type=float)
+    parser.add_argument("--num-workers", "--workers", type=int, metavar="W")
+    parser.add_argument("--backend", choices=list(WHY_NOT))
+    parser.add_argument("--executor", choices=["local", "ray"], default="local")
+    parser.add_argument("--verify", action="store_true", help="recompute sampled rows in float64")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Attend from mapped files to mapped files; an output appears only if all went well."""
+    problem = check_problem(
+        *(load_tensor(getattr(options, name), name) for name in ("query", "key", "value")),
+        is_causal=options.is_causal,
+        scale=options.scale,
+    )
+    shape = (*problem.query.shape[:3], problem.value.shape[3])
+    dtype = problem.query.dtype
+    with ExitStack() as files:
+        output = files.enter_context(create_tensor(options.output, "output", shape, dtype))
+        lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
+        if options.lse:
+            lse = files.enter_context(create_tensor(options.lse, "lse", shape[:3], lse.dtype))
+        answer = Partial(output, lse)
+        if options.executor == "ray":
+            _attend_on_ray(problem, options, answer)
+        else:
+            _attend_here(problem, options, answer)
+        if options.verify:
+            verify_rows(problem, answer)
+    print(f"{options.output}: {list(shape)} {dtype}")
+
+
+def _attend_here(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:
+    plan = problem.make_plan(1 if options.num_workers is None else options.num_workers)
+    with tqdm(total=plan.num_workers, unit="task", disable=None) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.update(1)
+
+        run_local(problem, plan, backend=options.backend, answer=answer, progress=advance)
+
+
+def _attend_on_ray(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:
+    from cqs.executors.ray import Cluster
+
+    with Cluster() as cluster:
+        computed = cluster.attention(
+            problem.query,
+            problem.key,
+            problem.value,
+            is_causal=problem.is_causal,
+            scale=problem.scale,
+            num_workers=options.num_workers,
+            backend=options.backend,
+            return_lse=True,
+            progress=True,
+        )
+    for target, source in zip(answer, computed, strict=True):
+        target.copy_(source)

@@ -1,0 +1,150 @@
+"""Attend to a real text on a private Ray cluster, checked, tabulated and drawn."""
+
+import argparse
+import pydoc_data.topics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cqs
+from cqs.commands.table import format_table, mebibytes, percent
+from cqs.executors.ray import RunReport
+from cqs.problem import Problem, check_problem
+from cqs.scheduler import Plan
+from cqs.testing import assert_tracks_exact, exact_rows
+
+_NUM_HEADS, _HEAD_DIM = 8, 64
+_CHECKED_ROWS = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cqs demo``."""
+    parser.add_argument("--text", metavar="FILE", help="default: Python's own help topics")
+    parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="bytes to read")
+    parser.add_argument("--num-workers", "--workers", type=int, default=7, metavar="W")
+    parser.add_argument(
+        "--actors", type=int, metavar="P", help="default: one per GPU, else per core"
+    )
+    parser.add_argument("--is-causal", "--causal", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--picture", metavar="FILE", default="cqs-demo.png")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the main job and print what happened."""
+    text = read_text(options.text)[: options.tokens]
+    if not text:
+        raise ValueError(f"there is nothing to read in {options.text!r}, {options.tokens} tokens")
+    problem = check_problem(*project_text(text, options.seed), is_causal=options.is_causal)
+    plan = problem.make_plan(options.num_workers)
+    print(f"{len(text)} bytes of text, {_NUM_HEADS} heads of {_HEAD_DIM}, float32")
+    print(plan)
+
+    start = time.perf_counter()
+    with cqs.Cluster(options.actors) as cluster:
+        print(f"{len(cluster.pids)} actors in {time.perf_counter() - start:.1f} s")
+        future = cluster.submit(
+            problem.query,
+            problem.key,
+            problem.value,
+            is_causal=problem.is_causal,
+            num_workers=plan.num_workers,
+            progress=True,
+        )
+        output, report = future.result(), future.report
+    assert isinstance(output, Tensor)
+    start = time.perf_counter()
+    dense = F.scaled_dot_product_attention(
+        problem.query, problem.key, problem.value, is_causal=problem.is_causal
+    )
+    dense_seconds = time.perf_counter() - start
+
+    print(tasks_table(problem, plan, report))
+    print(run_table(report, dense_seconds))
+    print(check_output(problem, output, dense))
+    if options.picture:
+        from cqs.plotting import save_owners
+
+        save_owners(plan, options.picture)
+        print(f"score matrix by owner: {options.picture}")
+
+
+def read_text(path: str | None) -> bytes:
+    """Return the bytes of a file, or of the help topics that every Python ships."""
+    if path is not None:
+        return Path(path).read_bytes()
+    return "\n".join(pydoc_data.topics.topics.values()).encode()
+
+
+def project_text(text: bytes, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Make query, key and value, ``[1, 8, len(text), 64]``, from bytes by seeded projections."""
+    generator = torch.Generator().manual_seed(seed)
+    width = _NUM_HEADS * _HEAD_DIM
+    embedding = torch.randn(256, width, generator=generator)
+    tokens = embedding[torch.frombuffer(bytearray(text), dtype=torch.uint8).int()]
+
+    def project() -> Tensor:
+        weight = torch.randn(width, width, generator=generator) * width**-0.5
+        heads: Tensor = (tokens @ weight).view(1, len(text), _NUM_HEADS, _HEAD_DIM)
+        return heads.transpose(1, 2).contiguous()
+
+    return project(), project(), project()
+
+
+def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> str:
+    """Tabulate what each worker held, computed and took."""
+    rows = []
+    for measured in report.tasks:
+        task = plan.task(measured.worker)
+        cost = plan.predict_cost(measured.worker, problem.shape)
+        rows.append(
+            [
+                task.worker,
+                " ".join(map(str, task.held_groups)),
+                percent(task.held_tokens / plan.seqlen_q),
+                percent(task.live_pairs / plan.live_pairs),
+                mebibytes(cost.peak_bytes),
+                mebibytes(measured.peak_bytes),
+                f"{measured.seconds:.2f}",
+                f"{measured.device} {measured.pid}",
+            ]
+        )
+    header = ["worker", "groups", "tokens", "pairs", "predicted MiB", "peak MiB", "s", "actor"]
+    return format_table(header, rows)
+
+
+def run_table(report: RunReport, dense_seconds: float) -> str:
+    """Tabulate where the time of the run went."""
+    parts = {
+        "before the slowest actor's first task: plan, put, fetch": report.before_seconds,
+        "its computation": report.slowest_seconds,
+        "between its tasks: fetch, return": report.between_seconds,
+        "after its last task: return, merge, waiting": report.after_seconds,
+        "the run": report.seconds,
+        "of it on the driver, meanwhile: put": report.put_seconds,
+        "get": report.get_seconds,
+        "merge": report.merge_seconds,
+        "for comparison: one dense call on all cores": dense_seconds,
+    }
+    rows = [[name, f"{s:.3f}", percent(s / report.seconds)] for name, s in parts.items()]
+    return format_table(["part", "s", "of the run"], rows)
+
+
+def check_output(problem: Problem, output: Tensor, dense: Tensor) -> str:
+    """Compare the answer with one dense call and both with float64 on evenly spaced rows.
+
+    Raises:
+        AssertionError: if the answer strays more than twice as far as the dense call.
+    """
+    seqlen = output.shape[2]
+    rows = torch.linspace(0, seqlen - 1, min(_CHECKED_ROWS, seqlen)).long()
+    exact = exact_rows(problem, rows)
+    assert_tracks_exact(output[:, :, rows], dense[:, :, rows], exact)
+    return (
+        f"largest difference from one dense call {(output - dense).abs().max():.2g}; "
+        f"from float64 on {len(rows)} rows {(output[:, :, rows] - exact).abs().max():.2g}, "
+        f"dense {(dense[:, :, rows] - exact).abs().max():.2g}: correct"
+    )

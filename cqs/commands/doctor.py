@@ -1,0 +1,58 @@
+"""Say what this machine has, which backends can run here, and why not the others."""
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import cqs
+from cqs.scheduler import load_interest_set
+from cqs.worker import WHY_NOT, choose_backend
+
+_PACKAGES = ("torch", "numpy", "ray", "matplotlib", "safetensors")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``cqs doctor`` has no options."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the findings."""
+    print(f"cqs {cqs.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    print(", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
+    print(f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} PyTorch threads")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        print(
+            f"GPU {index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
+            f"compute capability {properties.major}.{properties.minor}"
+        )
+    if not torch.cuda.is_available():
+        print("GPU: none that PyTorch can use")
+    sizes = {num_workers: len(load_interest_set(num_workers)) for num_workers in (7, 64, 1000)}
+    print("interest sets: " + ", ".join(f"W = {w}: {m} groups" for w, m in sizes.items()))
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        print(f"\nbackends for tensors on {device}, head_dim 64, by preference:")
+        for name in WHY_NOT:
+            print(f"  {name}:")
+            for dtype in _DTYPES:
+                print(f"    {str(dtype).removeprefix('torch.')}: {_diagnose(name, dtype, device)}")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _diagnose(backend: str, dtype: torch.dtype, device: str) -> str:
+    """Say whether a backend is the default, can run, or why it cannot."""
+    tensor = torch.zeros(1, 1, 2, 64, dtype=dtype, device=device)
+    if reason := WHY_NOT[backend](tensor, tensor, tensor):
+        return f"no, it {reason}"
+    is_default = choose_backend(tensor, tensor, tensor) == backend
+    return "yes, the default" if is_default else "yes"

@@ -1,0 +1,31 @@
+"""Right-aligned text tables."""
+
+from collections.abc import Sequence
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Lay out a table with a rule under its header.
+
+    Example:
+        >>> print(format_table(["worker", "share"], [[0, "14.3 %"]]))
+        worker   share
+        ------  ------
+             0  14.3 %
+    """
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def percent(share: float) -> str:
+    """Write a share with three digits: ``42.9 %``."""
+    return f"{100 * share:.3g} %"
+
+
+def mebibytes(number: float) -> str:
+    """Write bytes in MiB: ``13.9``."""
+    return f"{number / 2**20:.1f}"

@@ -1,0 +1,104 @@
+"""Pictures of plans."""
+
+from pathlib import Path
+from typing import Any
+
+from cqs.scheduler import Block, Plan
+
+_GOLDEN_RATIO = 0.618033988749895
+_STAIRS = 64
+"""Causal squares of up to so many queries are drawn step by step, larger ones as triangles."""
+
+
+def plot_owners(plan: Plan, axes: Any = None) -> Any:
+    """Draw the score matrix of ``plan``, every live block in the colour of its owner.
+
+    Colours run through viridis in golden-ratio steps: workers of adjacent numbers differ in
+    lightness, so the picture survives print and colour blindness.
+
+    Args:
+        plan: Any plan; drawing takes O(W^2) polygons whatever the sequence length.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+    Returns:
+        The matplotlib axes.
+    """
+    import matplotlib
+    from matplotlib.collections import PolyCollection
+
+    if axes is None:
+        from matplotlib.figure import Figure
+
+        axes = Figure(figsize=(7, 7), layout="constrained").add_subplot()
+    colormap = matplotlib.colormaps["viridis"]
+    polygons, colors = [], []
+    for task in plan.tasks:
+        color = colormap(task.worker * _GOLDEN_RATIO % 1.0)
+        for block in task.blocks:
+            polygons.append(_outline(block))
+            colors.append(color)
+    edges = "white" if plan.num_workers <= 40 else "face"
+    axes.add_collection(
+        PolyCollection(polygons, facecolors=colors, edgecolors=edges, linewidths=0.5)
+    )
+    if plan.num_workers <= 16:
+        for task in plan.tasks:
+            for queries, keys, is_causal in task.blocks:
+                middle = keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2)
+                axes.text(
+                    middle,
+                    queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2),
+                    str(task.worker),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if task.worker * _GOLDEN_RATIO % 1.0 < 0.6 else "black",
+                )
+    axes.set(
+        xlim=(0, max(plan.seqlen_kv, 1)),
+        ylim=(max(plan.seqlen_q, 1), 0),
+        xlabel="key",
+        ylabel="query",
+        title=f"{plan.num_workers} workers, interest set {plan.interest_set}",
+        aspect="equal" if plan.seqlen_q == plan.seqlen_kv else "auto",
+    )
+    return axes
+
+
+def save_owners(plan: Plan, path: str | Path) -> None:
+    """Draw :func:`plot_owners` into an image file of the format that its name ends in.
+
+    Raises:
+        NotImplementedError: if matplotlib is not installed.
+        ValueError: if the format is unknown.
+        OSError: if the file cannot be written.
+    """
+    try:
+        axes = plot_owners(plan)
+    except ImportError as error:
+        raise NotImplementedError(
+            f"pictures need matplotlib: pip install 'cqs[plots]' ({error})"
+        ) from error
+    axes.figure.savefig(path, dpi=150)
+
+
+def _outline(block: Block) -> list[tuple[int, int]]:
+    """Trace the live part of a block as (key, query) corners."""
+    queries, keys, is_causal = block
+    if not is_causal:
+        return [
+            (keys.start, queries.start),
+            (keys.stop, queries.start),
+            (keys.stop, queries.stop),
+            (keys.start, queries.stop),
+        ]
+    if len(queries) > _STAIRS:
+        return [
+            (keys.start, queries.start),
+            (keys.stop, queries.stop),
+            (keys.start, queries.stop),
+        ]
+    corners = [(keys.start, queries.start)]
+    for query, key in zip(queries, keys, strict=True):
+        corners += [(key + 1, query), (key + 1, query + 1)]
+    return [*corners, (keys.start, queries.stop)]
