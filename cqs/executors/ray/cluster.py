@@ -93,6 +93,8 @@ class Cluster:
                 raise TypeError(f"{name} must be a number of seconds, got {seconds!r}")
             if not seconds > 0:
                 raise ValueError(f"{name} must be positive, got {seconds}")
+        if use_gpus is not None and not isinstance(use_gpus, bool):
+            raise TypeError(f"use_gpus must be a bool or None, got {use_gpus!r}")
         if address is not None and not isinstance(address, str):
             raise TypeError(f"address must be a string, got {address!r}")
         self._closing = threading.Event()

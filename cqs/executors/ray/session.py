@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
+
+_CONNECT_SECONDS = 10.0
 
 
 def num_cores() -> int:
@@ -45,9 +49,15 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
         if address is not None:
             raise ValueError(f"Ray is connected already: leave out address, got {address!r}")
         return ray, lambda: None
+    found = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):(\d+)", address or "")
+    if not found and address != "auto":
+        raise ValueError(f"address must be 'auto', HOST:PORT or ray://HOST:PORT, got {address!r}")
     try:
+        if found:  # Ray itself tries for minutes
+            host, port = found[1].strip("[]"), int(found[2])
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, RuntimeError) as error:
         raise ValueError(f"no Ray cluster answers at address {address!r}: {error}") from error
     return ray, ray.shutdown
 

@@ -1,0 +1,262 @@
+import os
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import CASES, Case
+from cqs.executors.ray.actor import TaskActor
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.verify import VerificationError
+
+pytestmark = pytest.mark.ray
+
+LARGE = Case("large", 3000, 3000, num_heads=8, num_kv_heads=8, head_dim=64, is_causal=True)
+
+
+def tensors(problem):
+    return problem.query, problem.key, problem.value
+
+
+def options(problem):
+    return {"is_causal": problem.is_causal, "scale": problem.scale}
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 7, 13])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_exact_and_always_has_the_same_bits(cluster, case, num_workers):
+    problem = case.make()
+    output, lse = cluster.attention(
+        *tensors(problem), **options(problem), num_workers=num_workers, return_lse=True
+    )
+    exact = exact_answer(problem)
+    assert_tracks_exact(output, eager_output(problem), exact.output)
+    torch.testing.assert_close(lse.double(), exact.lse, atol=1e-5, rtol=1e-5)
+    again = cluster.attention(
+        *tensors(problem), **options(problem), num_workers=num_workers, return_lse=True
+    )
+    assert torch.equal(output, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_every_dtype_travels(cluster, dtype):
+    problem = CASES[5].make(dtype)
+    output = cluster.attention(*tensors(problem), **options(problem), num_workers=7)
+    assert output.dtype == dtype
+    assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output)
+
+
+@pytest.mark.parametrize("num_actors", [1, 2, 3])
+def test_any_number_of_actors_gives_the_same_bits(ray_session, cluster, num_actors):
+    problem = CASES[3].make()
+    with_four = cluster.attention(*tensors(problem), **options(problem), num_workers=8)
+    with cqs.Cluster(num_workers=num_actors, use_gpus=False) as fewer:
+        assert len(fewer.pids) == num_actors
+        through_api = cqs.attention(
+            *tensors(problem), **options(problem), num_workers=8, executor=fewer
+        )
+    assert torch.equal(through_api, with_four)
+    assert ray_session.is_initialized(), "a cluster must not shut down a Ray it did not start"
+
+
+def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session):
+    class Spy(TaskActor):
+        def visible(self):
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    class Spies(cqs.Cluster):
+        actor_class = Spy
+
+    problem = CASES[0].make()
+    with Spies() as cluster:
+        actors = cluster._pool.actors.values()
+        seen = ray_session.get([actor.handle.visible.remote() for actor in actors])
+        assert sorted(seen) == ["0", "1", "2", "3"]
+        cluster.attention(*tensors(problem), num_workers=7, verify=True)
+        with pytest.raises(ValueError, match=r"num_workers=1 needs 1 free GPUs.*0 of 4"):
+            cqs.Cluster(num_workers=1)
+
+
+def test_predicted_bytes_are_those_measured(cluster):
+    problem = LARGE.make()
+    for num_workers in (7, 8):
+        future = cluster.submit(*tensors(problem), is_causal=True, num_workers=num_workers)
+        future.result()
+        plan = problem.make_plan(num_workers)
+        for task in future.report.tasks:
+            cost = plan.predict_cost(task.worker, problem.shape)
+            assert (task.bytes_in, task.bytes_out) == (cost.bytes_in, cost.bytes_out)
+            assert 0.75 * cost.peak_bytes <= task.peak_bytes <= 1.05 * cost.peak_bytes
+
+
+def test_report_adds_up(cluster):
+    problem = LARGE.make()
+    future = cluster.submit(*tensors(problem), num_workers=7)
+    future.result()
+    report = future.report
+    assert [task.worker for task in report.tasks] == list(range(7))
+    parts = (
+        report.before_seconds,
+        report.slowest_seconds,
+        report.between_seconds,
+        report.after_seconds,
+    )
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(report.seconds)
+    assert report.deaths == report.reruns == 0
+
+
+def test_each_group_is_put_once(cluster, ray_session, monkeypatch):
+    puts = []
+    put = ray_session.put
+    monkeypatch.setattr(ray_session, "put", lambda value: puts.append(value) or put(value))
+    problem = CASES[0].make()
+    cluster.attention(*tensors(problem), num_workers=7)
+    assert len(puts) == 14, "seven groups of queries, seven of keys and values"
+
+
+def test_inputs_are_never_written_to(cluster):
+    problem = CASES[1].make()
+    before = [tensor.clone() for tensor in tensors(problem)]
+    cluster.attention(*tensors(problem), **options(problem), num_workers=8)
+    assert all(map(torch.equal, tensors(problem), before))
+
+
+def test_empty_problems_need_no_actor(cluster):
+    query = torch.randn(2, 4, 5, 8)
+    nothing = torch.randn(2, 4, 0, 8)
+    output, lse = cluster.attention(query, nothing, nothing, num_workers=3, return_lse=True)
+    assert torch.equal(output, torch.zeros_like(query)) and (lse == -torch.inf).all()
+    assert cluster.attention(nothing, query, query).shape == nothing.shape
+    assert cluster.attention(query[:0], query[:0], query[:0]).shape == query[:0].shape
+
+
+def test_progress_counts_tasks(cluster):
+    problem = CASES[0].make()
+    calls = []
+    cluster.attention(
+        *tensors(problem), num_workers=7, progress=lambda done, total: calls.append((done, total))
+    )
+    assert calls == [(done, 7) for done in range(1, 8)]
+
+
+def test_progress_bar_is_drawn_on_request(cluster, capsys):
+    cluster.attention(*tensors(CASES[0].make()), num_workers=7, progress=True)
+    assert "7/7" in capsys.readouterr().err
+
+
+def test_a_cancelled_run_ends_and_the_next_one_works(cluster):
+    problem = LARGE.make()
+    future = cluster.submit(*tensors(problem), num_workers=111)
+    assert future.cancel()
+    with pytest.raises(CancelledError):
+        future.result(timeout=30)
+    assert future.done()
+    cluster.attention(*tensors(problem), num_workers=3, verify=True)
+
+
+def test_runs_queue_up(cluster):
+    problems = [case.make() for case in CASES[:4]]
+    futures = [cluster.submit(*tensors(p), **options(p), num_workers=7) for p in problems]
+    for problem, future in zip(problems, futures, strict=True):
+        assert_tracks_exact(future.result(), eager_output(problem), exact_answer(problem).output)
+
+
+def test_what_a_task_raises_is_raised_once_with_its_traceback(cluster, capfd):
+    problem = CASES[0].make()
+    with pytest.raises(NotImplementedError, match=r"(?s)_run_step.*'cudnn' needs CUDA tensors"):
+        cluster.attention(*tensors(problem), num_workers=13, backend="cudnn")
+    pids = cluster.pids
+    cluster.attention(*tensors(problem), num_workers=7)
+    assert cluster.pids == pids
+    assert "Unhandled error" not in capfd.readouterr().err
+
+
+def test_verification_catches_a_wrong_worker(ray_session):
+    class Wrong(TaskActor):
+        def run(self, task, *arguments):
+            results, report = super().run(task, *arguments)
+            if task.worker == 2:
+                results[0][0]._bytes.view("float32")[:] += 0.01
+            return results, report
+
+    class WrongCluster(cqs.Cluster):
+        actor_class = Wrong
+
+    problem = CASES[0].make()
+    with WrongCluster(num_workers=1, use_gpus=False) as cluster:
+        cluster.attention(*tensors(problem), num_workers=7)
+        with pytest.raises(VerificationError, match=r"row \d+ is off by 0\.0"):
+            cluster.attention(*tensors(problem), num_workers=7, verify=True)
+
+
+def test_a_closed_cluster_refuses(ray_session):
+    cluster = cqs.Cluster(num_workers=1, use_gpus=False)
+    cluster.close()
+    cluster.close()
+    with pytest.raises(ValueError, match="closed"):
+        cluster.attention(*tensors(CASES[0].make()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
+        ({"num_workers": True}, TypeError, "num_workers must be an integer, got True"),
+        ({"num_workers": 5}, ValueError, "num_workers=5 needs 5 free GPUs"),
+        ({"num_workers": 99, "use_gpus": False}, ValueError, "needs 99 free CPUs"),
+        ({"cpus_per_worker": -1}, ValueError, "cpus_per_worker must be at least 1, got -1"),
+        ({"max_attempts": 0}, ValueError, "max_attempts must be at least 1, got 0"),
+        ({"stall_timeout": 0}, ValueError, "stall_timeout must be positive, got 0"),
+        ({"start_timeout": "1"}, TypeError, "start_timeout must be a number of seconds, got '1'"),
+        ({"address": 6379}, TypeError, "address must be a string, got 6379"),
+        ({"address": "auto"}, ValueError, "connected already.*'auto'"),
+        ({"use_gpus": 1}, TypeError, "use_gpus must be a bool or None, got 1"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_named_and_leave_no_actor(ray_session, arguments, error, message):
+    free = ray_session.available_resources()
+    with pytest.raises(error, match=message):
+        cqs.Cluster(**arguments)
+    assert ray_session.available_resources().get("GPU") == free.get("GPU")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ({"interest_set": [0, 1]}, ValueError, "no difference cover"),
+        ({"backend": "warp"}, ValueError, "'warp'"),
+        ({"progress": 3}, TypeError, "progress must be a bool or a function, got 3"),
+        ({"scale": float("nan")}, ValueError, "nan"),
+        ({"key": torch.zeros(3)}, ValueError, "key must be"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_leaves_the_cluster_untouched(cluster, change, error, message):
+    query, key, value = tensors(CASES[0].make())
+    pids = cluster.pids
+    with pytest.raises(error, match=message):
+        cluster.attention(query, **{"key": key, "value": value, "num_workers": 4, **change})
+    assert cluster.attention(query, key, value, num_workers=4).shape == query.shape
+    assert cluster.pids == pids
+
+
+def test_missing_ray_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(NotImplementedError, match=r"needs Ray: pip install 'cqs\[ray\]'"):
+        cqs.Cluster(num_workers=1)
+    problem = CASES[0].make()
+    with pytest.raises(NotImplementedError, match="needs Ray"):
+        cqs.attention(*tensors(problem), executor="ray")
+
+
+def test_partial_results_survive_the_trip_as_they_are():
+    from cqs.executors.ray.blob import Blob
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.randn(2, 3, 4).to(dtype).transpose(0, 2)
+        assert torch.equal(Blob(tensor).tensor(), tensor)

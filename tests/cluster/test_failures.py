@@ -1,0 +1,117 @@
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import Case
+from cqs.executors.ray import TaskFailedError, WorkersDiedError
+from cqs.executors.ray.actor import TaskActor
+
+pytestmark = pytest.mark.ray
+
+PROBLEM = Case("failures", 4000, 4000, num_heads=8, num_kv_heads=8, head_dim=64, is_causal=True)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    problem = PROBLEM.make()
+    return problem.query, problem.key, problem.value
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tensors):
+    return cluster.attention(*tensors, is_causal=True, num_workers=13, verify=True)
+
+
+def wait_for_workers(cluster, number):
+    """Runs wait for nobody who is only starting; tests that kill want all of them there."""
+    for _ in range(300):
+        cluster.attention(*(torch.zeros(1, 1, 8, 8) for _ in range(3)), num_workers=1)
+        if len(cluster.pids) == number:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"only {len(cluster.pids)} of {number} workers are back")
+
+
+def run_with_signal(cluster, tensors, number, signal_number):
+    """Send a signal to some workers as soon as the second result is there."""
+    wait_for_workers(cluster, 4)
+    victims = cluster.pids[:number]
+
+    def strike(done, total):
+        if done == 2:
+            for pid in victims:
+                os.kill(pid, signal_number)
+
+    future = cluster.submit(*tensors, is_causal=True, num_workers=13, progress=strike)
+    return future, victims
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_killed_workers_do_not_change_a_bit(cluster, tensors, undisturbed, number):
+    future, victims = run_with_signal(cluster, tensors, number, signal.SIGKILL)
+    assert torch.equal(future.result(timeout=120), undisturbed)
+    assert future.report.deaths >= number
+    assert future.report.reruns >= number
+    wait_for_workers(cluster, 4)
+    assert not set(victims) & set(cluster.pids)
+
+
+def test_a_hung_worker_is_killed_and_replaced(cluster, tensors, undisturbed):
+    future, (victim,) = run_with_signal(cluster, tensors, 1, signal.SIGSTOP)
+    assert torch.equal(future.result(timeout=120), undisturbed)
+    assert future.report.deaths == 1
+    wait_for_workers(cluster, 4)
+    assert not os.path.exists(f"/proc/{victim}")
+
+
+def test_all_workers_dead_is_an_error_and_the_cluster_recovers(cluster, tensors, undisturbed):
+    future, victims = run_with_signal(cluster, tensors, 4, signal.SIGKILL)
+    assert len(victims) == 4
+    with pytest.raises(WorkersDiedError, match=r"all 4 workers died; tasks \[.*\] are not"):
+        future.result(timeout=120)
+    assert torch.equal(cluster.attention(*tensors, is_causal=True, num_workers=13), undisturbed)
+
+
+def test_workers_that_died_between_runs_are_replaced(cluster, tensors, undisturbed):
+    wait_for_workers(cluster, 4)
+    for pid in cluster.pids[:3]:
+        os.kill(pid, signal.SIGKILL)
+    assert torch.equal(cluster.attention(*tensors, is_causal=True, num_workers=13), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("num_actors", "error", "message"),
+    [
+        (4, TaskFailedError, "task 3 was running on 2 workers when they died or hung"),
+        (1, WorkersDiedError, "all 1 workers died.*task 3 was running on 1 of them"),
+    ],
+)
+def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors, error, message):
+    class Poisoned(TaskActor):
+        def run(self, task, *arguments):
+            if task.worker == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().run(task, *arguments)
+
+    class PoisonedCluster(cqs.Cluster):
+        actor_class = Poisoned
+
+    with PoisonedCluster(num_workers=num_actors, use_gpus=False, max_attempts=2) as cluster:
+        with pytest.raises(error, match=message):
+            cluster.submit(*tensors, num_workers=7).result(timeout=120)
+
+
+def test_closing_in_mid_run_cancels_it(ray_session, tensors):
+    from concurrent.futures import CancelledError
+
+    cluster = cqs.Cluster(num_workers=1, use_gpus=False)
+    future = cluster.submit(*tensors, num_workers=31)
+    queued = cluster.submit(*tensors, num_workers=31)
+    cluster.close()
+    for pending in (future, queued):
+        with pytest.raises(CancelledError):
+            pending.result(timeout=30)

@@ -1,0 +1,155 @@
+"""What needs a Ray of its own runs in a fresh interpreter."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.ray
+
+
+def run_python(script, tmp_path, **environment):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    home = tmp_path / "home"
+    home.mkdir()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env={**kept, "HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("first", ["import cqs", "import ray, cqs"])
+def test_the_private_cluster_is_private(tmp_path, first):
+    script = f"""
+        {first}
+        import glob, os, pathlib, stat, tempfile, torch
+
+        def listening():
+            sockets = {{}}
+            for name in ("tcp", "tcp6"):
+                for line in pathlib.Path(f"/proc/net/{{name}}").read_text().splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A":
+                        sockets[fields[9]] = fields[1].rpartition(":")[0]
+            return sockets
+
+        before = listening()
+        folders = set(glob.glob(tempfile.gettempdir() + "/cqs-*"))
+        query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
+        with cqs.Cluster(num_workers=2) as cluster:
+            import ray
+            output = cluster.attention(query, key, value, num_workers=3)
+            new = [address for inode, address in listening().items() if inode not in before]
+            assert new and set(new) <= {{"0100007F", "0000000000000000FFFF00000100007F"}}, new
+            assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
+            assert os.environ["RAY_AUTH_MODE"] == "token" and os.environ["RAY_AUTH_TOKEN"]
+            (folder,) = set(glob.glob(tempfile.gettempdir() + "/cqs-*")) - folders
+            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        assert not ray.is_initialized() and not os.path.exists(folder)
+        assert not os.path.exists(os.path.expanduser("~/.ray/auth_token"))
+        with cqs.Cluster(num_workers=1) as cluster:  # and again
+            assert torch.allclose(cluster.attention(query, key, value), output, atol=1e-5)
+        print("private")
+    """
+    assert "private" in run_python(script, tmp_path)
+
+
+def test_executor_ray_starts_and_ends_a_cluster(tmp_path):
+    script = """
+        import cqs, torch
+        query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
+        output = cqs.attention(query, key, value, num_workers=7, executor="ray")
+        assert torch.allclose(output, cqs.attention(query, key, value), atol=1e-5)
+        import ray
+        assert not ray.is_initialized()
+        print("done")
+    """
+    assert "done" in run_python(script, tmp_path)
+
+
+def test_no_cluster_at_an_address_is_named(tmp_path):
+    script = """
+        import cqs
+        for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "auto", "127.0.0.1:99999", "nowhere"):
+            try:
+                cqs.Cluster(num_workers=1, address=address)
+            except ValueError as error:
+                assert repr(address) in str(error), error
+                print("refused")
+    """
+    assert run_python(script, tmp_path).count("refused") == 5
+
+
+def test_a_killed_node_does_not_change_a_bit(tmp_path):
+    script = """
+        import torch, cqs, ray
+        from ray.cluster_utils import Cluster as Nodes
+        from cqs.cases import Case
+
+        problem = Case("node", 4000, 4000, 8, 8, 64, is_causal=True).make()
+        tensors = problem.query, problem.key, problem.value
+        node = dict(num_cpus=2, object_store_memory=150 * 2**20)
+        nodes = Nodes(initialize_head=True, head_node_args=dict(node, include_dashboard=False))
+        doomed = nodes.add_node(**node)
+        nodes.wait_for_nodes()
+        with cqs.Cluster(num_workers=4, address=nodes.address, stall_timeout=30) as cluster:
+            expected = cluster.attention(*tensors, is_causal=True, num_workers=13, verify=True)
+
+            def strike(done, total):
+                if done == 2:
+                    nodes.remove_node(doomed, allow_graceful=False)
+            future = cluster.submit(*tensors, is_causal=True, num_workers=13, progress=strike)
+            assert torch.equal(future.result(timeout=150), expected)
+            assert future.report.deaths >= 2, future.report
+            print("same bits after", future.report.deaths, "deaths")
+        assert not ray.is_initialized(), "it connected, so it disconnects"
+        nodes.shutdown()
+    """
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "n" * 64}
+    assert "same bits" in run_python(script, tmp_path, **environment)
+
+
+def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
+    script = """
+        import os, pathlib, time
+        memory = dict(line.split(":") for line in open("/proc/meminfo"))
+        total, free = (int(memory[k].split()[0]) * 1024 for k in ("MemTotal", "MemAvailable"))
+        room = 3 * 2**30
+        os.environ["RAY_memory_usage_threshold"] = str((total - free + room) / total)
+        os.environ["RAY_memory_monitor_refresh_ms"] = "50"
+        import torch, cqs
+        from cqs.cases import Case
+        from cqs.executors.ray.actor import TaskActor
+
+        class Greedy(TaskActor):
+            def run(self, task, *arguments):
+                mark = pathlib.Path("MARK")
+                if task.worker == 3 and not mark.exists():
+                    mark.touch()
+                    hoard = [torch.ones(2**28) for _ in range(4)]
+                    time.sleep(60)
+                return super().run(task, *arguments)
+
+        class GreedyCluster(cqs.Cluster):
+            actor_class = Greedy
+
+        problem = Case("greedy", 1000, 1000, 8, 8, 64).make()
+        tensors = problem.query, problem.key, problem.value
+        with GreedyCluster(num_workers=3, object_store_memory=100 * 2**20) as cluster:
+            future = cluster.submit(*tensors, num_workers=7)
+            output = future.result(timeout=50)
+            assert torch.equal(output, cluster.attention(*tensors, num_workers=7, verify=True))
+            print("same bits after", future.report.deaths, "deaths")
+    """.replace("MARK", str(tmp_path / "mark"))
+    assert "same bits after" in run_python(script, tmp_path)
+    assert (tmp_path / "mark").exists()

@@ -1,0 +1,88 @@
+import pytest
+
+from cqs.scheduler import AttentionShape, make_plan, predict_cost
+
+PLANS = {
+    "full": make_plan(700, num_workers=7),
+    "ragged-even-causal": make_plan(701, num_workers=8, is_causal=True),
+    "cross": make_plan(300, 801, num_workers=12),
+    "cross-causal": make_plan(300, 801, num_workers=13, is_causal=True),
+    "more-queries-causal": make_plan(801, 300, num_workers=6, is_causal=True),
+    "more-workers-than-tokens": make_plan(9, num_workers=31),
+    "one-worker": make_plan(100, num_workers=1, is_causal=True),
+}
+SHAPES = {
+    "plain": AttentionShape(num_heads=8, head_dim=64),
+    "gqa-batch": AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, batch=3),
+    "value-dim-float32": AttentionShape(num_heads=4, head_dim=16, value_dim=24, itemsize=4),
+    "float64": AttentionShape(num_heads=4, head_dim=16, itemsize=8),
+}
+every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 12, 31])
+def test_flops_of_all_tasks_add_up_to_those_of_full_attention(num_workers):
+    seqlen, heads, head_dim = 1003, 8, 64
+    plan = make_plan(seqlen, num_workers=num_workers)
+    shape = AttentionShape(heads, head_dim)
+    costs = [plan.predict_cost(worker, shape) for worker in range(num_workers)]
+    assert sum(cost.flops for cost in costs) == 4 * seqlen * seqlen * head_dim * heads
+
+
+@every_shape
+@every_plan
+def test_flops_count_two_products_per_live_pair(plan, shape):
+    value_dim = shape.value_dim or shape.head_dim
+    total = sum(plan.predict_cost(worker, shape).flops for worker in range(plan.num_workers))
+    per_pair = 2 * shape.head_dim + 2 * value_dim
+    assert total == per_pair * plan.live_pairs * shape.num_heads * shape.batch
+
+
+@every_shape
+@every_plan
+def test_bytes_in_are_those_of_the_groups_that_blocks_touch(plan, shape):
+    value_dim = shape.value_dim or shape.head_dim
+    kv_heads = shape.num_kv_heads or shape.num_heads
+    for task in plan.tasks:
+        queries = {q for block in task.blocks for q in block.queries}
+        keys = {k for block in task.blocks for k in block.keys}
+        num_queries = sum(len(g) for g in task.held_queries if queries & set(g))
+        num_keys = sum(len(g) for g in task.held_keys if keys & set(g))
+        elements = num_queries * shape.num_heads * shape.head_dim
+        elements += num_keys * kv_heads * (shape.head_dim + value_dim)
+        assert predict_cost(task, shape).bytes_in == elements * shape.batch * shape.itemsize
+
+
+@every_shape
+@every_plan
+def test_bytes_out_are_an_output_and_an_lse_per_step_and_query(plan, shape):
+    value_dim = shape.value_dim or shape.head_dim
+    lse_bytes = 8 if shape.itemsize == 8 else 4
+    for task in plan.tasks:
+        rows = sum(step.queries.stop - step.queries.start for step in task.steps)
+        row_bytes = value_dim * shape.itemsize + lse_bytes
+        expected = rows * row_bytes * shape.num_heads * shape.batch
+        assert predict_cost(task, shape).bytes_out == expected
+
+
+@every_shape
+@every_plan
+def test_peak_holds_inputs_and_results_at_once(plan, shape):
+    for worker in range(plan.num_workers):
+        cost = plan.predict_cost(worker, shape)
+        assert cost.peak_bytes >= cost.bytes_in + cost.bytes_out
+
+
+def test_workers_send_and_receive_about_one_share_of_their_quorum():
+    plan = make_plan(7000, num_workers=7)
+    shape = AttentionShape(num_heads=8, head_dim=64, itemsize=2)
+    for worker in range(7):
+        cost = plan.predict_cost(worker, shape)
+        assert cost.bytes_in == 3 * (3 * 1000) * 8 * 64 * 2
+        assert cost.bytes_out == 3 * 1000 * 8 * (64 * 2 + 4)
+
+
+def test_a_task_without_work_costs_nothing():
+    cost = make_plan(0, num_workers=3).predict_cost(1, AttentionShape(8, 64))
+    assert (cost.flops, cost.bytes_in, cost.bytes_out, cost.peak_bytes) == (0, 0, 0, 0)

@@ -1,0 +1,126 @@
+import math
+
+import numpy as np
+import pytest
+from owner_counts import (
+    assert_owned_once,
+    collect_steps,
+    count_pairs,
+    is_ascending_and_apart,
+    live_mask,
+    live_pairs_per_worker,
+    tokens,
+)
+
+from cqs.scheduler import make_plan
+
+KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+LENGTHS = {
+    "half-W": lambda num_workers: num_workers // 2,
+    "W": lambda num_workers: num_workers,
+    "7W+3": lambda num_workers: 7 * num_workers + 3,
+    "1e9": lambda num_workers: 10**9,
+}
+CROSS = [0, 1, 2, 5, 13, 40]
+
+
+@KINDS
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+def test_every_live_pair_has_one_owner_and_all_workers_work_alike(length, is_causal):
+    for num_workers in range(1, 301):
+        seqlen = length(num_workers)
+        plan = make_plan(seqlen, num_workers=num_workers, is_causal=is_causal)
+        rectangles, squares = collect_steps(plan)
+        assert_owned_once(plan, rectangles, squares)
+
+        live = live_pairs_per_worker(plan, rectangles, squares)
+        total = seqlen * (seqlen + 1) // 2 if is_causal else seqlen * seqlen
+        assert live.sum() == total == plan.live_pairs
+        group = math.ceil(seqlen / num_workers)
+        allowed = num_workers * (num_workers * (2 * group + 1) + group)
+        assert max(abs(num_workers * int(pairs) - total) for pairs in live) <= allowed
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [*range(1, 25), 31, 48])
+def test_every_single_pair_is_owned_once_for_short_sequences(num_workers, is_causal):
+    for seqlen in {*range(12), num_workers - 1, num_workers, 2 * num_workers + 1, 41}:
+        plan = make_plan(seqlen, num_workers=num_workers, is_causal=is_causal)
+        assert np.array_equal(count_pairs(plan), live_mask(plan)), plan
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 6, 7, 8, 12, 13, 20])
+def test_every_single_pair_is_owned_once_when_lengths_differ(num_workers, is_causal):
+    for seqlen_q in CROSS:
+        for seqlen_kv in CROSS:
+            plan = make_plan(seqlen_q, seqlen_kv, num_workers=num_workers, is_causal=is_causal)
+            assert np.array_equal(count_pairs(plan), live_mask(plan)), plan
+            assert plan.live_pairs == live_mask(plan).sum()
+            plan.validate()
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 13, 64, 100])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(10**9, 10**6), (777_777, 10**9), (5, 10**9)])
+def test_long_sequences_of_unequal_lengths_are_owned_once(
+    num_workers, seqlen_q, seqlen_kv, is_causal
+):
+    plan = make_plan(seqlen_q, seqlen_kv, num_workers=num_workers, is_causal=is_causal)
+    rectangles, squares = collect_steps(plan)
+    assert_owned_once(plan, rectangles, squares)
+    live = live_pairs_per_worker(plan, rectangles, squares)
+    assert live.sum() == plan.live_pairs
+    if seqlen_q > 5:
+        assert live.max() * num_workers == pytest.approx(plan.live_pairs, rel=0.01)
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [4, 7, 10])
+@pytest.mark.parametrize("lengths", [(23, 23), (23, 31), (31, 23)], ids=str)
+def test_the_count_for_long_sequences_notices_a_missing_and_a_second_owner(
+    lengths, num_workers, is_causal
+):
+    plan = make_plan(*lengths, num_workers=num_workers, is_causal=is_causal)
+    rectangles, squares = collect_steps(plan)
+    assert_owned_once(plan, rectangles, squares)
+    for broken in (rectangles[1:], np.concatenate([rectangles, rectangles[-1:]])):
+        with pytest.raises(AssertionError):
+            assert_owned_once(plan, broken, squares)
+    if is_causal:
+        with pytest.raises(AssertionError):
+            assert_owned_once(plan, rectangles, squares[1:])
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", range(1, 33))
+def test_blocks_steps_and_counts_of_a_task_agree(num_workers, is_causal):
+    for lengths in [(3, 3), (50, 50), (50, 75), (75, 50)]:
+        for task in make_plan(*lengths, num_workers=num_workers, is_causal=is_causal).tasks:
+            assert task.blocks == tuple(b for step in task.steps for b in step.blocks())
+            assert all(block.live_pairs for block in task.blocks)
+            assert task.live_pairs == sum(block.live_pairs for block in task.blocks)
+            for step in task.steps:
+                assert step.live_pairs == sum(block.live_pairs for block in step.blocks())
+                assert is_ascending_and_apart(step.keys)
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [*range(1, 33), 64])
+def test_a_task_holds_exactly_the_groups_that_its_blocks_need(num_workers, is_causal):
+    for lengths in [(5, 5), (num_workers, num_workers), (50, 50), (50, 75), (75, 50), (0, 9)]:
+        plan = make_plan(*lengths, num_workers=num_workers, is_causal=is_causal)
+        dead = max(lengths[0] - lengths[1], 0) if is_causal else 0
+        query_groups = [range(max(g.start, dead), g.stop) for g in plan.token_groups]
+        for task in plan.tasks:
+            needed_queries = {q for block in task.blocks for q in block.queries}
+            needed_keys = {k for block in task.blocks for k in block.keys}
+            queries = [g for g in query_groups if needed_queries & set(g)]
+            keys = [g for g in plan.key_groups if needed_keys & set(g)]
+            assert task.held_queries == tuple(queries), plan
+            assert task.held_keys == tuple(keys), plan
+            groups = {query_groups.index(g) for g in queries}
+            groups |= {plan.key_groups.index(g) % num_workers for g in keys}
+            assert task.held_groups == tuple(sorted(groups)), plan
+            held = max(len(tokens(task.held_queries)), len(tokens(task.held_keys)))
+            assert task.held_tokens == held

@@ -1,0 +1,109 @@
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from cqs.scheduler import check_interest_set, interest_sets, load_interest_set
+
+FOLDER = Path(__file__).resolve().parents[2] / "interest_sets"
+STORED = sorted(int(path.stem) for path in FOLDER.glob("*.txt"))
+
+
+def read_stored(num_workers):
+    return tuple(map(int, (FOLDER / f"{num_workers}.txt").read_text().split()))
+
+
+def covers(elements, modulus):
+    return {(a - b) % modulus for a in elements for b in elements} == set(range(modulus))
+
+
+@pytest.fixture
+def stored_as(tmp_path, monkeypatch):
+    """Replace the folder of stored sets by one that holds a single text for 7 workers."""
+
+    def store(text):
+        (tmp_path / "7.txt").write_text(text)
+        monkeypatch.setattr(interest_sets, "_FOLDERS", (tmp_path,))
+        load_interest_set.cache_clear()
+
+    yield store
+    load_interest_set.cache_clear()
+
+
+def test_every_number_from_3_to_111_has_a_stored_set():
+    assert set(range(3, 112)) <= set(STORED)
+
+
+@pytest.mark.parametrize("num_workers", STORED)
+def test_stored_set_is_a_sorted_cover_with_zero_and_is_loaded_as_it_stands(num_workers):
+    stored = read_stored(num_workers)
+    assert list(stored) == sorted(set(stored))
+    assert stored[0] == 0 and stored[-1] < num_workers
+    assert covers(stored, num_workers)
+    assert load_interest_set(num_workers) == stored
+
+
+@pytest.mark.parametrize("num_workers", range(3, 25))
+def test_no_smaller_set_than_the_stored_one_exists(num_workers):
+    size = len(load_interest_set(num_workers))
+    assert not any(
+        covers((0, *others), num_workers)
+        for others in combinations(range(1, num_workers), size - 2)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 113, 133, 183, 250, 307, 1000, 1009])
+def test_a_number_without_a_stored_set_gets_a_cover_too(num_workers):
+    loaded = load_interest_set(num_workers)
+    assert list(loaded) == sorted(set(loaded))
+    assert loaded[0] == 0
+    assert covers(loaded, num_workers)
+
+
+@pytest.mark.parametrize(("num_workers", "q"), [(133, 11), (183, 13), (273, 16), (993, 31)])
+def test_projective_planes_give_perfect_sets_beyond_the_stored_ones(num_workers, q):
+    assert len(load_interest_set(num_workers)) == q + 1
+
+
+@pytest.mark.parametrize("num_workers", [0, -1])
+def test_fewer_than_one_worker_are_refused(num_workers):
+    with pytest.raises(ValueError, match=f"num_workers must be at least 1, got {num_workers}"):
+        load_interest_set(num_workers)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0 1 2", r"7\.txt: .*no two elements differ by 3"),
+        ("0 1 3 7", r"7\.txt: .*range\(7\), got 7"),
+        ("0 1 1 3", r"7\.txt: .*repeats an element"),
+        ("1 2 4", r"7\.txt: .*must contain 0"),
+        ("0 1 three", r"7\.txt: .*'three'"),
+        ("", r"7\.txt: .*must contain 0, got \(\)"),
+    ],
+    ids=["not-a-cover", "out-of-range", "repeated", "without-0", "no-number", "empty"],
+)
+def test_a_damaged_file_is_refused(stored_as, text, message):
+    stored_as(text)
+    with pytest.raises(ValueError, match=message):
+        load_interest_set(7)
+
+
+def test_a_sound_file_is_used(stored_as):
+    stored_as("0 2 3\n")
+    assert load_interest_set(7) == (0, 2, 3)
+
+
+@pytest.mark.parametrize("num_workers", [3, 7, 12, 31, 64])
+def test_check_names_the_smallest_difference_that_is_missed(num_workers):
+    for size in range(1, 4):
+        elements = tuple(range(size))
+        if covers(elements, num_workers):
+            assert check_interest_set(elements, num_workers) == elements
+        else:
+            with pytest.raises(ValueError, match=f"no two elements differ by {size}$"):
+                check_interest_set(elements, num_workers)
+
+
+def test_check_sorts_what_it_accepts():
+    assert check_interest_set(iter([3, 0, 1]), 7) == (0, 1, 3)

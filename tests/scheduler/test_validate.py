@@ -1,0 +1,191 @@
+from dataclasses import replace
+
+import pytest
+
+from cqs.scheduler import Step, Task, make_plan
+from cqs.scheduler.validate import validate_tasks
+
+PLANS = {
+    "full": make_plan(60, num_workers=7),
+    "causal": make_plan(60, num_workers=7, is_causal=True),
+    "even-causal": make_plan(61, num_workers=8, is_causal=True),
+    "cross-causal": make_plan(40, 75, num_workers=7, is_causal=True),
+    "more-queries-causal": make_plan(75, 40, num_workers=4, is_causal=True),
+    "one-worker": make_plan(20, num_workers=1, is_causal=True),
+}
+CAUSAL = {name: plan for name, plan in PLANS.items() if plan.is_causal}
+
+
+def every(plans):
+    return pytest.mark.parametrize("plan", plans.values(), ids=plans)
+
+
+def validate(plan, tasks):
+    validate_tasks(tasks, plan.seqlen_q, plan.seqlen_kv, plan.is_causal)
+
+
+def with_step(plan, worker, index, *steps):
+    """The tasks of ``plan``, one step of one worker replaced by others."""
+    tasks = list(plan.tasks)
+    old = tasks[worker].steps
+    tasks[worker] = replace(tasks[worker], steps=(*old[:index], *steps, *old[index + 1 :]))
+    return tasks
+
+
+def all_steps(plan):
+    return [(task.worker, i, step) for task in plan.tasks for i, step in enumerate(task.steps)]
+
+
+def moved(tokens):
+    """``tokens`` with one end or both moved by one."""
+    start, stop = tokens.start, tokens.stop
+    for first, last in ((-1, 0), (1, 0), (0, -1), (0, 1), (1, 1), (-1, -1)):
+        yield range(start + first, stop + last)
+
+
+def refuse(plan, tasks):
+    with pytest.raises(ValueError, match=r"owned|live|square|causal block|beyond"):
+        validate(plan, tasks)
+
+
+@every(PLANS)
+def test_tasks_are_accepted_in_any_order(plan):
+    validate(plan, plan.tasks)
+    validate(plan, reversed(plan.tasks))
+
+
+@every(PLANS)
+def test_a_step_cut_in_two_by_rows_is_accepted(plan):
+    worker, index, step = next(each for each in all_steps(plan) if each[2].causal_keys is None or 1)
+    half = len(step.queries) // 2
+    squares = step.causal_keys or range(0)
+    upper = step._replace(queries=step.queries[:half], causal_keys=squares[:half] or None)
+    lower = step._replace(queries=step.queries[half:], causal_keys=squares[half:] or None)
+    if squares:
+        lower = lower._replace(keys=(*step.keys, squares[:half]))
+    validate(plan, with_step(plan, worker, index, upper, lower))
+
+
+@every(PLANS)
+def test_a_missing_task_is_refused(plan):
+    for worker in range(plan.num_workers):
+        refuse(plan, plan.tasks[:worker] + plan.tasks[worker + 1 :])
+
+
+@every(PLANS)
+def test_a_task_done_twice_is_refused(plan):
+    for task in plan.tasks:
+        refuse(plan, (*plan.tasks, task))
+
+
+@every(PLANS)
+def test_a_dropped_block_is_refused(plan):
+    for worker, index, step in all_steps(plan):
+        refuse(plan, with_step(plan, worker, index))
+        for keys in step.keys:
+            fewer = tuple(other for other in step.keys if other != keys)
+            refuse(plan, with_step(plan, worker, index, step._replace(keys=fewer)))
+        if step.causal_keys:
+            refuse(plan, with_step(plan, worker, index, step._replace(causal_keys=None)))
+
+
+@every(PLANS)
+def test_a_duplicated_block_is_refused(plan):
+    for worker, index, step in all_steps(plan):
+        for keys in step.keys:
+            again = Step(step.query_group, step.queries, (keys,), None)
+            refuse(plan, with_step(plan, worker, index, step, again))
+        if step.causal_keys:
+            again = step._replace(keys=())
+            refuse(plan, with_step(plan, worker, index, step, again))
+
+
+@every(PLANS)
+def test_a_block_moved_by_one_token_is_refused(plan):
+    for worker, index, step in all_steps(plan):
+        for queries in moved(step.queries):
+            refuse(plan, with_step(plan, worker, index, step._replace(queries=queries)))
+        for i, keys in enumerate(step.keys):
+            for other in moved(keys):
+                changed = (*step.keys[:i], other, *step.keys[i + 1 :])
+                refuse(plan, with_step(plan, worker, index, step._replace(keys=changed)))
+
+
+@every(CAUSAL)
+def test_a_causal_square_moved_by_one_token_is_refused(plan):
+    for worker, index, step in all_steps(plan):
+        if step.causal_keys:
+            for other in moved(step.causal_keys):
+                broken = step._replace(causal_keys=other)
+                refuse(plan, with_step(plan, worker, index, broken))
+
+
+@every(CAUSAL)
+def test_a_dead_block_is_refused(plan):
+    """A block behind the diagonal is dead for all of its queries."""
+    for worker, index, step in all_steps(plan):
+        first_dead = step.queries.stop + plan.seqlen_kv - plan.seqlen_q
+        for stop in {first_dead + 1, plan.seqlen_kv}:
+            if stop > first_dead:
+                dead = Step(step.query_group, step.queries, (range(first_dead, stop),), None)
+                refuse(plan, with_step(plan, worker, index, step, dead))
+
+
+@every(CAUSAL)
+def test_a_causal_square_computed_in_full_is_refused(plan):
+    for worker, index, step in all_steps(plan):
+        if step.causal_keys:
+            full = step._replace(keys=(*step.keys, step.causal_keys), causal_keys=None)
+            refuse(plan, with_step(plan, worker, index, full))
+
+
+@every(PLANS)
+def test_a_full_block_computed_as_a_causal_square_is_refused(plan):
+    for worker, index, step in all_steps(plan):
+        for keys in step.keys:
+            others = tuple(other for other in step.keys if other != keys)
+            square = step._replace(queries=step.queries[: len(keys)], causal_keys=keys[:1])
+            refuse(plan, with_step(plan, worker, index, square._replace(keys=others)))
+
+
+def test_queries_that_see_no_key_must_not_be_computed():
+    plan = PLANS["more-queries-causal"]
+    dead_rows = Step(0, range(0, 3), (range(0, 1),), None)
+    refuse(plan, with_step(plan, 0, 0, plan.task(0).steps[0], dead_rows))
+
+
+def test_a_block_that_computes_nothing_is_refused():
+    plan = PLANS["full"]
+    step = plan.task(0).steps[0]
+    for empty in (step._replace(queries=range(0)), step._replace(keys=(range(5, 5),))):
+        with pytest.raises(ValueError, match="holds no live pair"):
+            validate(plan, with_step(plan, 0, 0, step, empty))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "message"),
+    [
+        (range(0, 4), (range(0, 3),), r"keys 3\.\.4 of queries range\(0, 4\) are owned never"),
+        (range(0, 3), (range(0, 4),), r"keys 0\.\.4 of queries range\(3, 4\) are owned never"),
+        (range(0, 4), (range(0, 3), range(2, 4)), r"keys 2\.\.3 of .* are owned twice"),
+        (range(0, 4), (range(0, 5),), r"keys 5\.\.4 of .* are owned though dead"),
+        (range(0, 5), (range(0, 4),), "blocks reach beyond the 4 queries"),
+        (range(-1, 4), (range(0, 4),), "blocks reach beyond the 4 queries"),
+    ],
+    ids=["keys-missing", "queries-missing", "overlap", "extra-key", "extra-query", "negative"],
+)
+def test_the_message_says_which_pairs_are_wrong(queries, keys, message):
+    task = Task(0, (0,), (queries,), keys, (Step(0, queries, keys, None),))
+    with pytest.raises(ValueError, match=message):
+        validate_tasks([task], 4, 4, False)
+
+
+def test_shares_of_two_workers_exchanged_by_halves_are_refused():
+    """With an even number of workers two of them compute one half each; not both the same."""
+    plan = make_plan(64, num_workers=4)
+    (p, q), twin = (0, 2), 2
+    halves = [s for s in plan.task(twin).steps if s.query_group == p and s.queries.start == 8]
+    assert len(halves) == 1 and range(32, 48) in halves[0].keys, (p, q)
+    index = plan.task(twin).steps.index(halves[0])
+    wrong = halves[0]._replace(queries=range(0, 8))
+    refuse(plan, with_step(plan, twin, index, wrong))

@@ -1,0 +1,73 @@
+"""End to end on a CUDA device; the kernels alone are tested in ``worker``."""
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import CASES, Case
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer, exact_rows
+from cqs.worker import choose_backend
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 13])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_exact(case, num_workers, dtype):
+    problem = case.make(dtype, "cuda")
+    output, lse = cqs.attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        is_causal=problem.is_causal,
+        scale=problem.scale,
+        num_workers=num_workers,
+        return_lse=True,
+        verify=True,
+    )
+    assert output.device == lse.device == problem.query.device
+    exact = exact_answer(problem)
+    assert_tracks_exact(output, eager_output(problem), exact.output)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_sequences_run_on_cudnn(head_dim, is_causal):
+    problem = Case("long", 20000, 20000, 16, 4, head_dim, is_causal=is_causal).make(
+        torch.bfloat16, "cuda"
+    )
+    tensors = problem.query, problem.key, problem.value
+    assert choose_backend(*tensors) == "cudnn"
+    rows = torch.linspace(0, 19999, 128, device="cuda").long()
+    exact = exact_rows(problem, rows)
+    eager = eager_output(problem)[:, :, rows]
+    for num_workers in (1, 7, 8, 31):
+        output = cqs.attention(
+            *tensors, is_causal=is_causal, num_workers=num_workers, backend="cudnn"
+        )
+        assert_tracks_exact(output[:, :, rows], eager, exact)
+
+
+def test_strided_storage_gives_the_same_answer():
+    storage = torch.randn(2, 500, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
+    query, key, value = storage.permute(2, 0, 3, 1, 4)
+    expected = cqs.attention(*(t.contiguous() for t in (query, key, value)), num_workers=7)
+    torch.testing.assert_close(cqs.attention(query, key, value, num_workers=7), expected)
+
+
+@pytest.mark.ray
+def test_a_cluster_runs_on_the_gpu():
+    problem = Case("gpu-cluster", 8192, 8192, 8, 8, 64, is_causal=True).make(torch.bfloat16, "cuda")
+    tensors = problem.query, problem.key, problem.value
+    with cqs.Cluster() as cluster:
+        future = cluster.submit(*tensors, is_causal=True, num_workers=7, verify=True)
+        output, report = future.result(), future.report
+    assert output.device == problem.query.device
+    assert {task.device for task in report.tasks} == {"cuda"}
+    assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output)
+    plan = problem.make_plan(7)
+    for task in report.tasks:
+        cost = plan.predict_cost(task.worker, problem.shape)
+        assert (task.bytes_in, task.bytes_out) == (cost.bytes_in, cost.bytes_out)
+        assert task.peak_bytes <= 1.2 * cost.peak_bytes + 2**21
