@@ -22,18 +22,69 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge_partials(partials: Sequence[Partial], out: Tensor | None = None) -> Partial:
-    """Combine attention over disjoint key sets into attention over their union.
+class RunningMerge:
+    """Attention over a growing set of keys: partials over disjoint keys, merged one by one.
 
-    ``lse = log(sum(exp(lse_i)))`` and ``output = sum(exp(lse_i - lse) * output_i)``: exact up to
-    one rounding per partial, whatever the division of the keys. Sums run in the dtype of the lse,
-    in the order given; no exponential of a score is ever formed, so nothing overflows.
+    With ``M = max(lse_i)`` it keeps ``S = sum(exp(lse_i - M))`` and ``A = sum(exp(lse_i - M) *
+    output_i)``, and ends with ``output = A / S`` and ``lse = M + log(S)``: exact up to rounding,
+    whatever the division of the keys. No exponential of a score is ever formed, so nothing
+    overflows. Sums run in the dtype of the lse, in the order of :meth:`add`.
+    """
+
+    def __init__(self, answer: Partial):
+        """Begin to merge into ``answer``, whose tensors are overwritten."""
+        self._answer = answer
+        self._largest = answer.lse.fill_(-torch.inf)
+        self._sum = torch.zeros_like(answer.lse)
+        self._total = answer.output
+        if answer.output.dtype != answer.lse.dtype:
+            self._total = torch.empty_like(answer.output, dtype=answer.lse.dtype)
+        self._is_empty = True
+
+    def add(self, partial: Partial, rows: slice = slice(None)) -> None:
+        """Merge in a partial of all queries, or of the ``rows`` it answers; it is not written to.
+
+        A query that saw no key in ``partial`` carries ``lse = -inf`` there and gains nothing.
+        """
+        output, lse = partial
+        total, largest, sums = (
+            self._total[:, :, rows],
+            self._largest[:, :, rows],
+            self._sum[:, :, rows],
+        )
+        if self._is_empty and total.shape == self._total.shape:
+            total.copy_(output)
+            largest.copy_(lse)
+            sums.copy_(lse != -torch.inf)
+        else:
+            if self._is_empty:
+                self._total.zero_()
+            larger = torch.maximum(largest, lse)
+            shift = larger.masked_fill(larger == -torch.inf, 0)
+            old, new = torch.exp(largest - shift), torch.exp(lse - shift)
+            total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
+            sums.mul_(old).add_(new)
+            largest.copy_(larger)
+        self._is_empty = False
+
+    def finish(self) -> Partial:
+        """Return the answer; rows that saw no key anywhere give output 0 and lse -inf."""
+        output, lse = self._answer
+        if self._is_empty:
+            self._total.zero_()
+        self._total.div_(self._sum.masked_fill(self._sum == 0, 1).unsqueeze(-1))
+        if self._total is not output:
+            output.copy_(self._total)
+        lse.add_(self._sum.log())
+        return self._answer
+
+
+def merge_partials(partials: Sequence[Partial]) -> Partial:
+    """Combine attention over disjoint key sets into attention over their union.
 
     Args:
         partials: At least one; all answer the same queries and share shapes, dtypes and device.
             None is written to.
-        out: Where to write the merged output, of the shape and dtype of the outputs; ``None``
-            allocates it.
 
     Raises:
         ValueError: if there is no partial or two disagree; the message names the second.
@@ -48,27 +99,18 @@ def merge_partials(partials: Sequence[Partial], out: Tensor | None = None) -> Pa
         raise ValueError("merge_partials needs at least one partial")
     first = partials[0]
     for i, partial in enumerate(partials):
-        for name in Partial._fields:
-            expected, got = getattr(first, name), getattr(partial, name)
-            if (got.shape, got.dtype, got.device) != (
-                expected.shape,
-                expected.dtype,
-                expected.device,
-            ):
-                raise ValueError(
-                    f"{name} {i} is {tuple(got.shape)} {got.dtype} on {got.device}, "
-                    f"but {name} 0 is {tuple(expected.shape)} {expected.dtype} on {expected.device}"
-                )
-    if out is None:
-        out = torch.empty_like(first.output)
-    if len(partials) == 1:
-        return Partial(out.copy_(first.output), first.lse)
+        check_partial(partial, first, f"partial {i}")
+    merge = RunningMerge(Partial(*map(torch.empty_like, first)))
+    for partial in partials:
+        merge.add(partial)
+    return merge.finish()
 
-    lses = torch.stack([partial.lse for partial in partials])
-    lse = lses.logsumexp(dim=0)
-    weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0)).unsqueeze(-1)
-    total = out if out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
-    torch.mul(first.output, weights[0], out=total)
-    for partial, weight in zip(partials[1:], weights[1:], strict=True):
-        total.addcmul_(partial.output.to(lse.dtype), weight)
-    return Partial(total if total is out else out.copy_(total), lse)
+
+def check_partial(partial: Partial, expected: Partial, name: str) -> None:
+    """Raise ValueError unless ``partial`` has the shapes, dtypes and device of ``expected``."""
+    for field, got, want in zip(Partial._fields, partial, expected, strict=True):
+        if (got.shape, got.dtype, got.device) != (want.shape, want.dtype, want.device):
+            raise ValueError(
+                f"{name}: {field} must be {tuple(want.shape)} {want.dtype} on {want.device}, "
+                f"got {tuple(got.shape)} {got.dtype} on {got.device}"
+            )

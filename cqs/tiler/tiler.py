@@ -1,22 +1,21 @@
 """Partial results into the answer, each group of queries as soon as it is complete."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from cqs.partial import Partial, merge_partials
+from cqs.partial import Partial, RunningMerge, check_partial
 from cqs.scheduler import Plan
 
 
 class Tiler:
     """Collects the partials of a plan's tasks and writes the exact answer.
 
-    A query group is merged the moment its last partial arrives, and its partials are let go: no
-    float32 copy of the whole answer ever exists. Partials merge in the order of their tasks, all
-    at once, so the bits of the answer depend neither on the order in which they arrive nor on who
-    computed them.
+    Each query group has one accumulator, from its first partial to its last: for half-precision
+    answers a float32 copy of the group, never of the whole. Partials merge in the order of their
+    tasks; one that arrives before its turn waits. So the bits of the answer depend neither on the
+    order of arrival nor on who computed what.
     """
 
     def __init__(self, plan: Plan, output: Tensor, lse: Tensor):
@@ -32,10 +31,18 @@ class Tiler:
         self._plan = plan
         self._answer = Partial(output, lse)
         self._added: set[int] = set()
-        self._waiting: dict[int, dict[tuple[int, int], tuple[range, Partial]]] = defaultdict(dict)
-        self._expected = Counter(step.query_group for task in plan.tasks for step in task.steps)
-        for group in set(range(plan.num_workers)) - set(self._expected):
-            self._finish_group(group)
+        self._merges: dict[int, RunningMerge] = {}
+        self._waiting: dict[tuple[int, int], Partial] = {}
+        self._turns: dict[int, deque[tuple[tuple[int, int], slice]]] = defaultdict(deque)
+        """Query group -> the (task, step) still to be merged, in order, and their rows of it."""
+        for task in plan.tasks:
+            for i, step in enumerate(task.steps):
+                start = plan.token_groups[step.query_group].start
+                rows = slice(step.queries.start - start, step.queries.stop - start)
+                self._turns[step.query_group].append(((task.worker, i), rows))
+        for group, queries in enumerate(plan.token_groups):
+            if group not in self._turns:
+                RunningMerge(self._rows(queries)).finish()
 
     def add(self, worker: int, partials: Sequence[Partial]) -> tuple[range, ...]:
         """Take the partials of one task, one per step, and finish every group they complete.
@@ -53,28 +60,16 @@ class Tiler:
         if len(partials) != len(steps):
             raise ValueError(f"task {worker} has {len(steps)} steps, got {len(partials)} partials")
         for i, (step, partial) in enumerate(zip(steps, partials, strict=True)):
-            for name, got, expected in zip(
-                Partial._fields, partial, self._rows(step.queries), strict=True
-            ):
-                if (got.shape, got.dtype, got.device) != (
-                    expected.shape,
-                    expected.dtype,
-                    expected.device,
-                ):
-                    raise ValueError(
-                        f"task {worker}, step {i}: {name} must be {tuple(expected.shape)} "
-                        f"{expected.dtype} on {expected.device}, "
-                        f"got {tuple(got.shape)} {got.dtype} on {got.device}"
-                    )
+            check_partial(partial, self._rows(step.queries), f"task {worker}, step {i}")
         self._added.add(worker)
-        for i, (step, partial) in enumerate(zip(steps, partials, strict=True)):
-            self._waiting[step.query_group][worker, i] = step.queries, partial
-        complete = [
-            group
-            for group in dict.fromkeys(step.query_group for step in steps)
-            if len(self._waiting[group]) == self._expected[group]
-        ]
-        return tuple(self._finish_group(group) for group in complete)
+        self._waiting.update({(worker, i): partial for i, partial in enumerate(partials)})
+        finished = []
+        for group in dict.fromkeys(step.query_group for step in steps):
+            self._merge_in_turn(group)
+            if not self._turns[group]:
+                self._merges.pop(group).finish()
+                finished.append(self._plan.token_groups[group])
+        return tuple(finished)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -92,29 +87,13 @@ class Tiler:
         return self._answer
 
     def _rows(self, queries: range) -> Partial:
-        return _slice_rows(self._answer, queries.start, queries.stop)
+        return Partial(*(part[:, :, queries.start : queries.stop] for part in self._answer))
 
-    def _finish_group(self, group: int) -> range:
-        """Merge what arrived for a group; rows that no step computes see no key."""
-        rows = self._plan.token_groups[group]
-        waiting = self._waiting.pop(group, {})
-        arrived = [waiting[task_and_step] for task_and_step in sorted(waiting)]
-        cuts = {rows.start, rows.stop}.union(*((r.start, r.stop) for r, _ in arrived))
-        ordered = sorted(cuts)
-        for start, stop in zip(ordered, ordered[1:], strict=False):
-            answer = _slice_rows(self._answer, start, stop)
-            partials = [
-                _slice_rows(partial, start - queries.start, stop - queries.start)
-                for queries, partial in arrived
-                if queries.start <= start and stop <= queries.stop
-            ]
-            if partials:
-                answer.lse.copy_(merge_partials(partials, out=answer.output).lse)
-            else:
-                answer.output.zero_()
-                answer.lse.fill_(-torch.inf)
-        return rows
-
-
-def _slice_rows(partial: Partial, start: int, stop: int) -> Partial:
-    return Partial(*(tensor[:, :, start:stop] for tensor in partial))
+    def _merge_in_turn(self, group: int) -> None:
+        """Merge the partials of a group up to the first that has not arrived."""
+        turns = self._turns[group]
+        while turns and turns[0][0] in self._waiting:
+            task_and_step, rows = turns.popleft()
+            if group not in self._merges:
+                self._merges[group] = RunningMerge(self._rows(self._plan.token_groups[group]))
+            self._merges[group].add(self._waiting.pop(task_and_step), rows)
