@@ -38,9 +38,11 @@ def run(options: argparse.Namespace) -> None:
     text = read_text(options.text)[: options.tokens]
     if not text:
         raise ValueError(f"there is nothing to read in {options.text!r}, {options.tokens} tokens")
-    problem = check_problem(*project_text(text, options.seed), is_causal=options.is_causal)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    tensors = project_text(text, options.seed, dtype)
+    problem = check_problem(*tensors, is_causal=options.is_causal)
     plan = problem.make_plan(options.num_workers)
-    print(f"{len(text)} bytes of text, {_NUM_HEADS} heads of {_HEAD_DIM}, float32")
+    print(f"{len(text)} bytes of text, {_NUM_HEADS} heads of {_HEAD_DIM}, {dtype}")
     print(plan)
 
     start = time.perf_counter()
@@ -79,7 +81,9 @@ def read_text(path: str | None) -> bytes:
     return "\n".join(pydoc_data.topics.topics.values()).encode()
 
 
-def project_text(text: bytes, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def project_text(
+    text: bytes, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     """Make query, key and value, ``[1, 8, len(text), 64]``, from bytes by seeded projections."""
     generator = torch.Generator().manual_seed(seed)
     width = _NUM_HEADS * _HEAD_DIM
@@ -89,7 +93,7 @@ def project_text(text: bytes, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     def project() -> Tensor:
         weight = torch.randn(width, width, generator=generator) * width**-0.5
         heads: Tensor = (tokens @ weight).view(1, len(text), _NUM_HEADS, _HEAD_DIM)
-        return heads.transpose(1, 2).contiguous()
+        return heads.transpose(1, 2).to(dtype).contiguous()
 
     return project(), project(), project()
 

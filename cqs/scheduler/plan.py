@@ -118,7 +118,8 @@ class Plan:
             seen_by_half: tuple[list[int], list[int]] = ([], [])
             if pair and query_group in pair:
                 half = pair.index(query_group)
-                seen_by_half[half].extend(self._seen(query_group, [pair[1 - half]]))
+                if len(self._live_queries[query_group]) >= 2 - half:  # a row for this half
+                    seen_by_half[half].extend(self._seen(query_group, [pair[1 - half]]))
             has_diagonal = self.is_causal and query_group == worker
             new = self._make_steps(query_group, seen, seen_by_half, has_diagonal)
             if new:
@@ -217,7 +218,6 @@ class Plan:
             "is_causal": self.is_causal,
             "interest_set": list(self.interest_set),
             "token_groups": [[group.start, group.stop] for group in self.token_groups],
-            "key_groups": [[group.start, group.stop] for group in self.key_groups],
             "responsibility_ratio": self.responsibility_ratio,
             "tasks": [
                 {

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
+from cqs.worker.scale import with_positive_scale
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,6 +30,7 @@ def attend_cpu(
     The kernel reads rows as if their elements were adjacent, whatever the stride says, so other
     layouts are copied first.
     """
+    query, scale = with_positive_scale(query, scale)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, scale=scale

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
+from cqs.worker.scale import with_positive_scale
 
 _MAX_HEAD_DIM = 128
 _MAX_GRID = 65535
@@ -35,6 +36,7 @@ def attend_cudnn(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
 ) -> Partial:
     """Attend with cuDNN's kernel; arguments as for the reference, none of them empty."""
+    query, scale = with_positive_scale(query, scale)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, is_causal, False, scale=scale

@@ -36,5 +36,5 @@ def attend_reference(
         hidden = torch.ones(scores_BGRQK.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
         scores_BGRQK.masked_fill_(hidden, -torch.inf)
     lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
-    output = (scores_BGRQK - lse_BGRQ.unsqueeze(-1)).exp() @ value.to(dtype).unsqueeze(2)
+    output = scores_BGRQK.softmax(dim=-1) @ value.to(dtype).unsqueeze(2)
     return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))

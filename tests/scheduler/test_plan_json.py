@@ -99,7 +99,7 @@ def test_a_falsified_plan_is_refused(change):
     assert Plan.from_json(json.dumps(written)) == PLANS["even-causal"]
     falsified = copy.deepcopy(written)
     change(falsified)
-    assert falsified != written
+    assert json.dumps(falsified) != json.dumps(written)
     with pytest.raises(ValueError, match=r"not a plan|must be|interest_set"):
         Plan.from_json(json.dumps(falsified))
 

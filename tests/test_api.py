@@ -1,0 +1,305 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import CASES, Case
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+
+KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+BY_NAME = {case.name: case for case in CASES}
+RAGGED = {
+    "square": Case("square", 97, 97, num_heads=2, num_kv_heads=2, batch=2),
+    "gqa": Case("gqa", 83, 83, num_heads=6, num_kv_heads=2, head_dim=8),
+    "few-queries": Case("few-queries", 29, 90, num_heads=2, num_kv_heads=1),
+    "many-queries": Case("many-queries", 90, 29, num_heads=2, num_kv_heads=1),
+}
+
+
+def attend(problem, **options):
+    """The output and the lse of a problem."""
+    return cqs.attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        is_causal=problem.is_causal,
+        scale=problem.scale,
+        return_lse=True,
+        **options,
+    )
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", range(1, 65))
+def test_the_answer_is_exact_for_every_number_of_workers(assert_right, num_workers, is_causal):
+    for case in RAGGED.values():
+        problem = replace(case, is_causal=is_causal).make()
+        assert_right(problem, attend(problem, num_workers=num_workers))
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 31, 64])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_the_answer_is_exact_in_every_dtype(assert_right, dtype, num_workers, is_causal):
+    for case in RAGGED.values():
+        problem = replace(case, is_causal=is_causal).make(dtype)
+        assert_right(problem, attend(problem, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 8, 13])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_exact(assert_right, case, num_workers):
+    problem = case.make()
+    assert_right(problem, attend(problem, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_backend_is_exact(assert_right, case, backend):
+    problem = case.make()
+    assert_right(problem, attend(problem, num_workers=7, backend=backend))
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("dtype", "every_num_workers"),
+    [
+        (torch.float32, range(1, 65)),
+        (torch.bfloat16, (1, 2, 7, 8, 31, 64)),
+        (torch.float16, (1, 2, 7, 8, 31, 64)),
+    ],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_the_error_does_not_grow_with_the_number_of_workers(dtype, every_num_workers, is_causal):
+    problem = Case("error", 257, 257, is_causal=is_causal).make(dtype)
+    exact = exact_answer(problem).output
+    outputs = [attend(problem, num_workers=number)[0] for number in every_num_workers]
+    errors = [(output.double() - exact).abs().max() for output in outputs]
+    rounding = torch.finfo(dtype).eps * exact.abs().max()
+    assert max(errors) <= 2 * errors[0] + rounding
+
+
+@KINDS
+@pytest.mark.parametrize("interest_set", [(0, 1, 3), (0, 2, 3), tuple(range(7))], ids=str)
+def test_any_interest_set_gives_the_exact_answer(assert_right, interest_set, is_causal):
+    problem = replace(RAGGED["square"], is_causal=is_causal).make()
+    assert_right(problem, attend(problem, num_workers=7, interest_set=interest_set))
+
+
+LAYOUTS = {
+    "seqlen-before-heads": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "heads-before-batch": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "every-other-token": lambda t: t.repeat_interleave(2, dim=2)[:, :, ::2],
+    "every-other-element": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
+    "columns-adjacent": lambda t: t.mT.contiguous().mT,
+    "inside-a-larger-tensor": lambda t: torch.nn.functional.pad(t, (3, 2, 5, 1))[:, :, 5:-1, 3:-2],
+}
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_do_not_matter(assert_right, layout, dtype, is_causal):
+    problem = replace(BY_NAME["ragged"], is_causal=is_causal).make(dtype)
+    other = replace(
+        problem,
+        query=layout(problem.query),
+        key=layout(problem.key),
+        value=layout(problem.value),
+    )
+    assert not other.query.is_contiguous() and torch.equal(other.query, problem.query)
+    for num_workers in (1, 7, 8):
+        answer = attend(other, num_workers=num_workers)
+        assert_right(problem, answer)
+        torch.testing.assert_close(answer, attend(problem, num_workers=num_workers))
+
+
+def test_expanded_heads_and_batches_are_read_in_place():
+    problem = BY_NAME["ragged"].make()
+    query = problem.query[:1, :1].expand(2, 4, -1, -1)
+    key = problem.key[:, :1].expand(-1, 4, -1, -1)
+    value = problem.value[:1].expand(2, -1, -1, -1)
+    expanded = replace(problem, query=query, key=key, value=value)
+    dense = replace(
+        problem, query=query.contiguous(), key=key.contiguous(), value=value.contiguous()
+    )
+    answers = attend(expanded, num_workers=7), attend(dense, num_workers=7)
+    assert all(map(torch.equal, *answers))
+
+
+def test_a_sequence_of_one_repeated_token_is_read_in_place():
+    token = torch.randn(1, 2, 1, 8)
+    repeated = token.expand(-1, -1, 50, -1)
+    output, lse = cqs.attention(repeated, repeated, repeated, num_workers=7, return_lse=True)
+    torch.testing.assert_close(output, repeated.contiguous())
+    score = 8**-0.5 * token.square().sum(-1)
+    torch.testing.assert_close(lse, (score + torch.tensor(50.0).log()).expand(-1, -1, 50))
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [1, 4, 7])
+@pytest.mark.parametrize(
+    ("query_shape", "key_shape"),
+    [
+        ((0, 2, 9, 4), (0, 2, 9, 4)),
+        ((2, 2, 0, 4), (2, 2, 0, 4)),
+        ((2, 2, 0, 4), (2, 2, 9, 4)),
+        ((2, 2, 9, 4), (2, 2, 0, 4)),
+        ((0, 2, 0, 4), (0, 1, 0, 4)),
+    ],
+    ids=["batch", "seqlen", "queries", "keys", "everything"],
+)
+def test_empty_tensors_give_empty_or_zero_answers(query_shape, key_shape, num_workers, is_causal):
+    query, key = torch.randn(query_shape), torch.randn(key_shape)
+    output, lse = cqs.attention(
+        query, key, key, is_causal=is_causal, num_workers=num_workers, return_lse=True, verify=True
+    )
+    assert output.shape == query.shape and lse.shape == query.shape[:3]
+    assert (output == 0).all() and (lse == -torch.inf).all()
+
+
+@KINDS
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("num_workers", [1, 7, 8])
+def test_nan_in_a_query_stays_in_its_row(num_workers, backend, is_causal):
+    problem = replace(BY_NAME["ragged"], is_causal=is_causal).make()
+    undisturbed = attend(problem, num_workers=num_workers, backend=backend)
+    query = problem.query.clone()
+    query[1, 2, 40, 3] = torch.nan
+    disturbed = attend(replace(problem, query=query), num_workers=num_workers, backend=backend)
+    for one, other in zip(disturbed, undisturbed, strict=True):
+        assert one[1, 2, 40].isnan().all()
+        one[1, 2, 40] = other[1, 2, 40]
+        assert torch.equal(one, other)
+
+
+@KINDS
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sign", [1, -1], ids=["plus", "minus"])
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 8])
+def test_scores_of_ten_thousand_neither_overflow_nor_vanish(num_workers, sign, backend, is_causal):
+    """Every score is 10000 (or all are -10000), so each output is the mean of what it sees."""
+    value = torch.randn(1, 2, 60, 16)
+    query, key = torch.full((2, 1, 2, 60, 16), 50.0)
+    output, lse = cqs.attention(
+        query,
+        sign * key,
+        value,
+        is_causal=is_causal,
+        scale=0.25,
+        num_workers=num_workers,
+        backend=backend,
+        return_lse=True,
+    )
+    seen = torch.arange(1, 61.0) if is_causal else torch.full((60,), 60.0)
+    total = value.cumsum(2) if is_causal else value.sum(2, keepdim=True).expand_as(value)
+    relative = 8 * 1e4 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(
+        output, total / seen[:, None], rtol=0, atol=relative * value.abs().max().item()
+    )
+    expected = (sign * 1e4 + seen.double().log()).expand(lse.shape)
+    torch.testing.assert_close(lse.double(), expected, rtol=0, atol=relative)
+
+
+@KINDS
+def test_scores_of_opposite_signs_choose_the_largest(is_causal):
+    query, key = torch.full((2, 1, 1, 60, 16), 50.0)
+    key = key.clone()
+    key[:, :, 1::2] *= -1
+    value = torch.randn(1, 1, 60, 16)
+    for num_workers in (1, 7, 8):
+        answers = [
+            cqs.attention(
+                query, key, each, is_causal=is_causal, scale=0.25, num_workers=num_workers
+            )
+            for each in (value, value.index_fill(2, torch.arange(1, 60, 2), 1e3))
+        ]
+        assert torch.equal(*answers)
+
+
+@KINDS
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("scale", [0, 0.0, -1.3, 1, 2.5, 1e-6])
+def test_the_scale_of_the_caller_is_used(assert_right, scale, backend, is_causal):
+    problem = replace(BY_NAME["ragged"].make(), scale=scale, is_causal=is_causal)
+    # The same scores with a positive scale, which eager PyTorch needs for its causal mask.
+    sign = (scale > 0) - (scale < 0)
+    same = replace(problem, query=sign * problem.query, scale=abs(scale) or 1.0)
+    for num_workers in (1, 7, 8):
+        answer = attend(problem, num_workers=num_workers, backend=backend)
+        assert_right(same, answer)
+        if scale == 0 and not is_causal:
+            mean = problem.value.mean(dim=2, keepdim=True).expand_as(problem.query)
+            torch.testing.assert_close(answer[0], mean)
+
+
+def test_the_default_scale_is_one_over_the_root_of_head_dim():
+    query, key, value = torch.randn(3, 1, 2, 30, 25)
+    given = cqs.attention(query, key, value, scale=0.2, num_workers=3)
+    assert torch.equal(cqs.attention(query, key, value, num_workers=3), given)
+
+
+def test_the_lse_comes_only_when_asked_for():
+    query, key, value = torch.randn(3, 1, 2, 30, 8)
+    alone = cqs.attention(query, key, value, num_workers=3)
+    output, lse = cqs.attention(query, key, value, num_workers=3, return_lse=True)
+    assert isinstance(alone, torch.Tensor) and torch.equal(alone, output)
+    assert lse.shape == (1, 2, 30) and lse.dtype == torch.float32
+
+
+@KINDS
+@pytest.mark.parametrize("backend", ["cpu", "reference", None])
+def test_inputs_are_never_written_to(backend, is_causal):
+    problem = replace(BY_NAME["gqa"], is_causal=is_causal).make()
+    tensors = problem.query, problem.key, problem.value
+    before = [tensor.clone() for tensor in tensors]
+    attend(problem, num_workers=8, backend=backend, verify=True)
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("num_workers", [1, 7, 8])
+def test_every_run_gives_the_same_bits(num_workers, dtype):
+    problem = BY_NAME["ragged-causal"].make(dtype)
+    first = attend(problem, num_workers=num_workers)
+    for _ in range(3):
+        assert all(map(torch.equal, attend(problem, num_workers=num_workers), first))
+
+
+def test_values_of_another_width_are_ordinary():
+    query, key = torch.randn(2, 1, 4, 50, 16)
+    value = torch.randn(1, 4, 50, 24)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    for num_workers in (1, 7, 8):
+        output = cqs.attention(query, key, value, num_workers=num_workers)
+        torch.testing.assert_close(output, expected)
+
+
+def test_one_worker_and_this_process_are_the_default():
+    problem = BY_NAME["ragged-causal"].make()
+    default = attend(problem)
+    assert all(map(torch.equal, default, attend(problem, num_workers=1, executor="local")))
+    assert_tracks_exact(default[0], eager_output(problem), exact_answer(problem).output)
+
+
+def test_tensors_that_require_gradients_are_taken_where_none_are_recorded():
+    problem = BY_NAME["full"].make()
+    expected = attend(problem, num_workers=3)
+    problem.query.requires_grad_()
+    with torch.no_grad():
+        answer = attend(problem, num_workers=3)
+    assert all(map(torch.equal, answer, expected)) and not answer[0].requires_grad
+
+
+def test_inference_mode_makes_no_difference():
+    problem = BY_NAME["full"].make()
+    with torch.inference_mode():
+        answer = attend(problem, num_workers=3)
+    assert all(map(torch.equal, answer, attend(problem, num_workers=3)))

@@ -1,0 +1,260 @@
+"""Whatever is wrong with an argument, the error is of the right type and quotes the argument."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import cqs
+from cqs.scheduler import check_interest_set, load_interest_set
+
+
+def tensor(*shape, **options):
+    return torch.zeros(shape or (2, 4, 10, 8), **options)
+
+
+def attend(**changes):
+    """Call ``cqs.attention`` on sound arguments but for the changes."""
+
+    def call():
+        arguments = {"query": tensor(), "key": tensor(), "value": tensor(), "num_workers": 3}
+        cqs.attention(**{**arguments, **changes})
+
+    return call
+
+
+def plan(*args, **options):
+    return lambda: cqs.make_plan(*(args or (70,)), **{"num_workers": 7, **options})
+
+
+def check(elements, num_workers=7):
+    return lambda: check_interest_set(elements, num_workers)
+
+
+def read(**changes):
+    """Read a plan from JSON, sound but for the changes."""
+    return lambda: cqs.Plan.from_json(
+        json.dumps({**json.loads(cqs.make_plan(70, num_workers=7).to_json()), **changes})
+    )
+
+
+def read_text(text):
+    return lambda: cqs.Plan.from_json(text)
+
+
+BAD = {
+    # What is no tensor, or no tensor that attention is defined for.
+    "query-list": (attend(query=[[1.0]]), TypeError, "query must be a torch.Tensor, got list"),
+    "key-none": (attend(key=None), TypeError, "key must be a torch.Tensor, got NoneType"),
+    "value-numpy": (attend(value=np.zeros((2, 4, 10, 8))), TypeError, "value .* got ndarray"),
+    "query-sparse": (attend(query=tensor().to_sparse()), TypeError, "query .* torch.sparse_coo"),
+    "key-mkldnn": (attend(key=tensor().to_mkldnn()), TypeError, "key .* torch._mkldnn"),
+    "query-nested": (
+        lambda: attend(
+            query=torch.nested.nested_tensor([tensor(4, 10, 8)] * 2, layout=torch.jagged)
+        )(),
+        TypeError,
+        "query must be a dense tensor, got layout torch.jagged",
+    ),
+    "query-rank-3": (attend(query=tensor(4, 10, 8)), ValueError, r"query .* \(4, 10, 8\)"),
+    "key-rank-5": (attend(key=tensor(1, 2, 4, 10, 8)), ValueError, r"key .* \(1, 2, 4, 10, 8\)"),
+    "value-rank-0": (attend(value=torch.tensor(1.0)), ValueError, r"value .* got shape \(\)"),
+    "query-int": (attend(query=tensor(dtype=torch.int64)), TypeError, "query .* torch.int64"),
+    "query-bool": (attend(query=tensor(dtype=torch.bool)), TypeError, "query .* torch.bool"),
+    "key-complex": (attend(key=tensor(dtype=torch.complex64)), TypeError, "key .* torch.complex64"),
+    "value-float8": (
+        attend(value=tensor(dtype=torch.float8_e4m3fn)),
+        TypeError,
+        "value .* got torch.float8_e4m3fn",
+    ),
+    "all-meta": (
+        attend(query=tensor(device="meta"), key=tensor(device="meta"), value=tensor(device="meta")),
+        NotImplementedError,
+        "query must be on the CPU or a GPU, got meta",
+    ),
+    "query-gradient": (
+        attend(query=tensor(requires_grad=True)),
+        NotImplementedError,
+        "query requires a gradient",
+    ),
+    "value-gradient": (
+        attend(value=tensor(requires_grad=True)),
+        NotImplementedError,
+        "value requires a gradient",
+    ),
+    # Tensors that do not fit together.
+    "key-other-dtype": (
+        attend(key=tensor(dtype=torch.float64)),
+        ValueError,
+        "key is torch.float64 but query is torch.float32",
+    ),
+    "value-other-dtype": (
+        attend(value=tensor(dtype=torch.bfloat16)),
+        ValueError,
+        "value is torch.bfloat16 but query is torch.float32",
+    ),
+    "key-other-device": (
+        attend(key=tensor(device="meta")),
+        (ValueError, NotImplementedError),
+        "key .* meta",
+    ),
+    "key-other-batch": (attend(key=tensor(3, 4, 10, 8)), ValueError, "key has batch 3 .* has 2"),
+    "value-other-batch": (attend(value=tensor(1, 4, 10, 8)), ValueError, "value has batch 1"),
+    "key-other-head-dim": (attend(key=tensor(2, 4, 10, 9)), ValueError, "key has head_dim 9"),
+    "value-other-seqlen": (
+        attend(value=tensor(2, 4, 11, 8)),
+        ValueError,
+        r"key and value .* \(2, 4, 10, 8\) and \(2, 4, 11, 8\)",
+    ),
+    "value-other-heads": (
+        attend(value=tensor(2, 2, 10, 8)),
+        ValueError,
+        r"key and value .* \(2, 4, 10, 8\) and \(2, 2, 10, 8\)",
+    ),
+    "heads-not-divisible": (
+        attend(key=tensor(2, 3, 10, 8), value=tensor(2, 3, 10, 8)),
+        ValueError,
+        "multiple of num_kv_heads, got 4 and 3",
+    ),
+    "more-key-heads": (
+        attend(key=tensor(2, 8, 10, 8), value=tensor(2, 8, 10, 8)),
+        ValueError,
+        "multiple of num_kv_heads, got 4 and 8",
+    ),
+    "no-heads": (attend(query=tensor(2, 0, 10, 8)), ValueError, "num_heads .* got 0 and 4"),
+    "no-key-heads": (
+        attend(key=tensor(2, 0, 10, 8), value=tensor(2, 0, 10, 8)),
+        ValueError,
+        "num_kv_heads, got 4 and 0",
+    ),
+    "head-dim-0": (
+        attend(query=tensor(2, 4, 10, 0), key=tensor(2, 4, 10, 0)),
+        ValueError,
+        r"query must have a head_dim of at least 1, got \(2, 4, 10, 0\)",
+    ),
+    "value-dim-0": (attend(value=tensor(2, 4, 10, 0)), ValueError, r"value .* \(2, 4, 10, 0\)"),
+    # Options of attention.
+    "is-causal-int": (attend(is_causal=1), TypeError, "is_causal must be a bool, got 1"),
+    "is-causal-none": (attend(is_causal=None), TypeError, "is_causal must be a bool, got None"),
+    "is-causal-text": (attend(is_causal="yes"), TypeError, "is_causal .* got 'yes'"),
+    "scale-nan": (attend(scale=float("nan")), ValueError, "scale must be finite, got nan"),
+    "scale-inf": (attend(scale=float("-inf")), ValueError, "scale must be finite, got -inf"),
+    "scale-text": (attend(scale="0.5"), TypeError, "scale must be a number or None, got '0.5'"),
+    "scale-bool": (attend(scale=True), TypeError, "scale must be a number or None, got True"),
+    "scale-complex": (attend(scale=1j), TypeError, "scale must be a number or None, got 1j"),
+    "scale-tensor": (attend(scale=torch.tensor(1.0)), TypeError, r"scale .* got tensor\(1\.\)"),
+    "scale-huge": (attend(scale=10**400), ValueError, "scale must be finite, got 10+"),
+    "workers-0": (attend(num_workers=0), ValueError, "num_workers must be at least 1, got 0"),
+    "workers-negative": (attend(num_workers=-7), ValueError, "num_workers .* got -7"),
+    "workers-float": (attend(num_workers=7.0), TypeError, "num_workers .* integer, got 7.0"),
+    "workers-bool": (attend(num_workers=True), TypeError, "num_workers .* integer, got True"),
+    "workers-text": (attend(num_workers="7"), TypeError, "num_workers .* integer, got '7'"),
+    "workers-list": (attend(num_workers=[7]), TypeError, r"num_workers .* integer, got \[7\]"),
+    "set-for-others": (
+        attend(interest_set=(0, 1, 3)),
+        ValueError,
+        r"interest_set must lie in range\(3\), got 3",
+    ),
+    "set-no-cover": (
+        attend(num_workers=7, interest_set=(0, 1, 2)),
+        ValueError,
+        r"\(0, 1, 2\) is no difference cover modulo 7: no two elements differ by 3",
+    ),
+    "backend-unknown": (attend(backend="flash"), ValueError, "backend .* got 'flash'"),
+    "backend-empty": (attend(backend=""), ValueError, "backend .* got ''"),
+    "backend-number": (attend(backend=5), (TypeError, ValueError), "backend .* got 5"),
+    "backend-list": (attend(backend=["cpu"]), (TypeError, ValueError), r"backend .*\['cpu'\]"),
+    "backend-cpu-float64": (
+        attend(
+            query=tensor(dtype=torch.float64),
+            key=tensor(dtype=torch.float64),
+            value=tensor(dtype=torch.float64),
+            backend="cpu",
+        ),
+        NotImplementedError,
+        "backend 'cpu' needs .* got torch.float64",
+    ),
+    "backend-cpu-value-dim": (
+        attend(value=tensor(2, 4, 10, 6), backend="cpu"),
+        NotImplementedError,
+        "backend 'cpu' needs equal head_dim .* got 8 and 6",
+    ),
+    "backend-cudnn-device": (
+        attend(backend="cudnn"),
+        NotImplementedError,
+        "backend 'cudnn' needs CUDA tensors, got cpu",
+    ),
+    "executor-unknown": (attend(executor="spark"), ValueError, "executor .* got 'spark'"),
+    "executor-empty": (attend(executor=""), ValueError, "executor .* got ''"),
+    "executor-number": (attend(executor=4), TypeError, "executor .* got 4"),
+    "executor-class": (attend(executor=dict), TypeError, "executor .* got <class 'dict'>"),
+    # Plans.
+    "plan-negative": (plan(-1), ValueError, "seqlen_q must be at least 0, got -1"),
+    "plan-negative-keys": (plan(5, -2), ValueError, "seqlen_kv must be at least 0, got -2"),
+    "plan-float": (plan(1e6), TypeError, "seqlen_q must be an integer, got 1000000.0"),
+    "plan-bool": (plan(True), TypeError, "seqlen_q must be an integer, got True"),
+    "plan-text": (plan("70"), TypeError, "seqlen_q must be an integer, got '70'"),
+    "plan-none": (plan(None), TypeError, "seqlen_(q|kv) must be an integer, got None"),
+    "plan-keys-float": (plan(70, 7.5), TypeError, "seqlen_kv must be an integer, got 7.5"),
+    "plan-no-workers": (plan(num_workers=0), ValueError, "num_workers .* got 0"),
+    "plan-workers-none": (plan(num_workers=None), TypeError, "num_workers .* got None"),
+    "plan-workers-half": (
+        plan(num_workers=Fraction(7, 2)),
+        TypeError,
+        r"num_workers .* got Fraction\(7, 2\)",
+    ),
+    "plan-causal-text": (plan(is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
+    "plan-set-number": (plan(interest_set=5), TypeError, "interest_set .*5"),
+    "plan-set-text": (plan(interest_set="013"), TypeError, "interest_set .* got '0'"),
+    "plan-no-such-task": (
+        lambda: cqs.make_plan(70, num_workers=7).task(7),
+        ValueError,
+        r"worker must lie in range\(7\), got 7",
+    ),
+    # Interest sets.
+    "set-empty": (check([]), ValueError, r"interest_set must contain 0, got \(\)"),
+    "set-without-0": (check([1, 2, 4]), ValueError, r"must contain 0, got \(1, 2, 4\)"),
+    "set-repeated": (check([0, 1, 1, 3]), ValueError, r"repeats an element: \(0, 1, 1, 3\)"),
+    "set-negative": (check([0, -1, 3]), ValueError, r"in range\(7\), got -1"),
+    "set-too-large": (check([0, 1, 7]), ValueError, r"in range\(7\), got 7"),
+    "set-float": (check([0, 1, 3.0]), TypeError, "must hold integers, got 3.0"),
+    "set-bool": (check([0, True, 3]), TypeError, "must hold integers, got True"),
+    "set-text": (check(["0", "1", "3"]), TypeError, "must hold integers, got '0'"),
+    "set-none": (check([0, None, 3]), TypeError, "must hold integers, got None"),
+    "set-nested": (check([0, (1, 3)]), TypeError, r"must hold integers, got \(1, 3\)"),
+    "set-misses": (check([0, 1, 3], 8), ValueError, "modulo 8: no two elements differ by 4"),
+    "load-no-workers": (lambda: load_interest_set(0), ValueError, "num_workers .* got 0"),
+    # Plans in JSON.
+    "json-no-json": (read_text("plan"), ValueError, "Expecting value"),
+    "json-cut": (read_text('{"num_workers": 7'), ValueError, "delimiter|Expecting"),
+    "json-list": (read_text("[1, 2]"), ValueError, "not a plan"),
+    "json-number": (read_text("7"), ValueError, "not a plan"),
+    "json-null": (read_text("null"), ValueError, "not a plan"),
+    "json-empty": (read_text("{}"), ValueError, "not a plan: .*seqlen_q"),
+    "json-workers": (read(num_workers=8), ValueError, r"interest_set \(0, 1, 3\) .* modulo 8"),
+    "json-workers-0": (read(num_workers=0), ValueError, "num_workers .* got 0"),
+    "json-workers-text": (read(num_workers="7"), ValueError, "num_workers .* got '7'"),
+    "json-length": (read(seqlen_q=-70), ValueError, "seqlen_q .* got -70"),
+    "json-length-changed": (read(seqlen_q=71), ValueError, "not a plan: .*contradict"),
+    "json-set": (read(interest_set=[0, 1]), ValueError, "no two elements differ by 2"),
+    "json-tasks": (read(tasks=[]), ValueError, "not a plan: .*contradict"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_with_the_value(call, error, message):
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert isinstance(raised.value, ValueError | TypeError | NotImplementedError)
+
+
+def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
+    from cqs.worker import worker
+
+    monkeypatch.setattr(worker, "ATTEND", {})
+    for name in ("backend-cudnn-device", "set-no-cover", "scale-nan", "executor-unknown"):
+        call, error, message = BAD[name]
+        with pytest.raises(error, match=message):
+            call()

@@ -1,0 +1,68 @@
+import subprocess
+import sys
+
+import pytest
+
+
+def modules_after(statement):
+    """The modules that a fresh interpreter has imported after ``statement``."""
+    script = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+PLAN = "import cqs; cqs.make_plan(10**7, num_workers=31, is_causal=True)"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import cqs",
+        "import cqs.scheduler",
+        f"{PLAN}.validate()",
+        f"{PLAN}.task(30).blocks",
+        f"cqs = __import__('cqs'); cqs.Plan.from_json({PLAN.split('; ')[1]}.to_json())",
+        "from cqs.scheduler import *; predict_cost(make_plan(10**7, num_workers=8).task(0), "
+        "AttentionShape(8, 64))",
+    ],
+    ids=["cqs", "scheduler", "validate", "task", "json", "cost"],
+)
+def test_planning_needs_neither_torch_nor_ray_nor_numpy(statement):
+    imported = modules_after(statement)
+    assert "cqs.scheduler.plan" in imported
+    assert not imported & {"torch", "ray", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("module", "strangers"),
+    [
+        ("cqs.worker", {"ray", "cqs.tiler", "cqs.executors", "cqs.api"}),
+        ("cqs.tiler", {"ray", "cqs.worker", "cqs.executors", "cqs.api"}),
+        ("cqs.partial", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors"}),
+        ("cqs.verify", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors"}),
+        ("cqs.executors.local", {"ray"}),
+        ("cqs.api", {"ray"}),
+        ("cqs.testing", {"ray", "cqs.worker", "cqs.tiler"}),
+    ],
+)
+def test_imports_point_one_way(module, strangers):
+    imported = modules_after(f"import {module}")
+    assert module in imported and "torch" in imported
+    assert not imported & strangers
+
+
+def test_attention_is_loaded_when_it_is_used():
+    imported = modules_after("import cqs; cqs.attention")
+    assert {"torch", "cqs.api"} <= imported and "ray" not in imported
+
+
+def test_an_unknown_name_is_refused():
+    import cqs
+
+    with pytest.raises(AttributeError, match="'cqs' has no attribute 'flash'"):
+        _ = cqs.flash
+    for name in ("attention", "make_plan", "Plan", "Cluster"):
+        assert name in cqs.__all__

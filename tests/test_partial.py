@@ -1,0 +1,202 @@
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cqs.cases import CASES
+from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.worker.reference import attend_reference
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+CUTS = pytest.mark.parametrize(
+    "cuts", [(128,), (64, 128), (1, 128), (127, 128), (5, 6, 50, 51, 128), (*range(4, 129, 4),)]
+)
+FULL = CASES[0]
+
+
+def split(problem, cuts):
+    """Partials over the keys between cuts."""
+    return [
+        attend_reference(
+            problem.query,
+            problem.key[:, :, first:last],
+            problem.value[:, :, first:last],
+            is_causal=False,
+            scale=problem.scale,
+        )
+        for first, last in pairwise((0, *cuts))
+    ]
+
+
+def empty_like(partial):
+    """The partial of queries that see no key."""
+    return Partial(torch.zeros_like(partial.output), torch.full_like(partial.lse, -torch.inf))
+
+
+def random_partial(dtype=torch.float32, shape=(2, 3, 5, 4)):
+    return Partial(torch.randn(shape, dtype=dtype), torch.randn(shape[:3], dtype=lse_dtype(dtype)))
+
+
+@DTYPES
+@CUTS
+def test_any_split_of_the_keys_merges_into_the_exact_answer(cuts, dtype):
+    problem = FULL.make(dtype)
+    merged = merge_partials(split(problem, cuts))
+    exact = exact_answer(problem)
+    assert merged.output.dtype == dtype and merged.lse.dtype == lse_dtype(dtype)
+    assert_tracks_exact(merged.output, eager_output(problem), exact.output)
+    error = (merged.lse.double() - exact.lse).abs().max()
+    assert error <= 8 * torch.finfo(merged.lse.dtype).eps * exact.lse.abs().max()
+
+
+def test_any_order_gives_the_same_answer_up_to_rounding_and_any_run_the_same_bits():
+    partials = split(FULL.make(), (5, 40, 128))
+    one, other = merge_partials(partials), merge_partials(partials[::-1])
+    torch.testing.assert_close(one, other)
+    assert all(map(torch.equal, one, merge_partials(partials)))
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4, 8e4])
+def test_huge_scores_neither_overflow_nor_vanish(size):
+    partials = [random_partial() for _ in range(3)]
+    small = [partial._replace(lse=partial.lse.double()) for partial in partials]
+    expected = merge_partials([Partial(p.output.double(), p.lse) for p in small])
+    shifted = [partial._replace(lse=(partial.lse + size)) for partial in partials]
+    merged = merge_partials(shifted)
+    tolerance = 4 * abs(size) * torch.finfo(torch.float32).eps
+    largest = max(partial.output.abs().max().item() for partial in partials)
+    torch.testing.assert_close(
+        merged.output.double(), expected.output, rtol=0, atol=tolerance * largest
+    )
+    torch.testing.assert_close(merged.lse.double(), expected.lse + size, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_larger_of_two_far_scores_wins(dtype):
+    low, high = random_partial(dtype), random_partial(dtype)
+    low, high = low._replace(lse=low.lse - 1e4), high._replace(lse=high.lse + 1e4)
+    for partials in ([low, high], [high, low]):
+        merged = merge_partials(partials)
+        assert torch.equal(merged.output, high.output) and torch.equal(merged.lse, high.lse)
+
+
+@DTYPES
+def test_empty_partials_are_ignored(dtype):
+    partial = random_partial(dtype)
+    nothing = empty_like(partial)
+    for partials in ([partial, nothing], [nothing, partial], [nothing, nothing, partial, nothing]):
+        merged = merge_partials(partials)
+        assert torch.equal(merged.output, partial.output) and torch.equal(merged.lse, partial.lse)
+
+
+@DTYPES
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_queries_that_see_no_key_give_zero_and_minus_infinity(dtype, number):
+    nothing = empty_like(random_partial(dtype))
+    merged = merge_partials([nothing] * number)
+    assert torch.equal(merged.output, nothing.output) and torch.equal(merged.lse, nothing.lse)
+
+
+def test_rows_are_empty_one_by_one():
+    one, other = random_partial(), random_partial()
+    for partial, row in ((one, 0), (other, 1), (one, 2), (other, 2)):
+        partial.output[:, :, row], partial.lse[:, :, row] = 0, -torch.inf
+    merged = merge_partials([one, other])
+    assert torch.equal(merged.output[:, :, 0], other.output[:, :, 0])
+    assert torch.equal(merged.output[:, :, 1], one.output[:, :, 1])
+    assert (merged.output[:, :, 2] == 0).all() and (merged.lse[:, :, 2] == -torch.inf).all()
+    assert merged.output.isfinite().all() and merged.lse[:, :, 3:].isfinite().all()
+
+
+def test_nan_stays_in_its_row():
+    partials = [random_partial() for _ in range(3)]
+    undisturbed = merge_partials(partials)
+    partials[1].output[0, 0, 2] = partials[1].lse[0, 0, 2] = torch.nan
+    merged = merge_partials(partials)
+    assert merged.output[0, 0, 2].isnan().all() and merged.lse[0, 0, 2].isnan()
+    merged.output[0, 0, 2], merged.lse[0, 0, 2] = undisturbed.output[0, 0, 2], 0
+    undisturbed.lse[0, 0, 2] = 0
+    assert all(map(torch.equal, merged, undisturbed))
+
+
+@DTYPES
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_partials_are_never_written_to(dtype, number):
+    partials = [random_partial(dtype) for _ in range(number)]
+    before = [Partial(*(tensor.clone() for tensor in partial)) for partial in partials]
+    merge_partials(partials)
+    for partial, copy in zip(partials, before, strict=True):
+        assert all(map(torch.equal, partial, copy))
+
+
+@DTYPES
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_a_running_merge_writes_into_views_and_nowhere_else(dtype, number):
+    partials = [random_partial(dtype) for _ in range(number)]
+    storage = random_partial(dtype, (2, 3, 10, 4))
+    for tensor in storage:
+        tensor.fill_(torch.nan)
+    merge = RunningMerge(Partial(*(tensor[:, :, ::2] for tensor in storage)))
+    for partial in partials:
+        merge.add(partial)
+    merge.finish()
+    expected = merge_partials(partials or [empty_like(random_partial(dtype))])
+    for tensor, right in zip(storage, expected, strict=True):
+        assert torch.equal(tensor[:, :, ::2], right)
+        assert tensor[:, :, 1::2].isnan().all()
+
+
+@DTYPES
+def test_a_running_merge_takes_partials_of_some_rows(dtype):
+    whole, first, second = (random_partial(dtype) for _ in range(3))
+    pieces = [(slice(0, 2), first), (slice(2, 5), second)]
+    cut = [(rows, Partial(*(t[:, :, rows] for t in piece))) for rows, piece in pieces]
+    expected = [
+        merge_partials([piece, Partial(*(t[:, :, rows] for t in whole))]) for rows, piece in cut
+    ]
+    merge = RunningMerge(Partial(*map(torch.empty_like, whole)))
+    for rows, piece in cut:
+        merge.add(piece, rows)
+    merge.add(whole)
+    for merged, upper_rows, lower_rows in zip(merge.finish(), *expected, strict=True):
+        assert torch.equal(merged, torch.cat([upper_rows, lower_rows], dim=2))
+
+
+def test_rows_that_no_partial_answers_are_empty():
+    partial = random_partial()
+    merge = RunningMerge(Partial(*(torch.full_like(t, torch.nan) for t in partial)))
+    merge.add(Partial(*(t[:, :, 1:3] for t in partial)), slice(1, 3))
+    output, lse = merge.finish()
+    assert torch.equal(output[:, :, 1:3], partial.output[:, :, 1:3])
+    assert (output[:, :, [0, 3, 4]] == 0).all() and (lse[:, :, [0, 3, 4]] == -torch.inf).all()
+
+
+def test_equal_outputs_merge_into_themselves_however_large_the_scores():
+    partials = [random_partial()._replace(output=torch.ones(2, 3, 5, 4)) for _ in range(4)]
+    partials = [partial._replace(lse=partial.lse + 1e4) for partial in partials]
+    output = merge_partials(partials).output
+    torch.testing.assert_close(output, torch.ones_like(output), rtol=0, atol=1e-6)
+
+
+def test_merging_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one partial"):
+        merge_partials([])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p._replace(output=p.output[:, :, :4]), r"output .* got \(2, 3, 4, 4\)"),
+        (lambda p: p._replace(lse=p.lse[:, :, :4]), r"lse .* got \(2, 3, 4\)"),
+        (lambda p: p._replace(output=p.output.double()), r"output .* got .* torch.float64"),
+        (lambda p: p._replace(lse=p.lse.double()), r"lse .* got .* torch.float64"),
+        (lambda p: p._replace(output=p.output.to("meta")), r"output .* got .* on meta"),
+    ],
+    ids=["output-shape", "lse-shape", "output-dtype", "lse-dtype", "device"],
+)
+def test_partials_that_disagree_are_refused_by_number(change, message):
+    with pytest.raises(ValueError, match=f"partial 1: {message}"):
+        merge_partials([random_partial(), change(random_partial())])

@@ -1,0 +1,211 @@
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import CASES
+from cqs.partial import Partial
+from cqs.testing import exact_answer
+from cqs.verify import VerificationError, verify_rows
+from cqs.worker import worker as worker_module
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+BY_NAME = {case.name: case for case in CASES}
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def attend(problem, **options):
+    return cqs.attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        is_causal=problem.is_causal,
+        scale=problem.scale,
+        verify=True,
+        **options,
+    )
+
+
+def right_answer(problem):
+    exact = exact_answer(problem)
+    lse_dtype = torch.promote_types(problem.query.dtype, torch.float32)
+    return Partial(exact.output.to(problem.query.dtype), exact.lse.to(lse_dtype))
+
+
+def last_visible_row(problem):
+    return problem.query.shape[2] - 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@EVERY_CASE
+def test_right_answers_pass(case, num_workers, dtype):
+    attend(case.make(dtype), num_workers=num_workers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EVERY_CASE
+def test_rounded_exact_answers_pass(case, dtype):
+    problem = case.make(dtype)
+    verify_rows(problem, right_answer(problem))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EVERY_CASE
+def test_one_wrong_output_is_found_and_named(case, dtype):
+    problem = case.make(dtype)
+    answer = right_answer(problem)
+    row = last_visible_row(problem)
+    answer.output[0, 1, row, 2] += 1
+    message = rf"output of batch 0, head 1, row {row} is off by (1|0\.99|1\.0).*\(.+\)"
+    with pytest.raises(VerificationError, match=message):
+        verify_rows(problem, answer)
+
+
+def test_the_first_row_is_always_among_the_sampled():
+    problem = BY_NAME["ragged"].make()
+    for part in ("output", "lse"):
+        answer = right_answer(problem)
+        getattr(answer, part)[1, 3, 0] += 1
+        with pytest.raises(VerificationError, match=f"{part} of batch 1, head 3, row 0 is off by"):
+            verify_rows(problem, answer, num_rows=1, seed=5)
+
+
+@EVERY_CASE
+def test_a_wrong_lse_is_found(case):
+    problem = case.make()
+    answer = right_answer(problem)
+    row = last_visible_row(problem)
+    answer.lse[0, 2, row] += 1e-3 * (1 + answer.lse[0, 2, row].abs())
+    with pytest.raises(VerificationError, match=f"lse of batch 0, head 2, row {row} is off by"):
+        verify_rows(problem, answer)
+
+
+@pytest.mark.parametrize("part", ["output", "lse"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "-inf"])
+def test_values_that_are_no_numbers_are_found(part, wrong):
+    problem = BY_NAME["ragged"].make()
+    answer = right_answer(problem)
+    getattr(answer, part)[0, 0, 0] = wrong
+    with pytest.raises(VerificationError, match=f"{part} of batch 0, head 0, row 0"):
+        verify_rows(problem, answer)
+
+
+@pytest.mark.parametrize("wrong", [0.0, torch.nan], ids=["zero", "nan"])
+def test_the_lse_of_a_row_without_keys_must_be_minus_infinity(wrong):
+    problem = BY_NAME["more-queries-causal"].make()
+    answer = right_answer(problem)
+    answer.lse[0, 0, 0] = wrong
+    with pytest.raises(VerificationError, match="lse of batch 0, head 0, row 0"):
+        verify_rows(problem, answer)
+
+
+def test_the_output_of_a_row_without_keys_must_be_zero():
+    problem = BY_NAME["more-queries-causal"].make()
+    answer = right_answer(problem)
+    answer.output[0, 0, 0, 0] = 1
+    with pytest.raises(VerificationError, match="output of batch 0, head 0, row 0"):
+        verify_rows(problem, answer)
+
+
+@EVERY_CASE
+def test_the_answer_to_another_scale_is_found(case):
+    problem = case.make()
+    other = exact_answer(replace(problem, scale=problem.scale * 1.01))
+    if torch.allclose(other.lse, exact_answer(problem).lse, rtol=0, atol=1e-5):
+        pytest.skip("this case does not depend on the scale")
+    with pytest.raises(VerificationError):
+        verify_rows(problem, Partial(other.output.float(), other.lse.float()))
+
+
+@pytest.mark.parametrize("name", ["causal", "cross-causal", "more-queries-causal", "gqa-causal"])
+def test_the_answer_without_the_causal_mask_is_found(name):
+    problem = BY_NAME[name].make()
+    with pytest.raises(VerificationError):
+        verify_rows(problem, right_answer(replace(problem, is_causal=False)))
+
+
+@pytest.mark.parametrize("rows", [[0], [17], [0, 17, 130]], ids=str)
+def test_nan_in_a_query_is_the_right_answer_for_its_row(rows):
+    problem = BY_NAME["ragged-causal"].make()
+    problem.query[:, 1, rows] = torch.nan
+    output = attend(problem, num_workers=7)
+    assert output[:, 1, rows].isnan().all()
+
+
+def test_nan_in_a_key_that_a_row_does_not_see_is_no_reason_to_doubt_the_row():
+    problem = BY_NAME["ragged-causal"].make()
+    problem.key[:, :, -1] = torch.nan
+    output = attend(problem, num_workers=7)
+    assert output[:, :, -1].isnan().all() and output[:, :, :-1].isfinite().all()
+
+
+def test_more_rows_than_there_are_find_a_single_wrong_one():
+    problem = BY_NAME["gqa"].make()
+    answer = right_answer(problem)
+    answer.output[0, 4, 33] += 0.1
+    with pytest.raises(VerificationError, match="head 4, row 33 "):
+        verify_rows(problem, answer, num_rows=2000)
+
+
+WRONG_BACKENDS = {
+    "half-the-output": lambda partial: partial._replace(output=partial.output / 2),
+    "lse-in-base-two": lambda partial: partial._replace(lse=partial.lse * 1.4427),
+    "lse-off": lambda partial: partial._replace(lse=partial.lse + 0.01),
+    "nan": lambda partial: partial._replace(output=partial.output * torch.nan),
+    "rows-reversed": lambda partial: Partial(partial.output.flip(2), partial.lse.flip(2)),
+}
+
+
+@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("spoil", WRONG_BACKENDS.values(), ids=WRONG_BACKENDS)
+def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_workers):
+    attend_cpu = worker_module.ATTEND["cpu"]
+    monkeypatch.setitem(
+        worker_module.ATTEND, "cpu", lambda *args, **options: spoil(attend_cpu(*args, **options))
+    )
+    problem = BY_NAME["ragged-causal"].make()
+    with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ is off by"):
+        attend(problem, num_workers=num_workers)
+
+
+def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
+    attend_cpu = worker_module.ATTEND["cpu"]
+
+    def without_mask(*tensors, is_causal, scale):
+        return attend_cpu(*tensors, is_causal=False, scale=scale)
+
+    monkeypatch.setitem(worker_module.ATTEND, "cpu", without_mask)
+    for num_workers in (1, 7, 8):
+        with pytest.raises(VerificationError):
+            attend(BY_NAME["ragged-causal"].make(), num_workers=num_workers)
+
+
+def test_without_verify_a_wrong_backend_goes_unnoticed(monkeypatch):
+    """What verify is for: nothing else looks at the numbers."""
+    attend_cpu = worker_module.ATTEND["cpu"]
+
+    def shifted(*tensors, **options):
+        output, lse = attend_cpu(*tensors, **options)
+        return Partial(output + 1, lse)
+
+    monkeypatch.setitem(worker_module.ATTEND, "cpu", shifted)
+    problem = BY_NAME["full"].make()
+    cqs.attention(problem.query, problem.key, problem.value, num_workers=3)
+    with pytest.raises(VerificationError):
+        attend(problem, num_workers=3)
+
+
+def test_the_error_is_an_arithmetic_error_that_quotes_error_and_bound():
+    problem = BY_NAME["full"].make()
+    answer = right_answer(problem)
+    answer.output[0, 0, 0, 0] += 0.5
+    with pytest.raises(ArithmeticError) as raised:
+        verify_rows(problem, answer)
+    error, bound = re.fullmatch(
+        r"output of batch 0, head 0, row 0 is off by (\S+), more than .* \((\S+)\)",
+        str(raised.value),
+    ).groups()
+    assert float(error) == pytest.approx(0.5, abs=1e-3) and 0 < float(bound) < 1e-3

@@ -1,0 +1,214 @@
+import random
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+
+from cqs.cases import CASES
+from cqs.partial import Partial
+from cqs.tiler import Tiler
+from cqs.worker import HeldTokens, Worker
+
+BY_NAME = {case.name: case for case in CASES}
+SOME_CASES = pytest.mark.parametrize(
+    "case",
+    [BY_NAME[n] for n in ("ragged", "ragged-causal", "cross-causal", "more-queries-causal")],
+    ids=lambda case: case.name,
+)
+SOME_NUM_WORKERS = pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 13])
+
+
+class Run:
+    """A problem, its plan, the partials of all tasks and a tiler that waits for them."""
+
+    def __init__(self, case, num_workers, dtype=torch.float32):
+        self.problem = case.make(dtype)
+        self.plan = self.problem.make_plan(num_workers)
+        held = [
+            HeldTokens([(range(tensor.shape[2]), tensor)])
+            for tensor in (self.problem.query, self.problem.key, self.problem.value)
+        ]
+        worker, scale = Worker("reference"), self.problem.scale
+        self.partials = [worker.run(task, *held, scale=scale) for task in self.plan.tasks]
+        self.reset()
+
+    def reset(self):
+        """Start anew with an answer full of NaN, which must all be overwritten."""
+        self.answer = Partial(*(t.fill_(torch.nan) for t in self.problem.empty_answer()))
+        self.tiler = Tiler(self.plan, *self.answer)
+
+    def add(self, worker):
+        return self.tiler.add(worker, self.partials[worker])
+
+
+@SOME_NUM_WORKERS
+@SOME_CASES
+def test_the_answer_is_exact(assert_right, case, num_workers):
+    run = Run(case, num_workers)
+    for worker in range(num_workers):
+        run.add(worker)
+    finished = run.tiler.finish()
+    assert finished.output is run.answer.output and finished.lse is run.answer.lse
+    assert_right(run.problem, finished)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@SOME_CASES
+def test_any_order_of_arrival_gives_the_same_bits(case, dtype):
+    run = Run(case, 8, dtype)
+    answers = []
+    for shuffle in range(6):
+        run.reset()
+        order = list(range(8))
+        random.Random(shuffle).shuffle(order)
+        for worker in order:
+            run.add(worker)
+        answers.append(run.tiler.finish())
+    for answer in answers[1:]:
+        assert all(map(torch.equal, answer, answers[0]))
+
+
+@SOME_NUM_WORKERS
+@SOME_CASES
+def test_a_group_finishes_with_its_last_partial_and_not_before(case, num_workers):
+    run = Run(case, num_workers)
+    steps = [[step.query_group for step in task.steps] for task in run.plan.tasks]
+    missing = Counter(group for groups in steps for group in groups)
+    final = {}
+    for worker in reversed(range(num_workers)):
+        missing.subtract(steps[worker])
+        complete = {group for group in steps[worker] if not missing[group]}
+        finished = run.add(worker)
+        assert set(finished) == {run.plan.token_groups[group] for group in complete}
+        assert len(finished) == len(set(finished))
+        for rows in finished:
+            final[rows] = run.answer.output[:, :, rows.start : rows.stop].clone()
+            assert final[rows].isfinite().all()
+    output = run.tiler.finish().output
+    assert output.isfinite().all()
+    for rows, early in final.items():
+        assert torch.equal(early, output[:, :, rows.start : rows.stop])
+
+
+def test_the_partials_of_a_finished_group_are_let_go():
+    run = Run(BY_NAME["ragged"], 7)
+    alive = [weakref.ref(partial.output) for partials in run.partials for partial in partials]
+    for worker in range(7):
+        run.add(worker)
+        run.partials[worker] = None
+    assert not any(reference() is not None for reference in alive)
+
+
+@pytest.mark.parametrize("order", [[], [3], [6, 0, 1], [0, 1, 2, 3, 4, 5]], ids=str)
+def test_finish_names_the_missing_tasks(order):
+    run = Run(BY_NAME["ragged"], 7)
+    for worker in order:
+        run.add(worker)
+    missing = [worker for worker in range(7) if worker not in order]
+    assert list(run.tiler.missing) == missing
+    with pytest.raises(RuntimeError) as raised:
+        run.tiler.finish()
+    assert str(missing) in str(raised.value)
+
+
+def test_a_task_that_was_added_before_is_refused():
+    run = Run(BY_NAME["ragged-causal"], 7)
+    run.add(3)
+    with pytest.raises(ValueError, match="task 3 was added before"):
+        run.add(3)
+    assert run.tiler.missing == (0, 1, 2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("worker", [-1, 7])
+def test_a_task_that_does_not_exist_is_refused(worker):
+    run = Run(BY_NAME["ragged"], 7)
+    with pytest.raises(ValueError, match=rf"range\(7\), got {worker}"):
+        run.tiler.add(worker, run.partials[0])
+
+
+def wrong_last(change):
+    """Spoil the last partial only: the ones before it must not be taken either."""
+    return lambda partials: [*partials[:-1], change(partials[-1])]
+
+
+WRONG = {
+    "too-few": (lambda partials: partials[:-1], "has 6 steps, got 5 partials"),
+    "too-many": (lambda partials: [*partials, partials[0]], "has 6 steps, got 7 partials"),
+    "none": (lambda partials: [], "has 6 steps, got 0 partials"),
+    "rows": (
+        wrong_last(lambda p: Partial(p.output[:, :, 1:], p.lse[:, :, 1:])),
+        r"step 5: output must be \(2, 4, \d+, 16\) .* got \(2, 4, \d+, 16\)",
+    ),
+    "batch": (wrong_last(lambda p: Partial(p.output[:1], p.lse[:1])), r"got \(1, 4, \d+, 16\)"),
+    "value-dim": (wrong_last(lambda p: p._replace(output=p.output[..., :8])), r"got \(.*, 8\)"),
+    "dtype": (wrong_last(lambda p: p._replace(output=p.output.half())), "got .* torch.float16"),
+    "lse-shape": (wrong_last(lambda p: p._replace(lse=p.lse[..., None])), "step 5: lse must be"),
+    "lse-dtype": (wrong_last(lambda p: p._replace(lse=p.lse.double())), "got .* torch.float64"),
+    "device": (wrong_last(lambda p: p._replace(output=p.output.to("meta"))), "got .* on meta"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_partials_are_refused_and_nothing_is_taken(assert_right, spoil, message):
+    run = Run(BY_NAME["ragged"], 8)
+    assert len(run.partials[5]) == 6
+    for worker in (0, 1, 2, 3, 4, 6, 7):
+        run.add(worker)
+    before = run.answer.output.clone()
+    with pytest.raises(ValueError, match=message):
+        run.tiler.add(5, spoil(run.partials[5]))
+    assert run.tiler.missing == (5,)
+    assert torch.equal(run.answer.output.nan_to_num(7), before.nan_to_num(7))
+    run.add(5)
+    assert_right(run.problem, run.tiler.finish())
+
+
+def test_halves_of_different_steps_cannot_be_exchanged():
+    run = Run(BY_NAME["gqa-causal"], 8)
+    for worker, task in enumerate(run.plan.tasks):
+        lengths = [len(step.queries) for step in task.steps]
+        if lengths != lengths[::-1]:
+            with pytest.raises(ValueError, match=f"task {worker}, step"):
+                run.tiler.add(worker, run.partials[worker][::-1])
+            assert worker in run.tiler.missing
+
+
+def test_rows_that_see_no_key_are_zero_with_an_lse_of_minus_infinity():
+    run = Run(BY_NAME["more-queries-causal"], 4)
+    for worker in range(4):
+        run.add(worker)
+    output, lse = run.tiler.finish()
+    blind = run.plan.seqlen_q - run.plan.seqlen_kv
+    assert (output[:, :, :blind] == 0).all() and (lse[:, :, :blind] == -torch.inf).all()
+    assert lse[:, :, blind:].isfinite().all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_without_keys_every_row_is_empty(is_causal):
+    problem = BY_NAME["full"].make()
+    plan = type(problem)(
+        problem.query, problem.key[:, :, :0], problem.value[:, :, :0], is_causal, 1.0
+    ).make_plan(3)
+    answer = Partial(*(t.fill_(torch.nan) for t in problem.empty_answer()))
+    tiler = Tiler(plan, *answer)
+    for worker in range(3):
+        assert tiler.add(worker, []) == ()
+    output, lse = tiler.finish()
+    assert (output == 0).all() and (lse == -torch.inf).all()
+
+
+def test_partials_are_never_written_to():
+    run = Run(BY_NAME["ragged-causal"], 8)
+    before = [[p.output.clone() for p in partials] for partials in run.partials]
+    for worker in range(8):
+        run.add(worker)
+    for partials, copies in zip(run.partials, before, strict=True):
+        assert all(map(torch.equal, [partial.output for partial in partials], copies))
+
+
+def test_more_workers_than_tokens_are_no_trouble(assert_right):
+    run = Run(BY_NAME["two-tokens"], 13)
+    for worker in range(13):
+        run.add(worker)
+    assert_right(run.problem, run.tiler.finish())

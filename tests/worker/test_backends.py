@@ -1,0 +1,209 @@
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from cqs.cases import CASES
+from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
+from cqs.worker.backends import ATTEND
+
+GPU = pytest.mark.gpu
+SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+COMBINATIONS = [
+    *(("cpu", "cpu", dtype) for dtype in SINGLE),
+    *(("cpu", "reference", dtype) for dtype in (*SINGLE, torch.float64)),
+    *(("cuda", "cudnn", dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(("cuda", "reference", dtype) for dtype in (*SINGLE, torch.float64)),
+]
+every_combination = pytest.mark.parametrize(
+    ("device", "backend", "dtype"),
+    [
+        pytest.param(
+            *each,
+            id=f"{each[0]}-{each[1]}-{str(each[2]).removeprefix('torch.')}",
+            marks=[GPU] if each[0] == "cuda" else [],
+        )
+        for each in COMBINATIONS
+    ],
+)
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def as_one_call(case, dtype, device):
+    """The problem of a case; backends know causal squares only, so other shapes are full."""
+    problem = case.make(dtype, device)
+    return replace(problem, is_causal=case.is_causal and case.seqlen_q == case.seqlen_kv)
+
+
+def attend(problem, backend, *tensors):
+    tensors = tensors or (problem.query, problem.key, problem.value)
+    if reason := WHY_NOT[backend](*tensors):
+        pytest.skip(f"{backend} {reason}")
+    return ATTEND[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
+
+
+@every_combination
+@every_case
+def test_one_call_is_right(assert_right, case, device, backend, dtype):
+    problem = as_one_call(case, dtype, device)
+    output, lse = attend(problem, backend)
+    assert output.device == lse.device == problem.query.device
+    assert lse.shape == problem.query.shape[:3]
+    assert_right(problem, (output, lse))
+
+
+@every_combination
+def test_inputs_are_never_written_to(device, backend, dtype):
+    for case in CASES[:6]:
+        problem = as_one_call(case, dtype, device)
+        tensors = problem.query, problem.key, problem.value
+        before = [tensor.clone() for tensor in tensors]
+        attend(problem, backend)
+        assert all(map(torch.equal, tensors, before))
+
+
+@every_combination
+def test_strides_of_the_inputs_do_not_matter(device, backend, dtype):
+    problem = as_one_call(CASES[1], dtype, device)
+    plain = problem.query, problem.key, problem.value
+    expected = attend(problem, backend)
+    storages = {
+        "seqlen before heads": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        "rows apart": lambda t: t.repeat_interleave(2, dim=2)[:, :, ::2],
+        "elements apart": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
+        "columns adjacent": lambda t: t.mT.contiguous().mT,
+    }
+    for name, store in storages.items():
+        output, lse = attend(problem, backend, *map(store, plain))
+        torch.testing.assert_close(output, expected.output, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(lse, expected.lse)
+
+
+@every_combination
+def test_scores_of_ten_thousand_do_not_overflow(assert_right, device, backend, dtype):
+    problem = as_one_call(CASES[1], dtype, device)
+    for sign in (1, -1):
+        query = torch.full_like(problem.query, 50 * sign)
+        key = torch.full_like(problem.key, 50)
+        key[:, :, 1::2] *= -1
+        extreme = replace(problem, query=query, key=key, scale=0.25)  # scores +-10000
+        assert_right(extreme, attend(extreme, backend))
+
+
+@every_combination
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scales_that_are_not_positive_are_honoured(
+    assert_right, scale, is_causal, device, backend, dtype
+):
+    problem = replace(CASES[0].make(dtype, device), is_causal=is_causal, scale=scale)
+    # The same scores with a positive scale, which eager PyTorch needs for its causal mask.
+    same = replace(problem, query=(-1 if scale else 0) * problem.query, scale=abs(scale) or 1.0)
+    assert_right(same, attend(problem, backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 96, 128])
+@pytest.mark.parametrize("lengths", [(1, 2), (7, 513), (128, 128), (300, 65)], ids=str)
+def test_cudnn_takes_rectangles_of_any_size(assert_right, lengths, head_dim, dtype):
+    case = replace(CASES[0], seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=head_dim)
+    for is_causal in {False, lengths[0] == lengths[1]}:
+        problem = replace(as_one_call(case, dtype, "cuda"), is_causal=is_causal)
+        assert_right(problem, attend(problem, "cudnn"))
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """What a backend looks at before it declines."""
+
+    shape: tuple[int, ...] = (1, 4, 100, 64)
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine whose GPU is new enough for cuDNN, as far as PyTorch tells."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    return monkeypatch
+
+
+REFUSALS = [
+    ("cpu", "device", {"device": torch.device("cuda", 0)}, "needs CPU tensors, got cuda:0"),
+    ("cpu", "dtype", {"dtype": torch.float64}, "got torch.float64"),
+    ("cudnn", "device", {"device": torch.device("cpu")}, "needs CUDA tensors, got cpu"),
+    ("cudnn", "float32", {"dtype": torch.float32}, "got torch.float32"),
+    ("cudnn", "float64", {"dtype": torch.float64}, "got torch.float64"),
+    ("cudnn", "wide", {"shape": (1, 4, 100, 136)}, "multiple of 8 up to 128, got 136"),
+    ("cudnn", "odd", {"shape": (1, 4, 100, 20)}, "multiple of 8 up to 128, got 20"),
+    ("cudnn", "one-key", {"shape": (1, 4, 1, 64)}, "more than one key, got 1"),
+    ("cudnn", "batch", {"shape": (65536, 4, 9, 64)}, r"up to 65535, got (65536, 4)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "reason"),
+    [pytest.param(b, change, reason, id=f"{b}-{name}") for b, name, change, reason in REFUSALS],
+)
+def test_a_backend_says_why_it_declines(hopper, backend, change, reason):
+    sound = TensorLike(device=torch.device("cpu" if backend == "cpu" else "cuda"))
+    assert WHY_NOT[backend](sound, sound, sound) is None
+    other = replace(sound, **change)
+    assert reason in WHY_NOT[backend](other, other, other)
+    with pytest.raises(NotImplementedError) as raised:
+        choose_backend(other, other, other, backend)
+    assert repr(backend) in str(raised.value) and reason in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cudnn"])
+def test_values_of_another_width_are_declined(hopper, backend):
+    tensor = TensorLike(device=torch.device("cpu" if backend == "cpu" else "cuda"))
+    value = replace(tensor, shape=(1, 4, 100, 32))
+    assert "got 64 and 32" in WHY_NOT[backend](tensor, tensor, value)
+
+
+def test_cudnn_is_declined_without_cudnn_and_on_old_gpus(hopper):
+    tensor = TensorLike()
+    hopper.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "8.0 or later, got 7.5" in WHY_NOT["cudnn"](tensor, tensor, tensor)
+    hopper.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert "built with cuDNN" in WHY_NOT["cudnn"](tensor, tensor, tensor)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "best"),
+    [
+        (TensorLike(), "cudnn"),
+        (TensorLike(dtype=torch.float32), "reference"),
+        (TensorLike(device=torch.device("cpu")), "cpu"),
+        (TensorLike(device=torch.device("cpu"), dtype=torch.float64), "reference"),
+    ],
+    ids=["cuda-bfloat16", "cuda-float32", "cpu-bfloat16", "cpu-float64"],
+)
+def test_the_best_backend_that_can_is_chosen(hopper, tensor, best):
+    assert choose_backend(tensor, tensor, tensor) == best
+    assert choose_backend(tensor, tensor, tensor, "reference") == "reference"
+
+
+def test_the_reference_takes_everything():
+    tensor = TensorLike(shape=(70000, 1, 1, 999), dtype=torch.float64)
+    assert WHY_NOT["reference"](tensor, tensor, tensor) is None
+
+
+def test_an_unknown_backend_is_refused_with_the_names_of_all():
+    tensor = TensorLike()
+    message = r"\['cudnn', 'cpu', 'reference'\] or None, got 'flash'"
+    with pytest.raises(ValueError, match=message):
+        choose_backend(tensor, tensor, tensor, "flash")
+    with pytest.raises(ValueError, match=message):
+        Worker("flash")
+
+
+def test_a_named_backend_does_not_fall_back_within_a_task():
+    problem = CASES[0].make(torch.float64)
+    task = problem.make_plan(3).task(0)
+    held = [HeldTokens([(range(128), t)]) for t in (problem.query, problem.key, problem.value)]
+    with pytest.raises(NotImplementedError, match="'cpu' needs .* got torch.float64"):
+        Worker("cpu").run(task, *held, scale=1.0)

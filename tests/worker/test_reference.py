@@ -1,0 +1,39 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cqs.cases import CASES
+from cqs.testing import exact_answer
+from cqs.worker.reference import attend_reference
+
+SQUARE = [case for case in CASES if case.seqlen_q == case.seqlen_kv]
+
+
+@pytest.mark.parametrize("case", SQUARE, ids=lambda case: case.name)
+def test_reference_agrees_with_scaled_dot_product_attention_in_float64(case):
+    problem = case.make(torch.float64)
+    tensors = problem.query, problem.key, problem.value
+    options = {"is_causal": problem.is_causal, "scale": problem.scale}
+    expected = F.scaled_dot_product_attention(*tensors, **options, enable_gqa=True)
+    output, lse = attend_reference(*tensors, **options)
+    torch.testing.assert_close(output, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(lse, exact_answer(problem).lse, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.5, 1e-3])
+def test_reference_takes_any_scale(scale):
+    query, key, value = torch.randn(3, 2, 3, 10, 8, dtype=torch.float64)
+    output, lse = attend_reference(query, key, value, is_causal=False, scale=scale)
+    weights = (scale * query @ key.mT).softmax(dim=-1)
+    torch.testing.assert_close(output, weights @ value)
+    if scale == 0:
+        torch.testing.assert_close(output, value.mean(dim=2, keepdim=True).expand_as(output))
+        torch.testing.assert_close(lse, torch.full_like(lse, 10).log())
+
+
+def test_reference_takes_values_of_another_width():
+    query, key = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
+    value = torch.randn(1, 2, 6, 3, dtype=torch.float64)
+    output, _ = attend_reference(query, key, value, is_causal=True, scale=0.5)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
+    torch.testing.assert_close(output, expected)

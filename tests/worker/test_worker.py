@@ -1,0 +1,132 @@
+import pytest
+import torch
+
+from cqs.cases import CASES
+from cqs.partial import Partial
+from cqs.problem import Problem
+from cqs.scheduler import predict_cost
+from cqs.testing import exact_answer
+from cqs.worker import HeldTokens, Worker
+
+BY_NAME = {case.name: case for case in CASES}
+SOME_CASES = pytest.mark.parametrize(
+    "case",
+    [BY_NAME[name] for name in ("ragged", "ragged-causal", "gqa-causal", "cross-causal")],
+    ids=lambda case: case.name,
+)
+SOME_NUM_WORKERS = pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 40])
+
+
+def hold(tensor, ranges):
+    return HeldTokens((each, tensor[:, :, each.start : each.stop].clone()) for each in ranges)
+
+
+def hold_only_needed(problem, task):
+    return (
+        hold(problem.query, task.held_queries),
+        hold(problem.key, task.held_keys),
+        hold(problem.value, task.held_keys),
+    )
+
+
+def hold_everything(problem):
+    return tuple(
+        HeldTokens([(range(tensor.shape[2]), tensor)])
+        for tensor in (problem.query, problem.key, problem.value)
+    )
+
+
+def exact_step(problem, step):
+    """One step in float64, by a mask over all of its keys."""
+    keys = [key for keys in step.blocks() for key in keys.keys]
+    rows = torch.tensor(step.queries)
+    first = step.causal_keys.start if step.causal_keys else 0
+    visible = torch.ones(len(rows), len(keys), dtype=torch.bool)
+    for column, key in enumerate(keys):
+        if step.causal_keys and key in step.causal_keys:
+            visible[: key - first, column] = False
+    group_size = problem.query.shape[1] // problem.key.shape[1]
+    key = problem.key[:, :, keys].double().repeat_interleave(group_size, 1)
+    value = problem.value[:, :, keys].double().repeat_interleave(group_size, 1)
+    scores = problem.scale * problem.query[:, :, rows].double() @ key.mT
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return Partial(scores.softmax(-1) @ value, scores.logsumexp(-1))
+
+
+@SOME_NUM_WORKERS
+@SOME_CASES
+def test_every_step_is_attention_over_its_own_keys(case, num_workers):
+    problem = case.make(torch.float64)
+    for task in problem.make_plan(num_workers).tasks:
+        partials = Worker().run(task, *hold_everything(problem), scale=problem.scale)
+        for step, partial in zip(task.steps, partials, strict=True):
+            expected = exact_step(problem, step)
+            torch.testing.assert_close(partial.output, expected.output)
+            torch.testing.assert_close(partial.lse, expected.lse)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@SOME_NUM_WORKERS
+@SOME_CASES
+def test_a_task_needs_no_more_than_the_tokens_it_holds(case, num_workers, backend):
+    problem = case.make()
+    worker = Worker(backend)
+    for task in problem.make_plan(num_workers).tasks:
+        alone = worker.run(task, *hold_only_needed(problem, task), scale=problem.scale)
+        among_all = worker.run(task, *hold_everything(problem), scale=problem.scale)
+        for one, other in zip(alone, among_all, strict=True):
+            assert torch.equal(one.output, other.output) and torch.equal(one.lse, other.lse)
+
+
+@SOME_NUM_WORKERS
+@SOME_CASES
+def test_predicted_bytes_are_those_that_travel(case, num_workers):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        problem = case.make(dtype)
+        for task in problem.make_plan(num_workers).tasks:
+            cost = predict_cost(task, problem.shape)
+            held = hold_only_needed(problem, task)
+            sent = sum(
+                tokens.take([each]).nbytes
+                for tokens, ranges in zip(
+                    held, (task.held_queries, task.held_keys, task.held_keys), strict=True
+                )
+                for each in ranges
+            )
+            partials = Worker().run(task, *held, scale=problem.scale)
+            returned = sum(tensor.nbytes for partial in partials for tensor in partial)
+            assert (cost.bytes_in, cost.bytes_out) == (sent, returned)
+
+
+@SOME_CASES
+def test_inputs_are_never_written_to(case):
+    for backend in ("cpu", "reference"):
+        problem = case.make()
+        before = [t.clone() for t in (problem.query, problem.key, problem.value)]
+        for task in problem.make_plan(4).tasks:
+            Worker(backend).run(task, *hold_everything(problem), scale=problem.scale)
+        after = problem.query, problem.key, problem.value
+        assert all(map(torch.equal, after, before))
+
+
+def test_a_task_without_steps_returns_nothing():
+    problem = BY_NAME["two-tokens"].make()
+    idle = [task for task in problem.make_plan(7).tasks if not task.steps]
+    assert idle
+    nothing = [HeldTokens([])] * 3
+    assert all(Worker().run(task, *nothing, scale=1.0) == [] for task in idle)
+
+
+def test_a_missing_token_is_named():
+    problem = BY_NAME["full"].make()
+    task = problem.make_plan(3).task(0)
+    query, key, value = hold_only_needed(problem, task)
+    for held in ((HeldTokens([]), key, value), (query, HeldTokens([]), value)):
+        with pytest.raises(KeyError, match=r"tokens 0\.\."):
+            Worker().run(task, *held, scale=1.0)
+
+
+def test_the_definition_of_a_step_agrees_with_the_whole_where_one_task_does_all():
+    problem: Problem = BY_NAME["ragged-causal"].make(torch.float64)
+    (step,) = problem.make_plan(1).task(0).steps
+    torch.testing.assert_close(exact_step(problem, step), exact_answer(problem))
