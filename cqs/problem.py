@@ -124,6 +124,10 @@ def check_problem(
         scale = query.shape[3] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number or None, got {scale!r}")
-    if not math.isfinite(scale):
+    try:
+        factor = float(scale)
+    except OverflowError:
+        factor = math.inf
+    if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    return Problem(query, key, value, is_causal, float(scale))
+    return Problem(query, key, value, is_causal, factor)

@@ -52,7 +52,8 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             hidden = scores.masked_fill(~visible, -torch.inf)
             lse = hidden.logsumexp(dim=-1)
             weights = (hidden - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
-            largest_score = scores.abs().amax(dim=-1) if seqlen_kv else scores.new_zeros(len(rows))
+            seen = scores.masked_fill(~visible, 0).abs()
+            largest_score = seen.amax(dim=-1) if seqlen_kv else scores.new_zeros(len(rows))
             largest_value = value.abs().max() if seqlen_kv else value.new_zeros(())
             lse_bound = 16 * eps_accumulation * (1 + largest_score) + eps
             _compare_rows(

@@ -22,7 +22,7 @@ def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[i
     """Return ``interest_set`` sorted, or say why it cannot serve ``num_workers``.
 
     Raises:
-        TypeError: if an element is no integer.
+        TypeError: if ``interest_set`` is no collection or an element no integer.
         ValueError: if an element is out of range or repeated, if 0 is missing, or if a difference
             is; the message names the smallest.
 
@@ -30,6 +30,8 @@ def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[i
         >>> check_interest_set([3, 0, 1], 7)
         (0, 1, 3)
     """
+    if not isinstance(interest_set, Iterable):
+        raise TypeError(f"interest_set must be a collection of integers, got {interest_set!r}")
     elements = tuple(interest_set)
     for element in elements:
         if not isinstance(element, int) or isinstance(element, bool):

@@ -25,7 +25,7 @@ ATTEND: dict[str, Callable[..., Partial]] = {
 
 def check_backend_name(backend: str | None) -> None:
     """Raise ValueError unless ``backend`` is None or the name of a backend."""
-    if backend is not None and backend not in WHY_NOT:
+    if backend is not None and backend not in list(WHY_NOT):
         raise ValueError(f"backend must be one of {list(WHY_NOT)} or None, got {backend!r}")
 
 
