@@ -32,6 +32,10 @@ def with_step(plan, worker, index, *steps):
     return tasks
 
 
+def one_task(*steps):
+    return Task(0, (), (), (), steps)
+
+
 def all_steps(plan):
     return [(task.worker, i, step) for task in plan.tasks for i, step in enumerate(task.steps)]
 
@@ -139,13 +143,27 @@ def test_a_causal_square_computed_in_full_is_refused(plan):
             refuse(plan, with_step(plan, worker, index, full))
 
 
-@every(PLANS)
-def test_a_full_block_computed_as_a_causal_square_is_refused(plan):
-    for worker, index, step in all_steps(plan):
-        for keys in step.keys:
-            others = tuple(other for other in step.keys if other != keys)
-            square = step._replace(queries=step.queries[: len(keys)], causal_keys=keys[:1])
-            refuse(plan, with_step(plan, worker, index, square._replace(keys=others)))
+def test_a_full_block_computed_as_a_causal_square_is_refused():
+    first, second = range(0, 4), range(4, 8)
+    with pytest.raises(ValueError, match="causal block off the diagonal at key 0"):
+        validate_tasks([one_task(Step(0, first, (), first))], 4, 4, False)
+    below = [Step(0, first, (), first), Step(1, second, (), first), Step(1, second, (), second)]
+    with pytest.raises(ValueError, match="causal block off the diagonal at key 0"):
+        validate_tasks([one_task(*below)], 8, 8, True)
+    sound = [Step(0, first, (), first), Step(1, second, (first,), second)]
+    validate_tasks([one_task(*sound)], 8, 8, True)
+
+
+def test_a_causal_block_that_is_no_square_is_refused():
+    """Also where the edges of other blocks cut it into pieces that would fit."""
+    upper = Step(0, range(0, 4), (), range(0, 4))
+    cuts = [Step(1, rows, (range(0, 4),), None) for rows in (range(4, 6), range(6, 8))]
+    for stop in (7, 9):
+        lower = Step(1, range(4, 8), (), range(4, stop))
+        with pytest.raises(ValueError, match="is no square"):
+            validate_tasks([one_task(upper, *cuts, lower)], 8, 8, True)
+    lower = Step(1, range(4, 8), (), range(4, 8))
+    validate_tasks([one_task(upper, *cuts, lower)], 8, 8, True)
 
 
 def test_queries_that_see_no_key_must_not_be_computed():
@@ -175,9 +193,8 @@ def test_a_block_that_computes_nothing_is_refused():
     ids=["keys-missing", "queries-missing", "overlap", "extra-key", "extra-query", "negative"],
 )
 def test_the_message_says_which_pairs_are_wrong(queries, keys, message):
-    task = Task(0, (0,), (queries,), keys, (Step(0, queries, keys, None),))
     with pytest.raises(ValueError, match=message):
-        validate_tasks([task], 4, 4, False)
+        validate_tasks([one_task(Step(0, queries, keys, None))], 4, 4, False)
 
 
 def test_shares_of_two_workers_exchanged_by_halves_are_refused():
