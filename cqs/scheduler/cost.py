@@ -34,8 +34,9 @@ class TaskCost:
     bytes_out: int
     """Partial outputs and their lse that the worker returns."""
     peak_bytes: int
-    """Most bytes held at once: inputs, the results so far, and for the step at work its gathered
-    keys and values and, where a causal square joins a rectangle, their two partial results."""
+    """Most bytes held at once, without a kernel's own scratch: inputs, the results so far, and for
+    the step at work its gathered keys and values or, if that is more, the two partial results that
+    merge where a causal square joins a rectangle."""
 
 
 def predict_cost(task: Task, shape: AttentionShape) -> TaskCost:
@@ -65,7 +66,7 @@ def predict_cost(task: Task, shape: AttentionShape) -> TaskCost:
         bytes_out += row_bytes * len(step.queries)
         gathered = key_bytes * sum(map(len, step.keys)) if _must_gather(step, task) else 0
         merged = 2 * (row_bytes + sum_bytes) * len(step.queries) if step.is_split else 0
-        peak_beyond_inputs = max(peak_beyond_inputs, bytes_out + gathered + merged)
+        peak_beyond_inputs = max(peak_beyond_inputs, bytes_out + max(gathered, merged))
     return TaskCost(
         flops=2 * (shape.head_dim + value_dim) * width * task.live_pairs,
         bytes_in=bytes_in,

@@ -1,12 +1,13 @@
 import pytest
 import torch
 
-from cqs.cases import CASES
+from cqs.cases import CASES, Case
 from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import predict_cost
 from cqs.testing import exact_answer
 from cqs.worker import HeldTokens, Worker
+from cqs.worker.memory import measure_peak_bytes
 
 BY_NAME = {case.name: case for case in CASES}
 SOME_CASES = pytest.mark.parametrize(
@@ -96,6 +97,23 @@ def test_predicted_bytes_are_those_that_travel(case, num_workers):
             partials = Worker().run(task, *held, scale=problem.scale)
             returned = sum(tensor.nbytes for partial in partials for tensor in partial)
             assert (cost.bytes_in, cost.bytes_out) == (sent, returned)
+
+
+@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_predicted_peak_bounds_what_is_held_but_for_the_scratch_of_the_kernel(
+    is_causal, num_workers
+):
+    problem = Case("peak", 4000, 4000, 8, 8, head_dim=64, is_causal=is_causal).make()
+    task = problem.make_plan(num_workers).tasks[-1]
+    held = hold_only_needed(problem, task)
+    _, measured = measure_peak_bytes(
+        lambda: Worker("cpu").run(task, *held, scale=problem.scale), torch.device("cpu")
+    )
+    cost = predict_cost(task, problem.shape)
+    predicted = cost.peak_bytes - cost.bytes_in
+    scratch = torch.get_num_threads() * 2**20
+    assert measured - scratch <= predicted <= 1.5 * measured
 
 
 @SOME_CASES
