@@ -86,7 +86,9 @@ def attention(
         raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
     from cqs.executors.ray import Cluster
 
-    check_problem(query, key, value, is_causal=is_causal, scale=scale)  # before Ray is started
+    problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
+    check_backend_name(backend)
+    problem.make_plan(1 if num_workers is None else num_workers, interest_set)  # before Ray starts
     if isinstance(executor, str):
         scope: AbstractContextManager[Cluster] = Cluster()
     elif isinstance(executor, Cluster):

@@ -303,3 +303,38 @@ def test_inference_mode_makes_no_difference():
     with torch.inference_mode():
         answer = attend(problem, num_workers=3)
     assert all(map(torch.equal, answer, attend(problem, num_workers=3)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("seqlen", [4, 15, 20, 40, 100])
+@KINDS
+def test_a_broken_row_of_few_keys_stays_broken_alone(is_causal, seqlen, num_workers, value):
+    problem = Case("short", seqlen, seqlen, is_causal=is_causal).make()
+    expected = attend(problem, num_workers=num_workers)
+    query = problem.query.clone()
+    query[0, 1, seqlen // 2, 3] = value
+    output, lse = attend(replace(problem, query=query), num_workers=num_workers)
+    assert output[0, 1, seqlen // 2].isnan().all() and lse[0, 1, seqlen // 2].isnan()
+    others = torch.ones(output.shape[:3], dtype=torch.bool)
+    others[0, 1, seqlen // 2] = False
+    assert torch.equal(output[others], expected[0][others])
+    assert torch.equal(lse[others], expected[1][others])
+
+
+@KINDS
+@pytest.mark.parametrize("scale", [1e-46, -1e-50, 0.0])
+def test_scales_that_vanish_weigh_all_keys_alike(scale, is_causal):
+    problem = replace(BY_NAME["causal" if is_causal else "full"].make(), scale=scale)
+    output, _ = attend(problem, num_workers=3, verify=True)
+    zero = replace(problem, scale=0.0)
+    torch.testing.assert_close(output, exact_answer(zero).output.float(), atol=1e-6, rtol=1e-6)
+
+
+def test_a_group_of_keys_that_scores_minus_infinity_weighs_nothing():
+    query = torch.ones(1, 1, 20, 8, dtype=torch.float64)
+    key = torch.randn_like(query)
+    key[:, :, :5] = -torch.inf
+    value = torch.randn_like(query)
+    one, split = (cqs.attention(query, key, value, num_workers=w) for w in (1, 4))
+    torch.testing.assert_close(split, one)

@@ -1,6 +1,7 @@
 """Attend to query, key and value files; write the output file as it is computed."""
 
 import argparse
+import os
 from contextlib import ExitStack
 
 import torch
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace) -> None:
     )
     shape = (*problem.query.shape[:3], problem.value.shape[3])
     dtype = problem.query.dtype
+    if options.lse and os.path.realpath(options.lse) == os.path.realpath(options.output):
+        raise ValueError(f"--lse must be another file than the output, got {options.lse!r}")
     with ExitStack() as files:
         output = files.enter_context(create_tensor(options.output, "output", shape, dtype))
         lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))

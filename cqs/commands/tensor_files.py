@@ -43,8 +43,8 @@ def load_tensor(source: str, name: str) -> Tensor:
                 found: Tensor = file.get_tensor(given or name)
                 return found
         if source.endswith(".npy"):
-            return torch.from_numpy(np.load(source, mmap_mode="c", allow_pickle=False))
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+            return torch.from_numpy(np.lib.format.open_memmap(source, mode="c"))
+    except (OSError, ValueError, TypeError, OverflowError, SafetensorError) as error:
         raise ValueError(f"cannot read {name} from {source!r}: {error}") from error
     raise ValueError(f"{name} must be a .npy or .safetensors file, got {source!r}")
 
@@ -74,7 +74,8 @@ def create_tensor(
             tensor = torch.from_numpy(mapped)
         elif target.endswith(".safetensors"):
             mapped = _map_safetensors(partial, name, shape, dtype)
-            tensor = torch.from_numpy(mapped).view(dtype).reshape(shape)
+            tensor = torch.from_numpy(mapped).view(dtype) if mapped.size else torch.empty(0)
+            tensor = tensor.to(dtype).reshape(shape)
         else:
             raise ValueError("not a .npy or .safetensors file")
     except (OSError, ValueError) as error:

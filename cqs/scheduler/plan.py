@@ -1,6 +1,7 @@
 """The plan: token groups, W mutually exclusive tasks, and what they promise."""
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,6 +58,8 @@ def make_plan(
             raise TypeError(f"{name} must be an integer, got {number!r}")
         if number < least:
             raise ValueError(f"{name} must be at least {least}, got {number}")
+        if number > sys.maxsize:
+            raise ValueError(f"{name} must be at most {sys.maxsize}, got {number}")
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
     if interest_set is None:
@@ -186,8 +189,8 @@ class Plan:
             ValueError: if ``text`` is no JSON object with a plan's fields, or if its groups and
                 tasks are not those that its numbers lead to.
         """
-        written = json.loads(text)
         try:
+            written = json.loads(text)
             plan = make_plan(
                 written["seqlen_q"],
                 written["seqlen_kv"],
@@ -195,7 +198,7 @@ class Plan:
                 is_causal=written["is_causal"],
                 interest_set=written["interest_set"],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
         if written != plan._as_dict():
             raise ValueError("not a plan: its groups or tasks contradict its numbers")

@@ -28,11 +28,16 @@ def attend_cpu(
     """Attend with the fused CPU kernel; arguments as for the reference, none of them empty.
 
     The kernel reads rows as if their elements were adjacent, whatever the stride says, so other
-    layouts are copied first.
+    layouts are copied first; and with few keys it loses a NaN of the query, which is put back.
     """
     query, scale = with_positive_scale(query, scale)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, scale=scale
     )
+    smallest, largest = query.aminmax(dim=-1)
+    broken = ~(smallest.isfinite() & largest.isfinite())
+    if broken.any():
+        output = output.masked_fill(broken.unsqueeze(-1), torch.nan)
+        lse = lse.masked_fill(broken, torch.nan)
     return Partial(output, lse)

@@ -37,4 +37,5 @@ def attend_reference(
         scores_BGRQK.masked_fill_(hidden, -torch.inf)
     lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
     output = scores_BGRQK.softmax(dim=-1) @ value.to(dtype).unsqueeze(2)
+    output = output.masked_fill((lse_BGRQ == -torch.inf).unsqueeze(-1), 0)
     return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))

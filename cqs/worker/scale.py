@@ -8,8 +8,8 @@ def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return a query and a positive scale of the same scores, up to the sign of zero.
 
     Fused kernels hide keys by scores of -inf and scale afterwards, or divide by the scale: with a
-    scale of 0 or less they return NaN or see what they should not.
+    scale of 0 or less, or one that float32 rounds to 0, they return NaN or see too much.
     """
-    if scale > 0:
-        return query, scale
-    return (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        return 0 * query, 1.0
+    return (query, scale) if scale > 0 else (-query, -scale)

@@ -115,3 +115,33 @@ def test_closing_in_mid_run_cancels_it(ray_session, tensors):
     for pending in (future, queued):
         with pytest.raises(CancelledError):
             pending.result(timeout=30)
+
+
+def test_a_progress_function_may_close_the_cluster_but_not_wait_for_it(ray_session, tensors):
+    from concurrent.futures import CancelledError
+
+    cluster = cqs.Cluster(num_workers=1, use_gpus=False)
+    with pytest.raises(RuntimeError, match="cannot wait for another run"):
+        cluster.attention(
+            *tensors, num_workers=3, progress=lambda done, total: cluster.attention(*tensors)
+        )
+    with pytest.raises(CancelledError):
+        cluster.attention(*tensors, num_workers=7, progress=lambda done, total: cluster.close())
+    with pytest.raises(ValueError, match="closed"):
+        cluster.attention(*tensors)
+
+
+def test_a_future_keeps_its_cluster(ray_session, tensors):
+    future = cqs.Cluster(num_workers=1, use_gpus=False).submit(*tensors, num_workers=3)
+    assert future.result(timeout=60).shape == tensors[0].shape
+
+
+def test_a_forked_process_cannot_use_the_cluster(cluster, tensors):
+    script = os.fork()
+    if script == 0:
+        try:
+            cluster.submit(*tensors)
+        except ValueError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(script, 0)[1]) == 7

@@ -1,5 +1,6 @@
 """A cluster of workers: its life, and the calls on it."""
 
+import os
 import threading
 import time
 import weakref
@@ -98,15 +99,17 @@ class Cluster:
         if address is not None and not isinstance(address, str):
             raise TypeError(f"address must be a string, got {address!r}")
         self._closing = threading.Event()
-        if address is None and not session.is_connected():
-            num_gpus = 0 if use_gpus is False else torch.cuda.device_count()
-            num_workers = num_workers or num_gpus or session.num_cores()
-            cpus_per_worker = cpus_per_worker or max(session.num_cores() // num_workers, 1)
-            ray, disconnect = session.start_private_ray(
-                num_workers * cpus_per_worker, num_gpus, object_store_memory
-            )
-        else:
-            ray, disconnect = session.connect(address)
+        self._pid = os.getpid()
+        with session.LOCK:
+            if address is None and not session.is_connected():
+                num_gpus = 0 if use_gpus is False else torch.cuda.device_count()
+                num_workers = num_workers or num_gpus or session.num_cores()
+                cpus_per_worker = cpus_per_worker or max(session.num_cores() // num_workers, 1)
+                ray, disconnect = session.start_private_ray(
+                    num_workers * cpus_per_worker, num_gpus, object_store_memory
+                )
+            else:
+                ray, disconnect = session.connect(address)
         try:
             self._pool, num_workers = _start_pool(
                 ray,
@@ -122,7 +125,7 @@ class Cluster:
         self._patience = Patience(num_workers, stall_timeout, start_timeout, max_attempts)
         self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=_DISPATCHER)
         self._close = weakref.finalize(
-            self, _close, self._closing, self._dispatcher, self._pool, disconnect
+            self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
         )
 
     def __enter__(self) -> "Cluster":
@@ -219,6 +222,8 @@ class Cluster:
         """
         if not self._close.alive:
             raise ValueError("this cluster is closed")
+        if os.getpid() != self._pid:
+            raise ValueError(f"this cluster belongs to process {self._pid}, not {os.getpid()}")
         problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
         check_backend_name(backend)
         plan = problem.make_plan(
@@ -234,14 +239,15 @@ class Cluster:
             progress=_progress_callback(progress),
             closing=self._closing,
         )
-        return AttentionFuture(self._dispatcher.submit(run), run, return_lse)
+        return AttentionFuture(self, self._dispatcher.submit(run), run, return_lse)
 
 
 class AttentionFuture:
     """The answer of :meth:`Cluster.submit`, now or later."""
 
-    def __init__(self, future: "Future[Partial]", run: Run, return_lse: bool):
-        """Wrap the run's future."""
+    def __init__(self, cluster: Cluster, future: "Future[Partial]", run: Run, return_lse: bool):
+        """Wrap the run's future, and keep its cluster."""
+        self._cluster = cluster
         self._future, self._run, self._return_lse = future, run, return_lse
 
     def result(self, timeout: float | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -251,6 +257,8 @@ class AttentionFuture:
             TimeoutError: if it is not there after ``timeout`` seconds; the run goes on.
             concurrent.futures.CancelledError: if it was cancelled.
         """
+        if _is_dispatcher() and not self._future.done():
+            raise RuntimeError("a progress function cannot wait for another run of its cluster")
         answer = self._future.result(timeout)
         return (answer.output, answer.lse) if self._return_lse else answer.output
 
@@ -329,16 +337,26 @@ def _start_pool(
     return pool, num_workers
 
 
+def _is_dispatcher() -> bool:
+    return threading.current_thread().name.startswith(_DISPATCHER)
+
+
 def _close(
+    pid: int,
     closing: threading.Event,
     dispatcher: ThreadPoolExecutor,
     pool: ActorPool,
     disconnect: Callable[[], None],
 ) -> None:
-    """End a cluster: its runs, its actors, its Ray."""
+    """End a cluster: its runs, its actors, its Ray; a forked copy of it ends nothing."""
+    if os.getpid() != pid:
+        return
     closing.set()
-    from_dispatcher = threading.current_thread().name.startswith(_DISPATCHER)
-    dispatcher.shutdown(wait=not from_dispatcher, cancel_futures=True)
+    if _is_dispatcher():  # closed by a progress function: the run must end first
+        arguments = pid, closing, dispatcher, pool, disconnect
+        threading.Thread(target=_close, args=arguments).start()
+        return
+    dispatcher.shutdown(wait=True, cancel_futures=True)
     if pool.ray.is_initialized():
         pool.close()
     disconnect()

@@ -192,8 +192,8 @@ class Run:
         try:
             with self._clock("get"):
                 results, report = self._ray.get(ref)
-        except self._ray.exceptions.RayTaskError:  # the computation itself failed: no re-run
-            raise
+        except self._ray.exceptions.RayTaskError as error:  # the computation itself: no re-run
+            raise error.cause from error
         except self._deaths_of_actors:
             self._bury(actor)
             return

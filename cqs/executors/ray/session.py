@@ -8,10 +8,13 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 _CONNECT_SECONDS = 10.0
+LOCK = threading.Lock()
+"""Held while this process looks whether it is connected, and connects."""
 
 
 def num_cores() -> int:
