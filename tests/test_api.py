@@ -305,15 +305,14 @@ def test_inference_mode_makes_no_difference():
     assert all(map(torch.equal, answer, attend(problem, num_workers=3)))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("num_workers", [1, 7, 8])
 @pytest.mark.parametrize("seqlen", [4, 15, 20, 40, 100])
 @KINDS
-def test_a_broken_row_of_few_keys_stays_broken_alone(is_causal, seqlen, num_workers, value):
+def test_nan_in_a_row_of_few_keys_stays_there(is_causal, seqlen, num_workers):
     problem = Case("short", seqlen, seqlen, is_causal=is_causal).make()
     expected = attend(problem, num_workers=num_workers)
     query = problem.query.clone()
-    query[0, 1, seqlen // 2, 3] = value
+    query[0, 1, seqlen // 2, 3] = torch.nan
     output, lse = attend(replace(problem, query=query), num_workers=num_workers)
     assert output[0, 1, seqlen // 2].isnan().all() and lse[0, 1, seqlen // 2].isnan()
     others = torch.ones(output.shape[:3], dtype=torch.bool)
