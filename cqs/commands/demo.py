@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the main job and print what happened."""
+    if options.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {options.tokens}")
     text = read_text(options.text)[: options.tokens]
     if not text:
         raise ValueError(f"there is nothing to read in {options.text!r}, {options.tokens} tokens")

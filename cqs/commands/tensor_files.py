@@ -44,7 +44,14 @@ def load_tensor(source: str, name: str) -> Tensor:
                 return found
         if source.endswith(".npy"):
             return torch.from_numpy(np.lib.format.open_memmap(source, mode="c"))
-    except (OSError, ValueError, TypeError, OverflowError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        EOFError,
+        SafetensorError,
+    ) as error:
         raise ValueError(f"cannot read {name} from {source!r}: {error}") from error
     raise ValueError(f"{name} must be a .npy or .safetensors file, got {source!r}")
 
