@@ -126,7 +126,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
         total, free = (int(memory[k].split()[0]) * 1024 for k in ("MemTotal", "MemAvailable"))
         room = 3 * 2**30
         os.environ["RAY_memory_usage_threshold"] = str((total - free + room) / total)
-        os.environ["RAY_memory_monitor_refresh_ms"] = "50"
+        os.environ["RAY_memory_monitor_refresh_ms"] = "250"
         import torch, cqs
         from cqs.cases import Case
         from cqs.executors.ray.actor import TaskActor

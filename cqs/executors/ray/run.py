@@ -136,8 +136,8 @@ class Run:
         """Hand the next tasks to the actors that owe least."""
         if not self._queues and not any(a.index in self._originals for a in self._pings.values()):
             raise WorkersDiedError(
-                f"all {len(self._originals)} workers died; tasks {sorted(self._unfinished())} are "
-                f"not computed{self._blame()}"
+                f"all {self._patience.num_workers} workers died; "
+                f"tasks {sorted(self._unfinished())} are not computed{self._blame()}"
             )
         while self._todo and self._queues:
             index = min(self._queues, key=lambda index: len(self._queues[index]))
@@ -182,8 +182,8 @@ class Run:
         actor = self._pings.pop(ping)
         try:
             actor.info = self._ray.get(ping)
-        except self._deaths_of_actors:
-            self._bury(actor)
+        except self._deaths_of_actors as error:
+            self._bury(actor, is_shot=self._is_shot(error))
             return
         self._queues[actor.index] = deque()
 
@@ -194,8 +194,8 @@ class Run:
                 results, report = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:  # the computation itself: no re-run
             raise error.cause from error
-        except self._deaths_of_actors:
-            self._bury(actor)
+        except self._deaths_of_actors as error:
+            self._bury(actor, is_shot=self._is_shot(error))
             return
         del self._in_flight[ref]
         self._queues[actor.index].remove(ref)
@@ -215,8 +215,12 @@ class Run:
             if now - self._last_sign[actor.index] > timeout:
                 self._bury(actor, is_hung=True)
 
-    def _bury(self, actor: Actor, *, is_hung: bool = False) -> None:
-        """Take back an actor's tasks and start another in its place."""
+    def _bury(self, actor: Actor, *, is_hung: bool = False, is_shot: bool = False) -> None:
+        """Take back an actor's tasks and start another in its place.
+
+        Ray's memory monitor shoots several actors at once. Memory comes back, so the run waits for
+        what replaces them even if nobody else is left, within reason.
+        """
         queue = self._queues.pop(actor.index, deque())
         taken_back = [self._in_flight.pop(ref)[1] for ref in queue]
         self._pings = {ping: other for ping, other in self._pings.items() if other is not actor}
@@ -236,6 +240,8 @@ class Run:
             (replacement,) = self._pool.start(1)
             self._pings[replacement.ping()] = replacement
             self._last_sign[replacement.index] = time.monotonic()
+            if is_shot and self._deaths < self._patience.max_attempts * self._patience.num_workers:
+                self._originals.add(replacement.index)
 
     @contextlib.contextmanager
     def _clock(self, part: str) -> Iterator[None]:
@@ -243,6 +249,9 @@ class Run:
         start = time.perf_counter()
         yield
         self._seconds[part] += time.perf_counter() - start  # type: ignore[assignment]
+
+    def _is_shot(self, error: Exception) -> bool:
+        return isinstance(error, self._ray.exceptions.OutOfMemoryError)
 
     def _unfinished(self) -> set[int]:
         return set(self._tasks) - set(self._reports)
