@@ -1,11 +1,28 @@
 """How answers are judged: against float64 on the same inputs, by what eager PyTorch strays."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import cqs
 from cqs.partial import Partial
 from cqs.problem import Problem
+
+
+def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and the lse of a problem by :func:`cqs.attention`."""
+    output, lse = cqs.attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        is_causal=problem.is_causal,
+        scale=problem.scale,
+        return_lse=True,
+        **options,
+    )
+    return output, lse
 
 
 def visible_mask(problem: Problem) -> Tensor | None:

@@ -5,7 +5,7 @@ import torch
 
 import cqs
 from cqs.cases import CASES, Case
-from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.testing import assert_tracks_exact, attend, eager_output, exact_answer
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 DTYPES = {
@@ -21,19 +21,6 @@ RAGGED = {
     "few-queries": Case("few-queries", 29, 90, num_heads=2, num_kv_heads=1),
     "many-queries": Case("many-queries", 90, 29, num_heads=2, num_kv_heads=1),
 }
-
-
-def attend(problem, **options):
-    """The output and the lse of a problem."""
-    return cqs.attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        is_causal=problem.is_causal,
-        scale=problem.scale,
-        return_lse=True,
-        **options,
-    )
 
 
 @KINDS

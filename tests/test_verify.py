@@ -7,25 +7,14 @@ import torch
 import cqs
 from cqs.cases import CASES
 from cqs.partial import Partial
-from cqs.testing import exact_answer
+from cqs.problem import check_problem
+from cqs.testing import attend, exact_answer
 from cqs.verify import VerificationError, verify_rows
 from cqs.worker import worker as worker_module
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BY_NAME = {case.name: case for case in CASES}
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-def attend(problem, **options):
-    return cqs.attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        is_causal=problem.is_causal,
-        scale=problem.scale,
-        verify=True,
-        **options,
-    )
 
 
 def right_answer(problem):
@@ -42,7 +31,7 @@ def last_visible_row(problem):
 @pytest.mark.parametrize("num_workers", [1, 7, 8])
 @EVERY_CASE
 def test_right_answers_pass(case, num_workers, dtype):
-    attend(case.make(dtype), num_workers=num_workers)
+    attend(case.make(dtype), num_workers=num_workers, verify=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -131,15 +120,97 @@ def test_the_answer_without_the_causal_mask_is_found(name):
 def test_nan_in_a_query_is_the_right_answer_for_its_row(rows):
     problem = BY_NAME["ragged-causal"].make()
     problem.query[:, 1, rows] = torch.nan
-    output = attend(problem, num_workers=7)
+    output, _ = attend(problem, num_workers=7, verify=True)
     assert output[:, 1, rows].isnan().all()
 
 
 def test_nan_in_a_key_that_a_row_does_not_see_is_no_reason_to_doubt_the_row():
     problem = BY_NAME["ragged-causal"].make()
     problem.key[:, :, -1] = torch.nan
-    output = attend(problem, num_workers=7)
+    output, _ = attend(problem, num_workers=7, verify=True)
     assert output[:, :, -1].isnan().all() and output[:, :, :-1].isfinite().all()
+
+
+def with_value(name, entries):
+    """A problem whose value has these entries, by (key, column), in every batch and head."""
+    problem = BY_NAME[name].make()
+    for (key, column), entry in entries.items():
+        problem.value[:, :, key, column] = entry
+    return problem
+
+
+NOT_FINITE = {
+    "nan": {(3, 2): torch.nan},
+    "inf": {(3, 2): torch.inf},
+    "minus-inf": {(3, 2): -torch.inf},
+    "both-inf": {(3, 2): torch.inf, (9, 2): -torch.inf},
+    "far-apart": {(0, 0): torch.nan, (60, 1): torch.inf, (130, 15): -torch.inf},
+    "a-whole-token": {(5, ...): torch.nan},
+}
+
+
+@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("entries", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_values_that_are_not_finite_have_right_answers(entries, num_workers):
+    attend(with_value("ragged", entries), num_workers=num_workers, verify=True)
+
+
+@pytest.mark.parametrize("entries", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_a_value_that_is_not_finite_counts_only_where_it_is_seen(entries):
+    problem = with_value("ragged-causal", entries)
+    answer = right_answer(replace(problem, value=problem.value.nan_to_num(0, 0, 0)))
+    seen = exact_answer(replace(problem, value=(~problem.value.isfinite()).float())).output > 0
+    with pytest.raises(VerificationError, match="output of batch 0, head 0, row"):
+        verify_rows(problem, answer, num_rows=2000)
+    infinite = torch.zeros_like(answer.output)
+    for (key, column), entry in entries.items():
+        infinite[:, :, key:, column] += entry
+    answer.output[seen] = infinite[seen]
+    verify_rows(problem, answer, num_rows=2000)
+    answer.output[:, :, 2, 2] = torch.nan
+    with pytest.raises(VerificationError, match="output of batch 0, head 0, row"):
+        verify_rows(problem, answer, num_rows=2000)
+
+
+@pytest.mark.parametrize("huge", [torch.inf, torch.nan, 1e30])
+def test_a_value_elsewhere_does_not_hide_an_error(huge):
+    problem = with_value("ragged-causal", {(100, 2): huge})
+    for row, column in ((130, 3), (50, 2)):  # another column; a row that does not see it
+        answer = right_answer(with_value("ragged-causal", {}))
+        answer.output[:, :, 100:, 2] = exact_answer(problem).output[:, :, 100:, 2]
+        verify_rows(problem, answer, num_rows=2000)
+        answer.output[1, 2, row, column] += 0.01
+        message = f"output of batch 1, head 2, row {row} is off by 0.01"
+        with pytest.raises(VerificationError, match=message):
+            verify_rows(problem, answer, num_rows=2000)
+
+
+def test_an_infinite_score_does_not_hide_an_error():
+    problem = BY_NAME["ragged"].make()
+    problem.query[..., 0].abs_()
+    problem.key[:, :, 7, 0] = -torch.inf
+    answer = right_answer(problem)
+    verify_rows(problem, answer)
+    answer.output[0, 0, 0, 0] += 0.01
+    with pytest.raises(VerificationError, match="row 0 is off by 0.01"):
+        verify_rows(problem, answer)
+
+
+def test_an_infinite_value_of_no_weight_may_give_nan():
+    key = torch.tensor([0.0, 1.0])[:, None].expand(1, 1, 2, 4)
+    value = torch.zeros(1, 1, 2, 4)
+    value[0, 0, 0, 1] = torch.inf
+    for scale, may_be_nan in ((1.0, False), (30.0, True)):  # exp(-4 * scale)
+        problem = check_problem(torch.ones(1, 1, 2, 4), key, value, scale=scale)
+        answer = right_answer(problem)
+        assert (answer.output[..., 1] == torch.inf).all()
+        verify_rows(problem, answer)
+        answer.output[..., 1] = torch.nan
+        if may_be_nan:
+            verify_rows(problem, answer)
+        else:
+            with pytest.raises(VerificationError):
+                verify_rows(problem, answer)
 
 
 def test_more_rows_than_there_are_find_a_single_wrong_one():
@@ -168,7 +239,7 @@ def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_workers):
     )
     problem = BY_NAME["ragged-causal"].make()
     with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ is off by"):
-        attend(problem, num_workers=num_workers)
+        attend(problem, num_workers=num_workers, verify=True)
 
 
 def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
@@ -180,7 +251,7 @@ def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
     monkeypatch.setitem(worker_module.ATTEND, "cpu", without_mask)
     for num_workers in (1, 7, 8):
         with pytest.raises(VerificationError):
-            attend(BY_NAME["ragged-causal"].make(), num_workers=num_workers)
+            attend(BY_NAME["ragged-causal"].make(), num_workers=num_workers, verify=True)
 
 
 def test_without_verify_a_wrong_backend_goes_unnoticed(monkeypatch):
@@ -195,7 +266,7 @@ def test_without_verify_a_wrong_backend_goes_unnoticed(monkeypatch):
     problem = BY_NAME["full"].make()
     cqs.attention(problem.query, problem.key, problem.value, num_workers=3)
     with pytest.raises(VerificationError):
-        attend(problem, num_workers=3)
+        attend(problem, num_workers=3, verify=True)
 
 
 def test_the_error_is_an_arithmetic_error_that_quotes_error_and_bound():
