@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cqs.partial import Partial, lse_dtype
 from cqs.scheduler import AttentionShape, Plan, make_plan
+from cqs.scheduler.arguments import as_bool, to_float
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -118,16 +119,10 @@ def check_problem(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} "
             f"and {num_kv_heads}"
         )
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    is_causal = as_bool("is_causal", is_causal)
     if scale is None:
         scale = query.shape[3] ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale must be a number or None, got {scale!r}")
-    try:
-        factor = float(scale)
-    except OverflowError:
-        factor = math.inf
+    factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
     return Problem(query, key, value, is_causal, factor)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cqs
-from cqs.scheduler import check_interest_set, load_interest_set
+from cqs.scheduler import AttentionShape, check_interest_set, load_interest_set
 
 
 def tensor(*shape, **options):
@@ -31,6 +31,10 @@ def plan(*args, **options):
 
 def check(elements, num_workers=7):
     return lambda: check_interest_set(elements, num_workers)
+
+
+def shape(**changes):
+    return lambda: AttentionShape(**{"num_heads": 8, "head_dim": 64, **changes})
 
 
 def read(**changes):
@@ -152,6 +156,15 @@ BAD = {
     "workers-bool": (attend(num_workers=True), TypeError, "num_workers .* integer, got True"),
     "workers-text": (attend(num_workers="7"), TypeError, "num_workers .* integer, got '7'"),
     "workers-list": (attend(num_workers=[7]), TypeError, r"num_workers .* integer, got \[7\]"),
+    "workers-numpy-bool": (attend(num_workers=np.True_), TypeError, "num_workers .* got np.True_"),
+    "workers-numpy-float": (attend(num_workers=np.float64(7)), TypeError, r"got np.float64\(7.0\)"),
+    "workers-tensor-bool": (attend(num_workers=torch.tensor(True)), TypeError, r"tensor\(True\)"),
+    "workers-numpy-0": (attend(num_workers=np.int64(0)), ValueError, "num_workers .* got 0"),
+    "scale-numpy-bool": (attend(scale=np.True_), TypeError, "scale .* got np.True_"),
+    "scale-numpy-nan": (attend(scale=np.float32("nan")), ValueError, "finite, got nan"),
+    "scale-minus-huge": (attend(scale=-(10**400)), ValueError, "scale must be finite, got -10+"),
+    "is-causal-numpy-int": (attend(is_causal=np.int64(1)), TypeError, r"got np.int64\(1\)"),
+    "is-causal-array": (attend(is_causal=np.array([True])), TypeError, r"got array\(\[ True\]\)"),
     "set-for-others": (
         attend(interest_set=(0, 1, 3)),
         ValueError,
@@ -226,6 +239,16 @@ BAD = {
     "set-nested": (check([0, (1, 3)]), TypeError, r"must hold integers, got \(1, 3\)"),
     "set-misses": (check([0, 1, 3], 8), ValueError, "modulo 8: no two elements differ by 4"),
     "load-no-workers": (lambda: load_interest_set(0), ValueError, "num_workers .* got 0"),
+    "set-floats-numpy": (check(np.array([0.0, 1.0, 3.0])), TypeError, r"got np.float64\(0.0\)"),
+    "set-bools-numpy": (check(np.array([False, True])), TypeError, "integers, got np.False_"),
+    "set-2d-numpy": (check(np.array([[0, 1, 3]])), TypeError, r"got array\(\[0, 1, 3\]\)"),
+    "set-0d-numpy": (check(np.array(5)), TypeError, r"collection of integers, got array\(5\)"),
+    # Shapes of which costs are predicted.
+    "shape-head-dim": (shape(head_dim=-5), ValueError, "head_dim must be at least 1, got -5"),
+    "shape-heads": (shape(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
+    "shape-batch": (shape(batch=-1), ValueError, "batch must be at least 0, got -1"),
+    "shape-itemsize": (shape(itemsize=2.0), TypeError, "itemsize must be an integer, got 2.0"),
+    "shape-value-dim": (shape(value_dim=True), TypeError, "value_dim .* integer, got True"),
     # Plans in JSON.
     "json-no-json": (read_text("plan"), ValueError, "Expecting value"),
     "json-cut": (read_text('{"num_workers": 7'), ValueError, "delimiter|Expecting"),
@@ -258,3 +281,32 @@ def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
         call, error, message = BAD[name]
         with pytest.raises(error, match=message):
             call()
+
+
+def test_numbers_of_numpy_are_numbers():
+    whole = cqs.make_plan(np.int64(70), np.uint8(90), num_workers=np.int32(7), is_causal=np.True_)
+    assert whole == cqs.make_plan(70, 90, num_workers=7, is_causal=True)
+    assert cqs.Plan.from_json(whole.to_json()) == whole
+    interest_set = np.array([0, 2, 3], np.int16)
+    chosen = cqs.make_plan(70, num_workers=7, interest_set=interest_set)
+    assert chosen == cqs.make_plan(70, num_workers=7, interest_set=[0, 2, 3])
+    assert cqs.Plan.from_json(chosen.to_json()) == chosen
+    assert AttentionShape(np.int64(8), np.int64(64)) == AttentionShape(8, 64)
+
+
+@pytest.mark.parametrize(
+    "scale", [np.float32(0.5), np.float64(0.5), np.float16(0.5), Fraction(1, 2)]
+)
+def test_options_of_numpy_are_options(scale):
+    query, key, value = torch.randn(3, 1, 2, 30, 8)
+    expected = cqs.attention(query, key, value, is_causal=True, scale=0.5, num_workers=7)
+    answer = cqs.attention(
+        query,
+        key,
+        value,
+        is_causal=np.True_,
+        scale=scale,
+        num_workers=np.int64(7),
+        interest_set=np.array([0, 1, 3]),
+    )
+    assert torch.equal(answer, expected)

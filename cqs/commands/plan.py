@@ -39,10 +39,10 @@ def run(options: argparse.Namespace) -> None:
         is_causal=options.is_causal,
         interest_set=interest_set,
     )
+    shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
     if options.json:
         print(plan.to_json())
     else:
-        shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
         print(plan)
         print(plan_table(plan, shape))
     if options.picture:

@@ -1,7 +1,8 @@
 """What a task costs: arithmetic, traffic and memory, from its ranges alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from cqs.scheduler.arguments import as_integer
 from cqs.scheduler.task import Step, Task
 
 _LSE_ITEMSIZE = 4
@@ -21,6 +22,13 @@ class AttentionShape:
     """``None``: ``head_dim``."""
     itemsize: int = 2
     """Bytes per element of query, key, value and output: 2 for float16 and bfloat16."""
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError unless all are integers of at least 1, batch 0."""
+        for field in fields(self):
+            if (number := getattr(self, field.name)) is not None:
+                number = as_integer(field.name, number, least=int(field.name != "batch"))
+                object.__setattr__(self, field.name, number)
 
 
 @dataclass(frozen=True)

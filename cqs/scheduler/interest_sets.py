@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from cqs.scheduler.arguments import to_integer
 from cqs.scheduler.difference_covers import (
     missing_differences,
     ruler_cover,
@@ -30,12 +31,10 @@ def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[i
         >>> check_interest_set([3, 0, 1], 7)
         (0, 1, 3)
     """
-    if not isinstance(interest_set, Iterable):
+    if not isinstance(interest_set, Iterable) or getattr(interest_set, "shape", None) == ():
         raise TypeError(f"interest_set must be a collection of integers, got {interest_set!r}")
-    elements = tuple(interest_set)
+    elements = tuple(to_integer(each, "interest_set must hold integers") for each in interest_set)
     for element in elements:
-        if not isinstance(element, int) or isinstance(element, bool):
-            raise TypeError(f"interest_set must hold integers, got {element!r}")
         if not 0 <= element < num_workers:
             raise ValueError(f"interest_set must lie in range({num_workers}), got {element}")
     if len(set(elements)) != len(elements):

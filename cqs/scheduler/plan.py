@@ -1,12 +1,12 @@
 """The plan: token groups, W mutually exclusive tasks, and what they promise."""
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from cqs.scheduler.arguments import as_bool, as_integer
 from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
 from cqs.scheduler.interest_sets import check_interest_set, load_interest_set
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
@@ -47,21 +47,10 @@ def make_plan(
         >>> plan.interest_set, plan.task(0).held_groups, plan.task(0).live_pairs
         ((0, 1, 3), (0, 1, 3), 28)
     """
-    if seqlen_kv is None:
-        seqlen_kv = seqlen_q
-    for name, number, least in (
-        ("seqlen_q", seqlen_q, 0),
-        ("seqlen_kv", seqlen_kv, 0),
-        ("num_workers", num_workers, 1),
-    ):
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"{name} must be an integer, got {number!r}")
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, got {number}")
-        if number > sys.maxsize:
-            raise ValueError(f"{name} must be at most {sys.maxsize}, got {number}")
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    seqlen_q = as_integer("seqlen_q", seqlen_q, 0)
+    seqlen_kv = seqlen_q if seqlen_kv is None else as_integer("seqlen_kv", seqlen_kv, 0)
+    num_workers = as_integer("num_workers", num_workers, 1)
+    is_causal = as_bool("is_causal", is_causal)
     if interest_set is None:
         chosen = load_interest_set(num_workers)
     else:

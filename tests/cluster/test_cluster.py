@@ -1,6 +1,7 @@
 import os
 from concurrent.futures import CancelledError
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,18 @@ def test_any_number_of_actors_gives_the_same_bits(ray_session, cluster, num_acto
         )
     assert torch.equal(through_api, with_four)
     assert ray_session.is_initialized(), "a cluster must not shut down a Ray it did not start"
+
+
+def test_numbers_of_numpy_are_numbers(ray_session):
+    problem = CASES[0].make()
+    with cqs.Cluster(
+        num_workers=np.int64(1),
+        use_gpus=np.False_,
+        cpus_per_worker=np.int32(1),
+        stall_timeout=np.float32(60),
+        max_attempts=np.uint8(2),
+    ) as cluster:
+        cluster.attention(*tensors(problem), scale=np.float32(0.5), num_workers=np.int64(7))
 
 
 def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session):
@@ -214,6 +227,8 @@ def test_a_closed_cluster_refuses(ray_session):
         ({"start_timeout": "1"}, TypeError, "start_timeout must be a number of seconds, got '1'"),
         ({"address": 6379}, TypeError, "address must be a string, got 6379"),
         ({"address": "auto"}, ValueError, "connected already.*'auto'"),
+        ({"num_workers": np.True_}, TypeError, "num_workers must be an integer, got np.True_"),
+        ({"stall_timeout": float("nan")}, ValueError, "stall_timeout must be positive, got nan"),
         ({"use_gpus": 1}, TypeError, "use_gpus must be a bool or None, got 1"),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",

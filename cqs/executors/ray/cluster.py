@@ -19,6 +19,7 @@ from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Patience, Run
 from cqs.partial import Partial
 from cqs.problem import check_problem
+from cqs.scheduler.arguments import as_bool, as_integer, to_float
 from cqs.worker import check_backend_name
 
 _DISPATCHER = "cqs-dispatcher"
@@ -79,23 +80,14 @@ class Cluster:
                 cluster has not enough free GPUs or cores.
             NotImplementedError: if Ray is not installed.
         """
-        for name, number in (
-            ("num_workers", num_workers),
-            ("cpus_per_worker", cpus_per_worker),
-            ("object_store_memory", object_store_memory),
-            ("max_attempts", max_attempts),
-        ):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-                raise TypeError(f"{name} must be an integer, got {number!r}")
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
-        for name, seconds in (("stall_timeout", stall_timeout), ("start_timeout", start_timeout)):
-            if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-                raise TypeError(f"{name} must be a number of seconds, got {seconds!r}")
-            if not seconds > 0:
-                raise ValueError(f"{name} must be positive, got {seconds}")
-        if use_gpus is not None and not isinstance(use_gpus, bool):
-            raise TypeError(f"use_gpus must be a bool or None, got {use_gpus!r}")
+        num_workers = _positive_or_none("num_workers", num_workers)
+        cpus_per_worker = _positive_or_none("cpus_per_worker", cpus_per_worker)
+        object_store_memory = _positive_or_none("object_store_memory", object_store_memory)
+        max_attempts = as_integer("max_attempts", max_attempts, 1)
+        stall_timeout = _as_seconds("stall_timeout", stall_timeout)
+        start_timeout = _as_seconds("start_timeout", start_timeout)
+        if use_gpus is not None:
+            use_gpus = as_bool("use_gpus", use_gpus, "a bool or None")
         if address is not None and not isinstance(address, str):
             raise TypeError(f"address must be a string, got {address!r}")
         self._closing = threading.Event()
@@ -277,6 +269,17 @@ class AttentionFuture:
         self._future.result()
         assert self._run.report is not None
         return self._run.report
+
+
+def _positive_or_none(name: str, number: int | None) -> int | None:
+    return None if number is None else as_integer(name, number, 1)
+
+
+def _as_seconds(name: str, seconds: float) -> float:
+    number = to_float(seconds, f"{name} must be a number of seconds")
+    if not number > 0:
+        raise ValueError(f"{name} must be positive, got {seconds}")
+    return number
 
 
 def _progress_callback(
