@@ -276,3 +276,12 @@ def test_partial_results_survive_the_trip_as_they_are():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         tensor = torch.randn(2, 3, 4).to(dtype).transpose(0, 2)
         assert torch.equal(Blob(tensor).tensor(), tensor)
+
+
+def test_views_that_are_negated_lazily_travel(cluster):
+    query, key = torch.randn(2, 1, 2, 30, 8, dtype=torch.complex64).conj().imag
+    value = torch._neg_view(torch.randn(1, 2, 30, 8))
+    assert query.is_neg() and value.is_neg() and value.is_contiguous()
+    resolved = [tensor.resolve_neg() for tensor in (query, key, value)]
+    output = cluster.attention(query, key, value, num_workers=7, verify=True)
+    assert torch.equal(output, cluster.attention(*resolved, num_workers=7))

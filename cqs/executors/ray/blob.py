@@ -18,8 +18,8 @@ class Blob:
     __slots__ = ("_bytes", "_dtype", "_shape")
 
     def __init__(self, tensor: Tensor):
-        """Wrap ``tensor``; copies only if it is on a GPU or not contiguous."""
-        tensor = tensor.detach().cpu().contiguous()
+        """Wrap ``tensor``; copies only if it is on a GPU, not contiguous or lazily negated."""
+        tensor = tensor.detach().cpu().contiguous().resolve_neg()
         self._bytes = tensor.reshape(-1).view(torch.uint8).numpy()
         self._dtype = tensor.dtype
         self._shape = tuple(tensor.shape)
