@@ -9,6 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.ray
 
+NAMES = ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED")
+
 
 def run_python(script, tmp_path, **environment):
     path = tmp_path / "script.py"
@@ -62,6 +64,84 @@ def test_the_private_cluster_is_private(tmp_path, first):
         print("private")
     """
     assert "private" in run_python(script, tmp_path)
+
+
+@pytest.mark.parametrize("first", ["import cqs", "import ray, cqs"])
+def test_the_environment_of_the_user_neither_weakens_it_nor_changes(tmp_path, first):
+    script = f"""
+        {first}
+        import os, torch
+
+        settings = [
+            {{}},
+            {{"RAY_AUTH_TOKEN": "known to all", "RAY_USAGE_STATS_ENABLED": "1"}},
+            {{"RAY_AUTH_MODE": "disabled"}},
+        ]
+        os.environ.pop("RAY_USAGE_STATS_ENABLED")
+        tokens = set()
+        for setting in settings:
+            os.environ.update(setting)
+            with cqs.Cluster(num_workers=1) as cluster:
+                inside = dict(os.environ)
+                assert inside["RAY_AUTH_MODE"] == "token"
+                assert inside["RAY_USAGE_STATS_ENABLED"] == "0"
+                assert inside["RAY_AUTH_TOKEN"] not in tokens | {{setting.get("RAY_AUTH_TOKEN")}}
+                tokens.add(inside["RAY_AUTH_TOKEN"])
+                import ray
+                assert ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN
+                cluster.attention(*(torch.randn(1, 1, 8, 8) for _ in range(3)))
+            left = {{name: os.environ.get(name) for name in {NAMES}}}
+            assert left == {{name: setting.get(name) for name in {NAMES}}}, left
+            for name in setting:
+                del os.environ[name]
+        ray.init(address="local", num_cpus=1, include_dashboard=False)  # the user's own
+        assert os.environ.get("RAY_AUTH_TOKEN") is None
+        ray.shutdown()
+        print(len(tokens), "tokens")
+    """
+    assert "3 tokens" in run_python(script, tmp_path)
+
+
+def test_a_long_tmpdir_is_no_obstacle(tmp_path):
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    script = """
+        import cqs, glob, os, stat, tempfile, torch
+        assert len(tempfile.gettempdir()) > 80
+        folders = set(glob.glob("/tmp/cqs-*"))
+        with cqs.Cluster(num_workers=1) as cluster:
+            cluster.attention(*(torch.randn(1, 1, 8, 8) for _ in range(3)))
+            (folder,) = set(glob.glob("/tmp/cqs-*")) - folders
+            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        assert not os.path.exists(folder)
+        print("short")
+    """
+    assert "short" in run_python(script, tmp_path, TMPDIR=str(long))
+
+
+def test_a_second_cluster_is_told_that_the_private_one_is_in_use(tmp_path):
+    script = """
+        import cqs, time, torch
+        tensors = [torch.randn(1, 1, 8, 8) for _ in range(3)]
+        with cqs.Cluster(num_workers=1) as first:
+            start = time.monotonic()
+            for second in (
+                lambda: cqs.Cluster(num_workers=1),
+                lambda: cqs.Cluster(num_workers=1, address="auto"),
+                lambda: cqs.attention(*tensors, executor="ray"),
+            ):
+                try:
+                    second()
+                except ValueError as error:
+                    assert "another Cluster of this process has a private Ray" in str(error), error
+                    assert "close that Cluster" in str(error) and "address" in str(error), error
+                    print("told")
+            assert time.monotonic() - start < 3
+            first.attention(*tensors, verify=True)
+        with cqs.Cluster(num_workers=1) as second:
+            second.attention(*tensors, verify=True)
+    """
+    assert run_python(script, tmp_path).count("told") == 3
 
 
 def test_executor_ray_starts_and_ends_a_cluster(tmp_path):

@@ -76,8 +76,9 @@ class Cluster:
 
         Raises:
             TypeError: if an argument is of the wrong type.
-            ValueError: if a number is out of range, no cluster answers at ``address``, or the
-                cluster has not enough free GPUs or cores.
+            ValueError: if a number is out of range, no cluster answers at ``address``, the cluster
+                has not enough free GPUs or cores, or another Cluster of this process has a private
+                Ray.
             NotImplementedError: if Ray is not installed.
         """
         num_workers = _positive_or_none("num_workers", num_workers)

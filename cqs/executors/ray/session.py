@@ -9,12 +9,16 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _CONNECT_SECONDS = 10.0
-LOCK = threading.Lock()
-"""Held while this process looks whether it is connected, and connects."""
+_SESSION = "session_2026-01-31_12-34-56_123456"
+"""How Ray names the directory of a session, but for the process id."""
+_LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+LOCK = threading.RLock()
+"""Held while this process looks whether it is connected, connects, or ends its private Ray."""
+_has_private_ray = False
 
 
 def num_cores() -> int:
@@ -45,9 +49,15 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
         The ray module, and what undoes the connection (nothing, if it was there before).
 
     Raises:
-        ValueError: if no cluster answers at ``address``, or one is connected already.
+        ValueError: if no cluster answers at ``address``, if one is connected already, or if it is
+            the private one of another Cluster.
     """
     ray = import_ray()
+    if ray.is_initialized() and _has_private_ray:
+        raise ValueError(
+            "another Cluster of this process has a private Ray, which is not shared: close that "
+            "Cluster first, or call it from here, or start Ray yourself and give both its address"
+        )
     if ray.is_initialized():
         if address is not None:
             raise ValueError(f"Ray is connected already: leave out address, got {address!r}")
@@ -73,18 +83,12 @@ def start_private_ray(
     Returns:
         The ray module, and what ends it.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A new local Ray turns authentication on by itself; given no token it would write one to the
-    # home directory, readable by all.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray = import_ray()
-    folder = tempfile.mkdtemp(prefix="cqs-")  # Ray opens its own folder to all, so it gets a child
-
-    def stop() -> None:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_private_environment(ray))
+        folder = _make_folder()
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(ray.shutdown)
         with _loopback_only(ray):
             ray.init(
                 address="local",
@@ -97,10 +101,55 @@ def start_private_ray(
                 _node_ip_address="127.0.0.1",
                 _temp_dir=os.path.join(folder, "ray"),
             )
-    except BaseException:
-        stop()
-        raise
+        undo = stack.pop_all()
+
+    def stop() -> None:
+        with LOCK:
+            undo.close()
+
     return ray, stop
+
+
+@contextlib.contextmanager
+def _private_environment(ray: Any) -> Iterator[None]:
+    """Ask Ray for a token of our own and for no statistics, whatever the user asked it for.
+
+    A new local Ray turns authentication on by itself unless RAY_AUTH_MODE is set; given no token
+    it would write one to the home directory, readable by all. It keeps mode and token in the
+    process, so it is made to forget them before and after.
+    """
+    global _has_private_ray
+    token = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_AUTH_MODE": None}
+    ours = {**token, "RAY_USAGE_STATS_ENABLED": "0"}
+    before = {name: os.environ.get(name) for name in ours}
+    _set_environment(ours)
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    _has_private_ray = True
+    try:
+        yield
+    finally:
+        _has_private_ray = False
+        _set_environment(before)
+        ray._raylet.Config.initialize("")  # first: threads that linger must not miss a token
+        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def _make_folder() -> str:
+    """Make a directory closed to other users, where the paths of Ray's sockets are short enough.
+
+    Ray opens its own directory to all, so it gets a child of this one.
+    """
+    parent = tempfile.gettempdir()
+    socket_path = f"{parent}/cqs-12345678/ray/{_SESSION}_{os.getpid()}/sockets/plasma_store"
+    is_too_long = len(os.fsencode(socket_path)) > _LONGEST_SOCKET_PATH
+    return tempfile.mkdtemp(prefix="cqs-", dir="/tmp" if is_too_long else parent)
 
 
 @contextlib.contextmanager
