@@ -100,16 +100,42 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
     first = partials[0]
     for i, partial in enumerate(partials):
         check_partial(partial, first, f"partial {i}")
-    merge = RunningMerge(Partial(*map(torch.empty_like, first)))
-    for partial in partials:
-        merge.add(partial)
-    return merge.finish()
+    answer = Partial(*map(torch.empty_like, first))
+    merge_rows(answer, [(partial, slice(None)) for partial in partials])
+    return answer
+
+
+def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
+    """Merge partials over disjoint keys into ``answer``, in their order.
+
+    Args:
+        answer: Overwritten; rows that saw no key anywhere get output 0 and lse -inf.
+        parts: Partials, and the rows of the answer that each has.
+    """
+    if parts and merges_at_once(answer):
+        from cqs import fused_merge
+
+        fused_merge.merge_rows(answer, parts)
+        return
+    merge = RunningMerge(answer)
+    for partial, rows in parts:
+        merge.add(partial, rows)
+    merge.finish()
+
+
+def merges_at_once(answer: Partial) -> bool:
+    """Say whether a single kernel merges all partials of ``answer``, best when all are there."""
+    return answer.output.is_cuda and answer.output.dtype != torch.float64
 
 
 def check_partial(partial: Partial, expected: Partial, name: str) -> None:
-    """Raise ValueError unless ``partial`` has the shapes, dtypes and device of ``expected``."""
+    """Raise ValueError unless ``partial`` has the shapes, dtypes and device of ``expected``.
+
+    Its output may also be of the dtype of the lse, unrounded.
+    """
     for field, got, want in zip(Partial._fields, partial, expected, strict=True):
-        if (got.shape, got.dtype, got.device) != (want.shape, want.dtype, want.device):
+        has_dtype = got.dtype in (want.dtype, expected.lse.dtype)
+        if not has_dtype or (got.shape, got.device) != (want.shape, want.device):
             raise ValueError(
                 f"{name}: {field} must be {tuple(want.shape)} {want.dtype} on {want.device}, "
                 f"got {tuple(got.shape)} {got.dtype} on {got.device}"

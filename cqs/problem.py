@@ -11,6 +11,8 @@ from cqs.partial import Partial, lse_dtype
 from cqs.scheduler import AttentionShape, Plan, make_plan
 from cqs.scheduler.arguments import as_bool, to_float
 
+_GPU_TILE = 128
+"""Tokens of a tile of the fast kernels."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,6 +49,7 @@ class Problem:
             num_workers=num_workers,
             is_causal=self.is_causal,
             interest_set=interest_set,
+            tile=_GPU_TILE if self.query.is_cuda else 1,
         )
 
     def empty_answer(self) -> Partial:

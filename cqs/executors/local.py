@@ -1,12 +1,15 @@
 """Every task of a plan in this process, one after another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cqs.partial import Partial
 from cqs.problem import Problem
-from cqs.scheduler import Plan
+from cqs.scheduler import Plan, Task
 from cqs.tiler import Tiler
 from cqs.worker import HeldTokens, Worker, choose_backend
+
+_ROWS_OF_A_LAUNCH = 2**22
+"""Queries times heads: so many tiles that the last ones of a launch leave no GPU idle for long."""
 
 
 def run_local(
@@ -24,7 +27,7 @@ def run_local(
         plan: A plan of its lengths.
         backend: Name of a backend, or ``None`` for the best of each call.
         answer: Where to write; ``None`` allocates it.
-        progress: Called with (tasks done, tasks in all) after every task.
+        progress: Called with (tasks done, tasks in all) after every task, or few.
 
     Raises:
         NotImplementedError: if the named backend cannot take the tensors.
@@ -39,8 +42,36 @@ def run_local(
     if not answer.output.numel():
         return answer
     tiler = Tiler(plan, *answer)
-    for done, task in enumerate(plan.tasks, start=1):
-        tiler.add(task.worker, worker.run(task, query, key, value, scale=problem.scale))
+    done = 0
+    for tasks in _launches(problem, plan):
+        partials = worker.run_steps(
+            [step for task in tasks for step in task.steps],
+            query,
+            key,
+            value,
+            scale=problem.scale,
+            dtype=answer.lse.dtype,
+        )
+        for task in tasks:
+            tiler.add(task.worker, partials[: len(task.steps)])
+            del partials[: len(task.steps)]
+        done += len(tasks)
         if progress:
             progress(done, plan.num_workers)
     return tiler.finish()
+
+
+def _launches(problem: Problem, plan: Plan) -> Iterator[list[Task]]:
+    """Divide the tasks of a plan into those computed together: on a CPU, each alone."""
+    width = problem.query.shape[0] * problem.query.shape[1]
+    enough = _ROWS_OF_A_LAUNCH if problem.query.is_cuda else 0
+    tasks: list[Task] = []
+    rows = 0
+    for task in plan.tasks:
+        tasks.append(task)
+        rows += width * sum(len(step.queries) for step in task.steps)
+        if rows >= enough:
+            yield tasks
+            tasks, rows = [], 0
+    if tasks:
+        yield tasks

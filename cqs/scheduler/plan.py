@@ -21,6 +21,7 @@ def make_plan(
     num_workers: int,
     is_causal: bool = False,
     interest_set: Iterable[int] | None = None,
+    tile: int = 1,
 ) -> "Plan":
     """Cut exact attention into ``num_workers`` tasks of equal work that never talk to each other.
 
@@ -36,11 +37,14 @@ def make_plan(
             right, as in flash attention.
         interest_set: A difference cover of the integers modulo ``num_workers`` that contains 0;
             ``None`` takes the best known.
+        tile: Cut only at multiples of so many tokens, where a group has as many: a kernel that
+            works on tiles then meets no ragged ones, and shares of work differ by up to a tile of
+            tokens.
 
     Raises:
         TypeError: if a number is no integer or ``is_causal`` no bool.
-        ValueError: if a length is negative, ``num_workers`` less than 1, or ``interest_set`` no
-            difference cover.
+        ValueError: if a length is negative, ``num_workers`` or ``tile`` less than 1, or
+            ``interest_set`` no difference cover.
 
     Example:
         >>> plan = make_plan(14, num_workers=7)
@@ -50,17 +54,18 @@ def make_plan(
     seqlen_q = as_integer("seqlen_q", seqlen_q, 0)
     seqlen_kv = seqlen_q if seqlen_kv is None else as_integer("seqlen_kv", seqlen_kv, 0)
     num_workers = as_integer("num_workers", num_workers, 1)
+    tile = as_integer("tile", tile, 1)
     is_causal = as_bool("is_causal", is_causal)
     if interest_set is None:
         chosen = load_interest_set(num_workers)
     else:
         chosen = check_interest_set(interest_set, num_workers)
-    return Plan(seqlen_q, seqlen_kv, num_workers, is_causal, chosen)
+    return Plan(seqlen_q, seqlen_kv, num_workers, is_causal, chosen, tile)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes what. Made by :func:`make_plan`; five numbers say everything.
+    """Who computes what. Made by :func:`make_plan`; six numbers say everything.
 
     Groups are contiguous. Causal attention needs no zig-zag: of the pairs (p, q) and (q, p) one is
     live and both have the same owner. With fewer queries than keys, causal queries line up with
@@ -73,12 +78,13 @@ class Plan:
     num_workers: int
     is_causal: bool
     interest_set: tuple[int, ...]
+    tile: int = 1
 
     @cached_property
     def token_groups(self) -> tuple[range, ...]:
         """The queries of each group: ``num_workers`` ranges that tile ``range(seqlen_q)``.
 
-        Sizes differ by at most one, but for causal queries that see no key (``seqlen_q >
+        Sizes differ by at most one ``tile``, but for causal queries that see no key (``seqlen_q >
         seqlen_kv``): those come first, belong to group 0 and are no work.
         """
         first, *rest = self._live_queries
@@ -91,8 +97,8 @@ class Plan:
         W ranges, or 2 W for causal attention with more keys than queries: the prefix groups, then
         the groups along the diagonal.
         """
-        prefix = _cut(0, self._num_prefix, self.num_workers) if self._num_prefix else ()
-        return *prefix, *_cut(self._num_prefix, self.seqlen_kv, self.num_workers)
+        prefix = self._cut(0, self._num_prefix) if self._num_prefix else ()
+        return *prefix, *self._cut(self._num_prefix, self.seqlen_kv)
 
     def task(self, worker: int) -> Task:
         """Return the task of one worker, ``0 <= worker < num_workers``."""
@@ -186,6 +192,7 @@ class Plan:
                 num_workers=written["num_workers"],
                 is_causal=written["is_causal"],
                 interest_set=written["interest_set"],
+                tile=written.get("tile", 1),
             )
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
@@ -209,6 +216,7 @@ class Plan:
             "seqlen_kv": self.seqlen_kv,
             "is_causal": self.is_causal,
             "interest_set": list(self.interest_set),
+            **({"tile": self.tile} if self.tile != 1 else {}),
             "token_groups": [[group.start, group.stop] for group in self.token_groups],
             "responsibility_ratio": self.responsibility_ratio,
             "tasks": [
@@ -233,11 +241,19 @@ class Plan:
     @cached_property
     def _live_queries(self) -> tuple[range, ...]:
         dead = max(self.seqlen_q - self.seqlen_kv, 0) if self.is_causal else 0
-        return _cut(dead, self.seqlen_q, self.num_workers)
+        return self._cut(dead, self.seqlen_q)
 
     def _on_diagonal(self, group: int) -> int:
         """Index among ``key_groups`` of the keys that line up with the queries of ``group``."""
         return len(self.key_groups) - self.num_workers + group
+
+    def _cut(self, start: int, stop: int) -> tuple[range, ...]:
+        """Cut ``range(start, stop)`` into a range per group; sizes differ by a tile at most."""
+        length, parts = stop - start, self.num_workers
+        tile = self.tile if length >= parts * self.tile else 1
+        num_tiles = -(-length // tile)
+        marks = [start + min(g * num_tiles // parts * tile, length) for g in range(parts + 1)]
+        return tuple(map(range, marks[:-1], marks[1:]))
 
     def _seen(self, query_group: int, groups: list[int]) -> list[int]:
         """Indices of the ``key_groups`` of ``groups`` that every query of ``query_group`` sees."""
@@ -257,7 +273,8 @@ class Plan:
         queries = self._live_queries[query_group]
         causal_keys = self.key_groups[self._on_diagonal(query_group)] if has_diagonal else range(0)
         if any(seen_by_half):
-            half = len(queries) // 2
+            tile = self.tile if len(queries) >= 2 * self.tile else 1
+            half = len(queries) // 2 // tile * tile
             first, second = (self._runs(seen + extra) for extra in seen_by_half)
             cuts = [
                 (queries[:half], first, causal_keys[:half]),
@@ -293,10 +310,3 @@ def _join(ranges: Iterable[range]) -> tuple[range, ...]:
         else:
             runs.append(piece)
     return tuple(runs)
-
-
-def _cut(start: int, stop: int, parts: int) -> tuple[range, ...]:
-    """Cut ``range(start, stop)`` into ``parts`` contiguous ranges whose sizes differ by one."""
-    length = stop - start
-    marks = [start + part * length // parts for part in range(parts + 1)]
-    return tuple(map(range, marks[:-1], marks[1:]))

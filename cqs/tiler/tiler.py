@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cqs.partial import Partial, RunningMerge, check_partial
+from cqs.partial import Partial, RunningMerge, check_partial, merge_rows, merges_at_once
 from cqs.scheduler import Plan
 
 
@@ -13,8 +13,9 @@ class Tiler:
     """Collects the partials of a plan's tasks and writes the exact answer.
 
     Each query group has one accumulator, from its first partial to its last: for half-precision
-    answers a float32 copy of the group, never of the whole. Partials merge in the order of their
-    tasks; one that arrives before its turn waits. So the bits of the answer depend neither on the
+    answers a float32 copy of the group, never of the whole. On a GPU the partials of a group wait
+    for the last, and one kernel merges them. Partials merge in the order of their tasks; one that
+    arrives before its turn waits. So the bits of the answer depend neither on the
     order of arrival nor on who computed what.
     """
 
@@ -42,7 +43,7 @@ class Tiler:
                 self._turns[step.query_group].append(((task.worker, i), rows))
         for group, queries in enumerate(plan.token_groups):
             if group not in self._turns:
-                RunningMerge(self._rows(queries)).finish()
+                merge_rows(self._rows(queries), [])
 
     def add(self, worker: int, partials: Sequence[Partial]) -> tuple[range, ...]:
         """Take the partials of one task, one per step, and finish every group they complete.
@@ -64,10 +65,10 @@ class Tiler:
         self._added.add(worker)
         self._waiting.update({(worker, i): partial for i, partial in enumerate(partials)})
         finished = []
+        merge = self._merge_at_once if merges_at_once(self._answer) else self._merge_in_turn
         for group in dict.fromkeys(step.query_group for step in steps):
-            self._merge_in_turn(group)
+            merge(group)
             if not self._turns[group]:
-                self._merges.pop(group).finish()
                 finished.append(self._plan.token_groups[group])
         return tuple(finished)
 
@@ -89,6 +90,14 @@ class Tiler:
     def _rows(self, queries: range) -> Partial:
         return Partial(*(part[:, :, queries.start : queries.stop] for part in self._answer))
 
+    def _merge_at_once(self, group: int) -> None:
+        """Merge the partials of a group if all have arrived."""
+        turns = self._turns[group]
+        if all(task_and_step in self._waiting for task_and_step, _ in turns):
+            parts = [(self._waiting.pop(task_and_step), rows) for task_and_step, rows in turns]
+            merge_rows(self._rows(self._plan.token_groups[group]), parts)
+            turns.clear()
+
     def _merge_in_turn(self, group: int) -> None:
         """Merge the partials of a group up to the first that has not arrived."""
         turns = self._turns[group]
@@ -97,3 +106,5 @@ class Tiler:
             if group not in self._merges:
                 self._merges[group] = RunningMerge(self._rows(self._plan.token_groups[group]))
             self._merges[group].add(self._waiting.pop(task_and_step), rows)
+        if not turns:
+            self._merges.pop(group).finish()

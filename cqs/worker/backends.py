@@ -8,10 +8,12 @@ from cqs.partial import Partial
 from cqs.worker.cpu import attend_cpu, why_not_cpu
 from cqs.worker.cudnn import attend_cudnn, why_not_cudnn
 from cqs.worker.reference import attend_reference, why_not_reference
+from cqs.worker.triton import attend_rectangles, why_not_triton
 
 WHY_NOT: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {
-    "cudnn": why_not_cudnn,
     "cpu": why_not_cpu,
+    "triton": why_not_triton,
+    "cudnn": why_not_cudnn,
     "reference": why_not_reference,
 }
 """Backend name -> the reason why it must decline ``(query, key, value)``, or None; best first."""
@@ -21,6 +23,10 @@ ATTEND: dict[str, Callable[..., Partial]] = {
     "cpu": attend_cpu,
     "reference": attend_reference,
 }
+"""Backends that take one rectangle, or one causal square, at a time."""
+
+ATTEND_RECTANGLES: dict[str, Callable[..., list[Partial]]] = {"triton": attend_rectangles}
+"""Backends that take whole tasks."""
 
 
 def check_backend_name(backend: str | None) -> None:

@@ -1,9 +1,42 @@
 """The rows of a sequence that a worker holds."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class JoinedTokens:
+    """Tokens of several ranges, one after another in one tensor."""
+
+    tensor: Tensor
+    """``[batch, heads, rows, dim]``."""
+    ranges: tuple[range, ...]
+    """The tokens of the rows, ascending."""
+
+    def rows(self, tokens: range) -> range:
+        """Return the rows that hold ``tokens``.
+
+        Raises:
+            KeyError: if one is not held.
+        """
+        first = 0
+        for i, held in enumerate(self.ranges):
+            if held.start <= tokens.start < held.stop:
+                stop, following = held.stop, i + 1
+                while stop < tokens.stop and following < len(self.ranges):
+                    if self.ranges[following].start != stop:
+                        break
+                    stop = self.ranges[following].stop
+                    following += 1
+                if stop < tokens.stop:
+                    break
+                start = first + tokens.start - held.start
+                return range(start, start + len(tokens))
+            first += len(held)
+        raise KeyError(f"tokens {tokens.start}..{tokens.stop} are not held")
 
 
 class HeldTokens:
@@ -19,6 +52,22 @@ class HeldTokens:
     def __init__(self, pieces: Iterable[tuple[range, Tensor]]):
         """Hold ``(token range, tensor)`` pieces; the tensors are never written to."""
         self._pieces = sorted(pieces, key=lambda piece: piece[0].start)
+
+    @property
+    def sample(self) -> Tensor:
+        """Some of the tokens: they tell dtype, device and shape but for the length.
+
+        Raises:
+            KeyError: if there are none.
+        """
+        if not self._pieces:
+            raise KeyError("no tokens are held")
+        return self._pieces[0][1]
+
+    def joined(self) -> "JoinedTokens":
+        """Return all tokens in one tensor: a view if one piece holds them, else a copy."""
+        ranges, tensors = zip(*self._pieces, strict=True)
+        return JoinedTokens(tensors[0] if len(tensors) == 1 else torch.cat(tensors, 2), ranges)
 
     def take(self, ranges: Iterable[range]) -> Tensor:
         """Return the tokens of ``ranges`` in order: a view if one piece holds them all.

@@ -1,9 +1,14 @@
 """One task on one device."""
 
+from collections.abc import Sequence
+
+import torch
+
 from cqs.partial import Partial, merge_partials
 from cqs.scheduler import Step, Task
-from cqs.worker.backends import ATTEND, check_backend_name, choose_backend
+from cqs.worker.backends import ATTEND, ATTEND_RECTANGLES, check_backend_name, choose_backend
 from cqs.worker.held_tokens import HeldTokens
+from cqs.worker.rectangle import Rectangle
 
 
 class Worker:
@@ -31,12 +36,49 @@ class Worker:
             scale: Factor on the scores.
 
         Returns:
-            One partial per step, in the order of ``task.steps``.
+            One partial per step, in the order of ``task.steps``, in the dtype of the query.
 
         Raises:
             NotImplementedError: if the named backend cannot take the tensors.
         """
-        return [self._run_step(step, query, key, value, scale) for step in task.steps]
+        return self.run_steps(task.steps, query, key, value, scale=scale)
+
+    def run_steps(
+        self,
+        steps: Sequence[Step],
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
+        *,
+        scale: float,
+        dtype: torch.dtype | None = None,
+    ) -> list[Partial]:
+        """Compute steps of any number of tasks, in one launch where the backend can.
+
+        Args:
+            steps: What to compute.
+            query: At least their queries.
+            key: At least their keys.
+            value: The same rows, on the same device.
+            scale: Factor on the scores.
+            dtype: Of the outputs, where the backend has a choice; ``None`` means the query's.
+        """
+        if not steps:
+            return []
+        name = choose_backend(query.sample, key.sample, value.sample, self.backend)
+        if name not in ATTEND_RECTANGLES:
+            return [self._run_step(step, query, key, value, scale) for step in steps]
+        queries, keys, values = query.joined(), key.joined(), value.joined()
+        rectangles = [
+            Rectangle(
+                queries.rows(step.queries),
+                tuple(map(keys.rows, step.keys)),
+                None if step.causal_keys is None else keys.rows(step.causal_keys),
+            )
+            for step in steps
+        ]
+        tensors = queries.tensor, keys.tensor, values.tensor
+        return ATTEND_RECTANGLES[name](*tensors, rectangles, scale=scale, dtype=dtype)
 
     def _run_step(
         self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens, scale: float

@@ -5,13 +5,16 @@ import torch
 
 from cqs.cases import CASES
 from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
-from cqs.worker.backends import ATTEND
+from cqs.worker.backends import ATTEND, ATTEND_RECTANGLES
+from cqs.worker.rectangle import Rectangle
 
 GPU = pytest.mark.gpu
 SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 COMBINATIONS = [
     *(("cpu", "cpu", dtype) for dtype in SINGLE),
     *(("cpu", "reference", dtype) for dtype in (*SINGLE, torch.float64)),
+    *(("cpu", "triton", dtype) for dtype in (torch.float32, torch.float16)),
+    *(("cuda", "triton", dtype) for dtype in SINGLE),
     *(("cuda", "cudnn", dtype) for dtype in (torch.bfloat16, torch.float16)),
     *(("cuda", "reference", dtype) for dtype in (*SINGLE, torch.float64)),
 ]
@@ -39,7 +42,12 @@ def attend(problem, backend, *tensors):
     tensors = tensors or (problem.query, problem.key, problem.value)
     if reason := WHY_NOT[backend](*tensors):
         pytest.skip(f"{backend} {reason}")
-    return ATTEND[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
+    if backend in ATTEND:
+        return ATTEND[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
+    queries, keys = range(tensors[0].shape[2]), range(tensors[1].shape[2])
+    whole = Rectangle(queries, (), keys) if problem.is_causal else Rectangle(queries, (keys,))
+    (partial,) = ATTEND_RECTANGLES[backend](*tensors, [whole], scale=problem.scale)
+    return partial
 
 
 @every_combination
@@ -175,12 +183,13 @@ def test_cudnn_is_declined_without_cudnn_and_on_old_gpus(hopper):
 @pytest.mark.parametrize(
     ("tensor", "best"),
     [
-        (TensorLike(), "cudnn"),
-        (TensorLike(dtype=torch.float32), "reference"),
+        (TensorLike(), "triton"),
+        (TensorLike(dtype=torch.float32), "triton"),
+        (TensorLike(dtype=torch.float64), "reference"),
         (TensorLike(device=torch.device("cpu")), "cpu"),
         (TensorLike(device=torch.device("cpu"), dtype=torch.float64), "reference"),
     ],
-    ids=["cuda-bfloat16", "cuda-float32", "cpu-bfloat16", "cpu-float64"],
+    ids=["cuda-bfloat16", "cuda-float32", "cuda-float64", "cpu-bfloat16", "cpu-float64"],
 )
 def test_the_best_backend_that_can_is_chosen(hopper, tensor, best):
     assert choose_backend(tensor, tensor, tensor) == best
@@ -194,7 +203,7 @@ def test_the_reference_takes_everything():
 
 def test_an_unknown_backend_is_refused_with_the_names_of_all():
     tensor = TensorLike()
-    message = r"\['cudnn', 'cpu', 'reference'\] or None, got 'flash'"
+    message = r"\['cpu', 'triton', 'cudnn', 'reference'\] or None, got 'flash'"
     with pytest.raises(ValueError, match=message):
         choose_backend(tensor, tensor, tensor, "flash")
     with pytest.raises(ValueError, match=message):

@@ -140,7 +140,7 @@ def test_a_missing_token_is_named():
     task = problem.make_plan(3).task(0)
     query, key, value = hold_only_needed(problem, task)
     for held in ((HeldTokens([]), key, value), (query, HeldTokens([]), value)):
-        with pytest.raises(KeyError, match=r"tokens 0\.\."):
+        with pytest.raises(KeyError, match="tokens are held"):
             Worker().run(task, *held, scale=1.0)
 
 

@@ -1,0 +1,47 @@
+"""Our own kernels: a whole task, or many, in one launch. Triton itself is imported at first use."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqs.partial import Partial
+from cqs.worker.rectangle import Rectangle
+
+_HEAD_DIMS = range(16, 257, 8)
+
+
+def why_not_triton(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Say why the Triton kernels cannot take these tensors, or return None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    if query.device.type != "cuda":
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            return f"needs CUDA tensors, got {query.device}"
+        dtypes.remove(torch.bfloat16)  # the interpreter multiplies its bits as integers
+    if query.dtype not in dtypes:
+        return (
+            f"needs {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}, got {query.dtype}"
+        )
+    for name, tensor in (("head_dim", query), ("value_dim", value)):
+        if tensor.shape[-1] not in _HEAD_DIMS:
+            return f"needs a {name} that is a multiple of 8 from 16 to 256, got {tensor.shape[-1]}"
+    return None
+
+
+def attend_rectangles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rectangles: Sequence[Rectangle],
+    **options: Any,
+) -> list[Partial]:
+    """Attend in one launch; see :func:`cqs.worker.triton.launch.attend_rectangles`."""
+    from cqs.worker.triton import launch
+
+    return launch.attend_rectangles(query, key, value, rectangles, **options)

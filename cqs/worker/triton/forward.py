@@ -1,0 +1,109 @@
+"""The forward kernel: one partial result for every query tile of a list.
+
+Scores are kept in units of log2, where an exponential is one instruction; what leaves is natural.
+"""
+
+import triton
+import triton.language as tl
+
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def attend_tiles(
+    query,
+    key,
+    value,
+    output,
+    lse,
+    tiles,
+    runs,
+    num_tiles,
+    num_heads,
+    num_rows,
+    scale_log2,
+    value_dim,
+    GROUP_SIZE: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend with one query tile of one head; heads run one after another, for the cache.
+
+    Args:
+        query: Descriptor of ``[batch, num_heads, rows, head_dim]``, as are key and value with
+            ``num_heads / GROUP_SIZE`` heads.
+        output: ``[batch, num_heads, num_rows, value_dim]``, contiguous.
+        lse: ``[batch, num_heads, num_rows]``, contiguous, float32.
+        tiles: int32 ``[num_tiles, 8]``, see tiles.py.
+        runs: int32 ``[num_runs, 4]``.
+        scale_log2: Factor on the scores, over ln 2; positive.
+    """
+    program = tl.program_id(0)
+    head = program // num_tiles
+    tile = tiles + program % num_tiles * 8
+    batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
+    query_start = tl.load(tile)
+    query_stop = tl.load(tile + 1)
+    first_row = tl.load(tile + 2)
+    first_run = tl.load(tile + 3)
+    banded_stop = tl.load(tile + 4)
+    run_stop = tl.load(tile + 5)
+
+    q = query.load([batch, head % num_heads, query_start, 0]).reshape(TILE_Q, BLOCK_D)
+    positions = query_start + tl.arange(0, TILE_Q)
+    largest = tl.full([TILE_Q], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_Q], tl.float32)
+    acc = tl.zeros([TILE_Q, BLOCK_V], tl.float32)
+    for run in range(first_run, banded_stop):
+        start = tl.load(runs + run * 4)
+        stop = tl.load(runs + run * 4 + 1)
+        low = tl.load(runs + run * 4 + 2)
+        high = tl.load(runs + run * 4 + 3)
+        for k0 in range(start, stop, TILE_K):
+            k = key.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_D)
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            keys = k0 + tl.arange(0, TILE_K)
+            distance = keys[None, :] - positions[:, None]
+            visible = (keys < stop)[None, :] & (distance >= low) & (distance <= high)
+            scores = tl.where(visible, scores, float("-inf"))
+            p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
+            v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
+            acc = acc * decay[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    for run in range(banded_stop, run_stop):
+        start = tl.load(runs + run * 4)
+        stop = tl.load(runs + run * 4 + 1)
+        for k0 in range(start, stop, TILE_K):
+            k = key.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_D)
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, False)
+            v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
+            acc = acc * decay[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+
+    rows = head.to(tl.int64) * num_rows + first_row + tl.arange(0, TILE_Q)
+    in_tile = positions < query_stop
+    columns = tl.arange(0, BLOCK_V)
+    total = tl.where(total == 0, 1.0, total)
+    acc = acc / total[:, None]
+    tl.store(
+        output + rows[:, None] * value_dim + columns[None, :],
+        acc.to(output.dtype.element_ty),
+        mask=in_tile[:, None] & (columns < value_dim)[None, :],
+    )
+    tl.store(lse + rows, (largest + tl.log2(total)) * _LN2, mask=in_tile)
+
+
+@triton.jit
+def _exponentials(scores, largest, total, scale_log2, MAY_BE_EMPTY: tl.constexpr):
+    """Take one step of the running softmax; return also what the past decays by."""
+    larger = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
+    shift = larger
+    if MAY_BE_EMPTY:
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+    p = tl.exp2(scores * scale_log2 - shift[:, None])
+    decay = tl.exp2(largest - shift)
+    return p, larger, total * decay + tl.sum(p, 1), decay

@@ -1,0 +1,312 @@
+"""The forward kernel for Hopper GPUs: warps that copy, and two groups of warps that compute.
+
+One group's matrix products run while the other takes exponentials, and within a group the product
+of scores with values is still at work when the next scores are taken.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def attend_tiles_on_hopper(
+    query,
+    key,
+    value,
+    output,
+    lse,
+    tiles,
+    runs,
+    counter,
+    num_tiles,
+    num_items,
+    num_heads,
+    num_rows,
+    scale_log2,
+    value_dim,
+    GROUP_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Attend with query tiles of heads until none is left; arguments as for ``attend_tiles``.
+
+    Args:
+        counter: int32 ``[1]``, zero: items taken beyond the first of each program.
+        num_items: Tiles times heads times batch.
+    """
+    HALF_Q: gl.constexpr = query.block_shape[2]
+    TILE_K: gl.constexpr = key.block_shape[2]
+    BLOCK_D: gl.constexpr = query.block_shape[3]
+    BLOCK_V: gl.constexpr = value.block_shape[3]
+    dtype: gl.constexpr = query.dtype
+    q = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_Q, BLOCK_D], query.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_K, BLOCK_D], key.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_K, BLOCK_V], value.layout)
+    item = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready.index(0), count=1)
+    mbarrier.init(q_free.index(0), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(item_ready.index(i), count=1)
+        mbarrier.init(item_free.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=2)
+
+    queue = (item, item_ready, item_free)
+    memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    work = (tiles, runs, num_tiles, num_items)
+    answer = (output, lse, num_rows, scale_log2, value_dim)
+    gl.warp_specialize(
+        [
+            (_consume, (queue, memory, work, answer, 0)),
+            (_consume, (queue, memory, work, answer, 1)),
+            (_produce, (queue, memory, work, query, key, value, counter, num_heads, GROUP_SIZE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_SIZE: gl.constexpr):
+    """Take items; copy each one's query tile and, tile by tile, the keys and values of its runs."""
+    q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
+    tiles, runs, num_tiles, num_items = work
+    HALF_Q: gl.constexpr = query.block_shape[2]
+    TILE_K: gl.constexpr = key.block_shape[2]
+    STAGES: gl.constexpr = k.shape[0]
+    index = gl.program_id(0)
+    turn = 0
+    i = 0
+    while index < num_items:
+        _publish(queue, work, turn, index)
+        head = index // num_tiles
+        tile = tiles + index % num_tiles * 8
+        batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
+        query_start = gl.load(tile)
+        mbarrier.wait(q_free.index(0), turn & 1 ^ 1)
+        mbarrier.expect(q_ready.index(0), 2 * query.block_type.nbytes)
+        for half in gl.static_range(2):
+            place = [batch, head % num_heads, query_start + half * HALF_Q, 0]
+            tma.async_copy_global_to_shared(query, place, q_ready.index(0), q.index(half))
+        for run in range(gl.load(tile + 3), gl.load(tile + 5)):
+            start = gl.load(runs + run * 4)
+            stop = gl.load(runs + run * 4 + 1)
+            for k0 in range(start, stop, TILE_K):
+                stage = i % STAGES
+                parity = i // STAGES & 1
+                place = [batch, kv_head, k0, 0]
+                mbarrier.wait(k_free.index(stage), parity ^ 1)
+                mbarrier.expect(k_ready.index(stage), key.block_type.nbytes)
+                tma.async_copy_global_to_shared(key, place, k_ready.index(stage), k.index(stage))
+                mbarrier.wait(v_free.index(stage), parity ^ 1)
+                mbarrier.expect(v_ready.index(stage), value.block_type.nbytes)
+                tma.async_copy_global_to_shared(value, place, v_ready.index(stage), v.index(stage))
+                i += 1
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        turn += 1
+    _publish(queue, work, turn, index)
+
+
+@gluon.jit
+def _publish(queue, work, turn, index):
+    """Tell the consumers the next item: its tile's fields, those of its first run, its index."""
+    item, item_ready, item_free = queue
+    tiles, runs, num_tiles, num_items = work
+    field = gl.arange(0, 16, gl.BlockedLayout([1], [32], [1], [0]))
+    exists = index < num_items
+    tile = tiles + index % num_tiles * 8
+    values = gl.load(tile + field, mask=(field < 8) & exists, other=0)
+    run = runs + gl.load(tile + 3, mask=exists, other=0) * 4 - 8
+    in_run = (field >= 8) & (field < 12)
+    values = gl.where(in_run, gl.load(run + field, mask=in_run & exists, other=0), values)
+    values = gl.where(field == 12, index, values)
+    mbarrier.wait(item_free.index(turn & 1), turn >> 1 & 1 ^ 1)
+    item.index(turn & 1).store(values)
+    mbarrier.arrive(item_ready.index(turn & 1), count=1)
+
+
+@gluon.jit
+def _next_item(queue, turn):
+    """Wait for the producer to name the next item."""
+    item, item_ready, item_free = queue
+    mbarrier.wait(item_ready.index(turn & 1), turn >> 1 & 1)
+    values = item.index(turn & 1).load(gl.BlockedLayout([16], [32], [4], [0]))
+    mbarrier.arrive(item_free.index(turn & 1), count=1)
+    return values
+
+
+@gluon.jit
+def _field(values, number: gl.constexpr):
+    """Return one number of an item."""
+    field = gl.arange(0, 16, values.type.layout)
+    return gl.sum(gl.where(field == number, values, 0), 0)
+
+
+@gluon.jit
+def _consume(queue, memory, work, answer, half: gl.constexpr):
+    """Attend with one half of each query tile's rows."""
+    q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
+    tiles, runs, num_tiles, num_items = work
+    output, lse, num_rows, scale_log2, value_dim = answer
+    HALF_Q: gl.constexpr = q.shape[3]
+    TILE_K: gl.constexpr = k.shape[3]
+    BLOCK_D: gl.constexpr = k.shape[4]
+    BLOCK_V: gl.constexpr = v.shape[4]
+    STAGES: gl.constexpr = k.shape[0]
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
+    q_half = q.index(half).reshape([HALF_Q, BLOCK_D])
+    turn = 0
+    i = 0
+    item = _next_item(queue, turn)
+    index = _field(item, 12)
+    while index < num_items:
+        query_start = _field(item, 0) + half * HALF_Q
+        query_stop = _field(item, 1)
+        first_row = _field(item, 2) + half * HALF_Q
+        first_run = _field(item, 3)
+        banded_stop = _field(item, 4)
+        num_full = _field(item, 6)
+        start = _field(item, 8)
+        stop = _field(item, 9)
+        low = _field(item, 10)
+        high = _field(item, 11)
+
+        mbarrier.wait(q_ready.index(0), turn & 1)
+        scores = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
+        mbarrier.arrive(k_free.index(i % STAGES), count=1)
+        scores = _hide(scores, query_start, start, stop, low, high)
+        score_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+        largest = gl.full([HALF_Q], float("-inf"), gl.float32, score_rows)
+        total = gl.zeros([HALF_Q], gl.float32, score_rows)
+        p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
+        p = _as_operand(p, out_layout, v.dtype)
+        acc = gl.zeros([HALF_Q, BLOCK_V], gl.float32, out_layout)
+        i += 1
+        start += TILE_K
+        for run in range(first_run, banded_stop):
+            if run > first_run:
+                start = gl.load(runs + run * 4)
+                stop = gl.load(runs + run * 4 + 1)
+                low = gl.load(runs + run * 4 + 2)
+                high = gl.load(runs + run * 4 + 3)
+            for k0 in range(start, stop, TILE_K):
+                pending = _issue_scores(q_half, k, k_ready, i)
+                adding = _issue_output(p, v, v_ready, i - 1, acc)
+                scores = warpgroup_mma_wait(1, [pending])
+                mbarrier.arrive(k_free.index(i % STAGES), count=1)
+                scores = _hide(scores, query_start, k0, stop, low, high)
+                p_next, largest, total, decay = _exponentials(
+                    scores, largest, total, scale_log2, True
+                )
+                acc, p = warpgroup_mma_wait(0, [adding, p])
+                mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
+                acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
+                p = _as_operand(p_next, out_layout, v.dtype)
+                i += 1
+        end = i + num_full
+        if first_run == banded_stop:
+            end -= 1
+        for j in range(i, end):
+            pending = _issue_scores(q_half, k, k_ready, j)
+            adding = _issue_output(p, v, v_ready, j - 1, acc)
+            scores = warpgroup_mma_wait(1, [pending])
+            mbarrier.arrive(k_free.index(j % STAGES), count=1)
+            p_next, largest, total, decay = _exponentials(scores, largest, total, scale_log2, False)
+            acc, p = warpgroup_mma_wait(0, [adding, p])
+            mbarrier.arrive(v_free.index((j - 1) % STAGES), count=1)
+            acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
+            p = _as_operand(p_next, out_layout, v.dtype)
+        i = end
+        mbarrier.arrive(q_free.index(0), count=1)
+        acc, p = warpgroup_mma_wait(0, [_issue_output(p, v, v_ready, i - 1, acc), p])
+        mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
+
+        row = gl.arange(0, HALF_Q, row_layout)
+        rows = (index // num_tiles).to(gl.int64) * num_rows + first_row + row
+        in_tile = row + query_start < query_stop
+        total = gl.convert_layout(gl.where(total == 0, 1.0, total), row_layout)
+        largest = gl.convert_layout(largest, row_layout)
+        acc = acc / gl.expand_dims(total, 1)
+        columns = gl.expand_dims(gl.arange(0, BLOCK_V, gl.SliceLayout(0, out_layout)), 0)
+        place = output + gl.expand_dims(rows, 1) * value_dim + columns
+        mask = gl.expand_dims(in_tile, 1) & (columns < value_dim)
+        gl.store(place, acc.to(output.dtype.element_ty), mask=mask)
+        gl.store(lse + rows, (largest + gl.log2(total)) * _LN2, mask=in_tile)
+        turn += 1
+        item = _next_item(queue, turn)
+        index = _field(item, 12)
+
+
+@gluon.jit
+def _issue_scores(q_half, k, k_ready, i):
+    """Wait for the i-th tile of keys and begin to multiply it with the queries."""
+    TILE_K: gl.constexpr = k.shape[3]
+    BLOCK_D: gl.constexpr = k.shape[4]
+    stage = i % k.shape[0]
+    mbarrier.wait(k_ready.index(stage), i // k.shape[0] & 1)
+    keys = k.index(stage).reshape([TILE_K, BLOCK_D]).permute([1, 0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
+    HALF_Q: gl.constexpr = q_half.shape[0]
+    zeros = gl.zeros([HALF_Q, TILE_K], gl.float32, layout)
+    return warpgroup_mma(q_half, keys, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_output(p, v, v_ready, i, acc):
+    """Wait for the i-th tile of values and begin to add its product with the probabilities."""
+    TILE_K: gl.constexpr = v.shape[3]
+    BLOCK_V: gl.constexpr = v.shape[4]
+    stage = i % v.shape[0]
+    mbarrier.wait(v_ready.index(stage), i // v.shape[0] & 1)
+    return warpgroup_mma(p, v.index(stage).reshape([TILE_K, BLOCK_V]), acc, is_async=True)
+
+
+@gluon.jit
+def _hide(scores, query_start, key_start, stop, low, high):
+    """Set the scores of what lies outside of a run's end or band to -inf."""
+    layout: gl.constexpr = scores.type.layout
+    HALF_Q: gl.constexpr = scores.shape[0]
+    TILE_K: gl.constexpr = scores.shape[1]
+    queries = query_start + gl.arange(0, HALF_Q, gl.SliceLayout(1, layout))
+    keys = key_start + gl.arange(0, TILE_K, gl.SliceLayout(0, layout))
+    distance = gl.expand_dims(keys, 0) - gl.expand_dims(queries, 1)
+    visible = gl.expand_dims(keys < stop, 0) & (distance >= low) & (distance <= high)
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _exponentials(scores, largest, total, scale_log2, MAY_BE_EMPTY: gl.constexpr):
+    """Take one step of the running softmax; return also what the past decays by."""
+    larger = gl.maximum(largest, gl.max(scores, 1) * scale_log2)
+    shift = larger
+    if MAY_BE_EMPTY:
+        shift = gl.where(larger == float("-inf"), 0.0, larger)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
+    decay = gl.exp2(largest - shift)
+    return p, larger, total * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def _as_operand(p, out_layout: gl.constexpr, dtype: gl.constexpr):
+    """Round probabilities for the product with the values; the registers stay where they are."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    return gl.convert_layout(p.to(dtype), layout)

@@ -1,0 +1,147 @@
+"""Rectangles to partial results in one launch."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cqs.partial import Partial
+from cqs.worker.rectangle import Rectangle
+from cqs.worker.scale import with_positive_scale
+from cqs.worker.triton.forward import attend_tiles
+from cqs.worker.triton.hopper import attend_tiles_on_hopper
+from cqs.worker.triton.tiles import make_tile_list
+
+
+def attend_rectangles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rectangles: Sequence[Rectangle],
+    *,
+    scale: float,
+    dtype: torch.dtype | None = None,
+) -> list[Partial]:
+    """Attend with the queries of each rectangle to its keys, all in one launch.
+
+    Args:
+        query: ``[batch, num_heads, rows, head_dim]``.
+        key: ``[batch, num_kv_heads, rows, head_dim]``.
+        value: ``[batch, num_kv_heads, rows, value_dim]``.
+        rectangles: In rows of the tensors; none without keys.
+        scale: Factor on the scores.
+        dtype: Of the outputs; ``None`` means that of the query.
+    """
+    query, scale = with_positive_scale(query, scale)
+    batch, num_heads, _, head_dim = query.shape
+    value_dim = value.shape[-1]
+    on_hopper = _is_for_hopper(query, value)
+    if on_hopper:
+        tile_q, tile_k = 128, 128
+    else:
+        tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
+    tiles, runs, num_rows = _tile_list(tuple(rectangles), tile_q, tile_k, query.device)
+    output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
+    lse = query.new_empty((batch, num_heads, num_rows), dtype=torch.float32)
+    num_items = len(tiles) * batch * num_heads
+    group_size = num_heads // key.shape[1]
+    scale_log2 = scale / math.log(2)
+    if on_hopper:
+        num_programs = torch.cuda.get_device_properties(query.device).multi_processor_count
+        attend_tiles_on_hopper[(min(num_programs, num_items),)](
+            _describe(query, tile_q // 2, GluonDescriptor),
+            _describe(key, tile_k, GluonDescriptor),
+            _describe(value, tile_k, GluonDescriptor),
+            output,
+            lse,
+            tiles,
+            runs,
+            torch.zeros(1, dtype=torch.int32, device=query.device),
+            len(tiles),
+            num_items,
+            num_heads,
+            num_rows,
+            scale_log2,
+            value_dim,
+            GROUP_SIZE=group_size,
+            STAGES=2 if head_dim > 64 else 4,
+            num_warps=4,
+        )
+    else:
+        attend_tiles[(num_items,)](
+            _describe(query, tile_q),
+            _describe(key, tile_k),
+            _describe(value, tile_k),
+            output,
+            lse,
+            tiles,
+            runs,
+            len(tiles),
+            num_heads,
+            num_rows,
+            scale_log2,
+            value_dim,
+            GROUP_SIZE=group_size,
+            TILE_Q=tile_q,
+            TILE_K=tile_k,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_V=triton.next_power_of_2(value_dim),
+            PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    lengths = [len(rectangle.queries) for rectangle in rectangles]
+    return list(map(Partial, output.split(lengths, dim=2), lse.split(lengths, dim=2)))
+
+
+def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
+    return (
+        query.device.type == "cuda"
+        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and query.dtype != torch.float32
+        and query.shape[-1] <= 128
+        and value.shape[-1] <= 128
+    )
+
+
+def _choose_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
+    """Return query rows, keys, warps and stages of the plain kernel."""
+    if dtype == torch.float32:
+        return (64, 64, 4, 2) if dim <= 128 else (64, 32, 4, 2)
+    return (128, 128, 8, 2) if dim <= 128 else (128, 64, 8, 2)
+
+
+@lru_cache(maxsize=64)
+def _tile_list(
+    rectangles: tuple[Rectangle, ...], tile_q: int, tile_k: int, device: torch.device
+) -> tuple[Tensor, Tensor, int]:
+    found = make_tile_list(rectangles, tile_q, tile_k)
+    tiles, runs = (torch.from_numpy(a).to(device) for a in (found.tiles, found.runs))
+    return tiles, runs, found.num_rows
+
+
+def _describe(tensor: Tensor, rows: int, descriptor: type = TensorDescriptor) -> Any:
+    """Describe tiles of ``rows`` tokens of one head, padded to a power of two of elements."""
+    align = 16 // tensor.element_size()
+    strides = [s if n > 1 else align for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides[-1] = tensor.stride(-1)
+    if (
+        strides[-1] != 1
+        or any(stride % align or stride <= 0 for stride in strides[:-1])
+        or tensor.data_ptr() % 16
+    ):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        strides = list(tensor.stride())
+    block = [1, 1, rows, triton.next_power_of_2(tensor.shape[-1])]
+    if descriptor is TensorDescriptor:
+        return TensorDescriptor(tensor, list(tensor.shape), strides, block)
+    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return GluonDescriptor(tensor, list(tensor.shape), strides, block, layout)

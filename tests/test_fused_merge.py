@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from cqs.fused_merge import merge_rows
+from cqs.partial import Partial, RunningMerge
+from cqs.testing import assert_tracks_exact
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def random_partial(rows, dtype, device):
+    """A partial as a kernel returns it: a slice of the outputs of a whole launch."""
+    output = torch.randn(2, 3, rows + 20, 24, dtype=dtype, device=device)
+    lse = 5 * torch.randn(2, 3, rows + 20, device=device)
+    return Partial(output[:, :, 7 : 7 + rows], lse[:, :, 7 : 7 + rows])
+
+
+def merged_one_by_one(parts, rows, dtype, device):
+    output = torch.empty(2, 3, rows, 24, dtype=dtype, device=device)
+    merge = RunningMerge(Partial(output, torch.empty(2, 3, rows, device=device)))
+    for partial, where in parts:
+        merge.add(partial, where)
+    return merge.finish()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_one_kernel_merges_as_one_by_one(num_parts, dtype, device):
+    parts = [(random_partial(50, torch.float32, device), slice(None)) for _ in range(num_parts)]
+    parts.append((random_partial(20, dtype, device), slice(30, 50)))
+    parts[0][0].lse[0, 0, :5] = -torch.inf
+    parts[0][0].output[0, 0, :5] = 0
+    expected = merged_one_by_one(parts, 50, dtype, device)
+    answer = Partial(*(torch.full_like(each, torch.nan) for each in expected))
+    merge_rows(answer, parts)
+    exact = merged_one_by_one(
+        [(Partial(p.output.double(), p.lse.double()), rows) for p, rows in parts],
+        50,
+        torch.float64,
+        device,
+    )
+    assert_tracks_exact(answer.output, expected.output, exact.output)
+    torch.testing.assert_close(answer.lse, expected.lse)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_nothing_answers_are_empty(device):
+    partial = random_partial(10, torch.float32, device)
+    partial.output[:, :, 3] = 0
+    partial.lse[:, :, 3] = -torch.inf
+    answer = random_partial(20, torch.float32, device)
+    merge_rows(answer, [(partial, slice(0, 10)), (partial, slice(0, 10))])
+    assert (answer.output[:, :, 3] == 0).all() and (answer.output[:, :, 10:] == 0).all()
+    assert (answer.lse[:, :, 3] == -torch.inf).all() and (answer.lse[:, :, 10:] == -torch.inf).all()
+    assert answer.output[:, :, :3].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_stays_in_its_row(device):
+    first, second = (random_partial(10, torch.float32, device) for _ in range(2))
+    first.output[:, :, 4] = torch.nan
+    first.lse[:, :, 4] = torch.nan
+    answer = random_partial(10, torch.float32, device)
+    merge_rows(answer, [(first, slice(None)), (second, slice(None))])
+    broken = answer.output.isnan().all(-1)
+    assert broken[:, :, 4].all() and broken.sum() == broken[:, :, 4].numel()
+    assert answer.lse[:, :, 4].isnan().all()
