@@ -1,7 +1,7 @@
 """Rectangles to partial results in one launch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,9 +15,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cqs.partial import Partial
 from cqs.worker.rectangle import Rectangle
 from cqs.worker.scale import with_positive_scale
+from cqs.worker.triton.backward import add_key_gradients, add_query_gradients
 from cqs.worker.triton.forward import attend_tiles
-from cqs.worker.triton.hopper import attend_tiles_on_hopper
-from cqs.worker.triton.tiles import make_tile_list
+from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
+from cqs.worker.triton.tiles import (
+    Span,
+    make_tile_list,
+    query_spans,
+    united_key_spans,
+    united_query_spans,
+)
 
 
 def attend_rectangles(
@@ -47,7 +54,9 @@ def attend_rectangles(
         tile_q, tile_k = 128, 128
     else:
         tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
-    tiles, runs, num_rows = _tile_list(tuple(rectangles), tile_q, tile_k, query.device)
+    tiles, runs = _tile_list(query_spans, tuple(rectangles), tile_q, tile_k, query.device)
+    lengths = [len(rectangle.queries) for rectangle in rectangles]
+    num_rows = sum(lengths)
     output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
     lse = query.new_empty((batch, num_heads, num_rows), dtype=torch.float32)
     num_items = len(tiles) * batch * num_heads
@@ -97,8 +106,98 @@ def attend_rectangles(
             num_warps=num_warps,
             num_stages=num_stages,
         )
-    lengths = [len(rectangle.queries) for rectangle in rectangles]
     return list(map(Partial, output.split(lengths, dim=2), lse.split(lengths, dim=2)))
+
+
+def add_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_output: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rectangles: Sequence[Rectangle],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    *,
+    scale: float,
+) -> None:
+    """Add what the pairs of all rectangles contribute to the gradients, in two launches.
+
+    Args:
+        query: ``[batch, num_heads, rows, head_dim]``.
+        key: ``[batch, num_kv_heads, rows, head_dim]``.
+        value: ``[batch, num_kv_heads, rows, value_dim]``.
+        grad_output: ``[batch, num_heads, rows, value_dim]``.
+        lse: float32 ``[batch, num_heads, rows]``, over all keys of the problem.
+        delta: Likewise; the sum over the columns of the output times ``grad_output``.
+        rectangles: In rows of the tensors; together they hold no pair twice.
+        gradients: Of query, key and value: float32, contiguous, in rows of the tensors.
+        scale: Factor on the scores.
+    """
+    grad_query, grad_key, grad_value = gradients
+    batch, num_heads, num_queries, head_dim = query.shape
+    _, num_kv_heads, num_keys, value_dim = value.shape
+    tile, block, num_warps, num_stages = _choose_gradient_tiles(
+        query.dtype, max(head_dim, value_dim)
+    )
+    options = dict(
+        GROUP_SIZE=num_heads // num_kv_heads,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_V=triton.next_power_of_2(value_dim),
+        PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    lse_log2 = lse.masked_fill(lse == -torch.inf, torch.inf) / math.log(2)
+    statistics = lse_log2.contiguous(), delta.contiguous()
+    tiles, runs = _tile_list(united_query_spans, tuple(rectangles), tile, block, query.device)
+    add_query_gradients[(len(tiles) * batch * num_heads,)](
+        _describe(query, tile),
+        _describe(key, block),
+        _describe(value, block),
+        _describe(grad_output, tile),
+        *statistics,
+        grad_query,
+        tiles,
+        runs,
+        len(tiles),
+        num_heads,
+        num_queries,
+        head_dim,
+        scale,
+        TILE_Q=tile,
+        TILE_K=block,
+        **options,
+    )
+    tiles, runs = _tile_list(united_key_spans, tuple(rectangles), tile, block, query.device)
+    add_key_gradients[(len(tiles) * batch * num_kv_heads,)](
+        _describe(query, block),
+        _describe(key, tile),
+        _describe(value, tile),
+        _describe(grad_output, block),
+        *statistics,
+        grad_key,
+        grad_value,
+        tiles,
+        runs,
+        len(tiles),
+        num_heads,
+        num_queries,
+        num_keys,
+        head_dim,
+        value_dim,
+        scale,
+        TILE_Q=block,
+        TILE_K=tile,
+        **options,
+    )
+
+
+def _choose_gradient_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
+    """Return rows of a tile, of a block of the other side, warps and stages."""
+    if dtype == torch.float32:
+        return (64, 32, 4, 1) if dim <= 128 else (32, 32, 4, 1)
+    return (128, 64, 8, 2) if dim <= 128 else (64, 64, 8, 1)
 
 
 def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
@@ -120,11 +219,16 @@ def _choose_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=64)
 def _tile_list(
-    rectangles: tuple[Rectangle, ...], tile_q: int, tile_k: int, device: torch.device
-) -> tuple[Tensor, Tensor, int]:
-    found = make_tile_list(rectangles, tile_q, tile_k)
-    tiles, runs = (torch.from_numpy(a).to(device) for a in (found.tiles, found.runs))
-    return tiles, runs, found.num_rows
+    spans: Callable[[Iterable[Rectangle]], list[Span]],
+    rectangles: tuple[Rectangle, ...],
+    tile_rows: int,
+    block: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Make the list of a launch and bring it to the device."""
+    found = make_tile_list(spans(rectangles), tile_rows, block, packed=spans is query_spans)
+    tiles, runs = (torch.from_numpy(each).to(device) for each in (found.tiles, found.runs))
+    return tiles, runs
 
 
 def _describe(tensor: Tensor, rows: int, descriptor: type = TensorDescriptor) -> Any:

@@ -1,95 +1,159 @@
-"""A task as a list of query tiles, each with the runs of keys that it visits.
+"""Work as a list of tiles, each with the runs that it visits.
 
-Everything is counted in rows of the tensors that the kernels read; the list is all they know of
-plans. A run is either *full*, a whole number of key tiles that every row of the query tile sees, or
-*banded*: row i sees its key j if ``low <= j - i <= high``.
+A tile is some rows of one side of the score matrix, a run some rows of the other side: queries and
+their keys, or for the gradients of keys and values the other way round. Everything is counted in
+rows of the tensors that the kernels read; the list is all they know of plans.
+
+A run is either *full*, a whole number of blocks that every row of the tile meets, or *banded*: row
+i meets j if ``low <= j - i <= high``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from cqs.worker.rectangle import Rectangle
 
 FAR = 2**30
-"""Beyond every distance between a query and a key."""
+"""Beyond every distance between two rows."""
 
 TILE_FIELDS = 8
-"""Query start and stop, first row of output, first run, end of the banded runs, end of the runs,
-number of key tiles in the full runs, nothing."""
+"""First and last row + 1, first row of output, first run, end of the banded runs, end of the runs,
+number of blocks in the full runs, nothing."""
 RUN_FIELDS = 4
-"""Key start and stop, low and high end of the band."""
+"""Start and stop, low and high end of the band."""
+
+
+class Band(NamedTuple):
+    """What rows of one side meet: row i meets j of ``range(start, stop)`` if it is not too far."""
+
+    start: int
+    stop: int
+    low: int = -FAR
+    high: int = FAR
+    """``low <= j - i <= high``."""
+
+
+class Span(NamedTuple):
+    """Rows of one side, and everything that they meet."""
+
+    rows: range
+    bands: tuple[Band, ...]
 
 
 @dataclass(frozen=True)
 class TileList:
-    """What one launch of the forward kernel computes."""
+    """What one launch computes."""
 
     tiles: np.ndarray
     """int32 ``[num_tiles, TILE_FIELDS]``, most work first."""
     runs: np.ndarray
-    """int32 ``[num_runs, RUN_FIELDS]``."""
-    num_rows: int
-    """Rows of output: the queries of all rectangles, one after another."""
+    """int32 ``[num_runs, RUN_FIELDS]``, none empty; those of a tile adjacent, banded first."""
 
 
-def make_tile_list(rectangles: Iterable[Rectangle], tile_q: int, tile_k: int) -> TileList:
-    """Cut rectangles into tiles of ``tile_q`` queries and runs of tiles of ``tile_k`` keys.
+def query_spans(rectangles: Iterable[Rectangle]) -> list[Span]:
+    """Return each rectangle's queries and the keys that they attend to."""
+    return [Span(queries, tuple(_bands(queries, *keys))) for queries, *keys in rectangles]
+
+
+def united_query_spans(rectangles: Iterable[Rectangle]) -> list[Span]:
+    """Return the queries of all rectangles, each once, and the keys they attend to in any."""
+    return _unite(query_spans(rectangles))
+
+
+def united_key_spans(rectangles: Iterable[Rectangle]) -> list[Span]:
+    """Return the keys of all rectangles, each once, and the queries that attend to them in any."""
+    return _unite(
+        Span(
+            range(band.start, band.stop),
+            (Band(span.rows.start, span.rows.stop, -band.high, -band.low),),
+        )
+        for span in query_spans(rectangles)
+        for band in span.bands
+    )
+
+
+def make_tile_list(
+    spans: Iterable[Span], tile_rows: int, block: int, *, packed: bool = False
+) -> TileList:
+    """Cut spans into tiles of ``tile_rows`` rows, and what they meet into blocks of ``block``.
+
+    Args:
+        spans: None without rows; rows that meet nothing are left out.
+        tile_rows: Rows of a tile.
+        block: Rows of the other side that a kernel takes at once.
+        packed: Whether the rows of output are those of the spans, one after another, instead of
+            the rows of the tensor.
 
     Example:
-        >>> found = make_tile_list([Rectangle(range(0, 128), (range(0, 200),))], 128, 128)
+        >>> found = make_tile_list([Span(range(0, 128), (Band(0, 200),))], 128, 128)
         >>> found.tiles.tolist()
         [[0, 128, 0, 0, 1, 2, 1, 0]]
         >>> found.runs[:, :2].tolist()
         [[128, 200], [0, 128]]
     """
-    tiles, runs, work = [], [], []
-    num_rows = num_runs = 0
-    for queries, keys, causal_keys in rectangles:
-        starts = np.arange(queries.start, queries.stop, tile_q)
-        stops = np.minimum(starts + tile_q, queries.stop)
-        full, banded = _cut_keys(keys, tile_k)
-        if causal_keys is not None:
-            distance = causal_keys.start - queries.start
-            seen = (starts - queries.start + 1) // tile_k * tile_k + causal_keys.start
-            full = [*full, (causal_keys.start, seen, -FAR, FAR)]
-            banded = [*banded, (seen, stops + distance, -FAR, distance)]
-        of_tile = np.empty((len(starts), len(full) + len(banded), RUN_FIELDS), np.int32)
-        for i, fields in enumerate([*banded, *full]):
-            for j, field in enumerate(fields):
-                of_tile[:, i, j] = field
-        first = num_runs + np.arange(len(starts)) * of_tile.shape[1]
-        lengths = of_tile[:, :, 1] - of_tile[:, :, 0]
-        of_rectangle = np.zeros((len(starts), TILE_FIELDS), np.int32)
-        for i, field in enumerate(
-            (
-                starts,
-                stops,
-                num_rows + starts - queries.start,
-                first,
-                first + len(banded),
-                first + of_tile.shape[1],
-                lengths[:, len(banded) :].sum(1) // tile_k,
-            )
-        ):
-            of_rectangle[:, i] = field
-        tiles.append(of_rectangle)
-        runs.append(of_tile.reshape(-1, RUN_FIELDS))
-        work.append(lengths.sum(1))
-        num_rows += len(queries)
-        num_runs += len(runs[-1])
-    order = np.argsort(-np.concatenate(work), kind="stable")
-    return TileList(np.concatenate(tiles)[order], np.concatenate(runs), num_rows)
+    tiles, runs = [], []
+    num_tiles = num_rows = 0
+    for rows, bands in spans:
+        starts = np.arange(rows.start, rows.stop, tile_rows)
+        stops = np.minimum(starts + tile_rows, rows.stop)
+        offset = num_rows - rows.start if packed else 0
+        tiles.append(np.stack([starts, stops, starts + offset], 1))
+        tile = num_tiles + np.arange(len(starts))
+        for start, stop, low, high in bands:
+            live_start, live_stop = np.maximum(start, starts + low), np.minimum(stop, stops + high)
+            full_start = np.maximum(live_start, stops - 1 + low)
+            num_full = np.minimum(stop, starts + high + 1) - full_start
+            full_start = np.where(num_full < block, live_start, full_start)
+            full_stop = full_start + np.maximum(num_full, 0) // block * block
+            runs.append(_runs(tile, 0, live_start, full_start, low, high))
+            runs.append(_runs(tile, 0, full_stop, live_stop, low, high))
+            runs.append(_runs(tile, 1, full_start, full_stop, -FAR, FAR))
+        num_tiles += len(starts)
+        num_rows += len(rows)
+    run = np.concatenate(runs)
+    run = run[run[:, 2] < run[:, 3]]
+    run = run[np.lexsort((run[:, 1], run[:, 0]))]
+    lengths = run[:, 3] - run[:, 2]
+    found = np.zeros((num_tiles, TILE_FIELDS), np.int32)
+    found[:, :3] = np.concatenate(tiles)
+    counts, banded = (
+        np.bincount(run[kind, 0], minlength=num_tiles) for kind in (..., run[:, 1] == 0)
+    )
+    found[:, 3] = np.cumsum(counts) - counts
+    found[:, 4] = found[:, 3] + banded
+    found[:, 5] = found[:, 3] + counts
+    found[:, 6] = np.bincount(run[:, 0], run[:, 1] * lengths, num_tiles) // block
+    work = np.bincount(run[:, 0], lengths, num_tiles)
+    order = np.argsort(-work, kind="stable")[: np.count_nonzero(work)]
+    return TileList(found[order], np.ascontiguousarray(run[:, 2:], np.int32))
 
 
-def _cut_keys(keys: Sequence[range], tile_k: int) -> tuple[list, list]:
-    """Cut each range into a full run and, if it is no whole number of tiles, a banded rest."""
-    full, banded = [], []
+def _bands(queries: range, keys: tuple[range, ...], causal_keys: range | None) -> Iterable[Band]:
     for tokens in keys:
-        middle = tokens.start + len(tokens) // tile_k * tile_k
-        if middle > tokens.start:
-            full.append((tokens.start, middle, -FAR, FAR))
-        if middle < tokens.stop:
-            banded.append((middle, tokens.stop, -FAR, FAR))
-    return full, banded
+        yield Band(tokens.start, tokens.stop)
+    if causal_keys is not None:
+        yield Band(causal_keys.start, causal_keys.stop, high=causal_keys.start - queries.start)
+
+
+def _unite(spans: Iterable[Span]) -> list[Span]:
+    """Cut rows where any span begins or ends, and give each piece what all spans meet there."""
+    spans = [span for span in spans if span.rows]
+    marks = sorted({mark for span in spans for mark in (span.rows.start, span.rows.stop)})
+    place = {mark: i for i, mark in enumerate(marks)}
+    bands: defaultdict[int, list[Band]] = defaultdict(list)
+    for span in spans:
+        for i in range(place[span.rows.start], place[span.rows.stop]):
+            bands[i] += span.bands
+    return [Span(range(marks[i], marks[i + 1]), tuple(found)) for i, found in bands.items()]
+
+
+def _runs(
+    tile: np.ndarray, is_full: int, start: np.ndarray, stop: np.ndarray, low: int, high: int
+) -> np.ndarray:
+    """Put a run of each tile beside it, as one row of integers."""
+    columns = np.broadcast_arrays(tile, is_full, start, stop, low, high)
+    return np.stack(columns, axis=1)

@@ -13,6 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cqs.worker.triton.hopper_queue import item_field, make_queue, next_item, publish_item
+
 _LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -49,9 +51,6 @@ def attend_tiles_on_hopper(
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_Q, BLOCK_D], query.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_K, BLOCK_D], key.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_K, BLOCK_V], value.layout)
-    item = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -60,16 +59,13 @@ def attend_tiles_on_hopper(
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready.index(0), count=1)
     mbarrier.init(q_free.index(0), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(item_ready.index(i), count=1)
-        mbarrier.init(item_free.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_free.index(i), count=2)
 
-    queue = (item, item_ready, item_free)
+    queue = make_queue()
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
     work = (tiles, runs, num_tiles, num_items)
     answer = (output, lse, num_rows, scale_log2, value_dim)
@@ -96,7 +92,7 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
     turn = 0
     i = 0
     while index < num_items:
-        _publish(queue, work, turn, index)
+        publish_item(queue, work, turn, index)
         head = index // num_tiles
         tile = tiles + index % num_tiles * 8
         batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
@@ -122,42 +118,7 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
                 i += 1
         index = gl.num_programs(0) + gl.atomic_add(counter, 1)
         turn += 1
-    _publish(queue, work, turn, index)
-
-
-@gluon.jit
-def _publish(queue, work, turn, index):
-    """Tell the consumers the next item: its tile's fields, those of its first run, its index."""
-    item, item_ready, item_free = queue
-    tiles, runs, num_tiles, num_items = work
-    field = gl.arange(0, 16, gl.BlockedLayout([1], [32], [1], [0]))
-    exists = index < num_items
-    tile = tiles + index % num_tiles * 8
-    values = gl.load(tile + field, mask=(field < 8) & exists, other=0)
-    run = runs + gl.load(tile + 3, mask=exists, other=0) * 4 - 8
-    in_run = (field >= 8) & (field < 12)
-    values = gl.where(in_run, gl.load(run + field, mask=in_run & exists, other=0), values)
-    values = gl.where(field == 12, index, values)
-    mbarrier.wait(item_free.index(turn & 1), turn >> 1 & 1 ^ 1)
-    item.index(turn & 1).store(values)
-    mbarrier.arrive(item_ready.index(turn & 1), count=1)
-
-
-@gluon.jit
-def _next_item(queue, turn):
-    """Wait for the producer to name the next item."""
-    item, item_ready, item_free = queue
-    mbarrier.wait(item_ready.index(turn & 1), turn >> 1 & 1)
-    values = item.index(turn & 1).load(gl.BlockedLayout([16], [32], [4], [0]))
-    mbarrier.arrive(item_free.index(turn & 1), count=1)
-    return values
-
-
-@gluon.jit
-def _field(values, number: gl.constexpr):
-    """Return one number of an item."""
-    field = gl.arange(0, 16, values.type.layout)
-    return gl.sum(gl.where(field == number, values, 0), 0)
+    publish_item(queue, work, turn, index)
 
 
 @gluon.jit
@@ -176,19 +137,19 @@ def _consume(queue, memory, work, answer, half: gl.constexpr):
     q_half = q.index(half).reshape([HALF_Q, BLOCK_D])
     turn = 0
     i = 0
-    item = _next_item(queue, turn)
-    index = _field(item, 12)
+    item = next_item(queue, turn)
+    index = item_field(item, 12)
     while index < num_items:
-        query_start = _field(item, 0) + half * HALF_Q
-        query_stop = _field(item, 1)
-        first_row = _field(item, 2) + half * HALF_Q
-        first_run = _field(item, 3)
-        banded_stop = _field(item, 4)
-        num_full = _field(item, 6)
-        start = _field(item, 8)
-        stop = _field(item, 9)
-        low = _field(item, 10)
-        high = _field(item, 11)
+        query_start = item_field(item, 0) + half * HALF_Q
+        query_stop = item_field(item, 1)
+        first_row = item_field(item, 2) + half * HALF_Q
+        first_run = item_field(item, 3)
+        banded_stop = item_field(item, 4)
+        num_full = item_field(item, 6)
+        start = item_field(item, 8)
+        stop = item_field(item, 9)
+        low = item_field(item, 10)
+        high = item_field(item, 11)
 
         mbarrier.wait(q_ready.index(0), turn & 1)
         scores = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
@@ -252,8 +213,8 @@ def _consume(queue, memory, work, answer, half: gl.constexpr):
         gl.store(place, acc.to(output.dtype.element_ty), mask=mask)
         gl.store(lse + rows, (largest + gl.log2(total)) * _LN2, mask=in_tile)
         turn += 1
-        item = _next_item(queue, turn)
-        index = _field(item, 12)
+        item = next_item(queue, turn)
+        index = item_field(item, 12)
 
 
 @gluon.jit

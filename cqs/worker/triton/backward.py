@@ -1,0 +1,164 @@
+"""The backward kernels: gradients of queries, and of keys and values, without atomics.
+
+Given the lse and the output of *all* keys, the probability of any pair is ``exp(score - lse)``, so
+what different tasks find adds up. Each kernel owns the rows that it writes, and the scores are
+computed in both: seven matrix products instead of five, for the same bits in every run.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def add_query_gradients(
+    query,
+    key,
+    value,
+    grad_output,
+    lse_log2,
+    delta,
+    grad_query,
+    tiles,
+    runs,
+    num_tiles,
+    num_heads,
+    num_queries,
+    head_dim,
+    scale,
+    GROUP_SIZE: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what one query tile of one head gathers to the gradient of its queries.
+
+    Args:
+        query: Descriptor of ``[batch, num_heads, num_queries, head_dim]``; key, value and
+            grad_output accordingly.
+        lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous: the lse of all keys over
+            ln 2, and +inf for queries that see no key, so that they keep no probability.
+        delta: Likewise, the sum of output times its gradient over the columns.
+        grad_query: float32 ``[batch, num_heads, num_queries, head_dim]``, contiguous.
+        tiles: int32 ``[num_tiles, 8]``, see tiles.py.
+        runs: int32 ``[num_runs, 4]``.
+        scale: Factor on the scores.
+    """
+    program = tl.program_id(0)
+    head = program // num_tiles
+    tile = tiles + program % num_tiles * 8
+    batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
+    query_start = tl.load(tile)
+    query_stop = tl.load(tile + 1)
+
+    positions = query_start + tl.arange(0, TILE_Q)
+    in_tile = positions < query_stop
+    rows = head.to(tl.int64) * num_queries + positions
+    q = query.load([batch, head % num_heads, query_start, 0]).reshape(TILE_Q, BLOCK_D)
+    grad_out = grad_output.load([batch, head % num_heads, query_start, 0]).reshape(TILE_Q, BLOCK_V)
+    lses = tl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
+    deltas = tl.load(delta + rows, mask=in_tile, other=0.0)
+    acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
+    for run in range(tl.load(tile + 3), tl.load(tile + 5)):
+        start = tl.load(runs + run * 4)
+        stop = tl.load(runs + run * 4 + 1)
+        low = tl.load(runs + run * 4 + 2)
+        high = tl.load(runs + run * 4 + 3)
+        for k0 in range(start, stop, TILE_K):
+            k = key.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_D)
+            v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            keys = k0 + tl.arange(0, TILE_K)
+            distance = keys[None, :] - positions[:, None]
+            visible = (keys < stop)[None, :] & (distance >= low) & (distance <= high)
+            p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
+            grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
+            grad_scores = tl.where(visible, p * (grad_p - deltas[:, None]), 0.0)
+            acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
+    _add(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D)
+
+
+@triton.jit
+def add_key_gradients(
+    query,
+    key,
+    value,
+    grad_output,
+    lse_log2,
+    delta,
+    grad_key,
+    grad_value,
+    tiles,
+    runs,
+    num_tiles,
+    num_heads,
+    num_queries,
+    num_keys,
+    head_dim,
+    value_dim,
+    scale,
+    GROUP_SIZE: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what one key tile of one key head gathers to the gradients of its keys and values.
+
+    Arguments as for :func:`add_query_gradients`; here tiles are of keys and runs of queries.
+    """
+    program = tl.program_id(0)
+    kv_head = program // num_tiles
+    tile = tiles + program % num_tiles * 8
+    num_kv_heads = num_heads // GROUP_SIZE
+    batch = kv_head // num_kv_heads
+    key_start = tl.load(tile)
+    key_stop = tl.load(tile + 1)
+
+    positions = key_start + tl.arange(0, TILE_K)
+    in_tile = positions < key_stop
+    k = key.load([batch, kv_head % num_kv_heads, key_start, 0]).reshape(TILE_K, BLOCK_D)
+    v = value.load([batch, kv_head % num_kv_heads, key_start, 0]).reshape(TILE_K, BLOCK_V)
+    acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([TILE_K, BLOCK_V], tl.float32)
+    for member in range(GROUP_SIZE):
+        head = kv_head % num_kv_heads * GROUP_SIZE + member
+        first_row = (batch * num_heads + head).to(tl.int64) * num_queries
+        for run in range(tl.load(tile + 3), tl.load(tile + 5)):
+            start = tl.load(runs + run * 4)
+            stop = tl.load(runs + run * 4 + 1)
+            low = tl.load(runs + run * 4 + 2)
+            high = tl.load(runs + run * 4 + 3)
+            for q0 in range(start, stop, TILE_Q):
+                q = query.load([batch, head, q0, 0]).reshape(TILE_Q, BLOCK_D)
+                grad_out = grad_output.load([batch, head, q0, 0]).reshape(TILE_Q, BLOCK_V)
+                queries = q0 + tl.arange(0, TILE_Q)
+                in_run = queries < stop
+                place = first_row + queries
+                lses = tl.load(lse_log2 + place, mask=in_run, other=float("inf"))
+                deltas = tl.load(delta + place, mask=in_run, other=0.0)
+                scores = tl.dot(k, q.T, input_precision=PRECISION)
+                distance = queries[None, :] - positions[:, None]
+                visible = in_run[None, :] & (distance >= low) & (distance <= high)
+                p = tl.exp2(scores * (scale * _LOG2E) - lses[None, :])
+                p = tl.where(visible, p, 0.0)
+                acc_v = tl.dot(p.to(v.dtype), grad_out, acc_v, input_precision=PRECISION)
+                grad_p = tl.dot(v, grad_out.T, input_precision=PRECISION)
+                grad_scores = p * (grad_p - deltas[None, :])
+                acc_k = tl.dot(grad_scores.to(k.dtype), q, acc_k, input_precision=PRECISION)
+    rows = kv_head.to(tl.int64) * num_keys + positions
+    _add(grad_key, acc_k * scale, rows, in_tile, head_dim, BLOCK_D)
+    _add(grad_value, acc_v, rows, in_tile, value_dim, BLOCK_V)
+
+
+@triton.jit
+def _add(target, values, rows, in_tile, dim, BLOCK: tl.constexpr):
+    """Add a tile to rows of a gradient that no other program touches."""
+    columns = tl.arange(0, BLOCK)
+    place = target + rows[:, None] * dim + columns[None, :]
+    mask = in_tile[:, None] & (columns < dim)[None, :]
+    tl.store(place, tl.load(place, mask=mask, other=0.0) + values, mask=mask)

@@ -1,0 +1,438 @@
+"""The backward kernels for Hopper GPUs; what they compute stands in backward.py.
+
+As in the forward kernel one warp copies, and two groups of warps compute, each with half of a
+tile's rows. A group's last products are still at work while it takes the next scores.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from cqs.worker.triton.hopper_queue import item_field, make_queue, next_item, publish_item
+
+
+@gluon.jit
+def add_query_gradients_on_hopper(
+    query,
+    key,
+    value,
+    grad_output,
+    lse_log2,
+    delta,
+    grad_query,
+    tiles,
+    runs,
+    counter,
+    num_tiles,
+    num_items,
+    num_heads,
+    num_queries,
+    head_dim,
+    scale,
+    scale_log2,
+    GROUP_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Add to the gradients of query tiles of heads until none is left.
+
+    Arguments as for ``add_query_gradients`` and ``attend_tiles_on_hopper``.
+    """
+    queue = make_queue()
+    memory = _allocate(query, grad_output, key, value, STAGES)
+    work = (tiles, runs, num_tiles, num_items)
+    sources = (query, grad_output, key, value)
+    statistics = (lse_log2, delta, num_queries, scale_log2)
+    target = (grad_query, head_dim, scale)
+    gl.warp_specialize(
+        [
+            (_gather_query_gradients, (queue, memory, work, statistics, target, 0)),
+            (_gather_query_gradients, (queue, memory, work, statistics, target, 1)),
+            (_copy, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, False)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def add_key_gradients_on_hopper(
+    query,
+    key,
+    value,
+    grad_output,
+    lse_log2,
+    delta,
+    grad_key,
+    grad_value,
+    tiles,
+    runs,
+    counter,
+    num_tiles,
+    num_items,
+    num_heads,
+    num_queries,
+    num_keys,
+    head_dim,
+    value_dim,
+    scale,
+    scale_log2,
+    GROUP_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Add to the gradients of key tiles of key heads until none is left.
+
+    Arguments as for ``add_key_gradients`` and ``attend_tiles_on_hopper``.
+    """
+    queue = make_queue()
+    memory = _allocate(key, value, query, grad_output, STAGES)
+    work = (tiles, runs, num_tiles, num_items)
+    sources = (key, value, query, grad_output)
+    statistics = (lse_log2, delta, num_queries, scale_log2)
+    target = (grad_key, grad_value, num_keys, head_dim, value_dim, scale)
+    gl.warp_specialize(
+        [
+            (_gather_key_gradients, (queue, memory, work, statistics, target, GROUP_SIZE, 0)),
+            (_gather_key_gradients, (queue, memory, work, statistics, target, GROUP_SIZE, 1)),
+            (_copy, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, True)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def _allocate(fixed_a, fixed_b, moving_a, moving_b, STAGES: gl.constexpr):
+    """Allocate a tile of two halves that stays, and a ring of blocks that pass, in pairs."""
+    dtype: gl.constexpr = fixed_a.dtype
+    ROWS: gl.constexpr = fixed_a.block_shape[2]
+    BLOCK: gl.constexpr = moving_a.block_shape[2]
+    DIM_A: gl.constexpr = fixed_a.block_shape[3]
+    DIM_B: gl.constexpr = fixed_b.block_shape[3]
+    a = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DIM_A], fixed_a.layout)
+    b = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DIM_B], fixed_b.layout)
+    ring_a = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, DIM_A], moving_a.layout)
+    ring_b = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, DIM_B], moving_b.layout)
+    tile_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    tile_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(tile_ready.index(0), count=1)
+    mbarrier.init(tile_free.index(0), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return a, b, ring_a, ring_b, tile_ready, tile_free, ready, free
+
+
+@gluon.jit
+def _copy(
+    queue,
+    memory,
+    work,
+    sources,
+    counter,
+    num_heads,
+    GROUP_SIZE: gl.constexpr,
+    TILES_ARE_KEYS: gl.constexpr,
+):
+    """Take items; copy each one's tile and, block by block, what it meets."""
+    a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
+    fixed_a, fixed_b, moving_a, moving_b = sources
+    tiles, runs, num_tiles, num_items = work
+    ROWS: gl.constexpr = fixed_a.block_shape[2]
+    BLOCK: gl.constexpr = moving_a.block_shape[2]
+    STAGES: gl.constexpr = ring_a.shape[0]
+    TILE_BYTES: gl.constexpr = 2 * (fixed_a.block_type.nbytes + fixed_b.block_type.nbytes)
+    BLOCK_BYTES: gl.constexpr = moving_a.block_type.nbytes + moving_b.block_type.nbytes
+    num_members = 1
+    num_tile_heads = num_heads
+    if TILES_ARE_KEYS:
+        num_members = GROUP_SIZE
+        num_tile_heads = num_heads // GROUP_SIZE
+    index = gl.program_id(0)
+    turn = 0
+    i = 0
+    while index < num_items:
+        publish_item(queue, work, turn, index)
+        batch = index // num_tiles // num_tile_heads
+        head = index // num_tiles % num_tile_heads
+        tile = tiles + index % num_tiles * 8
+        mbarrier.wait(tile_free.index(0), turn & 1 ^ 1)
+        mbarrier.expect(tile_ready.index(0), TILE_BYTES)
+        for half in gl.static_range(2):
+            place = [batch, head, gl.load(tile) + half * ROWS, 0]
+            tma.async_copy_global_to_shared(fixed_a, place, tile_ready.index(0), a.index(half))
+            tma.async_copy_global_to_shared(fixed_b, place, tile_ready.index(0), b.index(half))
+        for member in range(num_members):
+            other_head = head // GROUP_SIZE
+            if TILES_ARE_KEYS:
+                other_head = head * GROUP_SIZE + member
+            for run in range(gl.load(tile + 3), gl.load(tile + 5)):
+                start = gl.load(runs + run * 4)
+                stop = gl.load(runs + run * 4 + 1)
+                for row in range(start, stop, BLOCK):
+                    stage = i % STAGES
+                    mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
+                    mbarrier.expect(ready.index(stage), BLOCK_BYTES)
+                    place = [batch, other_head, row, 0]
+                    arrived = ready.index(stage)
+                    tma.async_copy_global_to_shared(moving_a, place, arrived, ring_a.index(stage))
+                    tma.async_copy_global_to_shared(moving_b, place, arrived, ring_b.index(stage))
+                    i += 1
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        turn += 1
+    publish_item(queue, work, turn, index)
+
+
+@gluon.jit
+def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.constexpr):
+    """Gather the gradients of one half of each query tile's rows."""
+    a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
+    tiles, runs, num_tiles, num_items = work
+    lse_log2, delta, num_queries, scale_log2 = statistics
+    grad_query, head_dim, scale = target
+    ROWS: gl.constexpr = a.shape[3]
+    BLOCK: gl.constexpr = ring_a.shape[3]
+    BLOCK_D: gl.constexpr = a.shape[4]
+    BLOCK_V: gl.constexpr = b.shape[4]
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    q = a.index(half).reshape([ROWS, BLOCK_D])
+    grad_out = b.index(half).reshape([ROWS, BLOCK_V])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))
+    turn = 0
+    i = 0
+    item = next_item(queue, turn)
+    index = item_field(item, 12)
+    while index < num_items:
+        query_start = item_field(item, 0) + half * ROWS
+        query_stop = item_field(item, 1)
+        first_run = item_field(item, 3)
+        banded_stop = item_field(item, 4)
+        num_full = item_field(item, 6)
+        first_row = (index // num_tiles).to(gl.int64) * num_queries + query_start
+        in_tile = row + query_start < query_stop
+        lses = gl.load(lse_log2 + first_row + row, mask=in_tile, other=float("inf"))
+        deltas = gl.load(delta + first_row + row, mask=in_tile, other=0.0)
+        statistics_of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), scale_log2)
+        tile = (q, grad_out)
+        ring = (ring_a, ring_b, ready, free)
+        mbarrier.wait(tile_ready.index(0), turn & 1)
+        adding = warpgroup_mma_init(gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout))
+        grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, operand)
+        for run in range(first_run, banded_stop):
+            start = gl.load(runs + run * 4)
+            band = (gl.load(runs + run * 4 + 1), gl.load(runs + run * 4 + 2))
+            high = gl.load(runs + run * 4 + 3)
+            for k0 in range(start, band[0], BLOCK):
+                place = (query_start, k0, band[0], band[1], high)
+                adding, grad_scores = _query_step(
+                    tile, ring, i, adding, grad_scores, statistics_of_rows, place, True
+                )
+                i += 1
+        for j in range(i, i + num_full):
+            place = (query_start, 0, 0, 0, 0)
+            adding, grad_scores = _query_step(
+                tile, ring, j, adding, grad_scores, statistics_of_rows, place, False
+            )
+        i += num_full
+        mbarrier.arrive(tile_free.index(0), count=1)
+        acc, grad_scores = warpgroup_mma_wait(0, [adding, grad_scores])
+        mbarrier.arrive(free.index((i - 1) % ring_a.shape[0]), count=1)
+        _add(grad_query, acc * scale, first_row, query_stop - query_start, head_dim)
+        turn += 1
+        item = next_item(queue, turn)
+        index = item_field(item, 12)
+
+
+@gluon.jit
+def _query_step(
+    tile, ring, i, adding, last_grad_scores, statistics, place, IS_BANDED: gl.constexpr
+):
+    """Begin to add the i-th block's share to a query tile's gradient; the last one's is done."""
+    q, grad_out = tile
+    ring_a, ring_b, ready, free = ring
+    lses, deltas, scale_log2 = statistics
+    STAGES: gl.constexpr = ring_a.shape[0]
+    BLOCK: gl.constexpr = ring_a.shape[3]
+    BLOCK_D: gl.constexpr = ring_a.shape[4]
+    BLOCK_V: gl.constexpr = ring_b.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    stage = i % STAGES
+    keys = ring_a.index(stage).reshape([BLOCK, BLOCK_D])
+    values = ring_b.index(stage).reshape([BLOCK, BLOCK_V])
+    mbarrier.wait(ready.index(stage), i // STAGES & 1)
+    scores = _issue_product(q, keys.permute([1, 0]), layout)
+    grad_p = _issue_product(grad_out, values.permute([1, 0]), layout)
+    scores, acc, last_grad_scores = warpgroup_mma_wait(1, [scores, adding, last_grad_scores])
+    mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+    p = gl.exp2(scores * scale_log2 - lses)
+    grad_p = warpgroup_mma_wait(0, [grad_p])
+    grad_scores = p * (grad_p - deltas)
+    if IS_BANDED:
+        row_start, column_start, stop, low, high = place
+        grad_scores = gl.where(
+            _visible(layout, row_start, column_start, stop, low, high), grad_scores, 0.0
+        )
+    acc_layout: gl.constexpr = acc.type.layout
+    grad_scores = gl.convert_layout(grad_scores.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    return warpgroup_mma(grad_scores, keys, acc, is_async=True), grad_scores
+
+
+@gluon.jit
+def _gather_key_gradients(
+    queue, memory, work, statistics, target, GROUP_SIZE: gl.constexpr, half: gl.constexpr
+):
+    """Gather the gradients of one half of each key tile's rows."""
+    a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
+    tiles, runs, num_tiles, num_items = work
+    lse_log2, delta, num_queries, scale_log2 = statistics
+    grad_key, grad_value, num_keys, head_dim, value_dim, scale = target
+    ROWS: gl.constexpr = a.shape[3]
+    BLOCK: gl.constexpr = ring_a.shape[3]
+    BLOCK_D: gl.constexpr = a.shape[4]
+    BLOCK_V: gl.constexpr = b.shape[4]
+    key_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    k = a.index(half).reshape([ROWS, BLOCK_D])
+    v = b.index(half).reshape([ROWS, BLOCK_V])
+    turn = 0
+    i = 0
+    item = next_item(queue, turn)
+    index = item_field(item, 12)
+    while index < num_items:
+        key_start = item_field(item, 0) + half * ROWS
+        key_stop = item_field(item, 1)
+        first_run = item_field(item, 3)
+        banded_stop = item_field(item, 4)
+        run_stop = item_field(item, 5)
+        kv_head = index // num_tiles
+        tile = (k, v)
+        ring = (ring_a, ring_b, ready, free)
+        mbarrier.wait(tile_ready.index(0), turn & 1)
+        adding_k = warpgroup_mma_init(gl.zeros([ROWS, BLOCK_D], gl.float32, key_layout))
+        adding_v = warpgroup_mma_init(gl.zeros([ROWS, BLOCK_V], gl.float32, value_layout))
+        grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, key_layout, 2))
+        for member in range(GROUP_SIZE):
+            first_row = (kv_head * GROUP_SIZE + member).to(gl.int64) * num_queries
+            place_of_rows = (lse_log2 + first_row, delta + first_row, scale_log2)
+            for run in range(first_run, banded_stop):
+                start = gl.load(runs + run * 4)
+                stop = gl.load(runs + run * 4 + 1)
+                low = gl.load(runs + run * 4 + 2)
+                high = gl.load(runs + run * 4 + 3)
+                for q0 in range(start, stop, BLOCK):
+                    place = (key_start, q0, stop, low, high)
+                    adding_k, adding_v, grad_scores = _key_step(
+                        tile, ring, i, adding_k, adding_v, grad_scores, place_of_rows, place, True
+                    )
+                    i += 1
+            for run in range(banded_stop, run_stop):
+                start = gl.load(runs + run * 4)
+                stop = gl.load(runs + run * 4 + 1)
+                for q0 in range(start, stop, BLOCK):
+                    place = (key_start, q0, stop, 0, 0)
+                    adding_k, adding_v, grad_scores = _key_step(
+                        tile, ring, i, adding_k, adding_v, grad_scores, place_of_rows, place, False
+                    )
+                    i += 1
+        mbarrier.arrive(tile_free.index(0), count=1)
+        acc_v, acc_k, grad_scores = warpgroup_mma_wait(0, [adding_v, adding_k, grad_scores])
+        mbarrier.arrive(free.index((i - 1) % ring_a.shape[0]), count=1)
+        first_row = kv_head.to(gl.int64) * num_keys + key_start
+        _add(grad_key, acc_k * scale, first_row, key_stop - key_start, head_dim)
+        _add(grad_value, acc_v, first_row, key_stop - key_start, value_dim)
+        turn += 1
+        item = next_item(queue, turn)
+        index = item_field(item, 12)
+
+
+@gluon.jit
+def _key_step(
+    tile,
+    ring,
+    i,
+    adding_k,
+    adding_v,
+    last_grad_scores,
+    statistics,
+    place,
+    IS_BANDED: gl.constexpr,
+):
+    """Begin to add the i-th block's share to a key tile's gradients; the last one's is done."""
+    k, v = tile
+    ring_a, ring_b, ready, free = ring
+    lse_log2, delta, scale_log2 = statistics
+    row_start, column_start, stop, low, high = place
+    STAGES: gl.constexpr = ring_a.shape[0]
+    BLOCK: gl.constexpr = ring_a.shape[3]
+    BLOCK_D: gl.constexpr = ring_a.shape[4]
+    BLOCK_V: gl.constexpr = ring_b.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    stage = i % STAGES
+    queries = ring_a.index(stage).reshape([BLOCK, BLOCK_D])
+    grad_out = ring_b.index(stage).reshape([BLOCK, BLOCK_V])
+    mbarrier.wait(ready.index(stage), i // STAGES & 1)
+    scores = _issue_product(k, queries.permute([1, 0]), layout)
+    grad_p = _issue_product(v, grad_out.permute([1, 0]), layout)
+    column = column_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    in_run = column < stop
+    lses = gl.load(lse_log2 + column, mask=in_run, other=float("inf"))
+    scores, acc_k, acc_v, last_grad_scores = warpgroup_mma_wait(
+        1, [scores, adding_k, adding_v, last_grad_scores]
+    )
+    mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(lses, 0))
+    if IS_BANDED:
+        p = gl.where(_visible(layout, row_start, column_start, stop, low, high), p, 0.0)
+    value_layout: gl.constexpr = acc_v.type.layout
+    p_operand = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, value_layout, 2))
+    adding_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
+    deltas = gl.load(delta + column, mask=in_run, other=0.0)
+    grad_p, p_operand = warpgroup_mma_wait(1, [grad_p, p_operand])
+    grad_scores = p * (grad_p - gl.expand_dims(deltas, 0))
+    key_layout: gl.constexpr = acc_k.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, key_layout, 2)
+    grad_scores = gl.convert_layout(grad_scores.to(k.dtype), operand)
+    adding_k = warpgroup_mma(grad_scores, queries, acc_k, is_async=True)
+    return adding_k, adding_v, grad_scores
+
+
+@gluon.jit
+def _issue_product(a, b, layout: gl.constexpr):
+    """Begin to multiply two tiles of shared memory."""
+    ROWS: gl.constexpr = a.shape[0]
+    COLUMNS: gl.constexpr = b.shape[1]
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _visible(layout: gl.constexpr, row_start, column_start, stop, low, high):
+    """Say which pairs of a tile and a block lie before a run's end and in its band."""
+    ROWS: gl.constexpr = layout.warps_per_cta[0] * layout.instr_shape[0]
+    BLOCK: gl.constexpr = layout.instr_shape[1]
+    rows = row_start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = column_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    distance = gl.expand_dims(columns, 0) - gl.expand_dims(rows, 1)
+    return gl.expand_dims(columns < stop, 0) & (distance >= low) & (distance <= high)
+
+
+@gluon.jit
+def _add(target, values, first_row, num_rows, dim):
+    """Add a tile to rows of a gradient that no other program touches."""
+    ROWS: gl.constexpr = values.shape[0]
+    BLOCK: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = values.type.layout
+    rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    columns = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, layout)), 0)
+    place = target + (first_row + rows) * dim + columns
+    mask = (rows < num_rows) & (columns < dim)
+    gl.store(place, gl.load(place, mask=mask, other=0.0) + values, mask=mask)

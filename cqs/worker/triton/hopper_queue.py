@@ -1,0 +1,56 @@
+"""How the warps of a program on Hopper share out items: tiles of heads, taken one after another.
+
+One warp takes an item, reads its fields ahead of time and publishes them; two groups of warps that
+compute read them from shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def make_queue():
+    """Allocate room for the item at work and the next."""
+    item = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(item_ready.index(i), count=1)
+        mbarrier.init(item_free.index(i), count=2)
+    return item, item_ready, item_free
+
+
+@gluon.jit
+def publish_item(queue, work, turn, index):
+    """Tell the consumers the next item: its tile's fields, those of its first run, its index."""
+    item, item_ready, item_free = queue
+    tiles, runs, num_tiles, num_items = work
+    field = gl.arange(0, 16, gl.BlockedLayout([1], [32], [1], [0]))
+    exists = index < num_items
+    tile = tiles + index % num_tiles * 8
+    values = gl.load(tile + field, mask=(field < 8) & exists, other=0)
+    run = runs + gl.load(tile + 3, mask=exists, other=0) * 4 - 8
+    in_run = (field >= 8) & (field < 12)
+    values = gl.where(in_run, gl.load(run + field, mask=in_run & exists, other=0), values)
+    values = gl.where(field == 12, index, values)
+    mbarrier.wait(item_free.index(turn & 1), turn >> 1 & 1 ^ 1)
+    item.index(turn & 1).store(values)
+    mbarrier.arrive(item_ready.index(turn & 1), count=1)
+
+
+@gluon.jit
+def next_item(queue, turn):
+    """Wait for the producer to name the next item."""
+    item, item_ready, item_free = queue
+    mbarrier.wait(item_ready.index(turn & 1), turn >> 1 & 1)
+    values = item.index(turn & 1).load(gl.BlockedLayout([16], [32], [4], [0]))
+    mbarrier.arrive(item_free.index(turn & 1), count=1)
+    return values
+
+
+@gluon.jit
+def item_field(values, number: gl.constexpr):
+    """Return one number of an item."""
+    field = gl.arange(0, 16, values.type.layout)
+    return gl.sum(gl.where(field == number, values, 0), 0)
