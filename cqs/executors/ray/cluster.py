@@ -79,7 +79,7 @@ class Cluster:
             ValueError: if a number is out of range, no cluster answers at ``address``, the cluster
                 has not enough free GPUs or cores, or another Cluster of this process has a private
                 Ray.
-            NotImplementedError: if Ray is not installed.
+            NotImplementedError: if Ray, or what it needs for ``ray://``, is not installed.
         """
         num_workers = _positive_or_none("num_workers", num_workers)
         cpus_per_worker = _positive_or_none("cpus_per_worker", cpus_per_worker)
