@@ -16,7 +16,10 @@ _COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; return its exit status: 2 for what the user can mend, with one line why."""
+    """Run one command; return its exit status.
+
+    With one line why: 2 for what the user can mend, 1 for a wrong answer or dead workers.
+    """
     parser = argparse.ArgumentParser(
         prog="cqs",
         description=cqs.__doc__,
@@ -36,6 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         print(f"cqs {chosen.command}: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        from cqs.executors.ray import TaskFailedError, WorkersDiedError
+        from cqs.verify import VerificationError
+
+        if not isinstance(error, VerificationError | WorkersDiedError | TaskFailedError):
+            raise
+        print(f"cqs {chosen.command}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,5 +1,6 @@
 """Pictures of plans."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,24 @@ def save_owners(plan: Plan, path: str | Path) -> None:
         ValueError: if the format is unknown.
         OSError: if the file cannot be written.
     """
+    check_picture(path)
+    plot_owners(plan).figure.savefig(path, dpi=150)
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise what :func:`save_owners` would raise for ``path``, before there is a plan to draw."""
     try:
-        axes = plot_owners(plan)
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise NotImplementedError(
             f"pictures need matplotlib: pip install 'cqs[plots]' ({error})"
         ) from error
-    axes.figure.savefig(path, dpi=150)
+    path = Path(path)
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise ValueError(f"a picture's name must end in one of {sorted(formats)}, got '{path}'")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OSError(f"cannot write a picture to '{path}'")
 
 
 def _outline(block: Block) -> list[tuple[int, int]]:

@@ -73,16 +73,11 @@ def _attend_on_ray(problem: Problem, options: argparse.Namespace, answer: Partia
     from cqs.executors.ray import Cluster
 
     with Cluster() as cluster:
-        computed = cluster.attention(
-            problem.query,
-            problem.key,
-            problem.value,
-            is_causal=problem.is_causal,
-            scale=problem.scale,
-            num_workers=options.num_workers,
+        number = len(cluster.pids) if options.num_workers is None else options.num_workers
+        cluster.submit_plan(
+            problem,
+            problem.make_plan(number),
             backend=options.backend,
-            return_lse=True,
+            answer=answer,
             progress=True,
-        )
-    for target, source in zip(answer, computed, strict=True):
-        target.copy_(source)
+        ).result()

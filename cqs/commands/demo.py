@@ -35,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the main job and print what happened."""
+    if options.picture:
+        from cqs.plotting import check_picture, save_owners
+
+        check_picture(options.picture)
     if options.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {options.tokens}")
     text = read_text(options.text)[: options.tokens]
@@ -70,8 +74,6 @@ def run(options: argparse.Namespace) -> None:
     print(run_table(report, dense_seconds))
     print(check_output(problem, output, dense))
     if options.picture:
-        from cqs.plotting import save_owners
-
         save_owners(plan, options.picture)
         print(f"score matrix by owner: {options.picture}")
 

@@ -24,6 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
+    if options.picture:
+        from cqs.plotting import check_picture, save_owners
+
+        check_picture(options.picture)
     interest_set = None
     if options.interest_set is not None:
         try:
@@ -46,8 +50,6 @@ def run(options: argparse.Namespace) -> None:
         print(plan)
         print(plan_table(plan, shape))
     if options.picture:
-        from cqs.plotting import save_owners
-
         save_owners(plan, options.picture)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +72,7 @@ def create_tensor(
     Raises:
         ValueError: if the file cannot be written or is of a kind that cannot hold the tensor.
     """
-    partial = f"{target}.partial"
+    partial = f"{target}.{secrets.token_hex(8)}.partial"
     mapped: np.ndarray
     try:
         if target.endswith(".npy"):
@@ -85,6 +86,7 @@ def create_tensor(
             tensor = tensor.to(dtype).reshape(shape)
         else:
             raise ValueError("not a .npy or .safetensors file")
+        _reserve_space(partial)
     except (OSError, ValueError) as error:
         Path(partial).unlink(missing_ok=True)
         raise ValueError(f"cannot write {name} to {target!r}: {error}") from error
@@ -95,6 +97,13 @@ def create_tensor(
         os.replace(partial, target)
     finally:
         Path(partial).unlink(missing_ok=True)
+
+
+def _reserve_space(path: str) -> None:
+    """Take all blocks of a file at once: later, a full disk would end the process by a signal."""
+    if hasattr(os, "posix_fallocate"):
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
 
 
 def _map_safetensors(

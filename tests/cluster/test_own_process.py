@@ -1,9 +1,15 @@
 """What needs a Ray of its own runs in a fresh interpreter."""
 
+import contextlib
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 
 import pytest
 
@@ -168,6 +174,102 @@ def test_no_cluster_at_an_address_is_named(tmp_path):
                 print("refused")
     """
     assert run_python(script, tmp_path).count("refused") == 5
+
+
+@pytest.fixture
+def ray_client_address(tmp_path):
+    """A Ray head on the loopback interface with a server for Ray Client."""
+    pytest.importorskip("grpc")
+    with socket.socket() as gcs, socket.socket() as server:
+        gcs.bind(("127.0.0.1", 0))
+        server.bind(("127.0.0.1", 0))
+        port, server_port = gcs.getsockname()[1], server.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="cqs-", dir="/tmp")
+    command = f"""
+        ray start --head --block --node-ip-address 127.0.0.1 --port {port} --num-cpus 3
+        --ray-client-server-port {server_port} --min-worker-port 0 --max-worker-port 0
+        --include-dashboard false --object-store-memory 200000000 --temp-dir {folder}
+    """
+    head = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *command.split()[1:]],
+        env={
+            **os.environ,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "c" * 64,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or 127.0.0.1 would not be used on Linux
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", server_port), timeout=1).close()
+                break
+            assert head.poll() is None, "the head ended"
+            time.sleep(0.2)
+        yield f"ray://127.0.0.1:{server_port}"
+    finally:
+        head.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_ray_client_gives_right_answers_and_survives_a_death(tmp_path, ray_client_address):
+    script = f"""
+        import os, signal, torch, cqs
+        from cqs.cases import Case
+
+        problem = Case("client", 3000, 3000, 8, 8, 64, is_causal=True).make()
+        tensors = problem.query, problem.key, problem.value
+        expected = cqs.attention(*tensors, is_causal=True, num_workers=13)
+        for attempt in range(3):
+            try:
+                cluster = cqs.Cluster(num_workers=2, address={ray_client_address!r})
+                break
+            except ValueError as error:  # Ray's proxy gives its servers little time to start
+                if "Starting Ray client server failed" not in str(error) or attempt == 2:
+                    raise
+        with cluster:
+            def strike(done, total):
+                if done == 2:
+                    os.kill(cluster.pids[0], signal.SIGKILL)
+            future = cluster.submit(*tensors, is_causal=True, num_workers=13, progress=strike)
+            output = future.result(timeout=100)
+            assert future.report.deaths == 1
+            again = cluster.attention(*tensors, is_causal=True, num_workers=13, verify=True)
+            assert torch.equal(output, again)
+            torch.testing.assert_close(output, expected)
+            try:
+                cluster.attention(*tensors, num_workers=3, backend="cudnn")
+            except NotImplementedError as error:
+                print(error)
+        import ray
+        assert not ray.is_initialized()
+    """
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "c" * 64}
+    assert "needs CUDA tensors" in run_python(script, tmp_path, **environment)
+
+
+def test_ray_client_without_grpcio_is_named(tmp_path):
+    script = """
+        import socket, sys
+        sys.modules["grpc"] = None
+        import cqs
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"ray://127.0.0.1:{server.getsockname()[1]}"
+            try:
+                cqs.Cluster(address=address)
+            except NotImplementedError as error:
+                assert f"{address!r} needs grpcio: pip install 'ray[client]'" in str(error), error
+                print("named")
+    """
+    assert "named" in run_python(script, tmp_path)
 
 
 def test_a_killed_node_does_not_change_a_bit(tmp_path):

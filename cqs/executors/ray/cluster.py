@@ -18,7 +18,8 @@ from cqs.executors.ray.pool import ActorPool
 from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Patience, Run
 from cqs.partial import Partial
-from cqs.problem import check_problem
+from cqs.problem import Problem, check_problem
+from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
 from cqs.worker import check_backend_name
 
@@ -79,7 +80,7 @@ class Cluster:
             ValueError: if a number is out of range, no cluster answers at ``address``, the cluster
                 has not enough free GPUs or cores, or another Cluster of this process has a private
                 Ray.
-            NotImplementedError: if Ray is not installed.
+            NotImplementedError: if Ray, or what it needs for ``ray://``, is not installed.
         """
         num_workers = _positive_or_none("num_workers", num_workers)
         cpus_per_worker = _positive_or_none("cpus_per_worker", cpus_per_worker)
@@ -213,26 +214,62 @@ class Cluster:
 
         The tensors are read while the run goes on: leave them as they are until it is done.
         """
-        if not self._close.alive:
-            raise ValueError("this cluster is closed")
-        if os.getpid() != self._pid:
-            raise ValueError(f"this cluster belongs to process {self._pid}, not {os.getpid()}")
+        self._check_alive()
         problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
-        check_backend_name(backend)
         plan = problem.make_plan(
             self._patience.num_workers if num_workers is None else num_workers, interest_set
         )
+        return self.submit_plan(
+            problem,
+            plan,
+            backend=backend,
+            return_lse=return_lse,
+            verify=verify,
+            progress=progress,
+        )
+
+    def submit_plan(
+        self,
+        problem: Problem,
+        plan: Plan,
+        *,
+        backend: str | None = None,
+        answer: Partial | None = None,
+        return_lse: bool = False,
+        verify: bool = False,
+        progress: bool | Callable[[int, int], None] = False,
+    ) -> "AttentionFuture":
+        """Start to compute a checked problem by a plan of its lengths, and return at once.
+
+        Args:
+            problem: As for :func:`cqs.executors.local.run_local`.
+            plan: Likewise.
+            backend: See :meth:`attention`, as for the other options.
+            answer: CPU tensors to write to; ``None`` allocates the answer.
+            return_lse: See :meth:`attention`.
+            verify: See :meth:`attention`.
+            progress: See :meth:`attention`.
+        """
+        self._check_alive()
+        check_backend_name(backend)
         run = Run(
             self._pool,
             self._patience,
             problem,
             plan,
             backend=backend,
+            answer=answer,
             verify=verify,
             progress=_progress_callback(progress),
             closing=self._closing,
         )
         return AttentionFuture(self, self._dispatcher.submit(run), run, return_lse)
+
+    def _check_alive(self) -> None:
+        if not self._close.alive:
+            raise ValueError("this cluster is closed")
+        if os.getpid() != self._pid:
+            raise ValueError(f"this cluster belongs to process {self._pid}, not {os.getpid()}")
 
 
 class AttentionFuture:

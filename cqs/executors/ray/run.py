@@ -59,16 +59,18 @@ class Run:
         plan: Plan,
         *,
         backend: str | None,
+        answer: Partial | None,
         verify: bool,
         progress: Callable[[int, int], None],
         closing: threading.Event,
     ):
-        """Prepare; nothing is sent before the call."""
+        """Prepare; nothing is sent before the call, which fills ``answer`` on the CPU if given."""
         self._started, self._start = time.time(), time.perf_counter()
         self.cancelled = threading.Event()
         self.report: RunReport | None = None
         self._pool, self._ray, self._patience = pool, pool.ray, patience
         self._problem, self._plan, self._closing = problem, plan, closing
+        self._answer = answer
         self._backend, self._verify, self._progress = backend, verify, progress
         tasks = plan.tasks if problem.query.numel() else ()
         self._tasks = {task.worker: task for task in tasks if task.steps}
@@ -90,7 +92,8 @@ class Run:
         finally:
             self._queries.clear()
             self._keys.clear()
-        answer = Partial(*(tensor.to(self._problem.query.device) for tensor in answer))
+        if self._answer is None:
+            answer = Partial(*(tensor.to(self._problem.query.device) for tensor in answer))
         self.report = RunReport(
             started=self._started,
             seconds=time.perf_counter() - self._start,
@@ -106,7 +109,7 @@ class Run:
         return answer
 
     def _compute(self) -> Partial:
-        answer = _empty_cpu_answer(self._problem)
+        answer = self._answer or _empty_cpu_answer(self._problem)
         if not answer.output.numel():
             return answer
         tiler = Tiler(self._plan, *answer)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 _CONNECT_SECONDS = 10.0
@@ -51,6 +52,7 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
     Raises:
         ValueError: if no cluster answers at ``address``, if one is connected already, or if it is
             the private one of another Cluster.
+        NotImplementedError: if Ray, or what it needs for ``ray://``, is not installed.
     """
     ray = import_ray()
     if ray.is_initialized() and _has_private_ray:
@@ -62,14 +64,19 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
         if address is not None:
             raise ValueError(f"Ray is connected already: leave out address, got {address!r}")
         return ray, lambda: None
-    found = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):(\d+)", address or "")
+    address = address or ""
+    found = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):(\d+)", address)
     if not found and address != "auto":
         raise ValueError(f"address must be 'auto', HOST:PORT or ray://HOST:PORT, got {address!r}")
     try:
         if found:  # Ray itself tries for minutes
             host, port = found[1].strip("[]"), int(found[2])
             socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        if address.startswith("ray://") and find_spec("grpc") is None:
+            raise NotImplementedError(f"{address!r} needs grpcio: pip install 'ray[client]'")
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+    except NotImplementedError:
+        raise
     except (OSError, OverflowError, RuntimeError) as error:
         raise ValueError(f"no Ray cluster answers at address {address!r}: {error}") from error
     return ray, ray.shutdown
