@@ -17,6 +17,10 @@ from cqs.worker.rectangle import Rectangle
 from cqs.worker.scale import with_positive_scale
 from cqs.worker.triton.backward import add_key_gradients, add_query_gradients
 from cqs.worker.triton.forward import attend_tiles
+from cqs.worker.triton.hopper_backward import (
+    add_key_gradients_on_hopper,
+    add_query_gradients_on_hopper,
+)
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
 from cqs.worker.triton.tiles import (
     Span,
@@ -63,8 +67,7 @@ def attend_rectangles(
     group_size = num_heads // key.shape[1]
     scale_log2 = scale / math.log(2)
     if on_hopper:
-        num_programs = torch.cuda.get_device_properties(query.device).multi_processor_count
-        attend_tiles_on_hopper[(min(num_programs, num_items),)](
+        attend_tiles_on_hopper[_persistent(num_items, query.device)](
             _describe(query, tile_q // 2, GluonDescriptor),
             _describe(key, tile_k, GluonDescriptor),
             _describe(value, tile_k, GluonDescriptor),
@@ -72,7 +75,7 @@ def attend_rectangles(
             lse,
             tiles,
             runs,
-            torch.zeros(1, dtype=torch.int32, device=query.device),
+            _counter(query),
             len(tiles),
             num_items,
             num_heads,
@@ -137,60 +140,81 @@ def add_gradients(
     grad_query, grad_key, grad_value = gradients
     batch, num_heads, num_queries, head_dim = query.shape
     _, num_kv_heads, num_keys, value_dim = value.shape
-    tile, block, num_warps, num_stages = _choose_gradient_tiles(
-        query.dtype, max(head_dim, value_dim)
-    )
-    options = dict(
-        GROUP_SIZE=num_heads // num_kv_heads,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_V=triton.next_power_of_2(value_dim),
-        PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
     lse_log2 = lse.masked_fill(lse == -torch.inf, torch.inf) / math.log(2)
     statistics = lse_log2.contiguous(), delta.contiguous()
+    on_hopper = _is_for_hopper(query, value)
+    if on_hopper:
+        tile, block, descriptor = 128, 64, GluonDescriptor
+        options = {"STAGES": 3, "num_warps": 4}
+    else:
+        tile, block, num_warps, num_stages = _choose_gradient_tiles(
+            query.dtype, max(head_dim, value_dim)
+        )
+        descriptor = TensorDescriptor
+        options = {
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "BLOCK_V": triton.next_power_of_2(value_dim),
+            "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+        }
+    options["GROUP_SIZE"] = num_heads // num_kv_heads
+    fixed = tile // 2 if on_hopper else tile
+
     tiles, runs = _tile_list(united_query_spans, tuple(rectangles), tile, block, query.device)
-    add_query_gradients[(len(tiles) * batch * num_heads,)](
-        _describe(query, tile),
-        _describe(key, block),
-        _describe(value, block),
-        _describe(grad_output, tile),
+    tensors = (
+        _describe(query, fixed, descriptor),
+        _describe(key, block, descriptor),
+        _describe(value, block, descriptor),
+        _describe(grad_output, fixed, descriptor),
         *statistics,
         grad_query,
         tiles,
         runs,
-        len(tiles),
-        num_heads,
-        num_queries,
-        head_dim,
-        scale,
-        TILE_Q=tile,
-        TILE_K=block,
-        **options,
     )
+    num_items = len(tiles) * batch * num_heads
+    sizes = num_heads, num_queries, head_dim, scale
+    if on_hopper:
+        add_query_gradients_on_hopper[_persistent(num_items, query.device)](
+            *tensors, _counter(query), len(tiles), num_items, *sizes, scale / math.log(2), **options
+        )
+    else:
+        add_query_gradients[(num_items,)](
+            *tensors, len(tiles), *sizes, TILE_Q=tile, TILE_K=block, **options
+        )
+
     tiles, runs = _tile_list(united_key_spans, tuple(rectangles), tile, block, query.device)
-    add_key_gradients[(len(tiles) * batch * num_kv_heads,)](
-        _describe(query, block),
-        _describe(key, tile),
-        _describe(value, tile),
-        _describe(grad_output, block),
+    tensors = (
+        _describe(query, block, descriptor),
+        _describe(key, fixed, descriptor),
+        _describe(value, fixed, descriptor),
+        _describe(grad_output, block, descriptor),
         *statistics,
         grad_key,
         grad_value,
         tiles,
         runs,
-        len(tiles),
-        num_heads,
-        num_queries,
-        num_keys,
-        head_dim,
-        value_dim,
-        scale,
-        TILE_Q=block,
-        TILE_K=tile,
-        **options,
     )
+    num_items = len(tiles) * batch * num_kv_heads
+    sizes = num_heads, num_queries, num_keys, head_dim, value_dim, scale
+    if on_hopper:
+        add_key_gradients_on_hopper[_persistent(num_items, query.device)](
+            *tensors, _counter(query), len(tiles), num_items, *sizes, scale / math.log(2), **options
+        )
+    else:
+        add_key_gradients[(num_items,)](
+            *tensors, len(tiles), *sizes, TILE_Q=block, TILE_K=tile, **options
+        )
+
+
+def _persistent(num_items: int, device: torch.device) -> tuple[int]:
+    """Return a grid of one program per multiprocessor, or fewer if there is less to do."""
+    return (min(num_items, torch.cuda.get_device_properties(device).multi_processor_count),)
+
+
+def _counter(like: Tensor) -> Tensor:
+    """Allocate the counter from which programs take items."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def _choose_gradient_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:

@@ -56,7 +56,7 @@ class TileList:
 
 def query_spans(rectangles: Iterable[Rectangle]) -> list[Span]:
     """Return each rectangle's queries and the keys that they attend to."""
-    return [Span(queries, tuple(_bands(queries, *keys))) for queries, *keys in rectangles]
+    return [Span(rectangle.queries, tuple(_bands(rectangle))) for rectangle in rectangles]
 
 
 def united_query_spans(rectangles: Iterable[Rectangle]) -> list[Span]:
@@ -132,7 +132,8 @@ def make_tile_list(
     return TileList(found[order], np.ascontiguousarray(run[:, 2:], np.int32))
 
 
-def _bands(queries: range, keys: tuple[range, ...], causal_keys: range | None) -> Iterable[Band]:
+def _bands(rectangle: Rectangle) -> Iterable[Band]:
+    queries, keys, causal_keys = rectangle
     for tokens in keys:
         yield Band(tokens.start, tokens.stop)
     if causal_keys is not None:
@@ -151,9 +152,6 @@ def _unite(spans: Iterable[Span]) -> list[Span]:
     return [Span(range(marks[i], marks[i + 1]), tuple(found)) for i, found in bands.items()]
 
 
-def _runs(
-    tile: np.ndarray, is_full: int, start: np.ndarray, stop: np.ndarray, low: int, high: int
-) -> np.ndarray:
-    """Put a run of each tile beside it, as one row of integers."""
-    columns = np.broadcast_arrays(tile, is_full, start, stop, low, high)
-    return np.stack(columns, axis=1)
+def _runs(*columns: np.ndarray | int) -> np.ndarray:
+    """Put a run of each tile beside it: tile, is it full, start, stop, low, high."""
+    return np.stack(np.broadcast_arrays(*columns), axis=1)
