@@ -1,7 +1,7 @@
 """The backward kernels for Hopper GPUs; what they compute stands in backward.py.
 
 As in the forward kernel one warp copies, and two groups of warps compute, each with half of a
-tile's rows. A group's last products are still at work while it takes the next scores.
+tile's rows. A group's product with the last gradients of scores is at work while it takes the next.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -201,11 +200,11 @@ def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.co
     BLOCK: gl.constexpr = ring_a.shape[3]
     BLOCK_D: gl.constexpr = a.shape[4]
     BLOCK_V: gl.constexpr = b.shape[4]
+    STAGES: gl.constexpr = ring_a.shape[0]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    q = a.index(half).reshape([ROWS, BLOCK_D])
-    grad_out = b.index(half).reshape([ROWS, BLOCK_V])
+    tile = (a.index(half).reshape([ROWS, BLOCK_D]), b.index(half).reshape([ROWS, BLOCK_V]))
+    ring = (ring_a, ring_b, ready, free)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))
     turn = 0
     i = 0
@@ -221,31 +220,34 @@ def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.co
         in_tile = row + query_start < query_stop
         lses = gl.load(lse_log2 + first_row + row, mask=in_tile, other=float("inf"))
         deltas = gl.load(delta + first_row + row, mask=in_tile, other=0.0)
-        statistics_of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), scale_log2)
-        tile = (q, grad_out)
-        ring = (ring_a, ring_b, ready, free)
+        of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), scale_log2)
         mbarrier.wait(tile_ready.index(0), turn & 1)
-        adding = warpgroup_mma_init(gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout))
-        grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, operand)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
+        last = i
+        grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, acc_layout, 2))
         for run in range(first_run, banded_stop):
             start = gl.load(runs + run * 4)
-            band = (gl.load(runs + run * 4 + 1), gl.load(runs + run * 4 + 2))
+            stop = gl.load(runs + run * 4 + 1)
+            low = gl.load(runs + run * 4 + 2)
             high = gl.load(runs + run * 4 + 3)
-            for k0 in range(start, band[0], BLOCK):
-                place = (query_start, k0, band[0], band[1], high)
-                adding, grad_scores = _query_step(
-                    tile, ring, i, adding, grad_scores, statistics_of_rows, place, True
+            for k0 in range(start, stop, BLOCK):
+                place = (query_start, k0, stop, low, high)
+                acc, grad_scores = _query_step(
+                    tile, ring, i, last, acc, grad_scores, of_rows, place, True
                 )
+                last = i
                 i += 1
         for j in range(i, i + num_full):
             place = (query_start, 0, 0, 0, 0)
-            adding, grad_scores = _query_step(
-                tile, ring, j, adding, grad_scores, statistics_of_rows, place, False
+            acc, grad_scores = _query_step(
+                tile, ring, j, last, acc, grad_scores, of_rows, place, False
             )
+            last = j
         i += num_full
         mbarrier.arrive(tile_free.index(0), count=1)
-        acc, grad_scores = warpgroup_mma_wait(0, [adding, grad_scores])
-        mbarrier.arrive(free.index((i - 1) % ring_a.shape[0]), count=1)
+        keys = ring_a.index(last % STAGES).reshape([BLOCK, BLOCK_D])
+        acc = warpgroup_mma(grad_scores, keys, acc)
+        mbarrier.arrive(free.index(last % STAGES), count=1)
         _add(grad_query, acc * scale, first_row, query_stop - query_start, head_dim)
         turn += 1
         item = next_item(queue, turn)
@@ -254,9 +256,12 @@ def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.co
 
 @gluon.jit
 def _query_step(
-    tile, ring, i, adding, last_grad_scores, statistics, place, IS_BANDED: gl.constexpr
+    tile, ring, i, last, acc, last_grad_scores, statistics, place, IS_BANDED: gl.constexpr
 ):
-    """Begin to add the i-th block's share to a query tile's gradient; the last one's is done."""
+    """Take the i-th block's gradients of scores, and add the share of the block before.
+
+    The first block of a tile has none before it: what is added then are zeros.
+    """
     q, grad_out = tile
     ring_a, ring_b, ready, free = ring
     lses, deltas, scale_log2 = statistics
@@ -265,25 +270,26 @@ def _query_step(
     BLOCK_D: gl.constexpr = ring_a.shape[4]
     BLOCK_V: gl.constexpr = ring_b.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    stage = i % STAGES
-    keys = ring_a.index(stage).reshape([BLOCK, BLOCK_D])
-    values = ring_b.index(stage).reshape([BLOCK, BLOCK_V])
-    mbarrier.wait(ready.index(stage), i // STAGES & 1)
+    keys = ring_a.index(i % STAGES).reshape([BLOCK, BLOCK_D])
+    values = ring_b.index(i % STAGES).reshape([BLOCK, BLOCK_V])
+    mbarrier.wait(ready.index(i % STAGES), i // STAGES & 1)
     scores = _issue_product(q, keys.permute([1, 0]), layout)
     grad_p = _issue_product(grad_out, values.permute([1, 0]), layout)
-    scores, acc, last_grad_scores = warpgroup_mma_wait(1, [scores, adding, last_grad_scores])
-    mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+    last_keys = ring_a.index(last % STAGES).reshape([BLOCK, BLOCK_D])
+    adding = warpgroup_mma(last_grad_scores, last_keys, acc, is_async=True)
+    scores = warpgroup_mma_wait(2, [scores])
     p = gl.exp2(scores * scale_log2 - lses)
-    grad_p = warpgroup_mma_wait(0, [grad_p])
+    grad_p = warpgroup_mma_wait(1, [grad_p])
     grad_scores = p * (grad_p - deltas)
     if IS_BANDED:
         row_start, column_start, stop, low, high = place
-        grad_scores = gl.where(
-            _visible(layout, row_start, column_start, stop, low, high), grad_scores, 0.0
-        )
+        visible = _visible(layout, row_start, column_start, stop, low, high)
+        grad_scores = gl.where(visible, grad_scores, 0.0)
+    acc, last_grad_scores = warpgroup_mma_wait(0, [adding, last_grad_scores])
+    mbarrier.arrive(free.index(last % STAGES), count=1, pred=last < i)
     acc_layout: gl.constexpr = acc.type.layout
-    grad_scores = gl.convert_layout(grad_scores.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-    return warpgroup_mma(grad_scores, keys, acc, is_async=True), grad_scores
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    return acc, gl.convert_layout(grad_scores.to(q.dtype), operand)
 
 
 @gluon.jit
@@ -301,8 +307,8 @@ def _gather_key_gradients(
     BLOCK_V: gl.constexpr = b.shape[4]
     key_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
-    k = a.index(half).reshape([ROWS, BLOCK_D])
-    v = b.index(half).reshape([ROWS, BLOCK_V])
+    tile = (a.index(half).reshape([ROWS, BLOCK_D]), b.index(half).reshape([ROWS, BLOCK_V]))
+    ring = (ring_a, ring_b, ready, free)
     turn = 0
     i = 0
     item = next_item(queue, turn)
@@ -314,15 +320,12 @@ def _gather_key_gradients(
         banded_stop = item_field(item, 4)
         run_stop = item_field(item, 5)
         kv_head = index // num_tiles
-        tile = (k, v)
-        ring = (ring_a, ring_b, ready, free)
         mbarrier.wait(tile_ready.index(0), turn & 1)
-        adding_k = warpgroup_mma_init(gl.zeros([ROWS, BLOCK_D], gl.float32, key_layout))
-        adding_v = warpgroup_mma_init(gl.zeros([ROWS, BLOCK_V], gl.float32, value_layout))
-        grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, key_layout, 2))
+        acc_k = gl.zeros([ROWS, BLOCK_D], gl.float32, key_layout)
+        acc_v = gl.zeros([ROWS, BLOCK_V], gl.float32, value_layout)
         for member in range(GROUP_SIZE):
             first_row = (kv_head * GROUP_SIZE + member).to(gl.int64) * num_queries
-            place_of_rows = (lse_log2 + first_row, delta + first_row, scale_log2)
+            of_columns = (lse_log2 + first_row, delta + first_row, scale_log2)
             for run in range(first_run, banded_stop):
                 start = gl.load(runs + run * 4)
                 stop = gl.load(runs + run * 4 + 1)
@@ -330,22 +333,16 @@ def _gather_key_gradients(
                 high = gl.load(runs + run * 4 + 3)
                 for q0 in range(start, stop, BLOCK):
                     place = (key_start, q0, stop, low, high)
-                    adding_k, adding_v, grad_scores = _key_step(
-                        tile, ring, i, adding_k, adding_v, grad_scores, place_of_rows, place, True
-                    )
+                    acc_k, acc_v = _key_step(tile, ring, i, acc_k, acc_v, of_columns, place, True)
                     i += 1
             for run in range(banded_stop, run_stop):
                 start = gl.load(runs + run * 4)
                 stop = gl.load(runs + run * 4 + 1)
                 for q0 in range(start, stop, BLOCK):
                     place = (key_start, q0, stop, 0, 0)
-                    adding_k, adding_v, grad_scores = _key_step(
-                        tile, ring, i, adding_k, adding_v, grad_scores, place_of_rows, place, False
-                    )
+                    acc_k, acc_v = _key_step(tile, ring, i, acc_k, acc_v, of_columns, place, False)
                     i += 1
         mbarrier.arrive(tile_free.index(0), count=1)
-        acc_v, acc_k, grad_scores = warpgroup_mma_wait(0, [adding_v, adding_k, grad_scores])
-        mbarrier.arrive(free.index((i - 1) % ring_a.shape[0]), count=1)
         first_row = kv_head.to(gl.int64) * num_keys + key_start
         _add(grad_key, acc_k * scale, first_row, key_stop - key_start, head_dim)
         _add(grad_value, acc_v, first_row, key_stop - key_start, value_dim)
@@ -359,14 +356,16 @@ def _key_step(
     tile,
     ring,
     i,
-    adding_k,
-    adding_v,
-    last_grad_scores,
+    acc_k,
+    acc_v,
     statistics,
     place,
     IS_BANDED: gl.constexpr,
 ):
-    """Begin to add the i-th block's share to a key tile's gradients; the last one's is done."""
+    """Add the i-th block's share to the gradients of a key tile.
+
+    The registers hold two accumulators, so nothing is left at work: the other group fills in.
+    """
     k, v = tile
     ring_a, ring_b, ready, free = ring
     lse_log2, delta, scale_log2 = statistics
@@ -376,33 +375,38 @@ def _key_step(
     BLOCK_D: gl.constexpr = ring_a.shape[4]
     BLOCK_V: gl.constexpr = ring_b.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    stage = i % STAGES
-    queries = ring_a.index(stage).reshape([BLOCK, BLOCK_D])
-    grad_out = ring_b.index(stage).reshape([BLOCK, BLOCK_V])
-    mbarrier.wait(ready.index(stage), i // STAGES & 1)
+    queries = ring_a.index(i % STAGES).reshape([BLOCK, BLOCK_D])
+    grad_out = ring_b.index(i % STAGES).reshape([BLOCK, BLOCK_V])
+    column = column_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    if IS_BANDED:
+        lses = gl.load(lse_log2 + column, mask=column < stop, other=float("inf"))
+    else:
+        lses = gl.load(lse_log2 + column)
+    mbarrier.wait(ready.index(i % STAGES), i // STAGES & 1)
     scores = _issue_product(k, queries.permute([1, 0]), layout)
     grad_p = _issue_product(v, grad_out.permute([1, 0]), layout)
-    column = column_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-    in_run = column < stop
-    lses = gl.load(lse_log2 + column, mask=in_run, other=float("inf"))
-    scores, acc_k, acc_v, last_grad_scores = warpgroup_mma_wait(
-        1, [scores, adding_k, adding_v, last_grad_scores]
-    )
-    mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+    scores = warpgroup_mma_wait(1, [scores])
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(lses, 0))
     if IS_BANDED:
         p = gl.where(_visible(layout, row_start, column_start, stop, low, high), p, 0.0)
     value_layout: gl.constexpr = acc_v.type.layout
     p_operand = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, value_layout, 2))
-    adding_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
-    deltas = gl.load(delta + column, mask=in_run, other=0.0)
-    grad_p, p_operand = warpgroup_mma_wait(1, [grad_p, p_operand])
+    acc_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
+    if IS_BANDED:
+        deltas = gl.load(delta + column, mask=column < stop, other=0.0)
+    else:
+        deltas = gl.load(delta + column)
+    grad_p = warpgroup_mma_wait(1, [grad_p])
     grad_scores = p * (grad_p - gl.expand_dims(deltas, 0))
     key_layout: gl.constexpr = acc_k.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, key_layout, 2)
     grad_scores = gl.convert_layout(grad_scores.to(k.dtype), operand)
-    adding_k = warpgroup_mma(grad_scores, queries, acc_k, is_async=True)
-    return adding_k, adding_v, grad_scores
+    acc_k = warpgroup_mma(grad_scores, queries, acc_k, is_async=True)
+    acc_k, acc_v, p_operand, grad_scores = warpgroup_mma_wait(
+        0, [acc_k, acc_v, p_operand, grad_scores]
+    )
+    mbarrier.arrive(free.index(i % STAGES), count=1)
+    return acc_k, acc_v
 
 
 @gluon.jit

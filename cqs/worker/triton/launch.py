@@ -143,6 +143,7 @@ def add_gradients(
     lse_log2 = lse.masked_fill(lse == -torch.inf, torch.inf) / math.log(2)
     statistics = lse_log2.contiguous(), delta.contiguous()
     on_hopper = _is_for_hopper(query, value)
+    options: dict[str, Any]
     if on_hopper:
         tile, block, descriptor = 128, 64, GluonDescriptor
         options = {"STAGES": 3, "num_warps": 4}
@@ -184,7 +185,7 @@ def add_gradients(
         )
 
     tiles, runs = _tile_list(united_key_spans, tuple(rectangles), tile, block, query.device)
-    tensors = (
+    key_tensors = (
         _describe(query, block, descriptor),
         _describe(key, fixed, descriptor),
         _describe(value, fixed, descriptor),
@@ -196,14 +197,20 @@ def add_gradients(
         runs,
     )
     num_items = len(tiles) * batch * num_kv_heads
-    sizes = num_heads, num_queries, num_keys, head_dim, value_dim, scale
+    key_sizes = num_heads, num_queries, num_keys, head_dim, value_dim, scale
     if on_hopper:
         add_key_gradients_on_hopper[_persistent(num_items, query.device)](
-            *tensors, _counter(query), len(tiles), num_items, *sizes, scale / math.log(2), **options
+            *key_tensors,
+            _counter(query),
+            len(tiles),
+            num_items,
+            *key_sizes,
+            scale / math.log(2),
+            **options,
         )
     else:
         add_key_gradients[(num_items,)](
-            *tensors, len(tiles), *sizes, TILE_Q=block, TILE_K=tile, **options
+            *key_tensors, len(tiles), *key_sizes, TILE_Q=block, TILE_K=tile, **options
         )
 
 
