@@ -223,7 +223,7 @@ def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.co
         of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), scale_log2)
         mbarrier.wait(tile_ready.index(0), turn & 1)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
-        last = i
+        first = i
         grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, acc_layout, 2))
         for run in range(first_run, banded_stop):
             start = gl.load(runs + run * 4)
@@ -233,21 +233,19 @@ def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.co
             for k0 in range(start, stop, BLOCK):
                 place = (query_start, k0, stop, low, high)
                 acc, grad_scores = _query_step(
-                    tile, ring, i, last, acc, grad_scores, of_rows, place, True
+                    tile, ring, i, first, acc, grad_scores, of_rows, place, True
                 )
-                last = i
                 i += 1
         for j in range(i, i + num_full):
             place = (query_start, 0, 0, 0, 0)
             acc, grad_scores = _query_step(
-                tile, ring, j, last, acc, grad_scores, of_rows, place, False
+                tile, ring, j, first, acc, grad_scores, of_rows, place, False
             )
-            last = j
         i += num_full
         mbarrier.arrive(tile_free.index(0), count=1)
-        keys = ring_a.index(last % STAGES).reshape([BLOCK, BLOCK_D])
+        keys = ring_a.index((i - 1) % STAGES).reshape([BLOCK, BLOCK_D])
         acc = warpgroup_mma(grad_scores, keys, acc)
-        mbarrier.arrive(free.index(last % STAGES), count=1)
+        mbarrier.arrive(free.index((i - 1) % STAGES), count=1)
         _add(grad_query, acc * scale, first_row, query_stop - query_start, head_dim)
         turn += 1
         item = next_item(queue, turn)
@@ -256,7 +254,7 @@ def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.co
 
 @gluon.jit
 def _query_step(
-    tile, ring, i, last, acc, last_grad_scores, statistics, place, IS_BANDED: gl.constexpr
+    tile, ring, i, first, acc, last_grad_scores, statistics, place, IS_BANDED: gl.constexpr
 ):
     """Take the i-th block's gradients of scores, and add the share of the block before.
 
@@ -275,6 +273,7 @@ def _query_step(
     mbarrier.wait(ready.index(i % STAGES), i // STAGES & 1)
     scores = _issue_product(q, keys.permute([1, 0]), layout)
     grad_p = _issue_product(grad_out, values.permute([1, 0]), layout)
+    last = gl.maximum(i - 1, first)
     last_keys = ring_a.index(last % STAGES).reshape([BLOCK, BLOCK_D])
     adding = warpgroup_mma(last_grad_scores, last_keys, acc, is_async=True)
     scores = warpgroup_mma_wait(2, [scores])
@@ -286,7 +285,7 @@ def _query_step(
         visible = _visible(layout, row_start, column_start, stop, low, high)
         grad_scores = gl.where(visible, grad_scores, 0.0)
     acc, last_grad_scores = warpgroup_mma_wait(0, [adding, last_grad_scores])
-    mbarrier.arrive(free.index(last % STAGES), count=1, pred=last < i)
+    mbarrier.arrive(free.index(last % STAGES), count=1, pred=i > first)
     acc_layout: gl.constexpr = acc.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     return acc, gl.convert_layout(grad_scores.to(q.dtype), operand)
