@@ -1,12 +1,14 @@
 """The one call that most users need."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cqs.executors.local import run_local
+from cqs.autograd import attend_differentiably
+from cqs.executors.local import run_local, run_local_backward
 from cqs.problem import check_problem
 from cqs.verify import verify_rows
 from cqs.worker import check_backend_name
@@ -61,7 +63,7 @@ def attention(
     Raises:
         TypeError: for arguments of the wrong type and unsupported dtypes.
         ValueError: for shapes, dtypes, devices or values that do not fit.
-        NotImplementedError: if the named backend cannot take the tensors, for gradients, and for
+        NotImplementedError: if the named backend cannot take the tensors, and for
             ``"ray"`` where Ray is not installed; the message says why.
         cqs.verify.VerificationError: if ``verify`` finds a wrong row.
 
@@ -77,7 +79,13 @@ def attention(
         problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
         check_backend_name(backend)
         plan = problem.make_plan(1 if num_workers is None else num_workers, interest_set)
-        answer = run_local(problem, plan, backend=backend)
+        answer = attend_differentiably(
+            problem,
+            partial(run_local, plan=plan, backend=backend),
+            lambda problem, answer, grad_output: run_local_backward(
+                problem, plan, answer, grad_output, backend=backend
+            ),
+        )
         if verify:
             verify_rows(problem, answer)
         return (answer.output, answer.lse) if return_lse else answer.output
@@ -85,26 +93,19 @@ def attention(
     if isinstance(executor, str) and executor != "ray":
         raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
     from cqs.executors.ray import Cluster
+    from cqs.executors.ray.cluster import attend_on
 
+    if not isinstance(executor, str | Cluster):
+        raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
     problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
     check_backend_name(backend)
     problem.make_plan(1 if num_workers is None else num_workers, interest_set)  # before Ray starts
-    if isinstance(executor, str):
-        scope: AbstractContextManager[Cluster] = Cluster()
-    elif isinstance(executor, Cluster):
-        scope = nullcontext(executor)
-    else:
-        raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
-    with scope as cluster:
-        return cluster.attention(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            scale=scale,
-            num_workers=num_workers,
-            interest_set=interest_set,
-            backend=backend,
-            return_lse=return_lse,
-            verify=verify,
-        )
+    answer = attend_on(
+        Cluster if isinstance(executor, str) else lambda: nullcontext(executor),
+        problem,
+        num_workers=num_workers,
+        interest_set=interest_set,
+        backend=backend,
+        verify=verify,
+    )
+    return (answer.output, answer.lse) if return_lse else answer.output

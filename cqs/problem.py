@@ -74,8 +74,7 @@ def check_problem(
     Raises:
         TypeError: if an argument is of the wrong type or the tensors of an unsupported dtype.
         ValueError: if shapes, dtypes or devices do not fit together, or ``scale`` is not finite.
-        NotImplementedError: for devices other than CPU and CUDA, and for tensors that require
-            gradients while gradients are recorded.
+        NotImplementedError: for devices other than CPU and CUDA.
     """
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
@@ -103,11 +102,6 @@ def check_problem(
         if tensor.shape[3] == 0:
             raise ValueError(
                 f"{name} must have a head_dim of at least 1, got {tuple(tensor.shape)}"
-            )
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{name} requires a gradient, but only the forward pass exists: "
-                "detach it or call under torch.no_grad()"
             )
     if key.shape[1:3] != value.shape[1:3]:
         raise ValueError(

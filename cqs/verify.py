@@ -10,6 +10,7 @@ class VerificationError(ArithmeticError):
     """A sampled row of the answer is further from the exact one than rounding explains."""
 
 
+@torch.no_grad()
 def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: int = 0) -> None:
     """Raise unless sampled query rows agree with float64 attention, for every batch and head.
 

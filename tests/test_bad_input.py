@@ -78,16 +78,6 @@ BAD = {
         NotImplementedError,
         "query must be on the CPU or a GPU, got meta",
     ),
-    "query-gradient": (
-        attend(query=tensor(requires_grad=True)),
-        NotImplementedError,
-        "query requires a gradient",
-    ),
-    "value-gradient": (
-        attend(value=tensor(requires_grad=True)),
-        NotImplementedError,
-        "value requires a gradient",
-    ),
     # Tensors that do not fit together.
     "key-other-dtype": (
         attend(key=tensor(dtype=torch.float64)),

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
+from torch import Tensor
+
+from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task
@@ -59,6 +62,45 @@ def run_local(
         if progress:
             progress(done, plan.num_workers)
     return tiler.finish()
+
+
+def run_local_backward(
+    problem: Problem,
+    plan: Plan,
+    answer: Partial,
+    grad_output: Tensor,
+    *,
+    backend: str | None = None,
+) -> Gradients:
+    """Compute the gradients of ``problem`` by the plan of its forward pass.
+
+    Args:
+        problem: The checked problem.
+        plan: A plan of its lengths.
+        answer: What the forward pass returned.
+        grad_output: Gradient of the output.
+        backend: Name of a backend, or ``None`` for the best.
+    """
+    whole_q, whole_kv = range(plan.seqlen_q), range(plan.seqlen_kv)
+    held = [
+        HeldTokens([(whole, tensor)])
+        for whole, tensor in (
+            (whole_q, problem.query),
+            (whole_kv, problem.key),
+            (whole_kv, problem.value),
+            (whole_q, grad_output),
+            (whole_q, answer.output),
+            (whole_q, answer.lse),
+        )
+    ]
+    gradients = Gradients.zeros(problem.query, problem.key, problem.value)
+    if not answer.output.numel() or not problem.key.numel():
+        return gradients
+    worker = Worker(backend)
+    for tasks in _launches(problem, plan):
+        steps = [step for task in tasks for step in task.steps]
+        worker.run_backward(steps, *held, scale=problem.scale, gradients=gradients)
+    return gradients
 
 
 def _launches(problem: Problem, plan: Plan) -> Iterator[list[Task]]:

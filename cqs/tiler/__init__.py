@@ -1,5 +1,6 @@
 """Partial results into the answer: torch, no ray, no worker."""
 
+from cqs.tiler.gradient_sum import GradientSum
 from cqs.tiler.tiler import Tiler
 
-__all__ = ["Tiler"]
+__all__ = ["GradientSum", "Tiler"]

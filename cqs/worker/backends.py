@@ -5,10 +5,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.cpu import attend_cpu, why_not_cpu
-from cqs.worker.cudnn import attend_cudnn, why_not_cudnn
-from cqs.worker.reference import attend_reference, why_not_reference
-from cqs.worker.triton import attend_rectangles, why_not_triton
+from cqs.worker.cpu import attend_cpu, gradients_cpu, why_not_cpu
+from cqs.worker.cudnn import attend_cudnn, gradients_cudnn, why_not_cudnn
+from cqs.worker.reference import attend_reference, gradients_reference, why_not_reference
+from cqs.worker.triton import add_gradients, attend_rectangles, why_not_triton
 
 WHY_NOT: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {
     "cpu": why_not_cpu,
@@ -25,8 +25,18 @@ ATTEND: dict[str, Callable[..., Partial]] = {
 }
 """Backends that take one rectangle, or one causal square, at a time."""
 
+GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "cudnn": gradients_cudnn,
+    "cpu": gradients_cpu,
+    "reference": gradients_reference,
+}
+"""Their backward passes."""
+
 ATTEND_RECTANGLES: dict[str, Callable[..., list[Partial]]] = {"triton": attend_rectangles}
 """Backends that take whole tasks."""
+
+ADD_GRADIENTS: dict[str, Callable[..., None]] = {"triton": add_gradients}
+"""Their backward passes."""
 
 
 def check_backend_name(backend: str | None) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.scale import with_positive_scale
+from cqs.worker.scale import with_positive_scale, with_sign_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_KEYS = 64
@@ -43,3 +43,29 @@ def attend_cpu(
         output = output.masked_fill(broken.unsqueeze(-1), torch.nan)
         lse = lse.masked_fill(broken, torch.nan)
     return Partial(output, lse)
+
+
+def gradients_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_output: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute gradients with the fused CPU kernel; arguments as for the reference."""
+    positive_query, positive_scale = with_positive_scale(query, scale)
+    tensors = (grad_output, positive_query, key, value, output)
+    grad_query, grad_key, grad_value = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(t if t.stride(-1) == 1 else t.contiguous() for t in tensors),
+            lse,
+            0.0,
+            is_causal,
+            scale=positive_scale,
+        )
+    )
+    return with_sign_of(scale, grad_query), grad_key, grad_value

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.scale import with_positive_scale
+from cqs.worker.scale import with_positive_scale, with_sign_of
 
 _MAX_HEAD_DIM = 128
 _MAX_GRID = 65535
@@ -42,3 +42,35 @@ def attend_cudnn(
         query, key, value, None, True, 0.0, is_causal, False, scale=scale
     )
     return Partial(output, lse.view(query.shape[:3]))
+
+
+def gradients_cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_output: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute gradients with cuDNN's kernel; arguments as for the reference."""
+    positive_query, positive_scale = with_positive_scale(query, scale)
+    tensors = (grad_output, positive_query, key, value, output)
+    no_seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(t if t.stride(-1) == 1 else t.contiguous() for t in tensors),
+        lse.unsqueeze(-1).contiguous(),
+        no_seed,
+        no_seed,
+        None,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        is_causal,
+        scale=positive_scale,
+    )
+    return with_sign_of(scale, grad_query), grad_key, grad_value

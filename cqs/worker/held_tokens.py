@@ -52,6 +52,16 @@ class HeldTokens:
     def __init__(self, pieces: Iterable[tuple[range, Tensor]]):
         """Hold ``(token range, tensor)`` pieces; the tensors are never written to."""
         self._pieces = sorted(pieces, key=lambda piece: piece[0].start)
+        self._joined: JoinedTokens | None = None
+
+    @classmethod
+    def packed(cls, tokens: JoinedTokens) -> "HeldTokens":
+        """Hold tokens that lie in one tensor already."""
+        lengths = list(map(len, tokens.ranges))
+        parts = tokens.tensor.split(lengths, dim=2)
+        held = cls(zip(tokens.ranges, parts, strict=True))
+        held._joined = tokens
+        return held
 
     @property
     def sample(self) -> Tensor:
@@ -66,8 +76,11 @@ class HeldTokens:
 
     def joined(self) -> "JoinedTokens":
         """Return all tokens in one tensor: a view if one piece holds them, else a copy."""
-        ranges, tensors = zip(*self._pieces, strict=True)
-        return JoinedTokens(tensors[0] if len(tensors) == 1 else torch.cat(tensors, 2), ranges)
+        if self._joined is None:
+            ranges, tensors = zip(*self._pieces, strict=True)
+            tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=2)
+            self._joined = JoinedTokens(tensor, ranges)
+        return self._joined
 
     def take(self, ranges: Iterable[range]) -> Tensor:
         """Return the tokens of ``ranges`` in order: a view if one piece holds them all.

@@ -29,13 +29,63 @@ def attend_reference(
         is_causal: The block is square and query i sees the keys 0..i.
         scale: Factor on the scores.
     """
-    dtype = lse_dtype(query.dtype)
-    query_BGRQD = query.to(dtype).unflatten(1, (key.shape[1], -1))
-    scores_BGRQK = scale * query_BGRQD @ key.to(dtype).unsqueeze(2).mT
-    if is_causal:
-        hidden = torch.ones(scores_BGRQK.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-        scores_BGRQK.masked_fill_(hidden, -torch.inf)
+    scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale)
+    dtype = scores_BGRQK.dtype
     lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
     output = scores_BGRQK.softmax(dim=-1) @ value.to(dtype).unsqueeze(2)
     output = output.masked_fill((lse_BGRQ == -torch.inf).unsqueeze(-1), 0)
     return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
+
+
+def gradients_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_output: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what the pairs of one call contribute to the gradients of its tensors.
+
+    With the lse and the output over *all* keys, ``P = exp(scores - lse)`` are the probabilities of
+    these pairs among all, and ``delta = sum(output * grad_output)`` what the softmax subtracts
+    (Dao et al., FlashAttention, 2022, appendix B).
+
+    Args:
+        query: As for :func:`attend_reference`, like the other arguments not named here.
+        key: Likewise.
+        value: Likewise.
+        grad_output: ``[batch, num_heads, seqlen_q, value_dim]``.
+        output: Likewise, of the whole problem.
+        lse: ``[batch, num_heads, seqlen_q]``, of the whole problem.
+        is_causal: Likewise.
+        scale: Likewise.
+    """
+    scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale)
+    dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
+    key_BG1KD, value_BG1KD = (tensor.to(dtype).unsqueeze(2) for tensor in (key, value))
+    query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
+        tensor.to(dtype).unflatten(1, groups) for tensor in (query, grad_output, output, lse)
+    )
+    blind_BGRQ = lse_BGRQ == -torch.inf
+    p_BGRQK = (scores_BGRQK - lse_BGRQ.masked_fill(blind_BGRQ, torch.inf).unsqueeze(-1)).exp()
+    delta_BGRQ1 = (output_BGRQD * grad_BGRQD).sum(-1, keepdim=True)
+    grad_scores_BGRQK = p_BGRQK * (grad_BGRQD @ value_BG1KD.mT - delta_BGRQ1)
+    return (
+        scale * (grad_scores_BGRQK @ key_BG1KD).flatten(1, 2),
+        scale * (grad_scores_BGRQK.mT @ query_BGRQD).sum(2),
+        (p_BGRQK.mT @ grad_BGRQD).sum(2),
+    )
+
+
+def _scores(query: Tensor, key: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+    dtype = lse_dtype(query.dtype)
+    query_BGRQD = query.to(dtype).unflatten(1, (key.shape[1], -1))
+    scores_BGRQK: Tensor = scale * query_BGRQD @ key.to(dtype).unsqueeze(2).mT
+    if is_causal:
+        hidden = torch.ones(scores_BGRQK.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        scores_BGRQK.masked_fill_(hidden, -torch.inf)
+    return scores_BGRQK

@@ -13,3 +13,10 @@ def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     if abs(scale) < torch.finfo(torch.float32).tiny:
         return 0 * query, 1.0
     return (query, scale) if scale > 0 else (-query, -scale)
+
+
+def with_sign_of(scale: float, grad_query: Tensor) -> Tensor:
+    """Turn the gradient of what :func:`with_positive_scale` returned into that of its query."""
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        return scale * grad_query
+    return grad_query if scale > 0 else -grad_query

@@ -4,10 +4,18 @@ from collections.abc import Sequence
 
 import torch
 
+from cqs.gradients import Gradients
 from cqs.partial import Partial, merge_partials
 from cqs.scheduler import Step, Task
-from cqs.worker.backends import ATTEND, ATTEND_RECTANGLES, check_backend_name, choose_backend
-from cqs.worker.held_tokens import HeldTokens
+from cqs.worker.backends import (
+    ADD_GRADIENTS,
+    ATTEND,
+    ATTEND_RECTANGLES,
+    GRADIENTS,
+    check_backend_name,
+    choose_backend,
+)
+from cqs.worker.held_tokens import HeldTokens, JoinedTokens
 from cqs.worker.rectangle import Rectangle
 
 
@@ -69,28 +77,98 @@ class Worker:
         if name not in ATTEND_RECTANGLES:
             return [self._run_step(step, query, key, value, scale) for step in steps]
         queries, keys, values = query.joined(), key.joined(), value.joined()
-        rectangles = [
-            Rectangle(
-                queries.rows(step.queries),
-                tuple(map(keys.rows, step.keys)),
-                None if step.causal_keys is None else keys.rows(step.causal_keys),
-            )
-            for step in steps
-        ]
         tensors = queries.tensor, keys.tensor, values.tensor
+        rectangles = _rectangles(steps, queries, keys)
         return ATTEND_RECTANGLES[name](*tensors, rectangles, scale=scale, dtype=dtype)
+
+    def run_backward(
+        self,
+        steps: Sequence[Step],
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
+        grad_output: HeldTokens,
+        output: HeldTokens,
+        lse: HeldTokens,
+        *,
+        scale: float,
+        gradients: Gradients | None = None,
+    ) -> Gradients:
+        """Compute what the pairs of steps contribute to the gradients.
+
+        Args:
+            steps: Of any number of tasks.
+            query: At least their queries.
+            key: At least their keys.
+            value: The same rows.
+            grad_output: The same rows as ``query``, as are the next two.
+            output: Of the whole problem.
+            lse: Of the whole problem.
+            scale: Factor on the scores.
+            gradients: What to add to, one row for each that is held; ``None`` means zeros.
+
+        Returns:
+            ``gradients``.
+        """
+        queries, keys, values = query.joined(), key.joined(), value.joined()
+        tensors = queries.tensor, keys.tensor, values.tensor
+        gradients = gradients or Gradients.zeros(*tensors)
+        if not steps:
+            return gradients
+        name = choose_backend(*tensors, self.backend)
+        if name in ADD_GRADIENTS:
+            grad, out = grad_output.joined().tensor, output.joined().tensor
+            delta = (out.float() * grad.float()).sum(-1)
+            rectangles = _rectangles(steps, queries, keys)
+            statistics = grad, lse.joined().tensor, delta
+            ADD_GRADIENTS[name](*tensors, *statistics, rectangles, gradients, scale=scale)
+            return gradients
+        for step in steps:
+            whole = [held.take([step.queries]) for held in (query, grad_output, output, lse)]
+            for key_ranges, is_causal in _calls(step):
+                call = whole[0], key.take(key_ranges), value.take(key_ranges)
+                compute = GRADIENTS[choose_backend(*call, self.backend)]
+                found = compute(*call, *whole[1:], is_causal=is_causal, scale=scale)
+                gradients.query[:, :, _slice(queries.rows(step.queries))] += found[0]
+                first = 0
+                for tokens in key_ranges:
+                    rows, part = keys.rows(tokens), slice(first, first + len(tokens))
+                    gradients.key[:, :, _slice(rows)] += found[1][:, :, part]
+                    gradients.value[:, :, _slice(rows)] += found[2][:, :, part]
+                    first += len(tokens)
+        return gradients
 
     def _run_step(
         self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens, scale: float
     ) -> Partial:
         """Attend to the keys all rows see in one call, and to the diagonal square in another."""
-        calls = [(step.keys, False)] if step.keys else []
-        if step.causal_keys is not None:
-            calls.append(((step.causal_keys,), True))
         rows = query.take([step.queries])
         partials = []
-        for key_ranges, is_causal in calls:
+        for key_ranges, is_causal in _calls(step):
             tensors = rows, key.take(key_ranges), value.take(key_ranges)
             attend = ATTEND[choose_backend(*tensors, self.backend)]
             partials.append(attend(*tensors, is_causal=is_causal, scale=scale))
         return partials[0] if len(partials) == 1 else merge_partials(partials)
+
+
+def _calls(step: Step) -> list[tuple[tuple[range, ...], bool]]:
+    """Return the calls of a step: its key ranges, and whether they form a causal square."""
+    calls = [(step.keys, False)] if step.keys else []
+    return calls if step.causal_keys is None else [*calls, ((step.causal_keys,), True)]
+
+
+def _rectangles(
+    steps: Sequence[Step], queries: JoinedTokens, keys: JoinedTokens
+) -> list[Rectangle]:
+    return [
+        Rectangle(
+            queries.rows(step.queries),
+            tuple(map(keys.rows, step.keys)),
+            None if step.causal_keys is None else keys.rows(step.causal_keys),
+        )
+        for step in steps
+    ]
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)

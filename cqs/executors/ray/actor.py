@@ -3,15 +3,16 @@
 import os
 import socket
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.job import TensorGroups
 from cqs.executors.ray.report import TaskReport
-from cqs.partial import Partial
 from cqs.scheduler import Task
-from cqs.worker import HeldTokens, Worker
+from cqs.worker import HeldTokens, JoinedTokens
 from cqs.worker.memory import measure_peak_bytes
 
 
@@ -45,50 +46,50 @@ class TaskActor:
         return ActorInfo(os.getpid(), host_name(), str(self._device))
 
     def run(
-        self, task: Task, scale: float, backend: str | None, *groups: Any
-    ) -> tuple[list[tuple[Blob, Blob]], TaskReport]:
+        self,
+        task: Task,
+        compute: Callable[..., TensorGroups],
+        scale: float,
+        backend: str | None,
+        *groups: tuple[Blob, ...],
+    ) -> tuple[list[tuple[Blob, ...]], TaskReport]:
         """Compute ``task``.
 
         Args:
             task: What to compute.
+            compute: How: ``attend_task`` or ``differentiate_task``.
             scale: Factor on the scores.
             backend: Name of a backend, or ``None``.
-            groups: A Blob of queries for each of ``task.held_queries``, then a pair of Blobs, keys
-                and values, for each of ``task.held_keys``; never written to.
+            groups: The tensors of each of ``task.held_queries``, then of each of
+                ``task.held_keys``; never written to.
 
         Returns:
-            Output and lse of every step, and what the task took.
+            What ``compute`` returns, and what it took.
         """
-        queries: tuple[Blob, ...] = groups[: len(task.held_queries)]
-        pairs: tuple[tuple[Blob, Blob], ...] = groups[len(task.held_queries) :]
-        keys, values = [key for key, _ in pairs], [value for _, value in pairs]
-        bytes_in = sum(blob.nbytes for blob in (*queries, *keys, *values))
+        sides = [
+            (task.held_queries, groups[: len(task.held_queries)]),
+            (task.held_keys, groups[len(task.held_queries) :]),
+        ]
+        bytes_in = sum(blob.nbytes for group in groups for blob in group)
         started = seconds = 0.0
 
-        def compute() -> list[Partial]:
+        def computed() -> TensorGroups:
             nonlocal started, seconds
             held = [
-                HeldTokens(
-                    (tokens, blob.tensor().to(self._device))
-                    for tokens, blob in zip(ranges, blobs, strict=True)
-                )
-                for ranges, blobs in (
-                    (task.held_queries, queries),
-                    (task.held_keys, keys),
-                    (task.held_keys, values),
-                )
+                [self._hold(ranges, blobs) for blobs in zip(*blobs_of_ranges, strict=True)]
+                for ranges, blobs_of_ranges in sides
             ]
             self._synchronize()
             started, start = time.time(), time.perf_counter()
-            partials = Worker(backend).run(task, *held, scale=scale)
+            results = compute(task, *held, scale=scale, backend=backend)
             self._synchronize()
             seconds = time.perf_counter() - start
-            return partials
+            return results
 
-        partials, peak_bytes = measure_peak_bytes(compute, self._device)
+        tensors, peak_bytes = measure_peak_bytes(computed, self._device)
         if self._device.type == "cpu":
             peak_bytes += bytes_in  # mapped from the store, not allocated
-        results = [(Blob(partial.output), Blob(partial.lse)) for partial in partials]
+        results = [tuple(map(Blob, group)) for group in tensors]
         report = TaskReport(
             worker=task.worker,
             pid=os.getpid(),
@@ -97,9 +98,23 @@ class TaskActor:
             seconds=seconds,
             peak_bytes=peak_bytes,
             bytes_in=bytes_in,
-            bytes_out=sum(output.nbytes + lse.nbytes for output, lse in results),
+            bytes_out=sum(blob.nbytes for group in results for blob in group),
         )
         return results, report
+
+    def _hold(self, ranges: Sequence[range], blobs: Sequence[Blob]) -> HeldTokens:
+        """Bring one tensor of each range to the device: on a CPU as it lies in the store."""
+        tensors = [blob.tensor() for blob in blobs]
+        if self._device.type == "cpu":
+            return HeldTokens(zip(ranges, tensors, strict=True))
+        batch, heads, _, *dim = tensors[0].shape
+        rows = sum(map(len, ranges))
+        packed = torch.empty(
+            (batch, heads, rows, *dim), dtype=tensors[0].dtype, device=self._device
+        )
+        for part, tensor in zip(packed.split(list(map(len, ranges)), dim=2), tensors, strict=True):
+            part.copy_(tensor)
+        return HeldTokens.packed(JoinedTokens(packed, tuple(ranges)))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -6,17 +6,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cqs.autograd import attend_differentiably
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import ActorPool
 from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Patience, Run
+from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.problem import Problem, check_problem
 from cqs.scheduler import Plan
@@ -176,24 +180,17 @@ class Cluster:
             WorkersDiedError: if all workers are dead.
             TaskFailedError: if a task kills every worker that it meets.
         """
-        future = self.submit(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            scale=scale,
+        problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
+        answer = attend_on(
+            lambda: nullcontext(self),
+            problem,
             num_workers=num_workers,
             interest_set=interest_set,
             backend=backend,
-            return_lse=return_lse,
             verify=verify,
             progress=progress,
         )
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return (answer.output, answer.lse) if return_lse else answer.output
 
     def submit(
         self,
@@ -212,16 +209,14 @@ class Cluster:
     ) -> "AttentionFuture":
         """Start :meth:`attention` and return at once; calls run one after another.
 
-        The tensors are read while the run goes on: leave them as they are until it is done.
+        The tensors are read while the run goes on: leave them as they are until it is done. No
+        gradients are recorded.
         """
         self._check_alive()
         problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
-        plan = problem.make_plan(
-            self._patience.num_workers if num_workers is None else num_workers, interest_set
-        )
         return self.submit_plan(
             problem,
-            plan,
+            self.make_plan(problem, num_workers, interest_set),
             backend=backend,
             return_lse=return_lse,
             verify=verify,
@@ -251,25 +246,98 @@ class Cluster:
             progress: See :meth:`attention`.
         """
         self._check_alive()
+        run = self._make_run(Attend(problem, plan, answer), plan, backend, verify, progress)
+        return AttentionFuture(self, self._dispatcher.submit(run), run, return_lse)
+
+    def differentiate_plan(
+        self,
+        problem: Problem,
+        plan: Plan,
+        answer: Partial,
+        grad_output: Tensor,
+        *,
+        backend: str | None = None,
+    ) -> Gradients:
+        """Compute the gradients of a checked problem by the plan of its forward pass.
+
+        Arguments as for :func:`cqs.executors.local.run_local_backward`.
+        """
+        self._check_alive()
+        job = Differentiate(problem, plan, answer, grad_output)
+        run = self._make_run(job, plan, backend, verify=False, progress=False)
+        gradients: Gradients = _wait(self._dispatcher.submit(run), run)
+        return gradients
+
+    def make_plan(
+        self, problem: Problem, num_workers: int | None, interest_set: Iterable[int] | None
+    ) -> Plan:
+        """Plan a problem; ``num_workers`` of ``None`` means a task for each worker."""
+        default = self._patience.num_workers
+        return problem.make_plan(default if num_workers is None else num_workers, interest_set)
+
+    def _make_run(
+        self,
+        job: Attend | Differentiate,
+        plan: Plan,
+        backend: str | None,
+        verify: bool,
+        progress: bool | Callable[[int, int], None],
+    ) -> Run:
         check_backend_name(backend)
-        run = Run(
+        return Run(
             self._pool,
             self._patience,
-            problem,
+            job,
             plan,
             backend=backend,
-            answer=answer,
             verify=verify,
             progress=_progress_callback(progress),
             closing=self._closing,
         )
-        return AttentionFuture(self, self._dispatcher.submit(run), run, return_lse)
 
     def _check_alive(self) -> None:
         if not self._close.alive:
             raise ValueError("this cluster is closed")
         if os.getpid() != self._pid:
             raise ValueError(f"this cluster belongs to process {self._pid}, not {os.getpid()}")
+
+
+def attend_on(
+    scope: Callable[[], AbstractContextManager[Cluster]],
+    problem: Problem,
+    *,
+    num_workers: int | None,
+    interest_set: Iterable[int] | None,
+    backend: str | None,
+    verify: bool,
+    progress: bool | Callable[[int, int], None] = False,
+) -> Partial:
+    """Compute a problem differentiably on a cluster.
+
+    Args:
+        scope: Enters a cluster, once for each pass.
+        problem: The checked problem.
+        num_workers: See :meth:`Cluster.attention`, as for the other options.
+        interest_set: Likewise.
+        backend: Likewise.
+        verify: Likewise.
+        progress: Likewise.
+    """
+    plan: Plan
+
+    def forward(problem: Problem) -> Partial:
+        nonlocal plan
+        with scope() as cluster:
+            plan = cluster.make_plan(problem, num_workers, interest_set)
+            return cluster.submit_plan(
+                problem, plan, backend=backend, verify=verify, progress=progress
+            ).wait()
+
+    def backward(problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
+        with scope() as cluster:
+            return cluster.differentiate_plan(problem, plan, answer, grad_output, backend=backend)
+
+    return attend_differentiably(problem, forward, backward)
 
 
 class AttentionFuture:
@@ -291,6 +359,11 @@ class AttentionFuture:
             raise RuntimeError("a progress function cannot wait for another run of its cluster")
         answer = self._future.result(timeout)
         return (answer.output, answer.lse) if self._return_lse else answer.output
+
+    def wait(self) -> Partial:
+        """Wait for output and lse; cancels the run if the wait is interrupted."""
+        answer: Partial = _wait(self._future, self._run)
+        return answer
 
     def cancel(self) -> bool:
         """Give up; False if it was too late. Tasks that are running finish unseen."""
@@ -318,6 +391,17 @@ def _as_seconds(name: str, seconds: float) -> float:
     if not number > 0:
         raise ValueError(f"{name} must be positive, got {seconds}")
     return number
+
+
+def _wait(future: "Future[Any]", run: Run) -> Any:
+    if _is_dispatcher() and not future.done():
+        raise RuntimeError("a progress function cannot wait for another run of its cluster")
+    try:
+        return future.result()
+    except BaseException:
+        run.cancelled.set()
+        future.cancel()
+        raise
 
 
 def _progress_callback(

@@ -9,16 +9,12 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import Actor, ActorPool
 from cqs.executors.ray.report import RunReport, TaskReport
 from cqs.partial import Partial
-from cqs.problem import Problem
 from cqs.scheduler import Plan, Task
-from cqs.tiler import Tiler
 from cqs.verify import verify_rows
 
 _POLL_SECONDS = 0.1
@@ -55,25 +51,22 @@ class Run:
         self,
         pool: ActorPool,
         patience: Patience,
-        problem: Problem,
+        job: Attend | Differentiate,
         plan: Plan,
         *,
         backend: str | None,
-        answer: Partial | None,
         verify: bool,
         progress: Callable[[int, int], None],
         closing: threading.Event,
     ):
-        """Prepare; nothing is sent before the call, which fills ``answer`` on the CPU if given."""
+        """Prepare; nothing is sent before the call."""
         self._started, self._start = time.time(), time.perf_counter()
         self.cancelled = threading.Event()
         self.report: RunReport | None = None
         self._pool, self._ray, self._patience = pool, pool.ray, patience
-        self._problem, self._plan, self._closing = problem, plan, closing
-        self._answer = answer
+        self._job, self._plan, self._closing = job, plan, closing
         self._backend, self._verify, self._progress = backend, verify, progress
-        tasks = plan.tasks if problem.query.numel() else ()
-        self._tasks = {task.worker: task for task in tasks if task.steps}
+        self._tasks = {task.worker: task for task in plan.tasks if task.steps}
         self._queries: dict[range, Any] = {}
         self._keys: dict[range, Any] = {}
         """Token groups in the object store."""
@@ -85,15 +78,15 @@ class Run:
         self._seconds: Counter[str] = Counter()
         self._deaths = self._reruns = 0
 
-    def __call__(self) -> Partial:
-        """Compute all tasks, merge them and return the answer."""
+    def __call__(self) -> Any:
+        """Compute all tasks, combine their results and return what the job makes of them."""
         try:
-            answer = self._compute()
+            if not self._job.is_empty:
+                self._compute()
         finally:
             self._queries.clear()
             self._keys.clear()
-        if self._answer is None:
-            answer = Partial(*(tensor.to(self._problem.query.device) for tensor in answer))
+        result = self._job.finish()
         self.report = RunReport(
             started=self._started,
             seconds=time.perf_counter() - self._start,
@@ -104,17 +97,14 @@ class Run:
             deaths=self._deaths,
             reruns=self._reruns,
         )
-        if self._verify:
-            verify_rows(self._problem, answer)
-        return answer
+        if self._verify and isinstance(result, Partial):
+            verify_rows(self._job.problem, result)
+        return result
 
-    def _compute(self) -> Partial:
-        answer = self._answer or _empty_cpu_answer(self._problem)
-        if not answer.output.numel():
-            return answer
-        tiler = Tiler(self._plan, *answer)
-        for worker in set(range(self._plan.num_workers)) - set(self._tasks):
-            tiler.add(worker, [])
+    def _compute(self) -> None:
+        for task in self._plan.tasks:
+            if task.worker not in self._tasks:
+                self._job.accept(task, [])
         largest_first = sorted(self._tasks.values(), key=lambda task: -task.live_pairs)
         self._todo = deque(task.worker for task in largest_first)
         self._pool.abandon([])
@@ -127,13 +117,12 @@ class Run:
                 if self.cancelled.is_set() or self._closing.is_set():
                     raise CancelledError
                 self._feed()
-                self._collect(tiler)
+                self._collect()
                 self._bury_the_hung()
         finally:
             for ref in self._in_flight:
                 self._ray.cancel(ref, force=False)
             self._pool.abandon(list(self._in_flight))
-        return tiler.finish()
 
     def _feed(self) -> None:
         """Hand the next tasks to the actors that owe least."""
@@ -149,7 +138,10 @@ class Run:
             actor = self._pool.actors[index]
             task = self._tasks[self._todo.popleft()]
             groups = self._put_groups(task)
-            ref = actor.handle.run.remote(task, self._problem.scale, self._backend, *groups)
+            job = self._job
+            ref = actor.handle.run.remote(
+                task, job.compute, job.problem.scale, self._backend, *groups
+            )
             if not self._queues[index]:
                 self._last_sign[index] = time.monotonic()
             self._queues[index].append(ref)
@@ -157,19 +149,20 @@ class Run:
 
     def _put_groups(self, task: Task) -> list[Any]:
         """Return references to the groups of a task; those that are new are put into the store."""
-        query, key, value = self._problem.query, self._problem.key, self._problem.value
+        sides = [
+            (self._job.of_queries, task.held_queries, self._queries),
+            (self._job.of_keys, task.held_keys, self._keys),
+        ]
         with self._clock("put"):
-            for tokens in task.held_queries:
-                if tokens not in self._queries:
-                    self._queries[tokens] = self._ray.put(_blob(query, tokens))
-            for tokens in task.held_keys:
-                if tokens not in self._keys:
-                    pair = _blob(key, tokens), _blob(value, tokens)
-                    self._keys[tokens] = self._ray.put(pair)
-        queries = [self._queries[tokens] for tokens in task.held_queries]
-        return queries + [self._keys[tokens] for tokens in task.held_keys]
+            for tensors, ranges, stored in sides:
+                for tokens in ranges:
+                    if tokens not in stored:
+                        part = slice(tokens.start, tokens.stop)
+                        group = tuple(Blob(tensor[:, :, part]) for tensor in tensors)
+                        stored[tokens] = self._ray.put(group)
+        return [stored[tokens] for _, ranges, stored in sides for tokens in ranges]
 
-    def _collect(self, tiler: Tiler) -> None:
+    def _collect(self) -> None:
         """Wait for a sign of life or death and deal with all that have come."""
         refs = [*self._in_flight, *self._pings]
         ready, _ = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)
@@ -179,7 +172,7 @@ class Run:
             if ref in self._pings:
                 self._greet(ref)
             elif ref in self._in_flight:
-                self._accept(ref, tiler)
+                self._accept(ref)
 
     def _greet(self, ping: Any) -> None:
         actor = self._pings.pop(ping)
@@ -190,7 +183,7 @@ class Run:
             return
         self._queues[actor.index] = deque()
 
-    def _accept(self, ref: Any, tiler: Tiler) -> None:
+    def _accept(self, ref: Any) -> None:
         actor, worker = self._in_flight[ref]
         try:
             with self._clock("get"):
@@ -204,7 +197,8 @@ class Run:
         self._queues[actor.index].remove(ref)
         self._last_sign[actor.index] = time.monotonic()
         with self._clock("merge"):
-            tiler.add(worker, [Partial(output.tensor(), lse.tensor()) for output, lse in results])
+            tensors = [tuple(blob.tensor() for blob in group) for group in results]
+            self._job.accept(self._tasks[worker], tensors)
         self._reports[worker] = report
         self._progress(len(self._reports), len(self._tasks))
 
@@ -276,11 +270,3 @@ class Run:
             errors.NodeDiedError,
             errors.WorkerCrashedError,
         )
-
-
-def _blob(tensor: Tensor, tokens: range) -> Blob:
-    return Blob(tensor[:, :, tokens.start : tokens.stop])
-
-
-def _empty_cpu_answer(problem: Problem) -> Partial:
-    return Partial(*(torch.empty_like(part, device="cpu") for part in problem.empty_answer()))

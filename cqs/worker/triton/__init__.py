@@ -45,3 +45,10 @@ def attend_rectangles(
     from cqs.worker.triton import launch
 
     return launch.attend_rectangles(query, key, value, rectangles, **options)
+
+
+def add_gradients(*tensors: Any, **options: Any) -> None:
+    """Add gradients in two launches; see :func:`cqs.worker.triton.launch.add_gradients`."""
+    from cqs.worker.triton import launch
+
+    launch.add_gradients(*tensors, **options)

@@ -1,0 +1,105 @@
+"""What a run computes: the forward or the backward pass of a problem, task by task."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cqs.gradients import Gradients
+from cqs.partial import Partial
+from cqs.problem import Problem
+from cqs.scheduler import Plan, Task
+from cqs.tiler import GradientSum, Tiler
+from cqs.worker import HeldTokens, Worker
+
+TensorGroups = list[tuple[Tensor, ...]]
+
+
+class Attend:
+    """The forward pass."""
+
+    def __init__(self, problem: Problem, plan: Plan, answer: Partial | None = None):
+        """Prepare to fill ``answer`` on the CPU, or a new answer on the device of the problem."""
+        self.problem = problem
+        self._device = problem.query.device if answer is None else torch.device("cpu")
+        self._answer = answer or Partial(
+            *(torch.empty_like(part, device="cpu") for part in problem.empty_answer())
+        )
+        self.is_empty = not self._answer.output.numel()
+        self._tiler = None if self.is_empty else Tiler(plan, *self._answer)
+        self.of_queries = (problem.query,)
+        self.of_keys = problem.key, problem.value
+        self.compute: Callable[..., TensorGroups] = attend_task
+
+    def accept(self, task: Task, results: TensorGroups) -> None:
+        """Merge the results of a task."""
+        assert self._tiler is not None
+        self._tiler.add(task.worker, [Partial(*tensors) for tensors in results])
+
+    def finish(self) -> Partial:
+        """Return the answer."""
+        answer = self._answer if self._tiler is None else self._tiler.finish()
+        return Partial(*(tensor.to(self._device) for tensor in answer))
+
+
+class Differentiate:
+    """The backward pass."""
+
+    def __init__(self, problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor):
+        """Prepare to compute gradients from the answer and the gradient of its output."""
+        self.problem = problem
+        tensors = problem.query, problem.key, problem.value
+        self.is_empty = not (answer.output.numel() and problem.key.numel())
+        self._gradients = Gradients.zeros(*tensors, device="cpu")
+        self._sum = GradientSum(plan, self._gradients)
+        self.of_queries = problem.query, grad_output, *answer
+        self.of_keys = problem.key, problem.value
+        self.compute: Callable[..., TensorGroups] = differentiate_task
+
+    def accept(self, task: Task, results: TensorGroups) -> None:
+        """Add the gradients of a task."""
+        number = len(task.held_queries)
+        self._sum.add(
+            task.worker,
+            [query for (query,) in results[:number]],
+            [(key, value) for key, value in results[number:]],
+        )
+
+    def finish(self) -> Gradients:
+        """Return the gradients."""
+        found = self._gradients if self.is_empty else self._sum.finish()
+        return Gradients(*(tensor.to(self.problem.query.device) for tensor in found))
+
+
+def attend_task(
+    task: Task,
+    of_queries: list[HeldTokens],
+    of_keys: list[HeldTokens],
+    *,
+    scale: float,
+    backend: str | None,
+) -> TensorGroups:
+    """Compute a task from its queries, keys and values: output and lse of every step."""
+    worker = Worker(backend)
+    return [tuple(part) for part in worker.run(task, *of_queries, *of_keys, scale=scale)]
+
+
+def differentiate_task(
+    task: Task,
+    of_queries: list[HeldTokens],
+    of_keys: list[HeldTokens],
+    *,
+    scale: float,
+    backend: str | None,
+) -> TensorGroups:
+    """Compute a task's gradients from its queries (gradients, outputs, lse), keys and values.
+
+    Those of each of its ``held_queries`` come first, then pairs for each of its ``held_keys``.
+    """
+    query, *rest = of_queries
+    found = Worker(backend).run_backward(task.steps, query, *of_keys, *rest, scale=scale)
+    lengths = list(map(len, task.held_queries)), list(map(len, task.held_keys))
+    keys, values = (each.split(lengths[1], dim=2) for each in found[1:])
+    return [(part,) for part in found.query.split(lengths[0], dim=2)] + list(
+        zip(keys, values, strict=True)
+    )

@@ -1,0 +1,166 @@
+"""Gradients against float64 autograd of the definition."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import CASES
+from cqs.testing import assert_tracks_exact, visible_mask
+
+BY_NAME = {case.name: case for case in CASES}
+GPU = pytest.mark.gpu
+SHAPES = ["ragged", "ragged-causal", "gqa-causal", "cross", "cross-causal", "more-queries-causal"]
+
+
+def differentiate(problem, dtype, attend):
+    """Output and gradients of ``attend`` for a fixed gradient of the output."""
+    leaves = [
+        tensor.to(dtype).detach().requires_grad_()
+        for tensor in (problem.query, problem.key, problem.value)
+    ]
+    output = attend(replace(problem, query=leaves[0], key=leaves[1], value=leaves[2]))
+    weights = torch.randn(
+        output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    # Rounded as the problem's tensors are: part of the question, not of the answer.
+    output.backward(weights.to(problem.query.dtype).to(output))
+    return output, [leaf.grad for leaf in leaves]
+
+
+def definition(problem):
+    group_size = problem.query.shape[1] // problem.key.shape[1]
+    key, value = (t.repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
+    scores = problem.scale * problem.query @ key.mT
+    if (mask := visible_mask(problem)) is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+        blind = ~mask.any(-1, keepdim=True)
+        return (scores.masked_fill(blind, 0).softmax(-1) * ~blind) @ value
+    return scores.softmax(-1) @ value
+
+
+def split(num_workers, **options):
+    def attend(problem):
+        return cqs.attention(
+            problem.query,
+            problem.key,
+            problem.value,
+            is_causal=problem.is_causal,
+            scale=problem.scale,
+            num_workers=num_workers,
+            **options,
+        )
+
+    return attend
+
+
+def assert_right(problem, attend):
+    _, exact = differentiate(problem, torch.float64, definition)
+    _, eager = differentiate(problem, problem.query.dtype, definition)
+    _, found = differentiate(problem, problem.query.dtype, attend)
+    for name, *each in zip(("query", "key", "value"), found, eager, exact, strict=True):
+        assert each[0].dtype == problem.query.dtype
+        if problem.query.dtype == torch.float64:
+            torch.testing.assert_close(each[0], each[2])
+        else:
+            assert_tracks_exact(*each, slack=3.0, name=f"gradient of {name}")
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize(
+    ("device", "backend", "dtype"),
+    [
+        ("cpu", "reference", torch.float64),
+        ("cpu", "reference", torch.bfloat16),
+        ("cpu", "cpu", torch.float32),
+        ("cpu", "cpu", torch.float16),
+        ("cpu", "triton", torch.float32),
+        ("cpu", "triton", torch.float16),
+        pytest.param("cuda", "triton", torch.float32, marks=GPU),
+        pytest.param("cuda", "triton", torch.float16, marks=GPU),
+        pytest.param("cuda", "triton", torch.bfloat16, marks=GPU),
+        pytest.param("cuda", "cudnn", torch.float16, marks=GPU),
+        pytest.param("cuda", "cudnn", torch.bfloat16, marks=GPU),
+        pytest.param("cuda", "reference", torch.float64, marks=GPU),
+    ],
+)
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_are_right(name, device, backend, dtype, num_workers):
+    problem = BY_NAME[name].make(dtype, device)
+    assert_right(problem, split(num_workers, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_gradients_with_scales_that_are_not_positive(scale, backend):
+    problem = replace(BY_NAME["ragged-causal"].make(), scale=scale)
+    assert_right(problem, split(3, backend=backend))
+
+
+def test_gradcheck():
+    problem = replace(CASES[0], seqlen_q=6, seqlen_kv=9, num_heads=2, num_kv_heads=1, head_dim=3)
+    problem = replace(problem, is_causal=True).make(torch.float64)
+    leaves = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
+
+    def attend(*tensors):
+        return cqs.attention(*tensors, is_causal=True, num_workers=4)
+
+    assert torch.autograd.gradcheck(attend, leaves)
+
+
+def test_two_runs_give_the_same_bits():
+    problem = BY_NAME["ragged-causal"].make()
+    for backend in ("cpu", "triton"):
+        first, second = (
+            differentiate(problem, torch.float32, split(7, backend=backend)) for _ in range(2)
+        )
+        assert torch.equal(first[0], second[0]) and all(map(torch.equal, first[1], second[1]))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    problem = BY_NAME["full"].make()
+    query = problem.query.requires_grad_()
+    output, lse = cqs.attention(
+        query, problem.key, problem.value, num_workers=3, return_lse=True, verify=True
+    )
+    assert output.requires_grad and not lse.requires_grad
+    output.sum().backward()
+    assert query.grad is not None and problem.key.grad is None
+    with torch.no_grad():
+        assert not cqs.attention(query, problem.key, problem.value).requires_grad
+
+
+def test_a_second_derivative_is_refused():
+    problem = BY_NAME["full"].make()
+    query = problem.query.requires_grad_()
+    output = cqs.attention(query, problem.key, problem.value)
+    (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        gradient.sum().backward()
+
+
+def test_queries_that_see_no_key_have_no_gradient():
+    problem = BY_NAME["more-queries-causal"].make()
+    _, (query, _, _) = differentiate(problem, torch.float32, split(5))
+    blind = problem.query.shape[2] - problem.key.shape[2]
+    assert (query[:, :, :blind] == 0).all() and query[:, :, blind:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_empty_sequences(shape):
+    query = torch.randn(1, 2, shape[0], 8, requires_grad=True)
+    key, value = (torch.randn(1, 2, shape[1], 8, requires_grad=True) for _ in range(2))
+    cqs.attention(query, key, value, num_workers=3).sum().backward()
+    assert (query.grad == 0).all() and (key.grad == 0).all() and (value.grad == 0).all()
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("name", ["gqa-causal", "cross"])
+def test_a_cluster_differentiates(cluster, name):
+    problem = BY_NAME[name].make()
+    assert_right(problem, split(7, executor=cluster))
+    first, second = (
+        differentiate(problem, torch.float32, split(7, executor=cluster)) for _ in range(2)
+    )
+    assert all(map(torch.equal, first[1], second[1]))
