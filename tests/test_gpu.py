@@ -33,18 +33,19 @@ def test_every_case_is_exact(case, num_workers, dtype):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_long_sequences_run_on_cudnn(head_dim, is_causal):
+@pytest.mark.parametrize("backend", ["triton", "cudnn"])
+def test_long_sequences_are_exact(backend, head_dim, is_causal):
     problem = Case("long", 20000, 20000, 16, 4, head_dim, is_causal=is_causal).make(
         torch.bfloat16, "cuda"
     )
     tensors = problem.query, problem.key, problem.value
-    assert choose_backend(*tensors) == "cudnn"
+    assert choose_backend(*tensors) == "triton"
     rows = torch.linspace(0, 19999, 128, device="cuda").long()
     exact = exact_rows(problem, rows)
     eager = eager_output(problem)[:, :, rows]
     for num_workers in (1, 7, 8, 31):
         output = cqs.attention(
-            *tensors, is_causal=is_causal, num_workers=num_workers, backend="cudnn"
+            *tensors, is_causal=is_causal, num_workers=num_workers, backend=backend
         )
         assert_tracks_exact(output[:, :, rows], eager, exact)
 

@@ -3,7 +3,7 @@
 import argparse
 from importlib import import_module
 
-_BENCHMARKS = ("split", "ray")
+_BENCHMARKS = ("tasks", "kernels", "ray")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

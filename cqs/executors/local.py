@@ -41,9 +41,15 @@ def run_local(
     key = HeldTokens([(whole_kv, problem.key)])
     value = HeldTokens([(whole_kv, problem.value)])
     worker = Worker(backend)
-    answer = answer or problem.empty_answer()
-    if not answer.output.numel():
+    if not problem.query.numel():
+        return answer or problem.empty_answer()
+    if plan.num_workers == 1 and plan.task(0).held_queries == (whole_q,):
+        (partial,) = worker.run(plan.task(0), query, key, value, scale=problem.scale)
+        answer = partial if answer is None else Partial(*map(Tensor.copy_, answer, partial))
+        if progress:
+            progress(1, 1)
         return answer
+    answer = answer or problem.empty_answer()
     tiler = Tiler(plan, *answer)
     done = 0
     for tasks in _launches(problem, plan):

@@ -111,11 +111,12 @@ def test_a_plan_describes_itself():
         assert part in text
 
 
-def test_five_numbers_make_a_plan():
+def test_six_numbers_make_a_plan():
     assert [field.name for field in dataclasses.fields(Plan)] == [
         "seqlen_q",
         "seqlen_kv",
         "num_workers",
         "is_causal",
         "interest_set",
+        "tile",
     ]

@@ -1,0 +1,201 @@
+"""How fast the kernels are: matrix products per second, beside the libraries, in one run."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cqs.bench.measurement import Measurement, append_rows, summarize
+from cqs.bench.timing import time_in_turn
+from cqs.cases import Case
+from cqs.commands.table import format_table
+from cqs.gradients import Gradients
+from cqs.partial import Partial, merge_rows
+from cqs.problem import Problem
+from cqs.scheduler import Plan
+from cqs.testing import assert_tracks_exact, exact_rows
+from cqs.worker import HeldTokens, Worker
+from cqs.worker.backends import GRADIENTS
+
+_HEADS = 16
+_NUM_WORKERS = 31
+
+
+def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
+    """Check and time single calls on a GPU: ours, cuDNN's and FlexAttention's; and the merge.
+
+    Rates count ``4 N^2 d`` per head forward and 2.5 times that backward, half of it if causal;
+    what a kernel computes twice counts once.
+
+    Args:
+        tokens: Sequence length; ``None`` means 16,384.
+        repeats: How often each is timed.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        NotImplementedError: if there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise NotImplementedError("bench kernels needs a GPU")
+    tokens = tokens or 16384
+    rows: list[Measurement] = []
+    for head_dim in (128, 64):
+        for is_causal in (False, True):
+            kind = "causal" if is_causal else "full"
+            case = Case(kind, tokens, tokens, _HEADS, _HEADS, head_dim, is_causal=is_causal)
+            rows += _measure(case.make(torch.bfloat16, "cuda"), repeats)
+    append_rows(rows, out)
+    header = ["case", "what", "by", "median ms", "TFLOP/s", "over cuDNN's time"]
+    table = [
+        [
+            row.case,
+            row.benchmark.partition(" ")[2],
+            row.executor,
+            f"{row.median_ms:.3f}",
+            f"{row.details['tflops']:.0f}",
+            f"{row.ratio:.3f}",
+        ]
+        for row in rows
+    ]
+    print(f"{rows[0].device}, {rows[0].dtype}, torch {rows[0].torch_version}")
+    print(format_table(header, table))
+    rates = _merge_rates(tokens, repeats)
+    print(f"merge of 6 partials {rates[0]:.2f} TB/s, copy {rates[1]:.2f} TB/s")
+
+
+def _measure(problem: Problem, repeats: int) -> list[Measurement]:
+    tokens, head_dim = problem.query.shape[2:]
+    forward = {
+        "cudnn": _one_call(problem, problem.make_plan(1), "cudnn"),
+        "triton": _one_call(problem, problem.make_plan(1), "triton"),
+        f"triton, tasks of W = {_NUM_WORKERS} in one launch": _one_call(
+            problem, problem.make_plan(_NUM_WORKERS), "triton"
+        ),
+        "flex": _flex(problem),
+    }
+    sample = torch.linspace(0, tokens - 1, 64, device="cuda").long()
+    exact, eager = exact_rows(problem, sample), forward["cudnn"]()[0].output[:, :, sample]
+    for name in ("triton", "flex"):
+        assert_tracks_exact(forward[name]()[0].output[:, :, sample], eager, exact, name=name)
+    answer = forward["cudnn"]()[0]
+    grad_output = torch.randn_like(answer.output)
+    backward = {
+        "cudnn": _cudnn_backward(problem, answer, grad_output),
+        "triton": _triton_backward(problem, answer, grad_output),
+    }
+    expected, found = backward["cudnn"](), backward["triton"]()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 6e-3 * theirs.norm()
+    flops = 4.0 * tokens**2 * head_dim * _HEADS / (2 if problem.is_causal else 1)
+    rows = []
+    for name, computations, work in (
+        ("forward", forward, flops),
+        ("backward", backward, 2.5 * flops),
+    ):
+        seconds = time_in_turn(computations, repeats, "cuda")
+        for by, own in seconds.items():
+            ratios = (a / b for a, b in zip(own, seconds["cudnn"], strict=True))
+            rows.append(
+                Measurement(
+                    benchmark=f"kernels {name}",
+                    case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
+                    f"-h{_HEADS}-d{head_dim}",
+                    baseline="cudnn",
+                    num_workers=1,
+                    executor=by,
+                    dtype="bfloat16",
+                    ratio=statistics.median(ratios),
+                    repeats=repeats,
+                    details={"tflops": work / statistics.median(own) / 1e12},
+                    **summarize(own),  # type: ignore[arg-type]
+                )
+            )
+    return rows
+
+
+def _hold(problem: Problem) -> list[HeldTokens]:
+    return [
+        HeldTokens([(range(tensor.shape[2]), tensor)])
+        for tensor in (problem.query, problem.key, problem.value)
+    ]
+
+
+def _one_call(problem: Problem, plan: Plan, backend: str) -> Callable[[], list[Partial]]:
+    steps = [step for task in plan.tasks for step in task.steps]
+    held, worker = _hold(problem), Worker(backend)
+    return lambda: worker.run_steps(steps, *held, scale=problem.scale)
+
+
+def _flex(problem: Problem) -> Callable[[], list[Partial]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    tokens = problem.query.shape[2]
+    mask = None
+    if problem.is_causal:
+        mask = torch.compile(create_block_mask)(
+            lambda b, h, q, k: q >= k, None, None, tokens, tokens, device="cuda"
+        )
+    compiled = torch.compile(flex_attention)
+
+    def attend() -> list[Partial]:
+        output = compiled(problem.query, problem.key, problem.value, block_mask=mask)
+        return [Partial(output, output[..., 0])]
+
+    attend()
+    return attend
+
+
+def _cudnn_backward(
+    problem: Problem, answer: Partial, grad_output: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    tensors = problem.query, problem.key, problem.value, grad_output, *answer
+    return lambda: GRADIENTS["cudnn"](*tensors, is_causal=problem.is_causal, scale=problem.scale)
+
+
+def _triton_backward(
+    problem: Problem, answer: Partial, grad_output: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    from cqs.worker.backends import ADD_GRADIENTS
+    from cqs.worker.rectangle import Rectangle
+
+    tokens = range(problem.query.shape[2])
+    whole = Rectangle(tokens, (), tokens) if problem.is_causal else Rectangle(tokens, (tokens,))
+    tensors = problem.query, problem.key, problem.value
+    delta = (answer.output.float() * grad_output.float()).sum(-1)
+
+    def differentiate() -> tuple[Tensor, ...]:
+        gradients = Gradients.zeros(*tensors)
+        statistics_of_rows = grad_output, answer.lse, delta
+        ADD_GRADIENTS["triton"](
+            *tensors, *statistics_of_rows, [whole], gradients, scale=problem.scale
+        )
+        return gradients
+
+    return differentiate
+
+
+def _merge_rates(tokens: int, repeats: int) -> tuple[float, float]:
+    """Return the bytes per second of a merge and of a copy, in units of 10^12."""
+    shape = 1, _HEADS, tokens, 128
+    parts = [
+        (
+            Partial(torch.randn(shape, device="cuda"), torch.randn(shape[:3], device="cuda")),
+            slice(None),
+        )
+        for _ in range(6)
+    ]
+    answer = Partial(
+        torch.empty(shape, dtype=torch.bfloat16, device="cuda"),
+        torch.empty(shape[:3], device="cuda"),
+    )
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    computations = {
+        "merge": lambda: merge_rows(answer, parts),
+        "copy": lambda: target.copy_(source),
+    }
+    seconds = time_in_turn(computations, repeats, "cuda")
+    moved = sum(t.nbytes for part, _ in parts for t in part) + sum(t.nbytes for t in answer)
+    merge, copy = (statistics.median(seconds[name]) for name in computations)
+    return moved / merge / 1e12, 2 * source.nbytes / copy / 1e12
