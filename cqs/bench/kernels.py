@@ -133,7 +133,7 @@ def _flex(problem: Problem) -> Callable[[], list[Partial]]:
     tokens = problem.query.shape[2]
     mask = None
     if problem.is_causal:
-        mask = torch.compile(create_block_mask)(
+        mask = create_block_mask(
             lambda b, h, q, k: q >= k, None, None, tokens, tokens, device="cuda"
         )
     compiled = torch.compile(flex_attention)

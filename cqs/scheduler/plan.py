@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from cqs.scheduler.arguments import as_bool, as_integer
@@ -60,7 +60,7 @@ def make_plan(
         chosen = load_interest_set(num_workers)
     else:
         chosen = check_interest_set(interest_set, num_workers)
-    return Plan(seqlen_q, seqlen_kv, num_workers, is_causal, chosen, tile)
+    return _remembered_plan(seqlen_q, seqlen_kv, num_workers, is_causal, chosen, tile)
 
 
 @dataclass(frozen=True)
@@ -310,3 +310,7 @@ def _join(ranges: Iterable[range]) -> tuple[range, ...]:
         else:
             runs.append(piece)
     return tuple(runs)
+
+
+_remembered_plan = lru_cache(maxsize=8)(Plan)
+"""The layers of a model ask for the same plan again and again."""
