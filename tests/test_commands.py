@@ -10,7 +10,7 @@ import torch
 
 from cqs.__main__ import main
 from cqs.commands.tensor_files import create_tensor
-from cqs.problem import check_problem
+from cqs.problem import Problem, check_problem
 from cqs.testing import attend
 
 
@@ -119,10 +119,9 @@ def test_attend_finds_a_wrong_answer(files, monkeypatch, capsys):
 
 @pytest.mark.ray
 def test_attend_on_ray_writes_into_the_file(files, ray_session, monkeypatch):
-    from cqs.executors.ray import run
-
-    monkeypatch.delattr(run, "_empty_cpu_answer")
-    assert run_attend("--executor", "ray", "--verify", "--lse", "lse.npy") == 0
+    with monkeypatch.context() as patch:
+        patch.delattr(Problem, "empty_answer")
+        assert run_attend("--executor", "ray", "--verify", "--lse", "lse.npy") == 0
     output, lse = attend(files, num_workers=7)
     torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output)
     torch.testing.assert_close(torch.from_numpy(np.load("lse.npy")), lse)

@@ -168,7 +168,7 @@ def _triton_backward(
         gradients = Gradients.zeros(*tensors)
         statistics_of_rows = grad_output, answer.lse, delta
         ADD_GRADIENTS["triton"](
-            *tensors, *statistics_of_rows, [whole], gradients, scale=problem.scale
+            *tensors, *statistics_of_rows, (whole,), gradients, scale=problem.scale
         )
         return gradients
 

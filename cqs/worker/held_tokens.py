@@ -1,6 +1,6 @@
 """The rows of a sequence that a worker holds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,27 +16,30 @@ class JoinedTokens:
     ranges: tuple[range, ...]
     """The tokens of the rows, ascending."""
 
-    def rows(self, tokens: range) -> range:
-        """Return the rows that hold ``tokens``.
 
-        Raises:
-            KeyError: if one is not held.
-        """
-        first = 0
-        for i, held in enumerate(self.ranges):
-            if held.start <= tokens.start < held.stop:
-                stop, following = held.stop, i + 1
-                while stop < tokens.stop and following < len(self.ranges):
-                    if self.ranges[following].start != stop:
-                        break
-                    stop = self.ranges[following].stop
-                    following += 1
-                if stop < tokens.stop:
+def rows_of(tokens: range, ranges: Sequence[range]) -> range:
+    """Return the rows of ``tokens`` in a tensor that holds ``ranges``, one after another.
+
+    Raises:
+        KeyError: if a token is not held.
+
+    Example:
+        >>> rows_of(range(8, 12), [range(0, 4), range(6, 10), range(10, 20)])
+        range(6, 10)
+    """
+    first = 0
+    for i, held in enumerate(ranges):
+        if held.start <= tokens.start < held.stop:
+            stop = held.stop
+            for following in ranges[i + 1 :]:
+                if stop >= tokens.stop or following.start != stop:
                     break
+                stop = following.stop
+            if tokens.stop <= stop:
                 start = first + tokens.start - held.start
                 return range(start, start + len(tokens))
-            first += len(held)
-        raise KeyError(f"tokens {tokens.start}..{tokens.stop} are not held")
+        first += len(held)
+    raise KeyError(f"tokens {tokens.start}..{tokens.stop} are not held")
 
 
 class HeldTokens:

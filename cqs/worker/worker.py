@@ -1,6 +1,7 @@
 """One task on one device."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -15,7 +16,7 @@ from cqs.worker.backends import (
     check_backend_name,
     choose_backend,
 )
-from cqs.worker.held_tokens import HeldTokens, JoinedTokens
+from cqs.worker.held_tokens import HeldTokens, rows_of
 from cqs.worker.rectangle import Rectangle
 
 
@@ -78,7 +79,7 @@ class Worker:
             return [self._run_step(step, query, key, value, scale) for step in steps]
         queries, keys, values = query.joined(), key.joined(), value.joined()
         tensors = queries.tensor, keys.tensor, values.tensor
-        rectangles = _rectangles(steps, queries, keys)
+        rectangles = _rectangles(tuple(steps), queries.ranges, keys.ranges)
         return ATTEND_RECTANGLES[name](*tensors, rectangles, scale=scale, dtype=dtype)
 
     def run_backward(
@@ -119,7 +120,7 @@ class Worker:
         if name in ADD_GRADIENTS:
             grad, out = grad_output.joined().tensor, output.joined().tensor
             delta = (out.float() * grad.float()).sum(-1)
-            rectangles = _rectangles(steps, queries, keys)
+            rectangles = _rectangles(tuple(steps), queries.ranges, keys.ranges)
             statistics = grad, lse.joined().tensor, delta
             ADD_GRADIENTS[name](*tensors, *statistics, rectangles, gradients, scale=scale)
             return gradients
@@ -129,10 +130,10 @@ class Worker:
                 call = whole[0], key.take(key_ranges), value.take(key_ranges)
                 compute = GRADIENTS[choose_backend(*call, self.backend)]
                 found = compute(*call, *whole[1:], is_causal=is_causal, scale=scale)
-                gradients.query[:, :, _slice(queries.rows(step.queries))] += found[0]
+                gradients.query[:, :, _slice(rows_of(step.queries, queries.ranges))] += found[0]
                 first = 0
                 for tokens in key_ranges:
-                    rows, part = keys.rows(tokens), slice(first, first + len(tokens))
+                    rows, part = rows_of(tokens, keys.ranges), slice(first, first + len(tokens))
                     gradients.key[:, :, _slice(rows)] += found[1][:, :, part]
                     gradients.value[:, :, _slice(rows)] += found[2][:, :, part]
                     first += len(tokens)
@@ -157,17 +158,19 @@ def _calls(step: Step) -> list[tuple[tuple[range, ...], bool]]:
     return calls if step.causal_keys is None else [*calls, ((step.causal_keys,), True)]
 
 
+@lru_cache(maxsize=64)
 def _rectangles(
-    steps: Sequence[Step], queries: JoinedTokens, keys: JoinedTokens
-) -> list[Rectangle]:
-    return [
+    steps: tuple[Step, ...], queries: tuple[range, ...], keys: tuple[range, ...]
+) -> tuple[Rectangle, ...]:
+    """Translate steps into rows of tensors that hold these tokens."""
+    return tuple(
         Rectangle(
-            queries.rows(step.queries),
-            tuple(map(keys.rows, step.keys)),
-            None if step.causal_keys is None else keys.rows(step.causal_keys),
+            rows_of(step.queries, queries),
+            tuple(rows_of(tokens, keys) for tokens in step.keys),
+            None if step.causal_keys is None else rows_of(step.causal_keys, keys),
         )
         for step in steps
-    ]
+    )
 
 
 def _slice(rows: range) -> slice:

@@ -306,7 +306,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
         import os, pathlib, time
         memory = dict(line.split(":") for line in open("/proc/meminfo"))
         total, free = (int(memory[k].split()[0]) * 1024 for k in ("MemTotal", "MemAvailable"))
-        room = 3 * 2**30
+        room = 4 * 2**30
         os.environ["RAY_memory_usage_threshold"] = str((total - free + room) / total)
         os.environ["RAY_memory_monitor_refresh_ms"] = "250"
         import torch, cqs
@@ -319,7 +319,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
                 if task.worker == 3 and not mark.exists():
                     mark.touch()
                     hoard = []
-                    while len(hoard) < 28:  # 7 GiB, if nobody stops it
+                    while len(hoard) < 36:  # 9 GiB, if nobody stops it
                         hoard.append(torch.ones(2**26))
                     time.sleep(120)
                 return super().run(task, *arguments)
@@ -329,7 +329,10 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
 
         problem = Case("greedy", 1000, 1000, 8, 8, 64).make()
         tensors = problem.query, problem.key, problem.value
-        with GreedyCluster(num_workers=3, object_store_memory=100 * 2**20) as cluster:
+        # Ray shoots bystanders too, and again while memory comes back.
+        with GreedyCluster(
+            num_workers=3, object_store_memory=100 * 2**20, max_attempts=20
+        ) as cluster:
             future = cluster.submit(*tensors, num_workers=7)
             output = future.result(timeout=100)
             assert torch.equal(output, cluster.attention(*tensors, num_workers=7, verify=True))

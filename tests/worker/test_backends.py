@@ -46,7 +46,7 @@ def attend(problem, backend, *tensors):
         return ATTEND[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
     queries, keys = range(tensors[0].shape[2]), range(tensors[1].shape[2])
     whole = Rectangle(queries, (), keys) if problem.is_causal else Rectangle(queries, (keys,))
-    (partial,) = ATTEND_RECTANGLES[backend](*tensors, [whole], scale=problem.scale)
+    (partial,) = ATTEND_RECTANGLES[backend](*tensors, (whole,), scale=problem.scale)
     return partial
 
 

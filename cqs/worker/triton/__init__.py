@@ -1,7 +1,6 @@
 """Our own kernels: a whole task, or many, in one launch. Triton itself is imported at first use."""
 
 import importlib.util
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ def attend_rectangles(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rectangles: Sequence[Rectangle],
+    rectangles: tuple[Rectangle, ...],
     **options: Any,
 ) -> list[Partial]:
     """Attend in one launch; see :func:`cqs.worker.triton.launch.attend_rectangles`."""

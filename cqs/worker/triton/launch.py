@@ -1,7 +1,7 @@
 """Rectangles to partial results in one launch."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +35,7 @@ def attend_rectangles(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rectangles: Sequence[Rectangle],
+    rectangles: tuple[Rectangle, ...],
     *,
     scale: float,
     dtype: torch.dtype | None = None,
@@ -58,7 +58,7 @@ def attend_rectangles(
         tile_q, tile_k = 128, 128
     else:
         tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
-    tiles, runs = _tile_list(query_spans, tuple(rectangles), tile_q, tile_k, query.device)
+    tiles, runs = _tile_list(query_spans, rectangles, tile_q, tile_k, query.device)
     lengths = [len(rectangle.queries) for rectangle in rectangles]
     num_rows = sum(lengths)
     output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
@@ -119,7 +119,7 @@ def add_gradients(
     grad_output: Tensor,
     lse: Tensor,
     delta: Tensor,
-    rectangles: Sequence[Rectangle],
+    rectangles: tuple[Rectangle, ...],
     gradients: tuple[Tensor, Tensor, Tensor],
     *,
     scale: float,
@@ -162,7 +162,7 @@ def add_gradients(
     options["GROUP_SIZE"] = num_heads // num_kv_heads
     fixed = tile // 2 if on_hopper else tile
 
-    tiles, runs = _tile_list(united_query_spans, tuple(rectangles), tile, block, query.device)
+    tiles, runs = _tile_list(united_query_spans, rectangles, tile, block, query.device)
     tensors = (
         _describe(query, fixed, descriptor),
         _describe(key, block, descriptor),
@@ -184,7 +184,7 @@ def add_gradients(
             *tensors, len(tiles), *sizes, TILE_Q=tile, TILE_K=block, **options
         )
 
-    tiles, runs = _tile_list(united_key_spans, tuple(rectangles), tile, block, query.device)
+    tiles, runs = _tile_list(united_key_spans, rectangles, tile, block, query.device)
     key_tensors = (
         _describe(query, block, descriptor),
         _describe(key, fixed, descriptor),
