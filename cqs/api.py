@@ -37,6 +37,7 @@ def attention(
     is_causal=is_causal, scale=scale, enable_gqa=True)`` up to rounding, with two differences:
     causal attention of unequal lengths is aligned at the bottom right, and queries that see no key
     give 0 (lse -inf). Sums run in float32 (float64 for float64). Inputs are never written to.
+    The output can be differentiated, once; the lse is a constant to autograd.
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``; float64, float32, bfloat16 or float16,
@@ -48,8 +49,8 @@ def attention(
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         num_workers: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         interest_set: See :func:`cqs.make_plan`.
-        backend: ``"cudnn"``, ``"cpu"`` or ``"reference"``; ``None`` takes for each call the first
-            of these that can. A named backend computes or explains, it never falls back.
+        backend: ``"cpu"``, ``"triton"``, ``"cudnn"`` or ``"reference"``; ``None`` takes the first of
+            these that can. A named backend computes or explains, it never falls back.
         executor: ``None`` or ``"local"``: this process. A :class:`cqs.Cluster`: its workers.
             ``"ray"``: a private cluster for this call alone (it takes seconds to start).
         return_lse: Also return the natural log of the softmax denominators.

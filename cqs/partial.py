@@ -115,7 +115,8 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     if parts and merges_at_once(answer):
         from cqs import fused_merge
 
-        fused_merge.merge_rows(answer, parts)
+        with torch.cuda.device_of(answer.output):  # where Triton launches
+            fused_merge.merge_rows(answer, parts)
         return
     merge = RunningMerge(answer)
     for partial, rows in parts:

@@ -43,11 +43,13 @@ def attend_rectangles(
     """Attend in one launch; see :func:`cqs.worker.triton.launch.attend_rectangles`."""
     from cqs.worker.triton import launch
 
-    return launch.attend_rectangles(query, key, value, rectangles, **options)
+    with torch.cuda.device_of(query):  # where Triton launches
+        return launch.attend_rectangles(query, key, value, rectangles, **options)
 
 
-def add_gradients(*tensors: Any, **options: Any) -> None:
+def add_gradients(query: Tensor, *arguments: Any, **options: Any) -> None:
     """Add gradients in two launches; see :func:`cqs.worker.triton.launch.add_gradients`."""
     from cqs.worker.triton import launch
 
-    launch.add_gradients(*tensors, **options)
+    with torch.cuda.device_of(query):
+        launch.add_gradients(query, *arguments, **options)
