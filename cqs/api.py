@@ -49,8 +49,8 @@ def attention(
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         num_workers: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         interest_set: See :func:`cqs.make_plan`.
-        backend: ``"cpu"``, ``"triton"``, ``"cudnn"`` or ``"reference"``; ``None`` takes the first of
-            these that can. A named backend computes or explains, it never falls back.
+        backend: ``"cpu"``, ``"triton"``, ``"cudnn"`` or ``"reference"``; ``None`` takes the first
+            of these that can. A named backend computes or explains, it never falls back.
         executor: ``None`` or ``"local"``: this process. A :class:`cqs.Cluster`: its workers.
             ``"ray"``: a private cluster for this call alone (it takes seconds to start).
         return_lse: Also return the natural log of the softmax denominators.
