@@ -10,7 +10,6 @@ from cqs.cases import CASES
 from cqs.testing import assert_tracks_exact, visible_mask
 
 BY_NAME = {case.name: case for case in CASES}
-GPU = pytest.mark.gpu
 SHAPES = ["ragged", "ragged-causal", "gqa-causal", "cross", "cross-causal", "more-queries-causal"]
 
 
@@ -67,23 +66,34 @@ def assert_right(problem, attend):
             assert_tracks_exact(*each, slack=3.0, name=f"gradient of {name}")
 
 
-@pytest.mark.parametrize("num_workers", [1, 4])
+CPU = [
+    ("reference", torch.float64, 1),
+    ("reference", torch.bfloat16, 4),
+    ("cpu", torch.float32, 1),
+    ("cpu", torch.float32, 7),
+    ("cpu", torch.float16, 4),
+    ("triton", torch.float32, 4),
+    ("triton", torch.float16, 1),
+]
+CUDA = [
+    (backend, dtype, num_workers)
+    for backend, dtypes in (
+        ("triton", (torch.float32, torch.float16, torch.bfloat16)),
+        ("cudnn", (torch.float16, torch.bfloat16)),
+        ("reference", (torch.float64,)),
+    )
+    for dtype in dtypes
+    for num_workers in (1, 4)
+]
+
+
 @pytest.mark.parametrize(
-    ("device", "backend", "dtype"),
+    ("device", "backend", "dtype", "num_workers"),
     [
-        ("cpu", "reference", torch.float64),
-        ("cpu", "reference", torch.bfloat16),
-        ("cpu", "cpu", torch.float32),
-        ("cpu", "cpu", torch.float16),
-        ("cpu", "triton", torch.float32),
-        ("cpu", "triton", torch.float16),
-        pytest.param("cuda", "triton", torch.float32, marks=GPU),
-        pytest.param("cuda", "triton", torch.float16, marks=GPU),
-        pytest.param("cuda", "triton", torch.bfloat16, marks=GPU),
-        pytest.param("cuda", "cudnn", torch.float16, marks=GPU),
-        pytest.param("cuda", "cudnn", torch.bfloat16, marks=GPU),
-        pytest.param("cuda", "reference", torch.float64, marks=GPU),
+        *(("cpu", *each) for each in CPU),
+        *(pytest.param("cuda", *each, marks=pytest.mark.gpu) for each in CUDA),
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_are_right(name, device, backend, dtype, num_workers):

@@ -44,7 +44,7 @@ def test_planning_needs_neither_torch_nor_ray_nor_numpy(statement):
         ("cqs.partial", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors"}),
         ("cqs.verify", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors"}),
         ("cqs.executors.local", {"ray"}),
-        ("cqs.api", {"ray"}),
+        ("cqs.api", {"ray", "triton"}),
         ("cqs.testing", {"ray", "cqs.worker", "cqs.tiler"}),
     ],
 )

@@ -9,6 +9,7 @@ import cqs
 from cqs.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersDiedError
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.job import Differentiate
 
 pytestmark = pytest.mark.ray
 
@@ -58,6 +59,27 @@ def test_killed_workers_do_not_change_a_bit(cluster, tensors, undisturbed, numbe
     assert future.report.reruns >= number
     wait_for_workers(cluster, 4)
     assert not set(victims) & set(cluster.pids)
+
+
+def test_a_worker_killed_in_the_backward_pass_does_not_change_a_bit(cluster, tensors, monkeypatch):
+    def gradients():
+        wait_for_workers(cluster, 4)
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        output = cluster.attention(*leaves, is_causal=True, num_workers=13)
+        return torch.autograd.grad(output, leaves, tensors[0])
+
+    expected = gradients()
+    accept, killed = Differentiate.accept, []
+
+    def kill_after_two(self, task, results):
+        accept(self, task, results)
+        killed.append(task.worker)
+        if len(killed) == 2:
+            os.kill(cluster.pids[0], signal.SIGKILL)
+
+    monkeypatch.setattr(Differentiate, "accept", kill_after_two)
+    assert all(map(torch.equal, gradients(), expected))
+    assert len(killed) == 13
 
 
 def test_a_hung_worker_is_killed_and_replaced(cluster, tensors, undisturbed):
