@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cqs.gradients import Gradients
 from cqs.partial import Partial
@@ -27,9 +27,10 @@ def attend_differentiably(
             a constant to autograd.
     """
     tensors = problem.query, problem.key, problem.value
-    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    with torch.autocast(problem.query.device.type, enabled=False):  # dtypes are the caller's
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return Partial(*_Attention.apply(*tensors, problem, forward, backward))
         return forward(problem)
-    return Partial(*_Attention.apply(*tensors, problem, forward, backward))
 
 
 class _Attention(torch.autograd.Function):
@@ -50,10 +51,29 @@ class _Attention(torch.autograd.Function):
         return answer
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *answer = ctx.saved_tensors
         is_causal, scale, backward = ctx.options
         problem = Problem(query, key, value, is_causal, scale)
-        gradients = backward(problem, Partial(*answer), grad_output)
-        return *(gradient.to(query.dtype) for gradient in gradients), None, None, None
+        compute = partial(backward, problem, Partial(*answer))
+        return *_Gradients.apply(query, key, value, grad_output, compute), None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients as a function of their own, which says that it has no derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_output: Tensor,
+        compute: Callable[[Tensor], Gradients],
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(query.device.type, enabled=False):
+            return tuple(gradient.to(query.dtype) for gradient in compute(grad_output))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("attention can be differentiated only once")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cqs.partial import Partial, lse_dtype
 from cqs.scheduler import AttentionShape, Plan, make_plan
@@ -74,7 +75,8 @@ def check_problem(
     Raises:
         TypeError: if an argument is of the wrong type or the tensors of an unsupported dtype.
         ValueError: if shapes, dtypes or devices do not fit together, or ``scale`` is not finite.
-        NotImplementedError: for devices other than CPU and CUDA.
+        NotImplementedError: for devices other than CPU and CUDA, and for derivatives other than
+            autograd's backward pass.
     """
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
@@ -93,6 +95,10 @@ def check_problem(
             )
         if tensor.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise NotImplementedError(f"{name} is inside torch.func.vmap or grad: not supported")
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(f"{name} has a tangent: no forward-mode derivatives")
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} is {tensor.dtype} but query is {query.dtype}")
         if tensor.device != query.device:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import cqs
 from cqs.cases import CASES
@@ -146,8 +147,28 @@ def test_a_second_derivative_is_refused():
     query = problem.query.requires_grad_()
     output = cqs.attention(query, problem.key, problem.value)
     (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
-        gradient.sum().backward()
+    with pytest.raises(NotImplementedError, match="differentiated only once"):
+        (output.sum() + gradient.square().sum()).backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_other_derivatives_are_refused():
+    query = torch.randn(2, 1, 2, 30, 8)
+    with pytest.raises(NotImplementedError, match="query is inside torch.func.vmap"):
+        torch.func.vmap(lambda each: cqs.attention(each, each, each, num_workers=2))(query)
+    query = query[0]
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="key has a tangent"):
+        cqs.attention(query, forward_ad.make_dual(query, query), query)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_autocast_changes_nothing(backend, num_workers):
+    problem = BY_NAME["ragged"].make()
+    expected = differentiate(problem, torch.float32, split(num_workers, backend=backend))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = differentiate(problem, torch.float32, split(num_workers, backend=backend))
+    assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))
 
 
 def test_queries_that_see_no_key_have_no_gradient():
@@ -174,3 +195,14 @@ def test_a_cluster_differentiates(cluster, name):
         differentiate(problem, torch.float32, split(7, executor=cluster)) for _ in range(2)
     )
     assert all(map(torch.equal, first[1], second[1]))
+
+
+@pytest.mark.ray
+def test_a_cluster_computes_in_inference_mode(cluster):
+    problem = BY_NAME["full"].make()
+    tensors = problem.query, problem.key, problem.value
+    expected = cqs.attention(*tensors, num_workers=3, executor=cluster)
+    with torch.inference_mode():
+        for verify in (False, True):
+            output = cqs.attention(*tensors, num_workers=3, executor=cluster, verify=verify)
+            assert torch.equal(output, expected) and output.is_inference()

@@ -9,6 +9,8 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import Actor, ActorPool
@@ -62,6 +64,7 @@ class Run:
         """Prepare; nothing is sent before the call."""
         self._started, self._start = time.time(), time.perf_counter()
         self.cancelled = threading.Event()
+        self._in_inference_mode = torch.is_inference_mode_enabled()
         self.report: RunReport | None = None
         self._pool, self._ray, self._patience = pool, pool.ray, patience
         self._job, self._plan, self._closing = job, plan, closing
@@ -80,6 +83,10 @@ class Run:
 
     def __call__(self) -> Any:
         """Compute all tasks, combine their results and return what the job makes of them."""
+        with torch.inference_mode(self._in_inference_mode):  # the caller's, in another thread
+            return self._run()
+
+    def _run(self) -> Any:
         try:
             if not self._job.is_empty:
                 self._compute()
