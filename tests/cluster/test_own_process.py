@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 
 import pytest
+
+from cqs.executors.ray.session import make_folder
 
 pytestmark = pytest.mark.ray
 
@@ -112,12 +113,12 @@ def test_a_long_tmpdir_is_no_obstacle(tmp_path):
     long = tmp_path / ("long" * 20)
     long.mkdir()
     script = """
-        import cqs, glob, os, stat, tempfile, torch
+        import cqs, os, ray, stat, tempfile, torch
         assert len(tempfile.gettempdir()) > 80
-        folders = set(glob.glob("/tmp/cqs-*"))
         with cqs.Cluster(num_workers=1) as cluster:
             cluster.attention(*(torch.randn(1, 1, 8, 8) for _ in range(3)))
-            (folder,) = set(glob.glob("/tmp/cqs-*")) - folders
+            folder = os.path.dirname(ray._private.worker._global_node.get_temp_dir_path())
+            assert not folder.startswith(tempfile.gettempdir())
             assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         assert not os.path.exists(folder)
         print("short")
@@ -184,7 +185,7 @@ def ray_client_address(tmp_path):
         gcs.bind(("127.0.0.1", 0))
         server.bind(("127.0.0.1", 0))
         port, server_port = gcs.getsockname()[1], server.getsockname()[1]
-    folder = tempfile.mkdtemp(prefix="cqs-", dir="/tmp")
+    folder = make_folder()
     command = f"""
         ray start --head --block --node-ip-address 127.0.0.1 --port {port} --num-cpus 3
         --ray-client-server-port {server_port} --min-worker-port 0 --max-worker-port 0

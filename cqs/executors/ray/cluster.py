@@ -2,12 +2,10 @@
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +14,9 @@ from tqdm import tqdm
 from cqs.autograd import attend_differentiably
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.future import DISPATCHER, AttentionFuture, is_dispatcher, wait_or_cancel
 from cqs.executors.ray.job import Attend, Differentiate
-from cqs.executors.ray.pool import ActorPool
-from cqs.executors.ray.report import RunReport
+from cqs.executors.ray.pool import ActorPool, start_pool
 from cqs.executors.ray.run import Patience, Run
 from cqs.gradients import Gradients
 from cqs.partial import Partial
@@ -26,10 +24,6 @@ from cqs.problem import Problem, check_problem
 from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
 from cqs.worker import check_backend_name
-
-_DISPATCHER = "cqs-dispatcher"
-_RELEASE_SECONDS = 5.0
-"""How long what ended actors held may take to be free again."""
 
 
 class Cluster:
@@ -109,7 +103,7 @@ class Cluster:
             else:
                 ray, disconnect = session.connect(address)
         try:
-            self._pool, num_workers = _start_pool(
+            self._pool, num_workers = start_pool(
                 ray,
                 self.actor_class,
                 num_workers,
@@ -121,7 +115,7 @@ class Cluster:
             disconnect()
             raise
         self._patience = Patience(num_workers, stall_timeout, start_timeout, max_attempts)
-        self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=_DISPATCHER)
+        self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=DISPATCHER)
         self._close = weakref.finalize(
             self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
         )
@@ -206,7 +200,7 @@ class Cluster:
         return_lse: bool = False,
         verify: bool = False,
         progress: bool | Callable[[int, int], None] = False,
-    ) -> "AttentionFuture":
+    ) -> AttentionFuture:
         """Start :meth:`attention` and return at once; calls run one after another.
 
         The tensors are read while the run goes on: leave them as they are until it is done. No
@@ -233,7 +227,7 @@ class Cluster:
         return_lse: bool = False,
         verify: bool = False,
         progress: bool | Callable[[int, int], None] = False,
-    ) -> "AttentionFuture":
+    ) -> AttentionFuture:
         """Start to compute a checked problem by a plan of its lengths, and return at once.
 
         Args:
@@ -265,7 +259,7 @@ class Cluster:
         self._check_alive()
         job = Differentiate(problem, plan, answer, grad_output)
         run = self._make_run(job, plan, backend, verify=False, progress=False)
-        gradients: Gradients = _wait(self._dispatcher.submit(run), run)
+        gradients: Gradients = wait_or_cancel(self._dispatcher.submit(run), run)
         return gradients
 
     def make_plan(
@@ -340,48 +334,6 @@ def attend_on(
     return attend_differentiably(problem, forward, backward)
 
 
-class AttentionFuture:
-    """The answer of :meth:`Cluster.submit`, now or later."""
-
-    def __init__(self, cluster: Cluster, future: "Future[Partial]", run: Run, return_lse: bool):
-        """Wrap the run's future, and keep its cluster."""
-        self._cluster = cluster
-        self._future, self._run, self._return_lse = future, run, return_lse
-
-    def result(self, timeout: float | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Wait for the answer: ``output``, or ``(output, lse)`` with ``return_lse``.
-
-        Raises:
-            TimeoutError: if it is not there after ``timeout`` seconds; the run goes on.
-            concurrent.futures.CancelledError: if it was cancelled.
-        """
-        if _is_dispatcher() and not self._future.done():
-            raise RuntimeError("a progress function cannot wait for another run of its cluster")
-        answer = self._future.result(timeout)
-        return (answer.output, answer.lse) if self._return_lse else answer.output
-
-    def wait(self) -> Partial:
-        """Wait for output and lse; cancels the run if the wait is interrupted."""
-        answer: Partial = _wait(self._future, self._run)
-        return answer
-
-    def cancel(self) -> bool:
-        """Give up; False if it was too late. Tasks that are running finish unseen."""
-        self._run.cancelled.set()
-        return self._future.cancel() or not self._future.done()
-
-    def done(self) -> bool:
-        """Say whether the run has ended, in whatever way."""
-        return self._future.done()
-
-    @property
-    def report(self) -> RunReport:
-        """What the run took; waits for its end."""
-        self._future.result()
-        assert self._run.report is not None
-        return self._run.report
-
-
 def _positive_or_none(name: str, number: int | None) -> int | None:
     return None if number is None else as_integer(name, number, 1)
 
@@ -391,17 +343,6 @@ def _as_seconds(name: str, seconds: float) -> float:
     if not number > 0:
         raise ValueError(f"{name} must be positive, got {seconds}")
     return number
-
-
-def _wait(future: "Future[Any]", run: Run) -> Any:
-    if _is_dispatcher() and not future.done():
-        raise RuntimeError("a progress function cannot wait for another run of its cluster")
-    try:
-        return future.result()
-    except BaseException:
-        run.cancelled.set()
-        future.cancel()
-        raise
 
 
 def _progress_callback(
@@ -423,49 +364,6 @@ def _progress_callback(
     return draw if progress else lambda done, total: None
 
 
-def _start_pool(
-    ray: Any,
-    actor_class: type,
-    num_workers: int | None,
-    use_gpus: bool | None,
-    cpus_per_worker: int,
-    start_timeout: float,
-) -> tuple[ActorPool, int]:
-    """Start actors, all or none, and return their pool and number."""
-    total = ray.cluster_resources()
-    if use_gpus is None:
-        use_gpus = total.get("GPU", 0) >= 1
-    kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
-    if num_workers is None:
-        num_workers = max(int(total.get(kind, 0)) // each, 1)
-    deadline = time.monotonic() + _RELEASE_SECONDS
-    while (free := ray.available_resources().get(kind, 0)) < num_workers * each:
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"num_workers={num_workers} needs {num_workers * each} free {kind}s, but the "
-                f"cluster has {free:g} of {total.get(kind, 0):g}"
-            )
-        time.sleep(0.1)
-    pool = ActorPool(ray, actor_class, use_gpus=use_gpus, cpus_per_worker=cpus_per_worker)
-    try:
-        pings = [(actor, actor.ping()) for actor in pool.start(num_workers)]
-        for actor, ping in pings:
-            actor.info = ray.get(ping, timeout=start_timeout)
-    except ray.exceptions.GetTimeoutError:
-        pool.close()
-        raise ValueError(
-            f"a worker did not start within start_timeout={start_timeout:g} s"
-        ) from None
-    except BaseException:
-        pool.close()
-        raise
-    return pool, num_workers
-
-
-def _is_dispatcher() -> bool:
-    return threading.current_thread().name.startswith(_DISPATCHER)
-
-
 def _close(
     pid: int,
     closing: threading.Event,
@@ -477,7 +375,7 @@ def _close(
     if os.getpid() != pid:
         return
     closing.set()
-    if _is_dispatcher():  # closed by a progress function: the run must end first
+    if is_dispatcher():  # closed by a progress function: the run must end first
         arguments = pid, closing, dispatcher, pool, disconnect
         threading.Thread(target=_close, args=arguments).start()
         return

@@ -3,10 +3,14 @@
 import contextlib
 import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from cqs.executors.ray.actor import ActorInfo, host_name
+
+_RELEASE_SECONDS = 5.0
+"""How long what ended actors held may take to be free again."""
 
 
 @dataclass
@@ -81,3 +85,42 @@ class ActorPool:
         for actor in self.actors.values():
             self.ray.kill(actor.handle, no_restart=True)
         self.actors.clear()
+
+
+def start_pool(
+    ray: Any,
+    actor_class: type,
+    num_workers: int | None,
+    use_gpus: bool | None,
+    cpus_per_worker: int,
+    start_timeout: float,
+) -> tuple[ActorPool, int]:
+    """Start actors, all or none, and return their pool and number."""
+    total = ray.cluster_resources()
+    if use_gpus is None:
+        use_gpus = total.get("GPU", 0) >= 1
+    kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
+    if num_workers is None:
+        num_workers = max(int(total.get(kind, 0)) // each, 1)
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while (free := ray.available_resources().get(kind, 0)) < num_workers * each:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"num_workers={num_workers} needs {num_workers * each} free {kind}s, but the "
+                f"cluster has {free:g} of {total.get(kind, 0):g}"
+            )
+        time.sleep(0.1)
+    pool = ActorPool(ray, actor_class, use_gpus=use_gpus, cpus_per_worker=cpus_per_worker)
+    try:
+        pings = [(actor, actor.ping()) for actor in pool.start(num_workers)]
+        for actor, ping in pings:
+            actor.info = ray.get(ping, timeout=start_timeout)
+    except ray.exceptions.GetTimeoutError:
+        pool.close()
+        raise ValueError(
+            f"a worker did not start within start_timeout={start_timeout:g} s"
+        ) from None
+    except BaseException:
+        pool.close()
+        raise
+    return pool, num_workers

@@ -93,7 +93,7 @@ def start_private_ray(
     ray = import_ray()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_private_environment(ray))
-        folder = _make_folder()
+        folder = make_folder()
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.callback(ray.shutdown)
         with _loopback_only(ray):
@@ -148,7 +148,7 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _make_folder() -> str:
+def make_folder() -> str:
     """Make a directory closed to other users, where the paths of Ray's sockets are short enough.
 
     Ray opens its own directory to all, so it gets a child of this one.
