@@ -11,7 +11,7 @@ from cqs.autograd import attend_differentiably
 from cqs.executors.local import run_local, run_local_backward
 from cqs.problem import check_problem
 from cqs.verify import verify_rows
-from cqs.worker import check_backend_name
+from cqs.worker import Worker
 
 if TYPE_CHECKING:
     from cqs.executors.ray import Cluster
@@ -24,6 +24,8 @@ def attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     num_workers: int | None = None,
     interest_set: Iterable[int] | None = None,
     backend: str | None = None,
@@ -47,6 +49,10 @@ def attention(
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
         is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+        dropout_p: Chance, in [0, 1), that a probability is zeroed after the softmax; the rest is
+            divided by ``1 - dropout_p``. Which pairs are dropped depends on seed, batch, head and
+            the positions of query and key, not on how the work is cut or who does it.
+        seed: For dropout; at least 0. ``None`` draws one from PyTorch's generator for each call.
         num_workers: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         interest_set: See :func:`cqs.make_plan`.
         backend: ``"cpu"``, ``"triton"``, ``"cudnn"`` or ``"reference"``; ``None`` takes the first
@@ -77,8 +83,10 @@ def attention(
         True
     """
     if executor is None or executor == "local":
-        problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
-        check_backend_name(backend)
+        problem = check_problem(
+            query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed
+        )
+        Worker.of(problem, backend)
         plan = problem.make_plan(1 if num_workers is None else num_workers, interest_set)
         answer = attend_differentiably(
             problem,
@@ -98,8 +106,10 @@ def attention(
 
     if not isinstance(executor, str | Cluster):
         raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
-    problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
-    check_backend_name(backend)
+    problem = check_problem(
+        query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed
+    )
+    Worker.of(problem, backend)
     problem.make_plan(1 if num_workers is None else num_workers, interest_set)  # before Ray starts
     answer = attend_on(
         Cluster if isinstance(executor, str) else lambda: nullcontext(executor),

@@ -47,15 +47,15 @@ class _Attention(torch.autograd.Function):
         answer = forward(replace(problem, query=query, key=key, value=value))
         ctx.save_for_backward(query, key, value, *answer)
         ctx.mark_non_differentiable(answer.lse)
-        ctx.options = problem.is_causal, problem.scale, backward
+        ctx.options = problem.is_causal, problem.scale, problem.dropout
+        ctx.compute = backward
         return answer
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *answer = ctx.saved_tensors
-        is_causal, scale, backward = ctx.options
-        problem = Problem(query, key, value, is_causal, scale)
-        compute = partial(backward, problem, Partial(*answer))
+        problem = Problem(query, key, value, *ctx.options)
+        compute = partial(ctx.compute, problem, Partial(*answer))
         return *_Gradients.apply(query, key, value, grad_output, compute), None, None, None
 
 

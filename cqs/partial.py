@@ -1,5 +1,6 @@
 """Partial results: what travels from worker to tiler, and how they combine."""
 
+import importlib.util
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -126,7 +127,11 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
 
 def merges_at_once(answer: Partial) -> bool:
     """Say whether a single kernel merges all partials of ``answer``, best when all are there."""
-    return answer.output.is_cuda and answer.output.dtype != torch.float64
+    return (
+        answer.output.is_cuda
+        and answer.output.dtype != torch.float64
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def check_partial(partial: Partial, expected: Partial, name: str) -> None:

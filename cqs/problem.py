@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cqs.dropout import Dropout
 from cqs.partial import Partial, lse_dtype
 from cqs.scheduler import AttentionShape, Plan, make_plan
-from cqs.scheduler.arguments import as_bool, to_float
+from cqs.scheduler.arguments import as_bool, as_integer, to_float
 
 _GPU_TILE = 128
 """Tokens of a tile of the fast kernels."""
@@ -29,6 +30,7 @@ class Problem:
     """``[batch, num_kv_heads, seqlen_kv, value_dim]``."""
     is_causal: bool
     scale: float
+    dropout: Dropout | None = None
 
     @property
     def shape(self) -> AttentionShape:
@@ -69,12 +71,15 @@ def check_problem(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
 ) -> Problem:
-    """Check what the user passed and fill in the default scale.
+    """Check what the user passed; fill in the default scale and, to drop out, a random seed.
 
     Raises:
         TypeError: if an argument is of the wrong type or the tensors of an unsupported dtype.
-        ValueError: if shapes, dtypes or devices do not fit together, or ``scale`` is not finite.
+        ValueError: if shapes, dtypes or devices do not fit together, ``scale`` is not finite or
+            ``dropout_p`` not in [0, 1).
         NotImplementedError: for devices other than CPU and CUDA, and for derivatives other than
             autograd's backward pass.
     """
@@ -128,4 +133,18 @@ def check_problem(
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    return Problem(query, key, value, is_causal, factor)
+    dropout = _check_dropout(dropout_p, seed)
+    return Problem(query, key, value, is_causal, factor, dropout)
+
+
+def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:
+    probability = to_float(dropout_p, "dropout_p must be a number")
+    if not 0 <= probability < 1:
+        raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+    if seed is not None:
+        seed = as_integer("seed", seed, 0)
+    if not probability:
+        return None
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    return Dropout(probability, seed)

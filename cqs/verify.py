@@ -48,6 +48,11 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     eps_accumulation = torch.finfo(lse_dtype(problem.query.dtype)).eps
     group_size = problem.query.shape[1] // problem.key.shape[1]
 
+    largest_factor = 1.0
+    if problem.dropout is not None:
+        sampled = [range(row, row + 1) for row in rows]
+        factors = problem.dropout.factors(problem.query, sampled, [range(seqlen_kv)])
+        largest_factor = problem.dropout.scale
     for batch in range(problem.query.shape[0]):
         for head in range(problem.query.shape[1]):
             query = problem.query[batch, head, index].double()
@@ -65,6 +70,8 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 [finite.new_zeros(1, finite.shape[1]), finite.abs().cummax(dim=0).values]
             )
             output = answer.output[batch, head, index].double()
+            if problem.dropout is not None:
+                weights = weights * factors[batch, head]
             exact = weights @ finite
             if not value.isfinite().all():
                 exact = exact + _sum_of_infinite(weights, value - finite, visible)
@@ -77,7 +84,9 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 rows,
                 output,
                 exact,
-                (16 * eps + lse_bound).unsqueeze(-1) * largest_values[visible.sum(dim=-1)],
+                largest_factor
+                * (16 * eps + lse_bound).unsqueeze(-1)
+                * largest_values[visible.sum(dim=-1)],
             )
             _compare_rows(
                 "lse",

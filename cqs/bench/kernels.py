@@ -6,16 +6,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cqs.bench.measurement import Measurement, append_rows, summarize
+from cqs.bench.measurement import Measurement, publish, summarize
 from cqs.bench.timing import time_in_turn
 from cqs.cases import Case
-from cqs.commands.table import format_table
 from cqs.gradients import Gradients
 from cqs.partial import Partial, merge_rows
 from cqs.problem import Problem
 from cqs.scheduler import Plan
 from cqs.testing import assert_tracks_exact, exact_rows
-from cqs.worker import HeldTokens, Worker
+from cqs.worker import WHY_NOT, HeldTokens, Worker
 from cqs.worker.backends import GRADIENTS
 
 _HEADS = 16
@@ -45,29 +44,25 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             kind = "causal" if is_causal else "full"
             case = Case(kind, tokens, tokens, _HEADS, _HEADS, head_dim, is_causal=is_causal)
             rows += _measure(case.make(torch.bfloat16, "cuda"), repeats)
-    append_rows(rows, out)
-    header = ["case", "what", "by", "median ms", "TFLOP/s", "over cuDNN's time"]
-    table = [
-        [
-            row.case,
-            row.benchmark.partition(" ")[2],
-            row.executor,
-            f"{row.median_ms:.3f}",
-            f"{row.details['tflops']:.0f}",
-            f"{row.ratio:.3f}",
-        ]
-        for row in rows
-    ]
-    print(f"{rows[0].device}, {rows[0].dtype}, torch {rows[0].torch_version}")
-    print(format_table(header, table))
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "what": lambda row: row.benchmark.partition(" ")[2],
+        "by": lambda row: row.executor,
+        "median ms": lambda row: f"{row.median_ms:.3f}",
+        "TFLOP/s": lambda row: f"{row.details['tflops']:.0f}",
+        "over cuDNN's time": lambda row: f"{row.ratio:.3f}",
+    }
+    publish(rows, columns, out)
     rates = _merge_rates(tokens, repeats)
     print(f"merge of 6 partials {rates[0]:.2f} TB/s, copy {rates[1]:.2f} TB/s")
 
 
 def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     tokens, head_dim = problem.query.shape[2:]
+    tensors = problem.query, problem.key, problem.value
+    libraries = ["cudnn"] if WHY_NOT["flash"](*tensors) else ["cudnn", "flash"]
     forward = {
-        "cudnn": _one_call(problem, problem.make_plan(1), "cudnn"),
+        **{name: _one_call(problem, problem.make_plan(1), name) for name in libraries},
         "triton": _one_call(problem, problem.make_plan(1), "triton"),
         f"triton, tasks of W = {_NUM_WORKERS} in one launch": _one_call(
             problem, problem.make_plan(_NUM_WORKERS), "triton"
@@ -76,17 +71,18 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     }
     sample = torch.linspace(0, tokens - 1, 64, device="cuda").long()
     exact, eager = exact_rows(problem, sample), forward["cudnn"]()[0].output[:, :, sample]
-    for name in ("triton", "flex"):
+    for name in list(forward)[1:]:
         assert_tracks_exact(forward[name]()[0].output[:, :, sample], eager, exact, name=name)
     answer = forward["cudnn"]()[0]
     grad_output = torch.randn_like(answer.output)
     backward = {
-        "cudnn": _cudnn_backward(problem, answer, grad_output),
+        **{name: _library_backward(problem, answer, grad_output, name) for name in libraries},
         "triton": _triton_backward(problem, answer, grad_output),
     }
-    expected, found = backward["cudnn"](), backward["triton"]()
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours - theirs).norm() < 6e-3 * theirs.norm()
+    expected = backward["cudnn"]()
+    for differentiate in list(backward.values())[1:]:
+        for ours, theirs in zip(differentiate(), expected, strict=True):
+            assert (ours - theirs).norm() < 6e-3 * theirs.norm()
     flops = 4.0 * tokens**2 * head_dim * _HEADS / (2 if problem.is_causal else 1)
     rows = []
     for name, computations, work in (
@@ -114,17 +110,13 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     return rows
 
 
-def _hold(problem: Problem) -> list[HeldTokens]:
-    return [
-        HeldTokens([(range(tensor.shape[2]), tensor)])
-        for tensor in (problem.query, problem.key, problem.value)
-    ]
-
-
 def _one_call(problem: Problem, plan: Plan, backend: str) -> Callable[[], list[Partial]]:
+    held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
+    worker = Worker.of(problem, backend)
+    if plan.num_workers == 1:
+        return lambda: worker.run(plan.task(0), *held)
     steps = [step for task in plan.tasks for step in task.steps]
-    held, worker = _hold(problem), Worker(backend)
-    return lambda: worker.run_steps(steps, *held, scale=problem.scale)
+    return lambda: [worker.run_together(steps, *held)]
 
 
 def _flex(problem: Problem) -> Callable[[], list[Partial]]:
@@ -146,11 +138,11 @@ def _flex(problem: Problem) -> Callable[[], list[Partial]]:
     return attend
 
 
-def _cudnn_backward(
-    problem: Problem, answer: Partial, grad_output: Tensor
+def _library_backward(
+    problem: Problem, answer: Partial, grad_output: Tensor, backend: str
 ) -> Callable[[], tuple[Tensor, ...]]:
     tensors = problem.query, problem.key, problem.value, grad_output, *answer
-    return lambda: GRADIENTS["cudnn"](*tensors, is_causal=problem.is_causal, scale=problem.scale)
+    return lambda: GRADIENTS[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
 
 
 def _triton_backward(
@@ -166,10 +158,8 @@ def _triton_backward(
 
     def differentiate() -> tuple[Tensor, ...]:
         gradients = Gradients.zeros(*tensors)
-        statistics_of_rows = grad_output, answer.lse, delta
-        ADD_GRADIENTS["triton"](
-            *tensors, *statistics_of_rows, (whole,), gradients, scale=problem.scale
-        )
+        of_queries = grad_output, answer.lse, delta
+        ADD_GRADIENTS["triton"](*tensors, *of_queries, (whole,), gradients, scale=problem.scale)
         return gradients
 
     return differentiate

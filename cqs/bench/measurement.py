@@ -5,6 +5,7 @@ import os
 import platform
 import statistics
 import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 import cqs
+from cqs.commands.table import format_table
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,25 @@ def summarize(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def append_rows(rows: list[Measurement], out: str | None) -> None:
-    """Append rows to a file of one JSON object per line; nothing is overwritten."""
-    if out is None:
-        return
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    with open(out, "a") as file:
-        for row in rows:
-            file.write(json.dumps(asdict(row)) + "\n")
+def publish(
+    rows: list[Measurement],
+    columns: Mapping[str, Callable[[Measurement], object]],
+    out: str | None,
+) -> None:
+    """Print a table, and append the rows to a file of one JSON object per line.
+
+    Args:
+        rows: At least one.
+        columns: Header of a column and what it shows of a row.
+        out: The file, which is never overwritten, or ``None``.
+    """
+    if out is not None:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        with open(out, "a") as file:
+            file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+    print(f"{rows[0].device}, {rows[0].dtype}, torch {rows[0].torch_version}")
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    print(format_table(list(columns), cells))
 
 
 def describe_device() -> str:

@@ -1,13 +1,14 @@
 """What Ray costs: everything of a run but the slowest actor's computation."""
 
 import statistics
+from collections.abc import Callable
 
 import torch
 
 import cqs
-from cqs.bench.measurement import Measurement, append_rows, summarize
+from cqs.bench.measurement import Measurement, publish, summarize
 from cqs.cases import Case
-from cqs.commands.table import format_table, percent
+from cqs.commands.table import percent
 from cqs.testing import assert_tracks_exact, eager_output, exact_rows
 
 _NUM_WORKERS = (7, 13)
@@ -58,17 +59,15 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
                         **summarize([r.seconds for r in reports]),  # type: ignore[arg-type]
                     )
                 )
-    append_rows(rows, out)
-    header = ["case", "W", "run s", "before", "slowest", "between", "after", "overhead"]
-    table = [
-        [
-            row.case,
-            row.num_workers,
-            f"{row.median_ms / 1e3:.2f}",
-            *(f"{row.details[part]:.2f}" for part in _PARTS),
-            percent(row.details["overhead"]),
-        ]
-        for row in rows
-    ]
-    print(f"{rows[0].device}, {rows[0].executor}, float32, torch {rows[0].torch_version}")
-    print(format_table(header, table))
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "by": lambda row: row.executor,
+        "W": lambda row: row.num_workers,
+        "run s": lambda row: f"{row.median_ms / 1e3:.2f}",
+        "before": lambda row: f"{row.details['before_seconds']:.2f}",
+        "slowest": lambda row: f"{row.details['slowest_seconds']:.2f}",
+        "between": lambda row: f"{row.details['between_seconds']:.2f}",
+        "after": lambda row: f"{row.details['after_seconds']:.2f}",
+        "overhead": lambda row: percent(row.details["overhead"]),
+    }
+    publish(rows, columns, out)

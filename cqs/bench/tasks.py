@@ -1,4 +1,4 @@
-"""What cutting costs: all tasks of W in this process against one call of the same kernels."""
+"""What cutting costs: all tasks of W on this device against one call of the same kernels."""
 
 import statistics
 from collections.abc import Callable
@@ -8,20 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import cqs
-from cqs.bench.measurement import Measurement, append_rows, summarize
+from cqs.bench.measurement import Measurement, publish, summarize
 from cqs.bench.timing import time_in_turn
 from cqs.cases import Case
-from cqs.commands.table import format_table
+from cqs.executors.local import run_local, run_local_backward
+from cqs.gradients import Gradients
+from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem
+from cqs.scheduler import Plan
 from cqs.testing import assert_tracks_exact, exact_rows
-from cqs.worker import choose_backend
+from cqs.tiler import GradientSum, Tiler
+from cqs.worker import HeldTokens, Worker, choose_backend
 
 _NUM_WORKERS = (7, 8, 13, 31)
+_ALONE, _TOGETHER = "one by one", "local"
 
 
 def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
     """Check and time every W, forward and with gradients, causal and not, in turn with W = 1.
+
+    ``local`` is :func:`cqs.attention`, which may compute tasks together; ``one by one`` computes,
+    and merges, each task as if it were alone on the device.
 
     Args:
         tokens: Sequence length; ``None`` means 8192 on the CPU, 65,536 on a GPU.
@@ -38,46 +45,67 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             kind = "causal" if is_causal else "full"
             case = Case(kind, tokens, tokens, heads, heads, head_dim, is_causal=is_causal)
             rows += _measure(case.make(dtype, device), repeats)
-    append_rows(rows, out)
-    header = ["case", "pass", "W", "median ms", "over one call", "over PyTorch's"]
-    table = [
-        [
-            row.case,
-            row.benchmark.partition(" ")[2],
-            row.num_workers,
-            f"{row.median_ms:.1f}",
-            f"{row.ratio:.3f}",
-            f"{row.details['over_torch']:.3f}",
-        ]
-        for row in rows
-    ]
-    print(f"{rows[0].device}, {rows[0].dtype}, torch {rows[0].torch_version}")
-    print(format_table(header, table))
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "pass": lambda row: row.benchmark.partition(" ")[2],
+        "tasks": lambda row: row.executor,
+        "W": lambda row: row.num_workers,
+        "median ms": lambda row: f"{row.median_ms:.1f}",
+        "over one call": lambda row: f"{row.ratio:.3f}",
+        "over PyTorch's": lambda row: f"{row.details['over_torch']:.3f}",
+    }
+    publish(rows, columns, out)
 
 
 def _measure(problem: Problem, repeats: int) -> list[Measurement]:
-    """Check every W, then time it; one row for each pass and W."""
+    """Check every W, then time it; one row for each pass, W and way."""
     tensors = problem.query, problem.key, problem.value
     device, tokens = problem.query.device.type, problem.query.shape[2]
+    plans = {num_workers: problem.make_plan(num_workers) for num_workers in (1, *_NUM_WORKERS)}
+    ways = [(_TOGETHER, 1)] + [(way, w) for way in (_TOGETHER, _ALONE) for w in _NUM_WORKERS]
     sample = torch.linspace(0, tokens - 1, 64, device=device).long()
     exact = exact_rows(problem, sample)
-    eager = _torch(problem)(*tensors)[:, :, sample]
-    for num_workers in (1, *_NUM_WORKERS):
-        output = _split(problem, num_workers)(*tensors)
+    eager = F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)[:, :, sample]
+    grad_output = torch.randn_like(problem.query)
+    answer = run_local(problem, plans[1])
+    whole = run_local_backward(problem, plans[1], answer, grad_output)
+    for way, num_workers in ways:
+        output = _forward[way](problem, plans[num_workers]).output
         assert_tracks_exact(output[:, :, sample], eager, exact)
+        found = _backward[way](problem, plans[num_workers], answer, grad_output)
+        for part, expected in zip(found, whole, strict=True):
+            assert (part - expected).norm() < 2e-3 * expected.norm()
+        del found
+    del whole
+
+    def both(way: str, plan: Plan) -> Gradients:
+        return _backward[way](problem, plan, _forward[way](problem, plan), grad_output)
+
+    def of_torch(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)  # type: ignore
+
     rows = []
-    for name, run_pass in (("forward", _forward), ("forward and backward", _both)):
-        computations = {"torch": run_pass(problem, _torch(problem))}
-        for num_workers in (1, *_NUM_WORKERS):
-            computations[str(num_workers)] = run_pass(problem, _split(problem, num_workers))
-        for compute in computations.values():
-            compute()
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    passes: dict[str, tuple[Callable[[], object], Callable[[str, Plan], object]]] = {
+        "forward": (
+            partial(of_torch, *tensors),
+            lambda way, plan: _forward[way](problem, plan),
+        ),
+        "forward and backward": (
+            lambda: torch.autograd.grad(of_torch(*leaves), leaves, grad_output),
+            both,
+        ),
+    }
+    for name, (library, compute) in passes.items():
+        computations = {"torch": library}
+        for way, num_workers in ways:
+            computations[f"{way} {num_workers}"] = partial(compute, way, plans[num_workers])
         seconds = time_in_turn(computations, repeats, device)
-        for num_workers in (1, *_NUM_WORKERS):
-            own = seconds[str(num_workers)]
+        for way, num_workers in ways:
+            own = seconds[f"{way} {num_workers}"]
             over_one, over_torch = (
                 statistics.median(a / b for a, b in zip(own, seconds[other], strict=True))
-                for other in ("1", "torch")
+                for other in (f"{_TOGETHER} 1", "torch")
             )
             rows.append(
                 Measurement(
@@ -86,7 +114,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
                     f"-h{problem.query.shape[1]}-d{problem.query.shape[3]}",
                     baseline=f"one call, {choose_backend(*tensors)}",
                     num_workers=num_workers,
-                    executor="local",
+                    executor=way,
                     dtype=str(problem.query.dtype).removeprefix("torch."),
                     ratio=over_one,
                     repeats=repeats,
@@ -97,24 +125,35 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     return rows
 
 
-def _torch(problem: Problem) -> Callable[..., Tensor]:
-    return partial(F.scaled_dot_product_attention, is_causal=problem.is_causal)
+def _attend_one_by_one(problem: Problem, plan: Plan) -> Partial:
+    tiler = Tiler(plan, *problem.empty_answer())
+    worker = Worker.of(problem)
+    held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
+    for task in plan.tasks:
+        tiler.add(task.worker, worker.run(task, *held, dtype=lse_dtype(problem.query.dtype)))
+    return tiler.finish()
 
 
-def _split(problem: Problem, num_workers: int) -> Callable[..., Tensor]:
-    def attend(*tensors: Tensor) -> Tensor:
-        output = cqs.attention(*tensors, is_causal=problem.is_causal, num_workers=num_workers)
-        assert isinstance(output, Tensor)
-        return output
+def _differentiate_one_by_one(
+    problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor
+) -> Gradients:
+    worker = Worker.of(problem)
+    tensors = problem.query, problem.key, problem.value
+    total = GradientSum(plan, Gradients.zeros(*tensors))
+    for task in plan.tasks:
+        of_queries, of_keys = (
+            [HeldTokens((r, tensor[:, :, r.start : r.stop]) for r in ranges) for tensor in side]
+            for ranges, side in (
+                (task.held_queries, (problem.query, grad_output, *answer)),
+                (task.held_keys, tensors[1:]),
+            )
+        )
+        found = worker.run_backward(task.steps, of_queries[0], *of_keys, *of_queries[1:])
+        queries = found.query.split(list(map(len, task.held_queries)), dim=2)
+        keys = (part.split(list(map(len, task.held_keys)), dim=2) for part in found[1:])
+        total.add(task.worker, list(queries), list(zip(*keys, strict=True)))
+    return total.finish()
 
-    return attend
 
-
-def _forward(problem: Problem, attend: Callable[..., Tensor]) -> Callable[[], object]:
-    return lambda: attend(problem.query, problem.key, problem.value)
-
-
-def _both(problem: Problem, attend: Callable[..., Tensor]) -> Callable[[], object]:
-    leaves = [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
-    grad_output = torch.randn_like(problem.query)
-    return lambda: torch.autograd.grad(attend(*leaves), leaves, grad_output)
+_forward = {_TOGETHER: run_local, _ALONE: _attend_one_by_one}
+_backward = {_TOGETHER: run_local_backward, _ALONE: _differentiate_one_by_one}

@@ -107,7 +107,7 @@ def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> str:
     rows = []
     for measured in report.tasks:
         task = plan.task(measured.worker)
-        cost = plan.predict_cost(measured.worker, problem.shape)
+        cost = plan.predict_cost(measured.worker, problem.shape, measured.backend)
         rows.append(
             [
                 task.worker,

@@ -1,18 +1,15 @@
-"""Every task of a plan in this process, one after another."""
+"""Every task of a plan in this process: in one launch where a kernel can, else one by one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.problem import Problem
-from cqs.scheduler import Plan, Task
+from cqs.scheduler import Plan
 from cqs.tiler import Tiler
-from cqs.worker import HeldTokens, Worker, choose_backend
-
-_ROWS_OF_A_LAUNCH = 2**22
-"""Queries times heads: so many tiles that the last ones of a launch leave no GPU idle for long."""
+from cqs.worker import ATTEND_RECTANGLES, HeldTokens, Worker
 
 
 def run_local(
@@ -35,39 +32,27 @@ def run_local(
     Raises:
         NotImplementedError: if the named backend cannot take the tensors.
     """
-    choose_backend(problem.query, problem.key, problem.value, backend)
-    whole_q, whole_kv = range(plan.seqlen_q), range(plan.seqlen_kv)
-    query = HeldTokens([(whole_q, problem.query)])
-    key = HeldTokens([(whole_kv, problem.key)])
-    value = HeldTokens([(whole_kv, problem.value)])
-    worker = Worker(backend)
+    worker = Worker.of(problem, backend)
+    tensors = problem.query, problem.key, problem.value
+    name = worker.choose_backend(*tensors)
     if not problem.query.numel():
         return answer or problem.empty_answer()
-    if plan.num_workers == 1 and plan.task(0).held_queries == (whole_q,):
-        (partial,) = worker.run(plan.task(0), query, key, value, scale=problem.scale)
-        answer = partial if answer is None else Partial(*map(Tensor.copy_, answer, partial))
-        if progress:
-            progress(1, 1)
-        return answer
-    answer = answer or problem.empty_answer()
-    tiler = Tiler(plan, *answer)
-    done = 0
-    for tasks in _launches(problem, plan):
-        partials = worker.run_steps(
-            [step for task in tasks for step in task.steps],
-            query,
-            key,
-            value,
-            scale=problem.scale,
-            dtype=answer.lse.dtype,
-        )
-        for task in tasks:
-            tiler.add(task.worker, partials[: len(task.steps)])
-            del partials[: len(task.steps)]
-        done += len(tasks)
-        if progress:
-            progress(done, plan.num_workers)
-    return tiler.finish()
+    query, key, value = map(HeldTokens.whole, tensors)
+    if problem.key.numel() and name in ATTEND_RECTANGLES:
+        steps = [step for task in plan.tasks for step in task.steps]
+        partial = worker.run_together(steps, query, key, value)
+    elif plan.num_workers == 1 and plan.task(0).held_queries == query.ranges:
+        (partial,) = worker.run(plan.task(0), query, key, value)
+    else:
+        tiler = Tiler(plan, *(answer or problem.empty_answer()))
+        for task in plan.tasks:
+            tiler.add(task.worker, worker.run(task, query, key, value))
+            if progress:
+                progress(task.worker + 1, plan.num_workers)
+        return tiler.finish()
+    if progress:
+        progress(plan.num_workers, plan.num_workers)
+    return partial if answer is None else Partial(*map(Tensor.copy_, answer, partial))
 
 
 def run_local_backward(
@@ -87,39 +72,8 @@ def run_local_backward(
         grad_output: Gradient of the output.
         backend: Name of a backend, or ``None`` for the best.
     """
-    whole_q, whole_kv = range(plan.seqlen_q), range(plan.seqlen_kv)
-    held = [
-        HeldTokens([(whole, tensor)])
-        for whole, tensor in (
-            (whole_q, problem.query),
-            (whole_kv, problem.key),
-            (whole_kv, problem.value),
-            (whole_q, grad_output),
-            (whole_q, answer.output),
-            (whole_q, answer.lse),
-        )
-    ]
-    gradients = Gradients.zeros(problem.query, problem.key, problem.value)
     if not answer.output.numel() or not problem.key.numel():
-        return gradients
-    worker = Worker(backend)
-    for tasks in _launches(problem, plan):
-        steps = [step for task in tasks for step in task.steps]
-        worker.run_backward(steps, *held, scale=problem.scale, gradients=gradients)
-    return gradients
-
-
-def _launches(problem: Problem, plan: Plan) -> Iterator[list[Task]]:
-    """Divide the tasks of a plan into those computed together: on a CPU, each alone."""
-    width = problem.query.shape[0] * problem.query.shape[1]
-    enough = _ROWS_OF_A_LAUNCH if problem.query.is_cuda else 0
-    tasks: list[Task] = []
-    rows = 0
-    for task in plan.tasks:
-        tasks.append(task)
-        rows += width * sum(len(step.queries) for step in task.steps)
-        if rows >= enough:
-            yield tasks
-            tasks, rows = [], 0
-    if tasks:
-        yield tasks
+        return Gradients.zeros(problem.query, problem.key, problem.value)
+    steps = [step for task in plan.tasks for step in task.steps]
+    tensors = problem.query, problem.key, problem.value, grad_output, *answer
+    return Worker.of(problem, backend).run_backward(steps, *map(HeldTokens.whole, tensors))

@@ -7,6 +7,8 @@ from cqs.scheduler.task import Step, Task
 
 _LSE_ITEMSIZE = 4
 """The log of the softmax denominator travels as float32 (float64 for float64 inputs)."""
+_MERGED_BY_A_KERNEL = ("cudnn", "flash")
+"""Backends of GPUs, where partial results merge without a float32 copy."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,16 @@ class TaskCost:
     bytes_out: int
     """Partial outputs and their lse that the worker returns."""
     peak_bytes: int
-    """Most bytes held at once, without a kernel's own scratch: inputs, the results so far, and for
-    the step at work its gathered keys and values or, if that is more, the two partial results that
-    merge where a causal square joins a rectangle."""
+    """Most bytes held at once, without a kernel's own scratch: inputs, results, and what the
+    backend needs besides. ``triton``: nothing. Backends that compute a step at a time: its gathered
+    keys and values or, if that is more, the two partial results that merge where a causal square
+    joins a rectangle. ``reference``: also the scores, twice."""
 
 
-def predict_cost(task: Task, shape: AttentionShape) -> TaskCost:
+def predict_cost(task: Task, shape: AttentionShape, backend: str | None = None) -> TaskCost:
     """Predict what ``task`` costs with tensors of the given ``shape``.
+
+    ``backend`` is the name of the one that computes; ``None`` stands for a library's.
 
     FLOPs count ``2 * (head_dim + value_dim)`` per live pair, head and batch element, the usual
     ``4 * N * N * d`` of full attention.
@@ -65,7 +70,9 @@ def predict_cost(task: Task, shape: AttentionShape) -> TaskCost:
     query_bytes = width * shape.head_dim * shape.itemsize
     key_bytes = shape.batch * num_kv_heads * (shape.head_dim + value_dim) * shape.itemsize
     row_bytes = width * (value_dim * shape.itemsize + max(_LSE_ITEMSIZE, shape.itemsize))
-    sum_bytes = width * value_dim * _LSE_ITEMSIZE if shape.itemsize < _LSE_ITEMSIZE else 0
+    sums_apart = shape.itemsize < _LSE_ITEMSIZE and backend not in _MERGED_BY_A_KERNEL
+    sum_bytes = width * value_dim * _LSE_ITEMSIZE if sums_apart else 0
+    score_bytes = 2 * width * max(_LSE_ITEMSIZE, shape.itemsize) if backend == "reference" else 0
 
     bytes_in = query_bytes * sum(map(len, task.held_queries))
     bytes_in += key_bytes * sum(map(len, task.held_keys))
@@ -74,7 +81,10 @@ def predict_cost(task: Task, shape: AttentionShape) -> TaskCost:
         bytes_out += row_bytes * len(step.queries)
         gathered = key_bytes * sum(map(len, step.keys)) if _must_gather(step, task) else 0
         merged = 2 * (row_bytes + sum_bytes) * len(step.queries) if step.is_split else 0
-        peak_beyond_inputs = max(peak_beyond_inputs, bytes_out + max(gathered, merged))
+        most_keys = max(sum(map(len, step.keys)), len(step.causal_keys or ()))
+        scores = score_bytes * len(step.queries) * most_keys
+        beside = 0 if backend == "triton" else max(gathered + scores, merged)
+        peak_beyond_inputs = max(peak_beyond_inputs, bytes_out + beside)
     return TaskCost(
         flops=2 * (shape.head_dim + value_dim) * width * task.live_pairs,
         bytes_in=bytes_in,

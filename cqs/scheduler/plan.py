@@ -158,9 +158,11 @@ class Plan:
             return 1.0
         return self.live_pairs / max(task.live_pairs for task in self.tasks)
 
-    def predict_cost(self, worker: int, shape: AttentionShape) -> TaskCost:
+    def predict_cost(
+        self, worker: int, shape: AttentionShape, backend: str | None = None
+    ) -> TaskCost:
         """Predict FLOPs, bytes in and out and peak bytes of one task's forward pass."""
-        return predict_cost(self.task(worker), shape)
+        return predict_cost(self.task(worker), shape, backend)
 
     def validate(self) -> None:
         """Prove that every live pair is owned exactly once and nothing dead is owned.

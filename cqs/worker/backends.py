@@ -7,18 +7,21 @@ from torch import Tensor
 from cqs.partial import Partial
 from cqs.worker.cpu import attend_cpu, gradients_cpu, why_not_cpu
 from cqs.worker.cudnn import attend_cudnn, gradients_cudnn, why_not_cudnn
+from cqs.worker.flash import attend_flash, gradients_flash, why_not_flash
 from cqs.worker.reference import attend_reference, gradients_reference, why_not_reference
 from cqs.worker.triton import add_gradients, attend_rectangles, why_not_triton
 
 WHY_NOT: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {
     "cpu": why_not_cpu,
     "triton": why_not_triton,
+    "flash": why_not_flash,
     "cudnn": why_not_cudnn,
     "reference": why_not_reference,
 }
 """Backend name -> the reason why it must decline ``(query, key, value)``, or None; best first."""
 
 ATTEND: dict[str, Callable[..., Partial]] = {
+    "flash": attend_flash,
     "cudnn": attend_cudnn,
     "cpu": attend_cpu,
     "reference": attend_reference,
@@ -26,17 +29,20 @@ ATTEND: dict[str, Callable[..., Partial]] = {
 """Backends that take one rectangle, or one causal square, at a time."""
 
 GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "flash": gradients_flash,
     "cudnn": gradients_cudnn,
     "cpu": gradients_cpu,
     "reference": gradients_reference,
 }
 """Their backward passes."""
 
-ATTEND_RECTANGLES: dict[str, Callable[..., list[Partial]]] = {"triton": attend_rectangles}
+ATTEND_RECTANGLES: dict[str, Callable[..., Partial]] = {"triton": attend_rectangles}
 """Backends that take whole tasks."""
 
 ADD_GRADIENTS: dict[str, Callable[..., None]] = {"triton": add_gradients}
 """Their backward passes."""
+
+_WITH_DROPOUT = ("triton", "reference")
 
 
 def check_backend_name(backend: str | None) -> None:
@@ -45,16 +51,32 @@ def check_backend_name(backend: str | None) -> None:
         raise ValueError(f"backend must be one of {list(WHY_NOT)} or None, got {backend!r}")
 
 
-def choose_backend(query: Tensor, key: Tensor, value: Tensor, backend: str | None = None) -> str:
+def choose_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    backend: str | None = None,
+    *,
+    has_dropout: bool = False,
+) -> str:
     """Return the backend to use: the one named, or the first that accepts the tensors.
 
     Raises:
         ValueError: if ``backend`` names none.
-        NotImplementedError: if the named backend declines; the message says why.
+        NotImplementedError: if the named backend declines; the message says why, and why the
+            others do or that they would not.
     """
     check_backend_name(backend)
-    if backend is None:
-        return next(name for name, why_not in WHY_NOT.items() if not why_not(query, key, value))
-    if reason := WHY_NOT[backend](query, key, value):
-        raise NotImplementedError(f"backend {backend!r} {reason}")
-    return backend
+    for name in [backend] if backend else WHY_NOT:
+        if not _why_not(name, query, key, value, has_dropout):
+            return name
+    reasons = {name: _why_not(name, query, key, value, has_dropout) for name in WHY_NOT}
+    declined = f"backend {backend!r} {reasons.pop(backend)}" if backend else "no backend takes this"
+    others = (f"{name!r} {reason or 'would do'}" for name, reason in reasons.items())
+    raise NotImplementedError("; ".join([declined, *others]))
+
+
+def _why_not(name: str, query: Tensor, key: Tensor, value: Tensor, has_dropout: bool) -> str | None:
+    if has_dropout and name not in _WITH_DROPOUT:
+        return "cannot drop out"
+    return WHY_NOT[name](query, key, value)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.scale import with_positive_scale, with_sign_of
+from cqs.worker.operands import with_adjacent_columns, with_positive_scale, with_sign_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_KEYS = 64
@@ -33,9 +33,8 @@ def attend_cpu(
     layouts are copied first; and with few keys it loses a NaN of the query, which is put back.
     """
     query, scale = with_positive_scale(query, scale)
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, scale=scale
+        *with_adjacent_columns(query, key, value), 0.0, is_causal, scale=scale
     )
     if key.shape[2] < _FEW_KEYS:
         smallest, largest = query.aminmax(dim=-1)
@@ -58,10 +57,9 @@ def gradients_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients with the fused CPU kernel; arguments as for the reference."""
     positive_query, positive_scale = with_positive_scale(query, scale)
-    tensors = (grad_output, positive_query, key, value, output)
     grad_query, grad_key, grad_value = (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(t if t.stride(-1) == 1 else t.contiguous() for t in tensors),
+            *with_adjacent_columns(grad_output, positive_query, key, value, output),
             lse,
             0.0,
             is_causal,

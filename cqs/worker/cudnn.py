@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.scale import with_positive_scale, with_sign_of
+from cqs.worker.operands import with_adjacent_columns, with_positive_scale, with_sign_of
 
 _MAX_HEAD_DIM = 128
 _MAX_GRID = 65535
@@ -37,9 +37,8 @@ def attend_cudnn(
 ) -> Partial:
     """Attend with cuDNN's kernel; arguments as for the reference, none of them empty."""
     query, scale = with_positive_scale(query, scale)
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, is_causal, False, scale=scale
+        *with_adjacent_columns(query, key, value), None, True, 0.0, is_causal, False, scale=scale
     )
     return Partial(output, lse.view(query.shape[:3]))
 
@@ -57,10 +56,9 @@ def gradients_cudnn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients with cuDNN's kernel; arguments as for the reference."""
     positive_query, positive_scale = with_positive_scale(query, scale)
-    tensors = (grad_output, positive_query, key, value, output)
     no_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *(t if t.stride(-1) == 1 else t.contiguous() for t in tensors),
+        *with_adjacent_columns(grad_output, positive_query, key, value, output),
         lse.unsqueeze(-1).contiguous(),
         no_seed,
         no_seed,

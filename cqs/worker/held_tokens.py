@@ -1,20 +1,9 @@
 """The rows of a sequence that a worker holds."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class JoinedTokens:
-    """Tokens of several ranges, one after another in one tensor."""
-
-    tensor: Tensor
-    """``[batch, heads, rows, dim]``."""
-    ranges: tuple[range, ...]
-    """The tokens of the rows, ascending."""
 
 
 def rows_of(tokens: range, ranges: Sequence[range]) -> range:
@@ -55,16 +44,25 @@ class HeldTokens:
     def __init__(self, pieces: Iterable[tuple[range, Tensor]]):
         """Hold ``(token range, tensor)`` pieces; the tensors are never written to."""
         self._pieces = sorted(pieces, key=lambda piece: piece[0].start)
-        self._joined: JoinedTokens | None = None
+        self._joined: Tensor | None = None
 
     @classmethod
-    def packed(cls, tokens: JoinedTokens) -> "HeldTokens":
-        """Hold tokens that lie in one tensor already."""
-        lengths = list(map(len, tokens.ranges))
-        parts = tokens.tensor.split(lengths, dim=2)
-        held = cls(zip(tokens.ranges, parts, strict=True))
-        held._joined = tokens
+    def whole(cls, tensor: Tensor) -> "HeldTokens":
+        """Hold a whole sequence."""
+        return cls([(range(tensor.shape[2]), tensor)])
+
+    @classmethod
+    def packed(cls, tensor: Tensor, ranges: Sequence[range]) -> "HeldTokens":
+        """Hold tokens of ascending ranges that lie in one tensor, one after another."""
+        parts = tensor.split(list(map(len, ranges)), dim=2)
+        held = cls(zip(ranges, parts, strict=True))
+        held._joined = tensor
         return held
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """What is held, ascending."""
+        return tuple(tokens for tokens, _ in self._pieces)
 
     @property
     def sample(self) -> Tensor:
@@ -77,13 +75,17 @@ class HeldTokens:
             raise KeyError("no tokens are held")
         return self._pieces[0][1]
 
-    def joined(self) -> "JoinedTokens":
+    def joined(self) -> Tensor:
         """Return all tokens in one tensor: a view if one piece holds them, else a copy."""
         if self._joined is None:
-            ranges, tensors = zip(*self._pieces, strict=True)
-            tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=2)
-            self._joined = JoinedTokens(tensor, ranges)
+            tensors = [tensor for _, tensor in self._pieces]
+            self._joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=2)
         return self._joined
+
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        """Return zeros, a row for each token that is held."""
+        batch, heads, _, *dim = self.sample.shape
+        return self.sample.new_zeros((batch, heads, sum(map(len, self.ranges)), *dim), dtype=dtype)
 
     def take(self, ranges: Iterable[range]) -> Tensor:
         """Return the tokens of ``ranges`` in order: a view if one piece holds them all.

@@ -15,7 +15,13 @@ def why_not_reference(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 def attend_reference(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    factors: Tensor | None = None,
 ) -> Partial:
     """Compute ``softmax(scale * query @ key^T) @ value`` and its lse in plain PyTorch.
 
@@ -28,11 +34,16 @@ def attend_reference(
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
         is_causal: The block is square and query i sees the keys 0..i.
         scale: Factor on the scores.
+        factors: ``[batch, num_heads, seqlen_q, seqlen_kv]``, on each probability: what dropout
+            makes of it. ``None`` means 1. The lse does not know of them.
     """
     scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale)
     dtype = scores_BGRQK.dtype
     lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
-    output = scores_BGRQK.softmax(dim=-1) @ value.to(dtype).unsqueeze(2)
+    weights_BGRQK = scores_BGRQK.softmax(dim=-1)
+    if factors is not None:
+        weights_BGRQK *= factors.view_as(weights_BGRQK)
+    output = weights_BGRQK @ value.to(dtype).unsqueeze(2)
     output = output.masked_fill((lse_BGRQ == -torch.inf).unsqueeze(-1), 0)
     return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
 
@@ -47,6 +58,7 @@ def gradients_reference(
     *,
     is_causal: bool,
     scale: float,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what the pairs of one call contribute to the gradients of its tensors.
 
@@ -63,6 +75,7 @@ def gradients_reference(
         lse: ``[batch, num_heads, seqlen_q]``, of the whole problem.
         is_causal: Likewise.
         scale: Likewise.
+        factors: Likewise.
     """
     scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale)
     dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
@@ -73,11 +86,16 @@ def gradients_reference(
     blind_BGRQ = lse_BGRQ == -torch.inf
     p_BGRQK = (scores_BGRQK - lse_BGRQ.masked_fill(blind_BGRQ, torch.inf).unsqueeze(-1)).exp()
     delta_BGRQ1 = (output_BGRQD * grad_BGRQD).sum(-1, keepdim=True)
-    grad_scores_BGRQK = p_BGRQK * (grad_BGRQD @ value_BG1KD.mT - delta_BGRQ1)
+    grad_p_BGRQK = grad_BGRQD @ value_BG1KD.mT
+    kept_BGRQK = p_BGRQK
+    if factors is not None:
+        factors_BGRQK = factors.view_as(p_BGRQK)
+        grad_p_BGRQK, kept_BGRQK = grad_p_BGRQK * factors_BGRQK, p_BGRQK * factors_BGRQK
+    grad_scores_BGRQK = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
     return (
         scale * (grad_scores_BGRQK @ key_BG1KD).flatten(1, 2),
         scale * (grad_scores_BGRQK.mT @ query_BGRQD).sum(2),
-        (p_BGRQK.mT @ grad_BGRQD).sum(2),
+        (kept_BGRQK.mT @ grad_BGRQD).sum(2),
     )
 
 

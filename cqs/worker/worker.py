@@ -1,12 +1,17 @@
 """One task on one device."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from cqs.dropout import Dropout
 from cqs.gradients import Gradients
-from cqs.partial import Partial, merge_partials
+from cqs.partial import Partial, lse_dtype, merge_partials
+from cqs.problem import Problem
 from cqs.scheduler import Step, Task
 from cqs.worker.backends import (
     ADD_GRADIENTS,
@@ -20,20 +25,45 @@ from cqs.worker.held_tokens import HeldTokens, rows_of
 from cqs.worker.rectangle import Rectangle
 
 
+@dataclass(frozen=True)
 class Worker:
     """Computes tasks; knows nothing of where its tokens come from or its results go."""
 
-    def __init__(self, backend: str | None = None):
-        """Compute with the named backend, or for each call with the best that can take it.
+    scale: float
+    """Factor on the scores."""
+    backend: str | None = None
+    """Name of a backend; ``None`` takes for each call the best that can compute it."""
+    dropout: Dropout | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if ``backend`` names none."""
+        check_backend_name(self.backend)
+
+    @classmethod
+    def of(cls, problem: Problem, backend: str | None = None) -> "Worker":
+        """Return what computes the tasks of a problem.
 
         Raises:
             ValueError: if ``backend`` names none.
         """
-        check_backend_name(backend)
-        self.backend = backend
+        return cls(problem.scale, backend, problem.dropout)
+
+    def choose_backend(self, query: Tensor, key: Tensor, value: Tensor) -> str:
+        """Return the name of the backend that computes with such tensors.
+
+        Raises:
+            NotImplementedError: if the one named cannot; the message says why.
+        """
+        return choose_backend(query, key, value, self.backend, has_dropout=self.dropout is not None)
 
     def run(
-        self, task: Task, query: HeldTokens, key: HeldTokens, value: HeldTokens, *, scale: float
+        self,
+        task: Task,
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> list[Partial]:
         """Compute every step of ``task``: one partial result per query row and step.
 
@@ -42,45 +72,51 @@ class Worker:
             query: At least the rows ``task.held_queries``.
             key: At least the rows ``task.held_keys``.
             value: The same rows, on the same device.
-            scale: Factor on the scores.
+            dtype: Of the outputs, where the backend has a choice; ``None`` means the query's.
 
         Returns:
-            One partial per step, in the order of ``task.steps``, in the dtype of the query.
+            One partial per step, in the order of ``task.steps``.
 
         Raises:
             NotImplementedError: if the named backend cannot take the tensors.
         """
-        return self.run_steps(task.steps, query, key, value, scale=scale)
+        if not task.steps:
+            return []
+        name = self.choose_backend(query.sample, key.sample, value.sample)
+        if name not in ATTEND_RECTANGLES:
+            return [self._run_step(step, query, key, value) for step in task.steps]
+        whole = ATTEND_RECTANGLES[name](
+            *_join(query, key, value),
+            _rectangles(task.steps, query.ranges, key.ranges),
+            scale=self.scale,
+            dtype=dtype,
+            **self._drop_rows(query, key),
+        )
+        lengths = [len(step.queries) for step in task.steps]
+        return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
 
-    def run_steps(
-        self,
-        steps: Sequence[Step],
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
-        *,
-        scale: float,
-        dtype: torch.dtype | None = None,
-    ) -> list[Partial]:
-        """Compute steps of any number of tasks, in one launch where the backend can.
+    def run_together(
+        self, steps: Sequence[Step], query: HeldTokens, key: HeldTokens, value: HeldTokens
+    ) -> Partial:
+        """Compute steps of any number of tasks in one launch, into one partial result.
 
         Args:
-            steps: What to compute.
+            steps: What to compute; no pair twice.
             query: At least their queries.
             key: At least their keys.
             value: The same rows, on the same device.
-            scale: Factor on the scores.
-            dtype: Of the outputs, where the backend has a choice; ``None`` means the query's.
+
+        Returns:
+            A row for each query held, in the dtype of the query.
         """
-        if not steps:
-            return []
-        name = choose_backend(query.sample, key.sample, value.sample, self.backend)
-        if name not in ATTEND_RECTANGLES:
-            return [self._run_step(step, query, key, value, scale) for step in steps]
-        queries, keys, values = query.joined(), key.joined(), value.joined()
-        tensors = queries.tensor, keys.tensor, values.tensor
-        rectangles = _rectangles(tuple(steps), queries.ranges, keys.ranges)
-        return ATTEND_RECTANGLES[name](*tensors, rectangles, scale=scale, dtype=dtype)
+        name = self.choose_backend(query.sample, key.sample, value.sample)
+        return ATTEND_RECTANGLES[name](
+            *_join(query, key, value),
+            _rectangles(tuple(steps), query.ranges, key.ranges),
+            scale=self.scale,
+            is_united=True,
+            **self._drop_rows(query, key),
+        )
 
     def run_backward(
         self,
@@ -91,71 +127,90 @@ class Worker:
         grad_output: HeldTokens,
         output: HeldTokens,
         lse: HeldTokens,
-        *,
-        scale: float,
-        gradients: Gradients | None = None,
     ) -> Gradients:
         """Compute what the pairs of steps contribute to the gradients.
 
         Args:
-            steps: Of any number of tasks.
+            steps: Of any number of tasks; no pair twice.
             query: At least their queries.
             key: At least their keys.
             value: The same rows.
             grad_output: The same rows as ``query``, as are the next two.
             output: Of the whole problem.
             lse: Of the whole problem.
-            scale: Factor on the scores.
-            gradients: What to add to, one row for each that is held; ``None`` means zeros.
 
         Returns:
-            ``gradients``.
+            A row for each token held.
         """
-        queries, keys, values = query.joined(), key.joined(), value.joined()
-        tensors = queries.tensor, keys.tensor, values.tensor
-        gradients = gradients or Gradients.zeros(*tensors)
+        dtype = lse_dtype(query.sample.dtype)
+        gradients = Gradients(query.zeros(dtype), key.zeros(dtype), value.zeros(dtype))
         if not steps:
             return gradients
-        name = choose_backend(*tensors, self.backend)
+        name = self.choose_backend(query.sample, key.sample, value.sample)
         if name in ADD_GRADIENTS:
-            grad, out = grad_output.joined().tensor, output.joined().tensor
-            delta = (out.float() * grad.float()).sum(-1)
-            rectangles = _rectangles(tuple(steps), queries.ranges, keys.ranges)
-            statistics = grad, lse.joined().tensor, delta
-            ADD_GRADIENTS[name](*tensors, *statistics, rectangles, gradients, scale=scale)
+            grad, out, lse_of_all = _join(grad_output, output, lse)
+            ADD_GRADIENTS[name](
+                *_join(query, key, value),
+                grad,
+                lse_of_all,
+                (out.float() * grad.float()).sum(-1),
+                _rectangles(tuple(steps), query.ranges, key.ranges),
+                gradients,
+                scale=self.scale,
+                **self._drop_rows(query, key),
+            )
             return gradients
         for step in steps:
             whole = [held.take([step.queries]) for held in (query, grad_output, output, lse)]
             for key_ranges, is_causal in _calls(step):
                 call = whole[0], key.take(key_ranges), value.take(key_ranges)
-                compute = GRADIENTS[choose_backend(*call, self.backend)]
-                found = compute(*call, *whole[1:], is_causal=is_causal, scale=scale)
-                gradients.query[:, :, _slice(rows_of(step.queries, queries.ranges))] += found[0]
+                compute = GRADIENTS[self.choose_backend(*call)]
+                options = self._call_options(step.queries, key_ranges, whole[0])
+                found = compute(*call, *whole[1:], is_causal=is_causal, **options)
+                gradients.query[:, :, _slice(step.queries, query)] += found[0]
                 first = 0
                 for tokens in key_ranges:
-                    rows, part = rows_of(tokens, keys.ranges), slice(first, first + len(tokens))
-                    gradients.key[:, :, _slice(rows)] += found[1][:, :, part]
-                    gradients.value[:, :, _slice(rows)] += found[2][:, :, part]
+                    rows, part = _slice(tokens, key), slice(first, first + len(tokens))
+                    gradients.key[:, :, rows] += found[1][:, :, part]
+                    gradients.value[:, :, rows] += found[2][:, :, part]
                     first += len(tokens)
         return gradients
 
     def _run_step(
-        self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens, scale: float
+        self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens
     ) -> Partial:
         """Attend to the keys all rows see in one call, and to the diagonal square in another."""
         rows = query.take([step.queries])
         partials = []
         for key_ranges, is_causal in _calls(step):
             tensors = rows, key.take(key_ranges), value.take(key_ranges)
-            attend = ATTEND[choose_backend(*tensors, self.backend)]
-            partials.append(attend(*tensors, is_causal=is_causal, scale=scale))
+            attend = ATTEND[self.choose_backend(*tensors)]
+            options = self._call_options(step.queries, key_ranges, rows)
+            partials.append(attend(*tensors, is_causal=is_causal, **options))
         return partials[0] if len(partials) == 1 else merge_partials(partials)
+
+    def _call_options(self, queries: range, keys: Sequence[range], query: Tensor) -> dict[str, Any]:
+        """Return what a backend of single calls needs to know besides the tensors."""
+        if self.dropout is None:
+            return {"scale": self.scale}
+        return {"scale": self.scale, "factors": self.dropout.factors(query, [queries], keys)}
+
+    def _drop_rows(self, query: HeldTokens, key: HeldTokens) -> dict[str, Any]:
+        """Return what a backend of whole tasks needs to drop pairs."""
+        if self.dropout is None:
+            return {}
+        words = self.dropout.words(query.sample, query.ranges, key.ranges)
+        return {"dropout": self.dropout, "dropout_words": words}
 
 
 def _calls(step: Step) -> list[tuple[tuple[range, ...], bool]]:
     """Return the calls of a step: its key ranges, and whether they form a causal square."""
     calls = [(step.keys, False)] if step.keys else []
     return calls if step.causal_keys is None else [*calls, ((step.causal_keys,), True)]
+
+
+def _join(*held: HeldTokens) -> tuple[Tensor, ...]:
+    return tuple(tokens.joined() for tokens in held)
 
 
 @lru_cache(maxsize=64)
@@ -173,5 +228,7 @@ def _rectangles(
     )
 
 
-def _slice(rows: range) -> slice:
+def _slice(tokens: range, held: HeldTokens) -> slice:
+    """Return the rows of ``tokens`` among all that are held."""
+    rows = rows_of(tokens, held.ranges)
     return slice(rows.start, rows.stop)

@@ -29,8 +29,8 @@ class Run:
             HeldTokens([(range(tensor.shape[2]), tensor)])
             for tensor in (self.problem.query, self.problem.key, self.problem.value)
         ]
-        worker, scale = Worker("reference"), self.problem.scale
-        self.partials = [worker.run(task, *held, scale=scale) for task in self.plan.tasks]
+        worker = Worker.of(self.problem, "reference")
+        self.partials = [worker.run(task, *held) for task in self.plan.tasks]
         self.reset()
 
     def reset(self):

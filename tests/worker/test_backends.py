@@ -46,8 +46,7 @@ def attend(problem, backend, *tensors):
         return ATTEND[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
     queries, keys = range(tensors[0].shape[2]), range(tensors[1].shape[2])
     whole = Rectangle(queries, (), keys) if problem.is_causal else Rectangle(queries, (keys,))
-    (partial,) = ATTEND_RECTANGLES[backend](*tensors, (whole,), scale=problem.scale)
-    return partial
+    return ATTEND_RECTANGLES[backend](*tensors, (whole,), scale=problem.scale)
 
 
 @every_combination
@@ -203,11 +202,11 @@ def test_the_reference_takes_everything():
 
 def test_an_unknown_backend_is_refused_with_the_names_of_all():
     tensor = TensorLike()
-    message = r"\['cpu', 'triton', 'cudnn', 'reference'\] or None, got 'flash'"
+    message = r"\['cpu', 'triton', 'flash', 'cudnn', 'reference'\] or None, got 'flex'"
     with pytest.raises(ValueError, match=message):
-        choose_backend(tensor, tensor, tensor, "flash")
+        choose_backend(tensor, tensor, tensor, "flex")
     with pytest.raises(ValueError, match=message):
-        Worker("flash")
+        Worker(1.0, "flex")
 
 
 def test_a_named_backend_does_not_fall_back_within_a_task():
@@ -215,4 +214,14 @@ def test_a_named_backend_does_not_fall_back_within_a_task():
     task = problem.make_plan(3).task(0)
     held = [HeldTokens([(range(128), t)]) for t in (problem.query, problem.key, problem.value)]
     with pytest.raises(NotImplementedError, match="'cpu' needs .* got torch.float64"):
-        Worker("cpu").run(task, *held, scale=1.0)
+        Worker(1.0, "cpu").run(task, *held)
+
+
+def test_one_message_names_the_reasons_of_all(hopper):
+    tensor = TensorLike(dtype=torch.float64, shape=(1, 4, 100, 7))
+    with pytest.raises(NotImplementedError) as raised:
+        choose_backend(tensor, tensor, tensor, "cudnn")
+    message = str(raised.value)
+    assert message.startswith("backend 'cudnn' needs bfloat16 or float16, got torch.float64; ")
+    assert "'cpu' needs CPU tensors" in message and "'triton' needs float32" in message
+    assert message.endswith("'reference' would do")

@@ -6,6 +6,7 @@ from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import predict_cost
 from cqs.testing import exact_answer
+from cqs.tiler import Tiler
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes
 
@@ -59,7 +60,7 @@ def exact_step(problem, step):
 def test_every_step_is_attention_over_its_own_keys(case, num_workers):
     problem = case.make(torch.float64)
     for task in problem.make_plan(num_workers).tasks:
-        partials = Worker().run(task, *hold_everything(problem), scale=problem.scale)
+        partials = Worker.of(problem).run(task, *hold_everything(problem))
         for step, partial in zip(task.steps, partials, strict=True):
             expected = exact_step(problem, step)
             torch.testing.assert_close(partial.output, expected.output)
@@ -71,12 +72,37 @@ def test_every_step_is_attention_over_its_own_keys(case, num_workers):
 @SOME_CASES
 def test_a_task_needs_no_more_than_the_tokens_it_holds(case, num_workers, backend):
     problem = case.make()
-    worker = Worker(backend)
+    worker = Worker.of(problem, backend)
     for task in problem.make_plan(num_workers).tasks:
-        alone = worker.run(task, *hold_only_needed(problem, task), scale=problem.scale)
-        among_all = worker.run(task, *hold_everything(problem), scale=problem.scale)
+        alone = worker.run(task, *hold_only_needed(problem, task))
+        among_all = worker.run(task, *hold_everything(problem))
         for one, other in zip(alone, among_all, strict=True):
             assert torch.equal(one.output, other.output) and torch.equal(one.lse, other.lse)
+
+
+@pytest.mark.parametrize("num_workers", [2, 8])
+@SOME_CASES
+def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_workers):
+    problem = case.make(device="cuda" if torch.cuda.is_available() else "cpu")
+    steps = [step for task in problem.make_plan(num_workers).tasks for step in task.steps]
+    assert_right(
+        problem, Worker.of(problem, "triton").run_together(steps, *hold_everything(problem))
+    )
+
+
+@pytest.mark.parametrize("num_workers", [2, 8])
+@SOME_CASES
+def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_workers):
+    """Partials of the Triton kernel, merged by a kernel too, as on a GPU."""
+    problem = case.make(device="cuda" if torch.cuda.is_available() else "cpu")
+    worker, plan = Worker.of(problem, "triton"), problem.make_plan(num_workers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cqs.partial.merges_at_once", lambda answer: True)
+        patch.setattr("cqs.tiler.tiler.merges_at_once", lambda answer: True)
+        tiler = Tiler(plan, *problem.empty_answer())
+        for task in reversed(plan.tasks):
+            tiler.add(task.worker, worker.run(task, *hold_only_needed(problem, task)))
+        assert_right(problem, tiler.finish())
 
 
 @SOME_NUM_WORKERS
@@ -94,7 +120,7 @@ def test_predicted_bytes_are_those_that_travel(case, num_workers):
                 )
                 for each in ranges
             )
-            partials = Worker().run(task, *held, scale=problem.scale)
+            partials = Worker.of(problem).run(task, *held)
             returned = sum(tensor.nbytes for partial in partials for tensor in partial)
             assert (cost.bytes_in, cost.bytes_out) == (sent, returned)
 
@@ -108,7 +134,7 @@ def test_predicted_peak_bounds_what_is_held_but_for_the_scratch_of_the_kernel(
     task = problem.make_plan(num_workers).tasks[-1]
     held = hold_only_needed(problem, task)
     _, measured = measure_peak_bytes(
-        lambda: Worker("cpu").run(task, *held, scale=problem.scale), torch.device("cpu")
+        lambda: Worker.of(problem, "cpu").run(task, *held), torch.device("cpu")
     )
     cost = predict_cost(task, problem.shape)
     predicted = cost.peak_bytes - cost.bytes_in
@@ -122,7 +148,7 @@ def test_inputs_are_never_written_to(case):
         problem = case.make()
         before = [t.clone() for t in (problem.query, problem.key, problem.value)]
         for task in problem.make_plan(4).tasks:
-            Worker(backend).run(task, *hold_everything(problem), scale=problem.scale)
+            Worker.of(problem, backend).run(task, *hold_everything(problem))
         after = problem.query, problem.key, problem.value
         assert all(map(torch.equal, after, before))
 
@@ -132,7 +158,7 @@ def test_a_task_without_steps_returns_nothing():
     idle = [task for task in problem.make_plan(7).tasks if not task.steps]
     assert idle
     nothing = [HeldTokens([])] * 3
-    assert all(Worker().run(task, *nothing, scale=1.0) == [] for task in idle)
+    assert all(Worker(1.0).run(task, *nothing) == [] for task in idle)
 
 
 def test_a_missing_token_is_named():
@@ -141,7 +167,7 @@ def test_a_missing_token_is_named():
     query, key, value = hold_only_needed(problem, task)
     for held in ((HeldTokens([]), key, value), (query, HeldTokens([]), value)):
         with pytest.raises(KeyError, match="tokens are held"):
-            Worker().run(task, *held, scale=1.0)
+            Worker(1.0).run(task, *held)
 
 
 def test_the_definition_of_a_step_agrees_with_the_whole_where_one_task_does_all():

@@ -12,7 +12,7 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.job import TensorGroups
 from cqs.executors.ray.report import TaskReport
 from cqs.scheduler import Task
-from cqs.worker import HeldTokens, JoinedTokens
+from cqs.worker import HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes
 
 
@@ -49,8 +49,7 @@ class TaskActor:
         self,
         task: Task,
         compute: Callable[..., TensorGroups],
-        scale: float,
-        backend: str | None,
+        worker: Worker,
         *groups: tuple[Blob, ...],
     ) -> tuple[list[tuple[Blob, ...]], TaskReport]:
         """Compute ``task``.
@@ -58,8 +57,7 @@ class TaskActor:
         Args:
             task: What to compute.
             compute: How: ``attend_task`` or ``differentiate_task``.
-            scale: Factor on the scores.
-            backend: Name of a backend, or ``None``.
+            worker: What computes it.
             groups: The tensors of each of ``task.held_queries``, then of each of
                 ``task.held_keys``; never written to.
 
@@ -72,16 +70,18 @@ class TaskActor:
         ]
         bytes_in = sum(blob.nbytes for group in groups for blob in group)
         started = seconds = 0.0
+        backend = ""
 
         def computed() -> TensorGroups:
-            nonlocal started, seconds
+            nonlocal started, seconds, backend
             held = [
                 [self._hold(ranges, blobs) for blobs in zip(*blobs_of_ranges, strict=True)]
                 for ranges, blobs_of_ranges in sides
             ]
+            backend = worker.choose_backend(held[0][0].sample, *(keys.sample for keys in held[1]))
             self._synchronize()
             started, start = time.time(), time.perf_counter()
-            results = compute(task, *held, scale=scale, backend=backend)
+            results = compute(worker, task, *held)
             self._synchronize()
             seconds = time.perf_counter() - start
             return results
@@ -94,6 +94,7 @@ class TaskActor:
             worker=task.worker,
             pid=os.getpid(),
             device=str(self._device),
+            backend=backend,
             started=started,
             seconds=seconds,
             peak_bytes=peak_bytes,
@@ -114,7 +115,7 @@ class TaskActor:
         )
         for part, tensor in zip(packed.split(list(map(len, ranges)), dim=2), tensors, strict=True):
             part.copy_(tensor)
-        return HeldTokens.packed(JoinedTokens(packed, tuple(ranges)))
+        return HeldTokens.packed(packed, ranges)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -23,7 +23,7 @@ from cqs.partial import Partial
 from cqs.problem import Problem, check_problem
 from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
-from cqs.worker import check_backend_name
+from cqs.worker import Worker
 
 
 class Cluster:
@@ -144,6 +144,8 @@ class Cluster:
         *,
         is_causal: bool = False,
         scale: float | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
         num_workers: int | None = None,
         interest_set: Iterable[int] | None = None,
         backend: str | None = None,
@@ -159,6 +161,8 @@ class Cluster:
             value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
             is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
             scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+            dropout_p: Chance that a probability is zeroed, see :func:`cqs.attention`.
+            seed: For dropout.
             num_workers: Number of tasks, any number; ``None`` means one per actor.
             interest_set: See :func:`cqs.make_plan`.
             backend: Name of a backend, or ``None`` for the best of each worker.
@@ -174,7 +178,9 @@ class Cluster:
             WorkersDiedError: if all workers are dead.
             TaskFailedError: if a task kills every worker that it meets.
         """
-        problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
+        problem = check_problem(
+            query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed
+        )
         answer = attend_on(
             lambda: nullcontext(self),
             problem,
@@ -194,6 +200,8 @@ class Cluster:
         *,
         is_causal: bool = False,
         scale: float | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
         num_workers: int | None = None,
         interest_set: Iterable[int] | None = None,
         backend: str | None = None,
@@ -207,7 +215,9 @@ class Cluster:
         gradients are recorded.
         """
         self._check_alive()
-        problem = check_problem(query, key, value, is_causal=is_causal, scale=scale)
+        problem = check_problem(
+            query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed
+        )
         return self.submit_plan(
             problem,
             self.make_plan(problem, num_workers, interest_set),
@@ -277,13 +287,12 @@ class Cluster:
         verify: bool,
         progress: bool | Callable[[int, int], None],
     ) -> Run:
-        check_backend_name(backend)
         return Run(
             self._pool,
             self._patience,
             job,
             plan,
-            backend=backend,
+            worker=Worker.of(job.problem, backend),
             verify=verify,
             progress=_progress_callback(progress),
             closing=self._closing,

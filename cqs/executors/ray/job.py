@@ -72,32 +72,21 @@ class Differentiate:
 
 
 def attend_task(
-    task: Task,
-    of_queries: list[HeldTokens],
-    of_keys: list[HeldTokens],
-    *,
-    scale: float,
-    backend: str | None,
+    worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
 ) -> TensorGroups:
     """Compute a task from its queries, keys and values: output and lse of every step."""
-    worker = Worker(backend)
-    return [tuple(part) for part in worker.run(task, *of_queries, *of_keys, scale=scale)]
+    return [tuple(part) for part in worker.run(task, *of_queries, *of_keys)]
 
 
 def differentiate_task(
-    task: Task,
-    of_queries: list[HeldTokens],
-    of_keys: list[HeldTokens],
-    *,
-    scale: float,
-    backend: str | None,
+    worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
 ) -> TensorGroups:
     """Compute a task's gradients from its queries (gradients, outputs, lse), keys and values.
 
     Those of each of its ``held_queries`` come first, then pairs for each of its ``held_keys``.
     """
     query, *rest = of_queries
-    found = Worker(backend).run_backward(task.steps, query, *of_keys, *rest, scale=scale)
+    found = worker.run_backward(task.steps, query, *of_keys, *rest)
     lengths = list(map(len, task.held_queries)), list(map(len, task.held_keys))
     keys, values = (each.split(lengths[1], dim=2) for each in found[1:])
     return [(part,) for part in found.query.split(lengths[0], dim=2)] + list(

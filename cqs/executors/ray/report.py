@@ -13,6 +13,8 @@ class TaskReport:
     pid: int
     """Process that computed it."""
     device: str
+    backend: str
+    """Name of the one that computed it."""
     started: float
     """When the computation began, in seconds since the epoch by the actor's clock."""
     seconds: float

@@ -18,6 +18,7 @@ from cqs.executors.ray.report import RunReport, TaskReport
 from cqs.partial import Partial
 from cqs.scheduler import Plan, Task
 from cqs.verify import verify_rows
+from cqs.worker import Worker
 
 _POLL_SECONDS = 0.1
 _TASKS_IN_FLIGHT = 2
@@ -56,7 +57,7 @@ class Run:
         job: Attend | Differentiate,
         plan: Plan,
         *,
-        backend: str | None,
+        worker: Worker,
         verify: bool,
         progress: Callable[[int, int], None],
         closing: threading.Event,
@@ -68,7 +69,7 @@ class Run:
         self.report: RunReport | None = None
         self._pool, self._ray, self._patience = pool, pool.ray, patience
         self._job, self._plan, self._closing = job, plan, closing
-        self._backend, self._verify, self._progress = backend, verify, progress
+        self._worker, self._verify, self._progress = worker, verify, progress
         self._tasks = {task.worker: task for task in plan.tasks if task.steps}
         self._queries: dict[range, Any] = {}
         self._keys: dict[range, Any] = {}
@@ -145,10 +146,7 @@ class Run:
             actor = self._pool.actors[index]
             task = self._tasks[self._todo.popleft()]
             groups = self._put_groups(task)
-            job = self._job
-            ref = actor.handle.run.remote(
-                task, job.compute, job.problem.scale, self._backend, *groups
-            )
+            ref = actor.handle.run.remote(task, self._job.compute, self._worker, *groups)
             if not self._queues[index]:
                 self._last_sign[index] = time.monotonic()
             self._queues[index].append(ref)

@@ -39,7 +39,7 @@ def attend_rectangles(
     value: Tensor,
     rectangles: tuple[Rectangle, ...],
     **options: Any,
-) -> list[Partial]:
+) -> Partial:
     """Attend in one launch; see :func:`cqs.worker.triton.launch.attend_rectangles`."""
     from cqs.worker.triton import launch
 

@@ -8,6 +8,14 @@ computed in both: seven matrix products instead of five, for the same bits in ev
 import triton
 import triton.language as tl
 
+from cqs.worker.triton.pairs import (
+    dropout_factors,
+    key_words,
+    load_run,
+    query_words,
+    visible,
+)
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -22,11 +30,14 @@ def add_query_gradients(
     grad_query,
     tiles,
     runs,
+    words,
     num_tiles,
     num_heads,
     num_queries,
     head_dim,
     scale,
+    drop_below,
+    keep_scale,
     GROUP_SIZE: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -45,7 +56,10 @@ def add_query_gradients(
         grad_query: float32 ``[batch, num_heads, num_queries, head_dim]``, contiguous.
         tiles: int32 ``[num_tiles, 8]``, see tiles.py.
         runs: int32 ``[num_runs, 4]``.
+        words: :class:`cqs.dropout.DropoutWords`, or None.
         scale: Factor on the scores.
+        drop_below: Lots below it are dropped.
+        keep_scale: Factor on the probabilities of the rest.
     """
     program = tl.program_id(0)
     head = program // num_tiles
@@ -61,22 +75,25 @@ def add_query_gradients(
     grad_out = grad_output.load([batch, head % num_heads, query_start, 0]).reshape(TILE_Q, BLOCK_V)
     lses = tl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
     deltas = tl.load(delta + rows, mask=in_tile, other=0.0)
+    if words is not None:
+        multiplier, increment = query_words(words, rows, in_tile)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     for run in range(tl.load(tile + 3), tl.load(tile + 5)):
-        start = tl.load(runs + run * 4)
-        stop = tl.load(runs + run * 4 + 1)
-        low = tl.load(runs + run * 4 + 2)
-        high = tl.load(runs + run * 4 + 3)
+        start, stop, low, high = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_D)
             v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
-            distance = keys[None, :] - positions[:, None]
-            visible = (keys < stop)[None, :] & (distance >= low) & (distance <= high)
+            is_visible = visible(positions, keys, stop, low, high)
             p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
-            grad_scores = tl.where(visible, p * (grad_p - deltas[:, None]), 0.0)
+            if words is not None:
+                key_word = key_words(words, keys, keys < stop)[None, :]
+                grad_p *= dropout_factors(
+                    multiplier[:, None], increment[:, None], key_word, drop_below, keep_scale
+                )
+            grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)
             acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
     _add(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D)
 
@@ -93,6 +110,7 @@ def add_key_gradients(
     grad_value,
     tiles,
     runs,
+    words,
     num_tiles,
     num_heads,
     num_queries,
@@ -100,6 +118,8 @@ def add_key_gradients(
     head_dim,
     value_dim,
     scale,
+    drop_below,
+    keep_scale,
     GROUP_SIZE: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -123,16 +143,15 @@ def add_key_gradients(
     in_tile = positions < key_stop
     k = key.load([batch, kv_head % num_kv_heads, key_start, 0]).reshape(TILE_K, BLOCK_D)
     v = value.load([batch, kv_head % num_kv_heads, key_start, 0]).reshape(TILE_K, BLOCK_V)
+    if words is not None:
+        key_word = key_words(words, positions, in_tile)[:, None]
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     acc_v = tl.zeros([TILE_K, BLOCK_V], tl.float32)
     for member in range(GROUP_SIZE):
         head = kv_head % num_kv_heads * GROUP_SIZE + member
         first_row = (batch * num_heads + head).to(tl.int64) * num_queries
         for run in range(tl.load(tile + 3), tl.load(tile + 5)):
-            start = tl.load(runs + run * 4)
-            stop = tl.load(runs + run * 4 + 1)
-            low = tl.load(runs + run * 4 + 2)
-            high = tl.load(runs + run * 4 + 3)
+            start, stop, low, high = load_run(runs, run)
             for q0 in range(start, stop, TILE_Q):
                 q = query.load([batch, head, q0, 0]).reshape(TILE_Q, BLOCK_D)
                 grad_out = grad_output.load([batch, head, q0, 0]).reshape(TILE_Q, BLOCK_V)
@@ -142,12 +161,18 @@ def add_key_gradients(
                 lses = tl.load(lse_log2 + place, mask=in_run, other=float("inf"))
                 deltas = tl.load(delta + place, mask=in_run, other=0.0)
                 scores = tl.dot(k, q.T, input_precision=PRECISION)
-                distance = queries[None, :] - positions[:, None]
-                visible = in_run[None, :] & (distance >= low) & (distance <= high)
                 p = tl.exp2(scores * (scale * _LOG2E) - lses[None, :])
-                p = tl.where(visible, p, 0.0)
-                acc_v = tl.dot(p.to(v.dtype), grad_out, acc_v, input_precision=PRECISION)
+                p = tl.where(visible(positions, queries, stop, low, high), p, 0.0)
                 grad_p = tl.dot(v, grad_out.T, input_precision=PRECISION)
+                kept = p
+                if words is not None:
+                    multiplier, increment = query_words(words, place, in_run)
+                    factors = dropout_factors(
+                        multiplier[None, :], increment[None, :], key_word, drop_below, keep_scale
+                    )
+                    grad_p *= factors
+                    kept = p * factors
+                acc_v = tl.dot(kept.to(v.dtype), grad_out, acc_v, input_precision=PRECISION)
                 grad_scores = p * (grad_p - deltas[None, :])
                 acc_k = tl.dot(grad_scores.to(k.dtype), q, acc_k, input_precision=PRECISION)
     rows = kv_head.to(tl.int64) * num_keys + positions

@@ -6,6 +6,14 @@ Scores are kept in units of log2, where an exponential is one instruction; what 
 import triton
 import triton.language as tl
 
+from cqs.worker.triton.pairs import (
+    dropout_factors,
+    key_words,
+    load_run,
+    query_words,
+    visible,
+)
+
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -18,11 +26,15 @@ def attend_tiles(
     lse,
     tiles,
     runs,
+    words,
     num_tiles,
     num_heads,
+    num_queries,
     num_rows,
     scale_log2,
     value_dim,
+    drop_below,
+    keep_scale,
     GROUP_SIZE: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -33,13 +45,16 @@ def attend_tiles(
     """Attend with one query tile of one head; heads run one after another, for the cache.
 
     Args:
-        query: Descriptor of ``[batch, num_heads, rows, head_dim]``, as are key and value with
-            ``num_heads / GROUP_SIZE`` heads.
+        query: Descriptor of ``[batch, num_heads, num_queries, head_dim]``, as are key and value
+            with ``num_heads / GROUP_SIZE`` heads.
         output: ``[batch, num_heads, num_rows, value_dim]``, contiguous.
         lse: ``[batch, num_heads, num_rows]``, contiguous, float32.
         tiles: int32 ``[num_tiles, 8]``, see tiles.py.
         runs: int32 ``[num_runs, 4]``.
+        words: :class:`cqs.dropout.DropoutWords`, or None.
         scale_log2: Factor on the scores, over ln 2; positive.
+        drop_below: Lots below it are dropped.
+        keep_scale: Factor on the probabilities of the rest.
     """
     program = tl.program_id(0)
     head = program // num_tiles
@@ -54,38 +69,48 @@ def attend_tiles(
 
     q = query.load([batch, head % num_heads, query_start, 0]).reshape(TILE_Q, BLOCK_D)
     positions = query_start + tl.arange(0, TILE_Q)
+    in_tile = positions < query_stop
+    if words is not None:
+        multiplier, increment = query_words(
+            words, head.to(tl.int64) * num_queries + positions, in_tile
+        )
     largest = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, BLOCK_V], tl.float32)
     for run in range(first_run, banded_stop):
-        start = tl.load(runs + run * 4)
-        stop = tl.load(runs + run * 4 + 1)
-        low = tl.load(runs + run * 4 + 2)
-        high = tl.load(runs + run * 4 + 3)
+        start, stop, low, high = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
-            distance = keys[None, :] - positions[:, None]
-            visible = (keys < stop)[None, :] & (distance >= low) & (distance <= high)
-            scores = tl.where(visible, scores, float("-inf"))
+            is_visible = visible(positions, keys, stop, low, high)
+            scores = tl.where(is_visible, scores, float("-inf"))
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
+            if words is not None:
+                key_word = key_words(words, keys, keys < stop)[None, :]
+                p *= dropout_factors(
+                    multiplier[:, None], increment[:, None], key_word, drop_below, keep_scale
+                )
             v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     for run in range(banded_stop, run_stop):
-        start = tl.load(runs + run * 4)
-        stop = tl.load(runs + run * 4 + 1)
+        start, stop, _, _ = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, False)
+            if words is not None:
+                keys = k0 + tl.arange(0, TILE_K)
+                key_word = key_words(words, keys, keys < stop)[None, :]
+                p *= dropout_factors(
+                    multiplier[:, None], increment[:, None], key_word, drop_below, keep_scale
+                )
             v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     rows = head.to(tl.int64) * num_rows + first_row + tl.arange(0, TILE_Q)
-    in_tile = positions < query_stop
     columns = tl.arange(0, BLOCK_V)
     total = tl.where(total == 0, 1.0, total)
     acc = acc / total[:, None]

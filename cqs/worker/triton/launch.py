@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cqs.dropout import Dropout, DropoutWords
 from cqs.partial import Partial
+from cqs.worker.operands import with_positive_scale
 from cqs.worker.rectangle import Rectangle
-from cqs.worker.scale import with_positive_scale
 from cqs.worker.triton.backward import add_key_gradients, add_query_gradients
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import (
@@ -38,8 +39,11 @@ def attend_rectangles(
     rectangles: tuple[Rectangle, ...],
     *,
     scale: float,
+    is_united: bool = False,
     dtype: torch.dtype | None = None,
-) -> list[Partial]:
+    dropout: Dropout | None = None,
+    dropout_words: DropoutWords | None = None,
+) -> Partial:
     """Attend with the queries of each rectangle to its keys, all in one launch.
 
     Args:
@@ -48,21 +52,26 @@ def attend_rectangles(
         value: ``[batch, num_kv_heads, rows, value_dim]``.
         rectangles: In rows of the tensors; none without keys.
         scale: Factor on the scores.
-        dtype: Of the outputs; ``None`` means that of the query.
+        is_united: Whether to return one result for each row of ``query``, over the keys of all
+            rectangles that hold it, instead of those of the rectangles, one after another.
+        dtype: Of the output; ``None`` means that of the query.
+        dropout: Which pairs to keep, if not all.
+        dropout_words: Its words, in rows of the tensors.
     """
     query, scale = with_positive_scale(query, scale)
-    batch, num_heads, _, head_dim = query.shape
+    batch, num_heads, num_rows, head_dim = query.shape
     value_dim = value.shape[-1]
-    on_hopper = _is_for_hopper(query, value)
+    on_hopper = _is_for_hopper(query, value) and dropout is None
     if on_hopper:
         tile_q, tile_k = 128, 128
     else:
         tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
-    tiles, runs = _tile_list(query_spans, rectangles, tile_q, tile_k, query.device)
-    lengths = [len(rectangle.queries) for rectangle in rectangles]
-    num_rows = sum(lengths)
-    output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
-    lse = query.new_empty((batch, num_heads, num_rows), dtype=torch.float32)
+    spans = united_query_spans if is_united else query_spans
+    tiles, runs = _tile_list(spans, rectangles, tile_q, tile_k, query.device)
+    if not is_united:
+        num_rows = sum(len(rectangle.queries) for rectangle in rectangles)
+    output = query.new_zeros((batch, num_heads, num_rows, value_dim), dtype=dtype)
+    lse = query.new_full((batch, num_heads, num_rows), -torch.inf, dtype=torch.float32)
     num_items = len(tiles) * batch * num_heads
     group_size = num_heads // key.shape[1]
     scale_log2 = scale / math.log(2)
@@ -95,21 +104,21 @@ def attend_rectangles(
             lse,
             tiles,
             runs,
+            dropout_words,
             len(tiles),
             num_heads,
+            query.shape[2],
             num_rows,
             scale_log2,
             value_dim,
             GROUP_SIZE=group_size,
             TILE_Q=tile_q,
             TILE_K=tile_k,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_V=triton.next_power_of_2(value_dim),
-            PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
             num_warps=num_warps,
             num_stages=num_stages,
+            **_plain_options(query, value, dropout),
         )
-    return list(map(Partial, output.split(lengths, dim=2), lse.split(lengths, dim=2)))
+    return Partial(output, lse)
 
 
 def add_gradients(
@@ -123,6 +132,8 @@ def add_gradients(
     gradients: tuple[Tensor, Tensor, Tensor],
     *,
     scale: float,
+    dropout: Dropout | None = None,
+    dropout_words: DropoutWords | None = None,
 ) -> None:
     """Add what the pairs of all rectangles contribute to the gradients, in two launches.
 
@@ -136,82 +147,102 @@ def add_gradients(
         rectangles: In rows of the tensors; together they hold no pair twice.
         gradients: Of query, key and value: float32, contiguous, in rows of the tensors.
         scale: Factor on the scores.
+        dropout: Which pairs to keep, if not all.
+        dropout_words: Its words, in rows of the tensors.
     """
     grad_query, grad_key, grad_value = gradients
     batch, num_heads, num_queries, head_dim = query.shape
     _, num_kv_heads, num_keys, value_dim = value.shape
     lse_log2 = lse.masked_fill(lse == -torch.inf, torch.inf) / math.log(2)
     statistics = lse_log2.contiguous(), delta.contiguous()
-    on_hopper = _is_for_hopper(query, value)
-    options: dict[str, Any]
+    on_hopper = _is_for_hopper(query, value) and dropout is None
+    descriptor = GluonDescriptor if on_hopper else TensorDescriptor
     if on_hopper:
-        tile, block, descriptor = 128, 64, GluonDescriptor
-        options = {"STAGES": 3, "num_warps": 4}
+        tile, block = 128, 64
     else:
         tile, block, num_warps, num_stages = _choose_gradient_tiles(
             query.dtype, max(head_dim, value_dim)
         )
-        descriptor = TensorDescriptor
-        options = {
-            "BLOCK_D": triton.next_power_of_2(head_dim),
-            "BLOCK_V": triton.next_power_of_2(value_dim),
-            "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-        }
-    options["GROUP_SIZE"] = num_heads // num_kv_heads
-    fixed = tile // 2 if on_hopper else tile
 
-    tiles, runs = _tile_list(united_query_spans, rectangles, tile, block, query.device)
-    tensors = (
-        _describe(query, fixed, descriptor),
-        _describe(key, block, descriptor),
-        _describe(value, block, descriptor),
-        _describe(grad_output, fixed, descriptor),
-        *statistics,
-        grad_query,
-        tiles,
-        runs,
-    )
-    num_items = len(tiles) * batch * num_heads
-    sizes = num_heads, num_queries, head_dim, scale
-    if on_hopper:
-        add_query_gradients_on_hopper[_persistent(num_items, query.device)](
-            *tensors, _counter(query), len(tiles), num_items, *sizes, scale / math.log(2), **options
+    def launch(
+        kernel_on_hopper: Any,
+        plain_kernel: Any,
+        spans: Callable[[Iterable[Rectangle]], list[Span]],
+        rows_q: int,
+        rows_k: int,
+        width: int,
+        targets: tuple[Tensor, ...],
+        sizes: tuple[int | float, ...],
+    ) -> None:
+        tiles, runs = _tile_list(spans, rectangles, tile, block, query.device)
+        tensors = (
+            _describe(query, rows_q, descriptor),
+            _describe(key, rows_k, descriptor),
+            _describe(value, rows_k, descriptor),
+            _describe(grad_output, rows_q, descriptor),
+            *statistics,
+            *targets,
+            tiles,
+            runs,
         )
-    else:
-        add_query_gradients[(num_items,)](
-            *tensors, len(tiles), *sizes, TILE_Q=tile, TILE_K=block, **options
-        )
+        num_items = len(tiles) * width
+        if on_hopper:
+            kernel_on_hopper[_persistent(num_items, query.device)](
+                *tensors,
+                _counter(query),
+                len(tiles),
+                num_items,
+                *sizes,
+                scale / math.log(2),
+                GROUP_SIZE=num_heads // num_kv_heads,
+                STAGES=3,
+                num_warps=4,
+            )
+        else:
+            plain_kernel[(num_items,)](
+                *tensors,
+                dropout_words,
+                len(tiles),
+                *sizes,
+                GROUP_SIZE=num_heads // num_kv_heads,
+                TILE_Q=rows_q,
+                TILE_K=rows_k,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                **_plain_options(query, value, dropout),
+            )
 
-    tiles, runs = _tile_list(united_key_spans, rectangles, tile, block, query.device)
-    key_tensors = (
-        _describe(query, block, descriptor),
-        _describe(key, fixed, descriptor),
-        _describe(value, fixed, descriptor),
-        _describe(grad_output, block, descriptor),
-        *statistics,
-        grad_key,
-        grad_value,
-        tiles,
-        runs,
+    launch(
+        add_query_gradients_on_hopper,
+        add_query_gradients,
+        united_query_spans,
+        tile // 2 if on_hopper else tile,
+        block,
+        batch * num_heads,
+        (grad_query,),
+        (num_heads, num_queries, head_dim, scale),
     )
-    num_items = len(tiles) * batch * num_kv_heads
-    key_sizes = num_heads, num_queries, num_keys, head_dim, value_dim, scale
-    if on_hopper:
-        add_key_gradients_on_hopper[_persistent(num_items, query.device)](
-            *key_tensors,
-            _counter(query),
-            len(tiles),
-            num_items,
-            *key_sizes,
-            scale / math.log(2),
-            **options,
-        )
-    else:
-        add_key_gradients[(num_items,)](
-            *key_tensors, len(tiles), *key_sizes, TILE_Q=block, TILE_K=tile, **options
-        )
+    launch(
+        add_key_gradients_on_hopper,
+        add_key_gradients,
+        united_key_spans,
+        block,
+        tile // 2 if on_hopper else tile,
+        batch * num_kv_heads,
+        (grad_key, grad_value),
+        (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
+    )
+
+
+def _plain_options(query: Tensor, value: Tensor, dropout: Dropout | None) -> dict[str, Any]:
+    """Return what all plain kernels are compiled for, or told about dropout."""
+    return {
+        "drop_below": 0 if dropout is None else dropout.threshold,
+        "keep_scale": 1.0 if dropout is None else dropout.scale,
+        "BLOCK_D": triton.next_power_of_2(query.shape[-1]),
+        "BLOCK_V": triton.next_power_of_2(value.shape[-1]),
+        "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
+    }
 
 
 def _persistent(num_items: int, device: torch.device) -> tuple[int]:

@@ -1,4 +1,4 @@
-"""Fused kernels and the sign of the scale."""
+"""What fused kernels ask of their operands."""
 
 import torch
 from torch import Tensor
@@ -20,3 +20,8 @@ def with_sign_of(scale: float, grad_query: Tensor) -> Tensor:
     if abs(scale) < torch.finfo(torch.float32).tiny:
         return scale * grad_query
     return grad_query if scale > 0 else -grad_query
+
+
+def with_adjacent_columns(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors whose rows lie in one piece each: the same where they do, else copies."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)

@@ -1,0 +1,110 @@
+"""Which pairs dropout keeps: a function of seed and position, whoever computes the pair."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class DropoutWords(NamedTuple):
+    """Random 64-bit words of queries and keys, from which every pair draws its lot.
+
+    The lot is the upper half of ``multiplier * key + increment`` modulo 2^64: for each query a
+    member of a family of hashes whose values are pairwise independent (Dietzfelbinger, "Universal
+    hashing and k-wise independent random variables via integer arithmetic without primes", 1996).
+    """
+
+    multiplier: Tensor
+    """int64 ``[batch, num_heads, queries]``."""
+    increment: Tensor
+    """Likewise."""
+    key: Tensor
+    """int64 ``[keys]``."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """After the softmax each probability is zeroed with this chance, or else scaled up.
+
+    Which ones depends on seed, batch, head and the positions of query and key in the whole
+    sequence: not on tasks, devices or kernels.
+    """
+
+    probability: float
+    """In [0, 1)."""
+    seed: int
+    """64 bits."""
+
+    @property
+    def threshold(self) -> int:
+        """Lots below it, of 2^32, are dropped."""
+        return round(self.probability * 2**32)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the probabilities that stay."""
+        return 1 / (1 - self.probability)
+
+    def words(self, like: Tensor, queries: Sequence[range], keys: Sequence[range]) -> DropoutWords:
+        """Return the words of queries and keys at these positions.
+
+        Args:
+            like: ``[batch, num_heads, ...]``, on the device that they go to.
+            queries: Positions, ascending.
+            keys: Likewise.
+        """
+        batch, num_heads = like.shape[:2]
+        heads = torch.arange(batch * num_heads, device=like.device).view(batch, num_heads, 1)
+        rows, columns = (
+            torch.cat([torch.arange(r.start, r.stop, device=like.device) for r in ranges])
+            for ranges in (queries, keys)
+        )
+        streams = (torch.tensor(stream, device=like.device) for stream in range(3))
+        multiplier, increment, key = (_draw(self.seed, stream) for stream in streams)
+        return DropoutWords(
+            _draw(_draw(multiplier, heads), rows),
+            _draw(_draw(increment, heads), rows),
+            _draw(key, columns),
+        )
+
+    def factors(self, like: Tensor, queries: Sequence[range], keys: Sequence[range]) -> Tensor:
+        """Return the factor on the probability of each pair: 0 or :attr:`scale`.
+
+        Args:
+            like: ``[batch, num_heads, ...]``.
+            queries: Positions, ascending.
+            keys: Likewise.
+
+        Returns:
+            float32 ``[batch, num_heads, queries, keys]``.
+        """
+        words = self.words(like, queries, keys)
+        lots = words.multiplier.unsqueeze(-1) * words.key + words.increment.unsqueeze(-1)
+        return (_shift(lots, 32) >= self.threshold).float() * self.scale
+
+
+def _draw(state: Tensor | int, number: Tensor) -> Tensor:
+    """Return the word of a number in the sequence that starts at a state.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), in
+    the arithmetic of int64, which wraps.
+    """
+    word = state + (number + 1) * _signed(_GOLDEN)
+    word = (word ^ _shift(word, 30)) * _signed(0xBF58476D1CE4E5B9)
+    word = (word ^ _shift(word, 27)) * _signed(0x94D049BB133111EB)
+    return word ^ _shift(word, 31)
+
+
+def _shift(word: Tensor, bits: int) -> Tensor:
+    """Shift to the right without regard to the sign."""
+    shifted: Tensor = (word >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
+
+
+def _signed(word: int) -> int:
+    """Return the int64 of the same bits."""
+    return word - 2**64 if word >= 2**63 else word

@@ -1,0 +1,193 @@
+"""Dropout: the same pairs for every cut, executor and backend, and gradients of what was kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import CASES
+from cqs.dropout import Dropout
+from cqs.executors.local import run_local
+from cqs.testing import assert_tracks_exact, attend, visible_mask
+from cqs.verify import VerificationError, verify_rows
+
+BY_NAME = {case.name: case for case in CASES}
+CUTS = pytest.mark.parametrize(
+    ("case", "num_workers", "backend"),
+    [
+        pytest.param(BY_NAME[name], num_workers, backend, id=f"{name}-{num_workers}-{backend}")
+        for name, num_workers, backend in (
+            ("ragged", 1, "reference"),
+            ("ragged", 13, "triton"),
+            ("ragged-causal", 8, "reference"),
+            ("gqa-causal", 13, "reference"),
+            ("gqa-causal", 1, "triton"),
+            ("cross-causal", 8, "triton"),
+            ("more-queries-causal", 8, "reference"),
+            ("more-queries-causal", 8, "triton"),
+        )
+    ],
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def factors(problem, probability, seed):
+    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
+    drop = Dropout(probability, seed)
+    return drop.factors(problem.query, [range(seqlen_q)], [range(seqlen_kv)])
+
+
+def definition(problem, query, key, value, probability, seed):
+    group_size = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(group_size, 1) for t in (key, value))
+    scores = problem.scale * query @ key.mT
+    if (mask := visible_mask(problem)) is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return (weights * factors(problem, probability, seed)) @ value
+
+
+@CUTS
+def test_every_cut_drops_the_same_pairs(case, num_workers, backend):
+    problem = case.make(torch.float32, DEVICE)
+    options = {"dropout_p": 0.3, "seed": 5, "backend": backend}
+    output, lse = attend(problem, num_workers=num_workers, verify=True, **options)
+    tensors = problem.query, problem.key, problem.value
+    exact = definition(problem, *(t.double() for t in tensors), 0.3, 5)
+    assert_tracks_exact(output, definition(problem, *tensors, 0.3, 5), exact)
+    torch.testing.assert_close(lse, attend(problem, backend="reference")[1])
+
+
+@CUTS
+def test_gradients_are_those_of_the_pairs_kept(case, num_workers, backend):
+    problem = case.make(torch.float32, DEVICE)
+    weights = torch.randn(problem.empty_answer().output.shape, device=DEVICE)
+
+    def differentiate(dtype, compute):
+        leaves = [t.to(dtype).requires_grad_() for t in (problem.query, problem.key, problem.value)]
+        return torch.autograd.grad(compute(*leaves), leaves, weights.to(dtype))
+
+    def split(query, key, value):
+        return cqs.attention(
+            query,
+            key,
+            value,
+            is_causal=problem.is_causal,
+            scale=problem.scale,
+            num_workers=num_workers,
+            dropout_p=0.3,
+            seed=5,
+            backend=backend,
+        )
+
+    def whole(*tensors):
+        return definition(problem, *tensors, 0.3, 5)
+
+    found = differentiate(torch.float32, split)
+    for got, eager, exact in zip(
+        found,
+        differentiate(torch.float32, whole),
+        differentiate(torch.float64, whole),
+        strict=True,
+    ):
+        assert_tracks_exact(got, eager, exact, slack=4)
+
+
+def test_gradcheck():
+    leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradcheck(
+        lambda *t: cqs.attention(*t, num_workers=3, dropout_p=0.5, seed=1), leaves
+    )
+
+
+@pytest.mark.ray
+def test_a_cluster_drops_the_same_pairs(cluster):
+    problem = BY_NAME["gqa-causal"].make()
+    leaves = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
+    options = {"is_causal": True, "scale": problem.scale, "dropout_p": 0.3, "seed": 5}
+    here = cqs.attention(*leaves, num_workers=7, **options)
+    there = cluster.attention(*leaves, num_workers=7, verify=True, **options)
+    torch.testing.assert_close(there, here)
+    weights = torch.randn_like(here)
+    torch.testing.assert_close(
+        torch.autograd.grad(there, leaves, weights), torch.autograd.grad(here, leaves, weights)
+    )
+
+
+def test_without_a_seed_pytorch_draws_one():
+    tensors = [torch.randn(1, 2, 50, 16) for _ in range(3)]
+    torch.manual_seed(3)
+    first, second = (cqs.attention(*tensors, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(cqs.attention(*tensors, dropout_p=0.5), first)
+    assert not torch.equal(first, second)
+    assert torch.equal(cqs.attention(*tensors, dropout_p=0.0, seed=4), cqs.attention(*tensors))
+
+
+def test_verify_knows_which_pairs_were_dropped():
+    problem = replace(BY_NAME["ragged-causal"].make(), dropout=Dropout(0.5, 2))
+    answer = run_local(problem, problem.make_plan(7))
+    verify_rows(problem, answer)
+    with pytest.raises(VerificationError):
+        verify_rows(replace(problem, dropout=Dropout(0.5, 1)), answer)
+
+
+@pytest.mark.parametrize("probability", [0.01, 0.1, 0.5, 0.97])
+def test_pairs_are_dropped_as_if_by_chance(probability):
+    """Frequencies of whole, rows, columns and neighbours within 5 standard deviations."""
+    like = torch.empty(2, 3, 0, 0)
+    factor = Dropout(probability, 7).factors(like, [range(512)], [range(10**6, 10**6 + 512)])
+    kept = factor != 0
+    assert torch.equal(factor[kept].unique(), torch.tensor([1 / (1 - probability)]))
+    dropped = (~kept).double()
+
+    def check(observed, expected, trials):
+        deviation = (expected * (1 - expected) / trials) ** 0.5
+        assert ((observed - expected).abs() < 5 * deviation + 1e-12).all()
+
+    check(dropped.mean(), probability, dropped.numel())
+    for dims in ((3,), (2,), (2, 3), (0, 1)):
+        trials = dropped.numel() // dropped.mean(dims).numel()
+        if trials * probability * (1 - probability) > 100:
+            check(dropped.mean(dims), probability, trials)
+    both = probability**2
+    for shift in (1, 2, 3, 64):
+        for dim in (2, 3):
+            pairs = dropped.narrow(dim, shift, 512 - shift) * dropped.narrow(dim, 0, 512 - shift)
+            check(pairs.mean(), both, pairs.numel())
+    check((dropped[:, 1:] * dropped[:, :-1]).mean(), both, dropped[:, 1:].numel())
+    check((dropped[1:] * dropped[:-1]).mean(), both, dropped[1:].numel())
+    rectangles = dropped[..., 1:, 1:] * dropped[..., :-1, 1:] * dropped[..., 1:, :-1]
+    check((rectangles * dropped[..., :-1, :-1]).mean(), both**2, rectangles.numel())
+
+
+def test_another_seed_drops_other_pairs():
+    like, tokens = torch.empty(1, 1, 0, 0), [range(256)]
+    kept = torch.stack([Dropout(0.5, seed).factors(like, tokens, tokens) > 0 for seed in range(8)])
+    agreement = torch.stack(
+        [(kept[i] == kept[j]).double().mean() for i in range(8) for j in range(i)]
+    )
+    assert (agreement - 0.5).abs().max() < 5 * 0.5 / 256
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cudnn"])
+def test_backends_that_cannot_drop_out_refuse(backend):
+    tensors = [torch.randn(1, 2, 50, 16) for _ in range(3)]
+    with pytest.raises(NotImplementedError, match=f"'{backend}' cannot drop out"):
+        cqs.attention(*tensors, dropout_p=0.1, backend=backend)
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.0, 2, float("nan")])
+def test_a_probability_out_of_range_is_refused(probability):
+    tensors = [torch.randn(1, 2, 50, 16) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"dropout_p must lie in \[0, 1\)"):
+        cqs.attention(*tensors, dropout_p=probability)
+
+
+def test_a_seed_must_be_a_natural_number():
+    tensors = [torch.randn(1, 2, 50, 16) for _ in range(3)]
+    with pytest.raises(ValueError, match="seed must be at least 0"):
+        cqs.attention(*tensors, dropout_p=0.5, seed=-1)
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        cqs.attention(*tensors, dropout_p=0.5, seed=1.5)

@@ -1,0 +1,358 @@
+"""FlashAttention-4 against float64, where there are a Hopper GPU and the package."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cqs.cases import CASES, Case
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.worker import flash
+
+BY_NAME = {case.name: case for case in CASES}
+SQUARE = Case("square", 517, 517, 4, 4, 64)
+KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def tensors_of(problem):
+    return problem.query, problem.key, problem.value
+
+
+def make(case, dtype=torch.bfloat16, **changes):
+    """A problem on the GPU, if FlashAttention-4 takes it."""
+    problem = replace(case.make(dtype, "cuda"), **changes)
+    if reason := flash.why_not_flash(*tensors_of(problem)):
+        pytest.skip(f"flash {reason}")
+    return problem
+
+
+def attend(problem):
+    return flash.attend_flash(
+        *tensors_of(problem), is_causal=problem.is_causal, scale=problem.scale
+    )
+
+
+def differentiate(problem, grad_output, answer):
+    return flash.gradients_flash(
+        *tensors_of(problem),
+        grad_output,
+        *answer,
+        is_causal=problem.is_causal,
+        scale=problem.scale,
+    )
+
+
+def gradients_by_autograd(attend, problem, grad_output):
+    query, key, value = (tensor.detach().requires_grad_() for tensor in tensors_of(problem))
+    output = attend(replace(problem, query=query, key=key, value=value))
+    return torch.autograd.grad(output, (query, key, value), grad_output)
+
+
+def in_float64(problem):
+    query, key, value = (tensor.double() for tensor in tensors_of(problem))
+    return replace(problem, query=query, key=key, value=value)
+
+
+def exact_gradients(problem, grad_output):
+    return gradients_by_autograd(
+        lambda same: exact_answer(same).output, in_float64(problem), grad_output.double()
+    )
+
+
+def assert_gradients_right(problem, grad_output, found):
+    exact = exact_gradients(problem, grad_output)
+    eager = gradients_by_autograd(eager_output, problem, grad_output)
+    for name, *each in zip(("query", "key", "value"), found, eager, exact, strict=True):
+        assert_tracks_exact(*each, slack=3.0, name=f"gradient of {name}")
+
+
+RECTANGLES = {
+    "d32": Case("d32", 300, 517, 4, 4, 32),
+    "d64-gqa": Case("d64-gqa", 517, 300, 8, 2, 64, batch=2),
+    "d96": Case("d96", 300, 517, 4, 4, 96),
+    "d128": Case("d128", 517, 300, 4, 4, 128, batch=2),
+    "d128-gqa": Case("d128-gqa", 300, 517, 8, 2, 128),
+    "d128-three-to-one": Case("d128-three", 300, 517, 6, 2, 128),
+    "d160-one-kv-head": Case("d160", 300, 517, 4, 1, 160),
+    "d256-gqa": Case("d256-gqa", 300, 517, 4, 2, 256),
+    "two-queries": Case("two-queries", 2, 300, 4, 2, 64),
+    "two-keys": Case("two-keys", 300, 2, 4, 2, 64),
+    "short": Case("short", 7, 9, 4, 2, 64),
+    "three-quarters-of-a-tile": Case("three-quarters", 192, 192, 4, 4, 128),
+}
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("name", RECTANGLES)
+def test_answers_and_gradients_are_right(assert_right, name, is_causal):
+    case = RECTANGLES[name]
+    if is_causal:
+        case = replace(case, seqlen_kv=case.seqlen_q)
+    problem = make(case, is_causal=is_causal)
+    grad_output = torch.randn_like(problem.query)
+    given = [tensor.clone() for tensor in (*tensors_of(problem), grad_output)]
+    answer = attend(problem)
+    assert_right(problem, answer)
+    found = differentiate(problem, grad_output, answer)
+    assert all(gradient.dtype == problem.query.dtype for gradient in found)
+    assert_gradients_right(problem, grad_output, found)
+    assert all(map(torch.equal, (*tensors_of(problem), grad_output), given))
+
+
+@pytest.mark.gpu
+@KINDS
+def test_float16_is_right_too(assert_right, is_causal):
+    problem = make(SQUARE, torch.float16, is_causal=is_causal)
+    grad_output = torch.randn_like(problem.query)
+    answer = attend(problem)
+    assert_right(problem, answer)
+    assert_gradients_right(problem, grad_output, differentiate(problem, grad_output, answer))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 300), (300, 1)], ids=str)
+def test_one_query_or_key_is_right(assert_right, lengths):
+    problem = make(replace(SQUARE, seqlen_q=lengths[0], seqlen_kv=lengths[1]))
+    answer = attend(problem)
+    assert_right(problem, answer)
+    grad_output = torch.randn_like(problem.query)
+    found = differentiate(problem, grad_output, answer)
+    exact = exact_gradients(problem, grad_output)
+    for one, other in zip(found, exact, strict=True):  # some are differences of equals
+        torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_gradients_of_rectangles_add_up_to_those_of_the_whole():
+    problem = make(replace(RECTANGLES["d128-gqa"], seqlen_q=517), is_causal=True)
+    grad_output = torch.randn_like(problem.query)
+    exact = exact_answer(problem)
+    output, lse = exact.output.to(problem.query.dtype), exact.lse.float()
+    first, last = slice(0, 260), slice(260, 517)
+    found = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors_of(problem)]
+    for rows, keys, is_causal in (
+        (first, first, True),
+        (last, first, False),
+        (last, last, True),
+    ):
+        part = replace(
+            problem,
+            query=problem.query[:, :, rows],
+            key=problem.key[:, :, keys],
+            value=problem.value[:, :, keys],
+            is_causal=is_causal,
+        )
+        whole = output[:, :, rows], lse[:, :, rows]
+        gradients = differentiate(part, grad_output[:, :, rows], whole)
+        for total, place, gradient in zip(found, (rows, keys, keys), gradients, strict=True):
+            total[:, :, place] += gradient
+    found = [total.to(problem.query.dtype) for total in found]
+    assert_gradients_right(problem, grad_output, found)
+
+
+@pytest.mark.gpu
+def test_rows_that_see_no_key_contribute_nothing():
+    problem = make(SQUARE)
+    grad_output = torch.randn_like(problem.query)
+    answer = attend(problem)
+    blind = torch.zeros(517, dtype=torch.bool, device="cuda")
+    blind[[0, 5, 130, 516]] = True
+    answer.lse[:, :, blind] = -torch.inf
+    found = differentiate(problem, grad_output, answer)
+    assert (found[0][:, :, blind] == 0).all()
+    seeing = grad_output.masked_fill(blind[:, None], 0)
+    assert_gradients_right(problem, seeing, found)
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("num_keys", [192, 517])
+def test_scores_of_ten_thousand_leave_gradients_finite(assert_right, num_keys, is_causal):
+    problem = make(replace(SQUARE, seqlen_q=num_keys, seqlen_kv=num_keys), is_causal=is_causal)
+    for sign in (1, -1):
+        query = torch.full_like(problem.query, 25 * sign)
+        extreme = replace(problem, query=query, key=torch.full_like(problem.key, 25), scale=0.25)
+        answer = attend(extreme)
+        assert_right(extreme, answer)
+        gradients = differentiate(extreme, torch.ones_like(query), answer)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        sums = gradients[2].double().sum(2)  # every row hands out a weight of 1 in all
+        torch.testing.assert_close(sums, torch.full_like(sums, num_keys), rtol=2e-2, atol=0)
+
+
+@pytest.mark.gpu
+def test_the_most_extreme_case_is_right(assert_right):
+    problem = make(BY_NAME["large-scores"])
+    assert_right(problem, attend(problem))
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scales_that_are_not_positive_are_honoured(assert_right, scale, is_causal):
+    problem = make(SQUARE, is_causal=is_causal, scale=scale)
+    sign = -1 if scale else 0
+    # The same scores with a positive scale, which eager PyTorch needs for its causal mask.
+    same = replace(problem, query=sign * problem.query, scale=abs(scale) or 1.0)
+    answer = attend(problem)
+    assert_right(same, answer)
+    grad_output = torch.randn_like(problem.query)
+    grad_query, *others = differentiate(problem, grad_output, answer)
+    expected = differentiate(same, grad_output, answer)
+    torch.testing.assert_close(grad_query, (sign * expected[0]))
+    assert all(map(torch.equal, others, expected[1:]))
+
+
+@pytest.mark.gpu
+def test_strides_of_the_tensors_do_not_matter():
+    problem = make(replace(SQUARE, num_kv_heads=2), is_causal=True)
+    grad_output = torch.randn_like(problem.query)
+    answer = attend(problem)
+    expected = differentiate(problem, grad_output, answer)
+    storages = {
+        "seqlen before heads": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        "rows apart": lambda t: t.repeat_interleave(2, dim=2)[:, :, ::2],
+        "elements apart": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
+        "columns adjacent": lambda t: t.mT.contiguous().mT,
+        "not aligned": lambda t: torch.nn.functional.pad(t, (1, 2))[..., 1:-2],
+    }
+    for name, store in storages.items():
+        query, key, value = map(store, tensors_of(problem))
+        other = replace(problem, query=query, key=key, value=value)
+        pairs = [*zip(attend(other), answer, strict=True)]
+        found = differentiate(
+            other, store(grad_output), (store(answer.output), store(answer.lse[..., None])[..., 0])
+        )
+        pairs += zip(found, expected, strict=True)
+        for one, same in pairs:
+            torch.testing.assert_close(one, same, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_a_sum_may_be_one_number_for_all():
+    problem = make(SQUARE)
+    answer = attend(problem)
+    ones = torch.ones_like(problem.query)
+    expected = differentiate(problem, ones, answer)
+    found = differentiate(problem, ones[:1, :1, :1, :1].expand_as(ones), answer)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads"), [(64, 2), (128, 16), (128, 4), (256, 8)], ids=str
+)
+def test_every_run_gives_the_same_bits(head_dim, num_kv_heads, is_causal):
+    case = Case("bits", 3000, 3000, 16, num_kv_heads, head_dim, batch=2)
+    problem = make(case, is_causal=is_causal)
+    grad_output = torch.randn_like(problem.query)
+    answer = attend(problem)
+    first = differentiate(problem, grad_output, answer)
+    for _ in range(20):
+        assert all(map(torch.equal, attend(problem), answer))
+        assert all(map(torch.equal, differentiate(problem, grad_output, answer), first))
+
+
+@pytest.mark.gpu
+@KINDS
+def test_nan_in_a_query_stays_in_its_row(is_causal):
+    problem = make(SQUARE, is_causal=is_causal)
+    query = problem.query.clone()
+    query[0, 2, 40, 3] = torch.nan
+    disturbed = attend(replace(problem, query=query))
+    for one, other in zip(disturbed, attend(problem), strict=True):
+        assert one[0, 2, 40].isnan().all()
+        one[0, 2, 40] = other[0, 2, 40]
+        assert torch.equal(one, other)
+
+
+def tensor_like(**changes):
+    """What a backend looks at before it declines."""
+    sound = {"shape": (1, 4, 100, 64), "dtype": torch.bfloat16, "device": torch.device("cuda", 0)}
+    return SimpleNamespace(**{**sound, **changes})
+
+
+@pytest.fixture
+def sound(monkeypatch):
+    """A Hopper GPU and the package, as far as anyone tells."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash, "_installed_version", lambda: "4.0.0b36")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"dtype": torch.float16}, None),
+        ({"shape": (1, 4, 100, 256)}, None),
+        ({"device": torch.device("cpu")}, "needs CUDA tensors, got cpu"),
+        ({"dtype": torch.float32}, "needs bfloat16 or float16, got torch.float32"),
+        ({"shape": (1, 4, 100, 16)}, "needs a head_dim that is a multiple of 32 up to 256, got 16"),
+        (
+            {"shape": (1, 4, 100, 288)},
+            "needs a head_dim that is a multiple of 32 up to 256, got 288",
+        ),
+        ({"shape": (70000, 4, 9, 64)}, "needs batch and heads up to 65535, got (70000, 4)"),
+    ],
+    ids=["bfloat16", "float16", "wide", "device", "dtype", "narrow", "too-wide", "batch"],
+)
+def test_it_says_why_it_declines(sound, change, reason):
+    tensor = tensor_like(**change)
+    assert flash.why_not_flash(tensor, tensor, tensor) == reason
+
+
+def test_values_of_another_width_are_declined(sound):
+    tensor, value = tensor_like(), tensor_like(shape=(1, 4, 100, 32))
+    reason = "needs equal head_dim of query and value, got 64 and 32"
+    assert flash.why_not_flash(tensor, tensor, value) == reason
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_other_gpus_are_declined(sound, capability):
+    sound.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = f"needs compute capability 9.x, got {capability[0]}.{capability[1]}"
+    assert flash.why_not_flash(*[tensor_like()] * 3) == reason
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("4.0.0b32", None),
+        ("4.0.0b31", "needs flash-attn-4 from 4.0.0b32 to 4.0.0b36, got 4.0.0b31"),
+        ("4.0.0", "needs flash-attn-4 from 4.0.0b32 to 4.0.0b36, got 4.0.0"),
+        (None, "needs the package flash-attn-4, which is not installed"),
+    ],
+)
+def test_only_versions_that_were_read_are_called(sound, version, reason):
+    sound.setattr(flash, "_installed_version", lambda: version)
+    assert flash.why_not_flash(*[tensor_like()] * 3) == reason
+
+
+def test_a_package_that_is_not_there_has_no_version(monkeypatch):
+    def missing(name):
+        raise flash.metadata.PackageNotFoundError(name)
+
+    flash._installed_version.cache_clear()
+    monkeypatch.setattr(flash.metadata, "version", missing)
+    assert flash._installed_version() is None
+    flash._installed_version.cache_clear()
+
+
+def test_the_package_is_not_imported_without_need():
+    script = """
+import sys
+sys.modules["flash_attn"] = None  # importing it fails
+import torch, cqs
+from cqs.worker import WHY_NOT
+tensor = torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
+cqs.attention(tensor, tensor, tensor, num_workers=3)
+print(WHY_NOT["flash"](tensor, tensor, tensor))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "needs CUDA tensors, got cpu", done.stderr
