@@ -3,7 +3,7 @@
 import argparse
 from importlib import import_module
 
-_BENCHMARKS = ("tasks", "kernels", "ray")
+_BENCHMARKS = ("tasks", "kernels", "memory", "ray")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,15 +1,19 @@
 """Every task of a plan in this process: in one launch where a kernel can, else one by one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from cqs.executors.shortage import explain_shortage
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan
 from cqs.tiler import Tiler
 from cqs.worker import ATTEND_RECTANGLES, HeldTokens, Worker
+from cqs.worker.memory import memory_of
 
 
 def run_local(
@@ -31,14 +35,27 @@ def run_local(
 
     Raises:
         NotImplementedError: if the named backend cannot take the tensors.
+        torch.OutOfMemoryError: if a GPU has too little memory; the message says what would fit.
     """
     worker = Worker.of(problem, backend)
     tensors = problem.query, problem.key, problem.value
     name = worker.choose_backend(*tensors)
     if not problem.query.numel():
         return answer or problem.empty_answer()
-    query, key, value = map(HeldTokens.whole, tensors)
-    if problem.key.numel() and name in ATTEND_RECTANGLES:
+    with _explaining_shortage(problem, plan, name):
+        return _run(worker, problem, plan, name, answer, progress)
+
+
+def _run(
+    worker: Worker,
+    problem: Problem,
+    plan: Plan,
+    backend: str,
+    answer: Partial | None,
+    progress: Callable[[int, int], None] | None,
+) -> Partial:
+    query, key, value = map(HeldTokens.whole, (problem.query, problem.key, problem.value))
+    if problem.key.numel() and backend in ATTEND_RECTANGLES:
         steps = [step for task in plan.tasks for step in task.steps]
         partial = worker.run_together(steps, query, key, value)
     elif plan.num_workers == 1 and plan.task(0).held_queries == query.ranges:
@@ -76,4 +93,15 @@ def run_local_backward(
         return Gradients.zeros(problem.query, problem.key, problem.value)
     steps = [step for task in plan.tasks for step in task.steps]
     tensors = problem.query, problem.key, problem.value, grad_output, *answer
-    return Worker.of(problem, backend).run_backward(steps, *map(HeldTokens.whole, tensors))
+    worker = Worker.of(problem, backend)
+    with _explaining_shortage(problem, plan, worker.choose_backend(*tensors[:3])):
+        return worker.run_backward(steps, *map(HeldTokens.whole, tensors))
+
+
+@contextmanager
+def _explaining_shortage(problem: Problem, plan: Plan, backend: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message = explain_shortage(problem, plan, backend, memory_of(problem.query.device))
+        raise torch.OutOfMemoryError(message) from error

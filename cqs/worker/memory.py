@@ -10,6 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 Result = TypeVar("Result")
 
 
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of memory that a GPU has."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
     """Run ``compute`` and return its result and the most bytes it held at once in tensors.
 

@@ -13,7 +13,7 @@ from cqs.executors.ray.job import TensorGroups
 from cqs.executors.ray.report import TaskReport
 from cqs.scheduler import Task
 from cqs.worker import HeldTokens, Worker
-from cqs.worker.memory import measure_peak_bytes
+from cqs.worker.memory import measure_peak_bytes, memory_of
 
 
 class ActorInfo(NamedTuple):
@@ -63,6 +63,9 @@ class TaskActor:
 
         Returns:
             What ``compute`` returns, and what it took.
+
+        Raises:
+            torch.OutOfMemoryError: with the message, the backend and the bytes of the GPU.
         """
         sides = [
             (task.held_queries, groups[: len(task.held_queries)]),
@@ -86,7 +89,10 @@ class TaskActor:
             seconds = time.perf_counter() - start
             return results
 
-        tensors, peak_bytes = measure_peak_bytes(computed, self._device)
+        try:
+            tensors, peak_bytes = measure_peak_bytes(computed, self._device)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(str(error), backend, memory_of(self._device)) from error
         if self._device.type == "cpu":
             peak_bytes += bytes_in  # mapped from the store, not allocated
         results = [tuple(map(Blob, group)) for group in tensors]

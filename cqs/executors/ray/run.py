@@ -15,6 +15,7 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import Actor, ActorPool
 from cqs.executors.ray.report import RunReport, TaskReport
+from cqs.executors.shortage import explain_shortage
 from cqs.partial import Partial
 from cqs.scheduler import Plan, Task
 from cqs.verify import verify_rows
@@ -194,7 +195,7 @@ class Run:
             with self._clock("get"):
                 results, report = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:  # the computation itself: no re-run
-            raise error.cause from error
+            raise self._explain(error.cause, worker) from error
         except self._deaths_of_actors as error:
             self._bury(actor, is_shot=self._is_shot(error))
             return
@@ -206,6 +207,14 @@ class Run:
             self._job.accept(self._tasks[worker], tensors)
         self._reports[worker] = report
         self._progress(len(self._reports), len(self._tasks))
+
+    def _explain(self, error: Exception, worker: int) -> Exception:
+        """Add to an actor's error what the driver knows about it."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return error
+        _, backend, capacity = error.args
+        problem, plan = self._job.problem, self._plan
+        return torch.OutOfMemoryError(explain_shortage(problem, plan, backend, capacity, worker))
 
     def _bury_the_hung(self) -> None:
         now = time.monotonic()

@@ -1,0 +1,84 @@
+"""What a task holds at its peak, against the plan's prediction, for every backend."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from cqs.bench.measurement import Measurement, publish, summarize
+from cqs.cases import Case
+from cqs.problem import Problem
+from cqs.scheduler import Task, predict_cost
+from cqs.worker import WHY_NOT, HeldTokens, Worker
+from cqs.worker.memory import measure_peak_bytes
+
+_NUM_WORKERS = (1, 7, 8, 13, 31)
+
+
+def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) -> None:
+    """Measure every task of every W with every backend that runs here; show the worst of each.
+
+    Args:
+        tokens: Sequence length; ``None`` means 4096 on the CPU, 8192 on a GPU.
+        repeats: Unused: memory does not vary.
+        out: File to append rows to, or ``None``.
+    """
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    tokens = tokens or (8192 if on_gpu else 4096)
+    rows = []
+    for is_causal in (False, True):
+        kind = "causal" if is_causal else "full"
+        problem = Case(kind, tokens, tokens, 8, 8, 128, is_causal=is_causal).make(dtype, device)
+        tensors = problem.query, problem.key, problem.value
+        for backend in WHY_NOT:
+            if WHY_NOT[backend](*tensors) is None:
+                rows += [_measure_worst(problem, backend, w, kind) for w in _NUM_WORKERS]
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "backend": lambda row: row.executor,
+        "W": lambda row: row.num_workers,
+        "predicted MiB": lambda row: f"{row.details['predicted_bytes'] / 2**20:.1f}",
+        "peak MiB": lambda row: f"{row.details['peak_bytes'] / 2**20:.1f}",
+        "ratio": lambda row: f"{row.ratio:.3f}",
+    }
+    publish(rows, columns, out)
+
+
+def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
+    """Return the bytes that a task was predicted to hold, and those that it held."""
+    query, key, value = (
+        HeldTokens.packed(
+            torch.cat([tensor[:, :, r.start : r.stop] for r in ranges], dim=2), ranges
+        )
+        for tensor, ranges in (
+            (problem.query, task.held_queries),
+            (problem.key, task.held_keys),
+            (problem.value, task.held_keys),
+        )
+    )
+    worker = Worker.of(problem, backend)
+    worker.run(task, query, key, value)  # compiles, and allocates what stays
+    _, peak = measure_peak_bytes(lambda: worker.run(task, query, key, value), problem.query.device)
+    held = sum(tokens.joined().nbytes for tokens in (query, key, value))
+    return predict_cost(task, problem.shape, backend).peak_bytes, held + peak
+
+
+def _measure_worst(problem: Problem, backend: str, num_workers: int, kind: str) -> Measurement:
+    start = time.perf_counter()
+    plan = problem.make_plan(num_workers)
+    found = [measure_task(problem, task, backend) for task in plan.tasks]
+    predicted, peak = max(found, key=lambda pair: abs(pair[1] / pair[0] - 1))
+    _, num_heads, tokens, head_dim = problem.query.shape
+    return Measurement(
+        benchmark="memory",
+        case=f"{kind}-{tokens}-h{num_heads}-d{head_dim}",
+        baseline="prediction",
+        num_workers=num_workers,
+        executor=backend,
+        dtype=str(problem.query.dtype).removeprefix("torch."),
+        ratio=peak / predicted,
+        repeats=1,
+        details={"predicted_bytes": predicted, "peak_bytes": peak},
+        **summarize([time.perf_counter() - start]),  # type: ignore[arg-type]
+    )

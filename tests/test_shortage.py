@@ -1,0 +1,73 @@
+"""A GPU out of memory: the message names what was predicted, and how many tasks would fit."""
+
+import re
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import Case
+from cqs.executors.ray.actor import TaskActor
+from cqs.executors.shortage import explain_shortage
+
+PROBLEM = Case("long", 4096, 4096, 8, 8, 64).make()
+TENSORS = PROBLEM.query, PROBLEM.key, PROBLEM.value
+
+
+def peak(num_workers, backend):
+    return PROBLEM.make_plan(num_workers).predict_cost(0, PROBLEM.shape, backend).peak_bytes
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton", "cudnn", "reference"])
+def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
+    capacity = int(peak(13, backend) / 0.9) + 1
+    message = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity, worker=1)
+    assert f"task 1 of 3 needs {peak(3, backend) / 2**30:.3g} GiB" in message
+    assert f"each would need {peak(13, backend) / 2**30:.3g} GiB: pass num_workers=13 to" in message
+    smaller = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity - 8, worker=1)
+    assert "num_workers=21" in smaller
+    hopeless = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, 1000, worker=1)
+    assert hopeless.endswith("No number of tasks up to 993 would fit")
+
+
+def test_in_this_process(monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("cqs.executors.local._run", fail)
+    monkeypatch.setattr("cqs.executors.local.memory_of", lambda device: 2**25)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        cqs.attention(*TENSORS, num_workers=2)
+    assert re.search(
+        r"of this call needs 0\.\d+ GiB by prediction, backend 'cpu'", str(raised.value)
+    )
+    assert "the GPU has 0.0312 GiB" in str(raised.value) and "num_workers=" in str(raised.value)
+
+
+@pytest.mark.ray
+def test_on_a_cluster(ray_session):
+    class Small(TaskActor):
+        def run(self, *arguments):
+            raise torch.OutOfMemoryError("CUDA out of memory", "triton", 2**25)
+
+    class SmallCluster(cqs.Cluster):
+        actor_class = Small
+
+    with SmallCluster(num_workers=1, use_gpus=False) as cluster:
+        with pytest.raises(torch.OutOfMemoryError, match=r"task \d of 7 needs .*num_workers=\d+"):
+            cluster.attention(*TENSORS, num_workers=7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cudnn"])
+def test_on_a_gpu(backend):
+    problem = Case("long", 65536, 65536, 16, 16, 128).make(torch.bfloat16, "cuda")
+    tensors = problem.query, problem.key, problem.value
+    torch.cuda.empty_cache()
+    capacity = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**27) / capacity)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="of this call needs 1.*num_workers="):
+            cqs.attention(*tensors, num_workers=7, backend=backend)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
