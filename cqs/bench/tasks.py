@@ -27,8 +27,8 @@ _ALONE, _TOGETHER = "one by one", "local"
 def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
     """Check and time every W, forward and with gradients, causal and not, in turn with W = 1.
 
-    ``local`` is :func:`cqs.attention`, which may compute tasks together; ``one by one`` computes,
-    and merges, each task as if it were alone on the device.
+    ``local`` is :func:`cqs.attention`, which on a GPU computes all tasks together; ``one by one``
+    computes each as if it were alone on the device, and merges.
 
     Args:
         tokens: Sequence length; ``None`` means 8192 on the CPU, 65,536 on a GPU.
@@ -62,7 +62,8 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     tensors = problem.query, problem.key, problem.value
     device, tokens = problem.query.device.type, problem.query.shape[2]
     plans = {num_workers: problem.make_plan(num_workers) for num_workers in (1, *_NUM_WORKERS)}
-    ways = [(_TOGETHER, 1)] + [(way, w) for way in (_TOGETHER, _ALONE) for w in _NUM_WORKERS]
+    kinds = (_TOGETHER, _ALONE) if device == "cuda" else (_TOGETHER,)
+    ways = [(_TOGETHER, 1)] + [(way, w) for way in kinds for w in _NUM_WORKERS]
     sample = torch.linspace(0, tokens - 1, 64, device=device).long()
     exact = exact_rows(problem, sample)
     eager = F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)[:, :, sample]

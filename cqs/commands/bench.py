@@ -3,7 +3,7 @@
 import argparse
 from importlib import import_module
 
-_BENCHMARKS = ("tasks", "kernels", "memory", "ray")
+_BENCHMARKS = ("tasks", "kernels", "accuracy", "memory", "ray")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
