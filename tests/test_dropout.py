@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import cqs
-from cqs.cases import CASES
+from cqs.cases import CASES, Case
 from cqs.dropout import Dropout
 from cqs.executors.local import run_local
 from cqs.testing import assert_tracks_exact, attend, visible_mask
 from cqs.verify import VerificationError, verify_rows
+from cqs.worker import WHY_NOT
 
 BY_NAME = {case.name: case for case in CASES}
 CUTS = pytest.mark.parametrize(
@@ -29,7 +30,14 @@ CUTS = pytest.mark.parametrize(
         )
     ],
 )
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EVERY_DEVICE = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+def skip_unless_it_runs(backend, problem):
+    if reason := WHY_NOT[backend](problem.query, problem.key, problem.value):
+        pytest.skip(reason)
 
 
 def factors(problem, probability, seed):
@@ -48,9 +56,11 @@ def definition(problem, query, key, value, probability, seed):
     return (weights * factors(problem, probability, seed)) @ value
 
 
+@EVERY_DEVICE
 @CUTS
-def test_every_cut_drops_the_same_pairs(case, num_workers, backend):
-    problem = case.make(torch.float32, DEVICE)
+def test_every_cut_drops_the_same_pairs(case, num_workers, backend, device):
+    problem = case.make(torch.float32, device)
+    skip_unless_it_runs(backend, problem)
     options = {"dropout_p": 0.3, "seed": 5, "backend": backend}
     output, lse = attend(problem, num_workers=num_workers, verify=True, **options)
     tensors = problem.query, problem.key, problem.value
@@ -59,10 +69,12 @@ def test_every_cut_drops_the_same_pairs(case, num_workers, backend):
     torch.testing.assert_close(lse, attend(problem, backend="reference")[1])
 
 
+@EVERY_DEVICE
 @CUTS
-def test_gradients_are_those_of_the_pairs_kept(case, num_workers, backend):
-    problem = case.make(torch.float32, DEVICE)
-    weights = torch.randn(problem.empty_answer().output.shape, device=DEVICE)
+def test_gradients_are_those_of_the_pairs_kept(case, num_workers, backend, device):
+    problem = case.make(torch.float32, device)
+    skip_unless_it_runs(backend, problem)
+    weights = torch.randn(problem.empty_answer().output.shape, device=device)
 
     def differentiate(dtype, compute):
         leaves = [t.to(dtype).requires_grad_() for t in (problem.query, problem.key, problem.value)]
@@ -191,3 +203,14 @@ def test_a_seed_must_be_a_natural_number():
         cqs.attention(*tensors, dropout_p=0.5, seed=-1)
     with pytest.raises(TypeError, match="seed must be an integer"):
         cqs.attention(*tensors, dropout_p=0.5, seed=1.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_half_precision_on_a_gpu(head_dim, dtype):
+    problem = Case("half", 777, 777, 8, 2, head_dim, is_causal=True).make(dtype, "cuda")
+    tensors = problem.query, problem.key, problem.value
+    output, _ = attend(problem, num_workers=13, dropout_p=0.2, seed=9, verify=True)
+    exact = definition(problem, *(t.double() for t in tensors), 0.2, 9)
+    assert_tracks_exact(output, definition(problem, *tensors, 0.2, 9), exact)

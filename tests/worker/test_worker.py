@@ -1,13 +1,14 @@
 import pytest
 import torch
 
+from cqs.bench.memory import measure_task
 from cqs.cases import CASES, Case
 from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import predict_cost
 from cqs.testing import exact_answer
 from cqs.tiler import Tiler
-from cqs.worker import HeldTokens, Worker
+from cqs.worker import WHY_NOT, HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes
 
 BY_NAME = {case.name: case for case in CASES}
@@ -15,6 +16,9 @@ SOME_CASES = pytest.mark.parametrize(
     "case",
     [BY_NAME[name] for name in ("ragged", "ragged-causal", "gqa-causal", "cross-causal")],
     ids=lambda case: case.name,
+)
+EVERY_DEVICE = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 SOME_NUM_WORKERS = pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 40])
 
@@ -80,21 +84,27 @@ def test_a_task_needs_no_more_than_the_tokens_it_holds(case, num_workers, backen
             assert torch.equal(one.output, other.output) and torch.equal(one.lse, other.lse)
 
 
+@EVERY_DEVICE
 @pytest.mark.parametrize("num_workers", [2, 8])
 @SOME_CASES
-def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_workers):
-    problem = case.make(device="cuda" if torch.cuda.is_available() else "cpu")
+def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_workers, device):
+    problem = case.make(device=device)
+    if reason := WHY_NOT["triton"](problem.query, problem.key, problem.value):
+        pytest.skip(reason)
     steps = [step for task in problem.make_plan(num_workers).tasks for step in task.steps]
     assert_right(
         problem, Worker.of(problem, "triton").run_together(steps, *hold_everything(problem))
     )
 
 
+@EVERY_DEVICE
 @pytest.mark.parametrize("num_workers", [2, 8])
 @SOME_CASES
-def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_workers):
+def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_workers, device):
     """Partials of the Triton kernel, merged by a kernel too, as on a GPU."""
-    problem = case.make(device="cuda" if torch.cuda.is_available() else "cpu")
+    problem = case.make(device=device)
+    if reason := WHY_NOT["triton"](problem.query, problem.key, problem.value):
+        pytest.skip(reason)
     worker, plan = Worker.of(problem, "triton"), problem.make_plan(num_workers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cqs.partial.merges_at_once", lambda answer: True)
@@ -174,3 +184,16 @@ def test_the_definition_of_a_step_agrees_with_the_whole_where_one_task_does_all(
     problem: Problem = BY_NAME["ragged-causal"].make(torch.float64)
     (step,) = problem.make_plan(1).task(0).steps
     torch.testing.assert_close(exact_step(problem, step), exact_answer(problem))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cudnn", "flash", "reference"])
+@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_predicted_peak_is_what_a_gpu_holds(is_causal, num_workers, backend):
+    problem = Case("peak", 8192, 8192, 4, 4, 128, is_causal=is_causal).make(torch.bfloat16, "cuda")
+    if reason := WHY_NOT[backend](problem.query, problem.key, problem.value):
+        pytest.skip(reason)
+    for task in problem.make_plan(num_workers).tasks:
+        predicted, held = measure_task(problem, task, backend)
+        assert 0.95 * predicted <= held <= 1.05 * predicted
