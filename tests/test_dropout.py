@@ -53,7 +53,7 @@ def definition(problem, query, key, value, probability, seed):
     if (mask := visible_mask(problem)) is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     weights = scores.softmax(-1).nan_to_num(0.0)
-    return (weights * factors(problem, probability, seed)) @ value
+    return (weights * factors(problem, probability, seed).to(weights)) @ value
 
 
 @EVERY_DEVICE

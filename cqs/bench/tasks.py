@@ -68,19 +68,24 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     exact = exact_rows(problem, sample)
     eager = F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)[:, :, sample]
     grad_output = torch.randn_like(problem.query)
-    answer = run_local(problem, plans[1])
-    whole = run_local_backward(problem, plans[1], answer, grad_output)
+    backend = choose_backend(*tensors)
+    answer = run_local(problem, plans[1], backend=backend)
+    whole = run_local_backward(problem, plans[1], answer, grad_output, backend=backend)
+
+    def forward(way: str, plan: Plan) -> Partial:
+        return _forward[way](problem, plan, backend=backend)
+
+    def backward(way: str, plan: Plan, answer: Partial) -> Gradients:
+        return _backward[way](problem, plan, answer, grad_output, backend=backend)
+
     for way, num_workers in ways:
-        output = _forward[way](problem, plans[num_workers]).output
+        output = forward(way, plans[num_workers]).output
         assert_tracks_exact(output[:, :, sample], eager, exact)
-        found = _backward[way](problem, plans[num_workers], answer, grad_output)
+        found = backward(way, plans[num_workers], answer)
         for part, expected in zip(found, whole, strict=True):
             assert (part - expected).norm() < 2e-3 * expected.norm()
         del found
     del whole
-
-    def both(way: str, plan: Plan) -> Gradients:
-        return _backward[way](problem, plan, _forward[way](problem, plan), grad_output)
 
     def of_torch(*tensors: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)  # type: ignore
@@ -90,11 +95,11 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     passes: dict[str, tuple[Callable[[], object], Callable[[str, Plan], object]]] = {
         "forward": (
             partial(of_torch, *tensors),
-            lambda way, plan: _forward[way](problem, plan),
+            forward,
         ),
         "forward and backward": (
             lambda: torch.autograd.grad(of_torch(*leaves), leaves, grad_output),
-            both,
+            lambda way, plan: backward(way, plan, forward(way, plan)),
         ),
     }
     for name, (library, compute) in passes.items():
@@ -113,7 +118,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
                     benchmark=f"tasks {name}",
                     case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
                     f"-h{problem.query.shape[1]}-d{problem.query.shape[3]}",
-                    baseline=f"one call, {choose_backend(*tensors)}",
+                    baseline=f"one call, {backend}",
                     num_workers=num_workers,
                     executor=way,
                     dtype=str(problem.query.dtype).removeprefix("torch."),
@@ -126,9 +131,9 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     return rows
 
 
-def _attend_one_by_one(problem: Problem, plan: Plan) -> Partial:
+def _attend_one_by_one(problem: Problem, plan: Plan, *, backend: str) -> Partial:
     tiler = Tiler(plan, *problem.empty_answer())
-    worker = Worker.of(problem)
+    worker = Worker.of(problem, backend)
     held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
     for task in plan.tasks:
         tiler.add(task.worker, worker.run(task, *held, dtype=lse_dtype(problem.query.dtype)))
@@ -136,9 +141,9 @@ def _attend_one_by_one(problem: Problem, plan: Plan) -> Partial:
 
 
 def _differentiate_one_by_one(
-    problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor
+    problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor, *, backend: str
 ) -> Gradients:
-    worker = Worker.of(problem)
+    worker = Worker.of(problem, backend)
     tensors = problem.query, problem.key, problem.value
     total = GradientSum(plan, Gradients.zeros(*tensors))
     for task in plan.tasks:

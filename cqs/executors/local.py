@@ -10,7 +10,7 @@ from cqs.executors.shortage import explain_shortage
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.problem import Problem
-from cqs.scheduler import Plan
+from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
 from cqs.worker import ATTEND_RECTANGLES, HeldTokens, Worker
 from cqs.worker.memory import memory_of
@@ -39,7 +39,7 @@ def run_local(
     """
     worker = Worker.of(problem, backend)
     tensors = problem.query, problem.key, problem.value
-    name = worker.choose_backend(*tensors)
+    name = worker.choose_backend(*tensors, _all_steps(plan))
     if not problem.query.numel():
         return answer or problem.empty_answer()
     with _explaining_shortage(problem, plan, name):
@@ -56,8 +56,7 @@ def _run(
 ) -> Partial:
     query, key, value = map(HeldTokens.whole, (problem.query, problem.key, problem.value))
     if problem.key.numel() and backend in ATTEND_RECTANGLES:
-        steps = [step for task in plan.tasks for step in task.steps]
-        partial = worker.run_together(steps, query, key, value)
+        partial = worker.run_together(_all_steps(plan), query, key, value)
     elif plan.num_workers == 1 and plan.task(0).held_queries == query.ranges:
         (partial,) = worker.run(plan.task(0), query, key, value)
     else:
@@ -91,11 +90,15 @@ def run_local_backward(
     """
     if not answer.output.numel() or not problem.key.numel():
         return Gradients.zeros(problem.query, problem.key, problem.value)
-    steps = [step for task in plan.tasks for step in task.steps]
+    steps = _all_steps(plan)
     tensors = problem.query, problem.key, problem.value, grad_output, *answer
     worker = Worker.of(problem, backend)
-    with _explaining_shortage(problem, plan, worker.choose_backend(*tensors[:3])):
+    with _explaining_shortage(problem, plan, worker.choose_backend(*tensors[:3], steps)):
         return worker.run_backward(steps, *map(HeldTokens.whole, tensors))
+
+
+def _all_steps(plan: Plan) -> list[Step]:
+    return [step for task in plan.tasks for step in task.steps]
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class TaskCost:
     """Most bytes held at once, without a kernel's own scratch: inputs, results, and what the
     backend needs besides. ``triton``: nothing. Backends that compute a step at a time: its gathered
     keys and values or, if that is more, the two partial results that merge where a causal square
-    joins a rectangle. ``reference``: also the scores, twice."""
+    joins a rectangle. ``reference``: also the scores, the weights and what it converts."""
 
 
 def predict_cost(task: Task, shape: AttentionShape, backend: str | None = None) -> TaskCost:
@@ -72,7 +72,6 @@ def predict_cost(task: Task, shape: AttentionShape, backend: str | None = None) 
     row_bytes = width * (value_dim * shape.itemsize + max(_LSE_ITEMSIZE, shape.itemsize))
     sums_apart = shape.itemsize < _LSE_ITEMSIZE and backend not in _MERGED_BY_A_KERNEL
     sum_bytes = width * value_dim * _LSE_ITEMSIZE if sums_apart else 0
-    score_bytes = 2 * width * max(_LSE_ITEMSIZE, shape.itemsize) if backend == "reference" else 0
 
     bytes_in = query_bytes * sum(map(len, task.held_queries))
     bytes_in += key_bytes * sum(map(len, task.held_keys))
@@ -81,9 +80,9 @@ def predict_cost(task: Task, shape: AttentionShape, backend: str | None = None) 
         bytes_out += row_bytes * len(step.queries)
         gathered = key_bytes * sum(map(len, step.keys)) if _must_gather(step, task) else 0
         merged = 2 * (row_bytes + sum_bytes) * len(step.queries) if step.is_split else 0
-        most_keys = max(sum(map(len, step.keys)), len(step.causal_keys or ()))
-        scores = score_bytes * len(step.queries) * most_keys
-        beside = 0 if backend == "triton" else max(gathered + scores, merged)
+        beside = 0 if backend == "triton" else max(gathered, merged)
+        if backend == "reference":
+            beside = max(gathered + _reference_bytes(step, shape), merged)
         peak_beyond_inputs = max(peak_beyond_inputs, bytes_out + beside)
     return TaskCost(
         flops=2 * (shape.head_dim + value_dim) * width * task.live_pairs,
@@ -91,6 +90,24 @@ def predict_cost(task: Task, shape: AttentionShape, backend: str | None = None) 
         bytes_out=bytes_out,
         peak_bytes=bytes_in + peak_beyond_inputs,
     )
+
+
+def _reference_bytes(step: Step, shape: AttentionShape) -> int:
+    """Return what the reference holds beside its arguments and results in its larger call.
+
+    All in the accumulation dtype: scores and weights, the output, and the values if they must be
+    converted or repeated for each query head.
+    """
+    num_kv_heads = shape.num_heads if shape.num_kv_heads is None else shape.num_kv_heads
+    value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
+    num_queries = len(step.queries)
+    num_keys = max(sum(map(len, step.keys)), len(step.causal_keys or ()))
+    elements = shape.num_heads * num_queries * (2 * num_keys + value_dim)
+    if shape.itemsize < _LSE_ITEMSIZE:
+        elements += num_kv_heads * num_keys * value_dim
+    if shape.num_heads > num_kv_heads:
+        elements += shape.num_heads * num_keys * value_dim
+    return elements * shape.batch * max(_LSE_ITEMSIZE, shape.itemsize)
 
 
 def _must_gather(step: Step, task: Task) -> bool:

@@ -1,6 +1,6 @@
 """One task on one device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,10 @@ from cqs.worker.backends import (
     ADD_GRADIENTS,
     ATTEND,
     ATTEND_RECTANGLES,
+    BEST_FOR_CALLS,
+    BEST_FOR_WHOLE_CALLS,
     GRADIENTS,
+    WHY_NOT,
     check_backend_name,
     choose_backend,
 )
@@ -48,13 +51,17 @@ class Worker:
         """
         return cls(problem.scale, backend, problem.dropout)
 
-    def choose_backend(self, query: Tensor, key: Tensor, value: Tensor) -> str:
-        """Return the name of the backend that computes with such tensors.
+    def choose_backend(
+        self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
+    ) -> str:
+        """Return the name of the backend that computes these steps of such tensors.
 
         Raises:
             NotImplementedError: if the one named cannot; the message says why.
         """
-        return choose_backend(query, key, value, self.backend, has_dropout=self.dropout is not None)
+        is_one_call = len(steps) == 1 and len(steps[0].blocks()) == 1
+        best_first = BEST_FOR_WHOLE_CALLS if is_one_call else WHY_NOT
+        return self._choose_among(best_first, query, key, value)
 
     def run(
         self,
@@ -82,7 +89,7 @@ class Worker:
         """
         if not task.steps:
             return []
-        name = self.choose_backend(query.sample, key.sample, value.sample)
+        name = self.choose_backend(query.sample, key.sample, value.sample, task.steps)
         if name not in ATTEND_RECTANGLES:
             return [self._run_step(step, query, key, value) for step in task.steps]
         whole = ATTEND_RECTANGLES[name](
@@ -146,7 +153,7 @@ class Worker:
         gradients = Gradients(query.zeros(dtype), key.zeros(dtype), value.zeros(dtype))
         if not steps:
             return gradients
-        name = self.choose_backend(query.sample, key.sample, value.sample)
+        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
         if name in ADD_GRADIENTS:
             grad, out, lse_of_all = _join(grad_output, output, lse)
             ADD_GRADIENTS[name](
@@ -164,7 +171,7 @@ class Worker:
             whole = [held.take([step.queries]) for held in (query, grad_output, output, lse)]
             for key_ranges, is_causal in _calls(step):
                 call = whole[0], key.take(key_ranges), value.take(key_ranges)
-                compute = GRADIENTS[self.choose_backend(*call)]
+                compute = GRADIENTS[self._choose_among(BEST_FOR_CALLS, *call)]
                 options = self._call_options(step.queries, key_ranges, whole[0])
                 found = compute(*call, *whole[1:], is_causal=is_causal, **options)
                 gradients.query[:, :, _slice(step.queries, query)] += found[0]
@@ -184,10 +191,22 @@ class Worker:
         partials = []
         for key_ranges, is_causal in _calls(step):
             tensors = rows, key.take(key_ranges), value.take(key_ranges)
-            attend = ATTEND[self.choose_backend(*tensors)]
+            attend = ATTEND[self._choose_among(BEST_FOR_CALLS, *tensors)]
             options = self._call_options(step.queries, key_ranges, rows)
             partials.append(attend(*tensors, is_causal=is_causal, **options))
         return partials[0] if len(partials) == 1 else merge_partials(partials)
+
+    def _choose_among(
+        self, best_first: Iterable[str], query: Tensor, key: Tensor, value: Tensor
+    ) -> str:
+        return choose_backend(
+            query,
+            key,
+            value,
+            self.backend,
+            has_dropout=self.dropout is not None,
+            best_first=best_first,
+        )
 
     def _call_options(self, queries: range, keys: Sequence[range], query: Tensor) -> dict[str, Any]:
         """Return what a backend of single calls needs to know besides the tensors."""

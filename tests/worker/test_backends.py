@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from cqs.cases import CASES
+from cqs.dropout import Dropout
+from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
 from cqs.worker.backends import ATTEND, ATTEND_RECTANGLES
 from cqs.worker.rectangle import Rectangle
@@ -193,6 +195,31 @@ def test_cudnn_is_declined_without_cudnn_and_on_old_gpus(hopper):
 def test_the_best_backend_that_can_is_chosen(hopper, tensor, best):
     assert choose_backend(tensor, tensor, tensor) == best
     assert choose_backend(tensor, tensor, tensor, "reference") == "reference"
+
+
+def test_flash_is_the_best_for_work_that_is_one_call(hopper):
+    tensor = TensorLike()
+    hopper.setattr("cqs.worker.flash._installed_version", lambda: "4.0.0b36")
+    whole, part = (make_plan(100, num_workers=w).task(0).steps for w in (1, 7))
+    assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole) == "flash"
+    assert Worker(1.0).choose_backend(tensor, tensor, tensor, part) == "triton"
+    dropping = Worker(1.0, dropout=Dropout(0.5, 1))
+    assert dropping.choose_backend(tensor, tensor, tensor, whole) == "triton"
+    hopper.setattr("cqs.worker.flash._installed_version", lambda: None)
+    assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole) == "triton"
+
+
+def test_a_call_that_the_best_declines_goes_to_the_next(monkeypatch):
+    """As cuDNN declines a single key: other calls of the task are not affected."""
+    monkeypatch.setitem(WHY_NOT, "cpu", lambda q, k, v: "few" if k.shape[2] == 1 else None)
+    problem = CASES[0].make()
+    step = Step(0, range(0, 2), (range(5, 6),), range(0, 2))
+    task = Task(0, (0,), (range(0, 2),), (range(0, 2), range(5, 6)), (step,))
+    held = map(HeldTokens.whole, (problem.query, problem.key, problem.value))
+    (partial,) = Worker(0.25).run(task, *held)
+    scores = 0.25 * problem.query[:, :, :2] @ problem.key[:, :, [0, 1, 5]].mT
+    scores[:, :, 0, 1] = -torch.inf
+    torch.testing.assert_close(partial.output, scores.softmax(-1) @ problem.value[:, :, [0, 1, 5]])
 
 
 def test_the_reference_takes_everything():

@@ -81,7 +81,8 @@ class TaskActor:
                 [self._hold(ranges, blobs) for blobs in zip(*blobs_of_ranges, strict=True)]
                 for ranges, blobs_of_ranges in sides
             ]
-            backend = worker.choose_backend(held[0][0].sample, *(keys.sample for keys in held[1]))
+            query, (key, value) = held[0][0], held[1]
+            backend = worker.choose_backend(query.sample, key.sample, value.sample, task.steps)
             self._synchronize()
             started, start = time.time(), time.perf_counter()
             results = compute(worker, task, *held)

@@ -67,11 +67,13 @@ def attend_rectangles(
     else:
         tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
     spans = united_query_spans if is_united else query_spans
-    tiles, runs = _tile_list(spans, rectangles, tile_q, tile_k, query.device)
+    tiles, runs, rows_of_tiles = _tile_list(spans, rectangles, tile_q, tile_k, query.device)
     if not is_united:
         num_rows = sum(len(rectangle.queries) for rectangle in rectangles)
-    output = query.new_zeros((batch, num_heads, num_rows, value_dim), dtype=dtype)
-    lse = query.new_full((batch, num_heads, num_rows), -torch.inf, dtype=torch.float32)
+    output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
+    lse = query.new_empty((batch, num_heads, num_rows), dtype=torch.float32)
+    if rows_of_tiles < num_rows:
+        output.zero_(), lse.fill_(-torch.inf)
     num_items = len(tiles) * batch * num_heads
     group_size = num_heads // key.shape[1]
     scale_log2 = scale / math.log(2)
@@ -174,7 +176,7 @@ def add_gradients(
         targets: tuple[Tensor, ...],
         sizes: tuple[int | float, ...],
     ) -> None:
-        tiles, runs = _tile_list(spans, rectangles, tile, block, query.device)
+        tiles, runs, _ = _tile_list(spans, rectangles, tile, block, query.device)
         tensors = (
             _describe(query, rows_q, descriptor),
             _describe(key, rows_k, descriptor),
@@ -286,11 +288,11 @@ def _tile_list(
     tile_rows: int,
     block: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Make the list of a launch and bring it to the device."""
+) -> tuple[Tensor, Tensor, int]:
+    """Make the list of a launch and bring it to the device; count the rows of its tiles."""
     found = make_tile_list(spans(rectangles), tile_rows, block, packed=spans is query_spans)
     tiles, runs = (torch.from_numpy(each).to(device) for each in (found.tiles, found.runs))
-    return tiles, runs
+    return tiles, runs, int((found.tiles[:, 1] - found.tiles[:, 0]).sum())
 
 
 def _describe(tensor: Tensor, rows: int, descriptor: type = TensorDescriptor) -> Any:
