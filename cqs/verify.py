@@ -14,12 +14,13 @@ class VerificationError(ArithmeticError):
 def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: int = 0) -> None:
     """Raise unless sampled query rows agree with float64 attention, for every batch and head.
 
-    An lse may stray from the exact one by ``bound = 16 * eps_acc * (1 + max |score|) + eps``, an
+    An lse may stray from the exact one by ``bound = 16 * eps_acc * (1 + max score) + eps``, an
     output by ``(bound + 16 * eps) * max |value|``, where eps belongs to the dtype of the tensors
     and eps_acc to that of the accumulation: what rounding of the products, of the probabilities
     and of the result can add up to, with fast exponentials where the tensors are half precision.
-    The largest score is the row's, the largest value that of the row and column, both among what
-    is visible and finite.
+    The largest score is the row's, of the magnitudes of query and key (terms of a score that
+    cancel leave their rounding behind), the largest value that of the row and column, both among
+    what is visible and finite.
 
     Where the exact answer is NaN or infinite, so must this one be; a NaN that the row does not see
     is no excuse. An infinite value whose weight may round to zero may also give NaN.
@@ -62,7 +63,8 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             hidden = scores.masked_fill(~visible, -torch.inf)
             lse = hidden.logsumexp(dim=-1)
             weights = (hidden - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
-            seen = scores.masked_fill(~(visible & scores.isfinite()), 0).abs()
+            magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
+            seen = magnitudes.masked_fill(~(visible & scores.isfinite()), 0)
             largest_score = seen.amax(dim=-1) if seqlen_kv else scores.new_zeros(len(rows))
             lse_bound = 16 * eps_accumulation * (1 + largest_score) + eps
             finite = value.masked_fill(~value.isfinite(), 0)

@@ -232,7 +232,7 @@ def _join(*held: HeldTokens) -> tuple[Tensor, ...]:
     return tuple(tokens.joined() for tokens in held)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _rectangles(
     steps: tuple[Step, ...], queries: tuple[range, ...], keys: tuple[range, ...]
 ) -> tuple[Rectangle, ...]:

@@ -281,7 +281,7 @@ def _choose_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
     return (128, 128, 8, 2) if dim <= 128 else (128, 64, 8, 2)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _tile_list(
     spans: Callable[[Iterable[Rectangle]], list[Span]],
     rectangles: tuple[Rectangle, ...],

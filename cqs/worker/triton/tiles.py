@@ -95,39 +95,51 @@ def make_tile_list(
         >>> found.runs[:, :2].tolist()
         [[128, 200], [0, 128]]
     """
-    tiles, runs = [], []
-    num_tiles = num_rows = 0
-    for rows, bands in spans:
-        starts = np.arange(rows.start, rows.stop, tile_rows)
-        stops = np.minimum(starts + tile_rows, rows.stop)
-        offset = num_rows - rows.start if packed else 0
-        tiles.append(np.stack([starts, stops, starts + offset], 1))
-        tile = num_tiles + np.arange(len(starts))
-        for start, stop, low, high in bands:
-            live_start, live_stop = np.maximum(start, starts + low), np.minimum(stop, stops + high)
-            full_start = np.maximum(live_start, stops - 1 + low)
-            num_full = np.minimum(stop, starts + high + 1) - full_start
-            full_start = np.where(num_full < block, live_start, full_start)
-            full_stop = full_start + np.maximum(num_full, 0) // block * block
-            runs.append(_runs(tile, 0, live_start, full_start, low, high))
-            runs.append(_runs(tile, 0, full_stop, live_stop, low, high))
-            runs.append(_runs(tile, 1, full_start, full_stop, -FAR, FAR))
-        num_tiles += len(starts)
-        num_rows += len(rows)
-    run = np.concatenate(runs)
+    spans = [span for span in spans if span.bands]
+    rows = np.array([[span.rows.start, span.rows.stop] for span in spans])
+    tiles_of_span = -(-(rows[:, 1] - rows[:, 0]) // tile_rows)
+    span = np.repeat(np.arange(len(spans)), tiles_of_span)
+    starts = rows[span, 0] + _count_within(tiles_of_span) * tile_rows
+    stops = np.minimum(starts + tile_rows, rows[span, 1])
+    offsets = np.zeros(len(spans), int)
+    if packed:
+        lengths = rows[:, 1] - rows[:, 0]
+        offsets = np.cumsum(lengths) - lengths - rows[:, 0]
+
+    bands = np.array([band for span in spans for band in span.bands])
+    bands_of_span = np.array([len(span.bands) for span in spans])
+    tile = np.repeat(np.arange(len(span)), bands_of_span[span])
+    first_band = (np.cumsum(bands_of_span) - bands_of_span)[span]
+    start, stop, low, high = bands[first_band[tile] + _count_within(bands_of_span[span])].T
+    live_start = np.maximum(start, starts[tile] + low)
+    live_stop = np.minimum(stop, stops[tile] + high)
+    full_start = np.maximum(live_start, stops[tile] - 1 + low)
+    num_full = np.minimum(stop, starts[tile] + high + 1) - full_start
+    full_start = np.where(num_full < block, live_start, full_start)
+    full_stop = full_start + np.maximum(num_full, 0) // block * block
+    run = np.concatenate(
+        [
+            np.stack(np.broadcast_arrays(*columns), axis=1)
+            for columns in (
+                (tile, 0, live_start, full_start, low, high),
+                (tile, 0, full_stop, live_stop, low, high),
+                (tile, 1, full_start, full_stop, -FAR, FAR),
+            )
+        ]
+    )
     run = run[run[:, 2] < run[:, 3]]
     run = run[np.lexsort((run[:, 1], run[:, 0]))]
     lengths = run[:, 3] - run[:, 2]
-    found = np.zeros((num_tiles, TILE_FIELDS), np.int32)
-    found[:, :3] = np.concatenate(tiles)
     counts, banded = (
-        np.bincount(run[kind, 0], minlength=num_tiles) for kind in (..., run[:, 1] == 0)
+        np.bincount(run[kind, 0], minlength=len(span)) for kind in (..., run[:, 1] == 0)
     )
+    found = np.zeros((len(span), TILE_FIELDS), np.int32)
+    found[:, :3] = np.stack([starts, stops, starts + offsets[span]], axis=1)
     found[:, 3] = np.cumsum(counts) - counts
     found[:, 4] = found[:, 3] + banded
     found[:, 5] = found[:, 3] + counts
-    found[:, 6] = np.bincount(run[:, 0], run[:, 1] * lengths, num_tiles) // block
-    work = np.bincount(run[:, 0], lengths, num_tiles)
+    found[:, 6] = np.bincount(run[:, 0], run[:, 1] * lengths, len(span)) // block
+    work = np.bincount(run[:, 0], lengths, len(span))
     order = np.argsort(-work, kind="stable")[: np.count_nonzero(work)]
     return TileList(found[order], np.ascontiguousarray(run[:, 2:], np.int32))
 
@@ -149,9 +161,22 @@ def _unite(spans: Iterable[Span]) -> list[Span]:
     for span in spans:
         for i in range(place[span.rows.start], place[span.rows.stop]):
             bands[i] += span.bands
-    return [Span(range(marks[i], marks[i + 1]), tuple(found)) for i, found in bands.items()]
+    return [Span(range(marks[i], marks[i + 1]), _join(found)) for i, found in bands.items()]
 
 
-def _runs(*columns: np.ndarray | int) -> np.ndarray:
-    """Put a run of each tile beside it: tile, is it full, start, stop, low, high."""
-    return np.stack(np.broadcast_arrays(*columns), axis=1)
+def _join(bands: Iterable[Band]) -> tuple[Band, ...]:
+    """Join bands of equal bounds that touch."""
+    joined: list[Band] = []
+    for band in sorted(bands, key=lambda band: (band.low, band.high, band.start)):
+        if joined and joined[-1].stop == band.start and joined[-1][2:] == band[2:]:
+            joined[-1] = joined[-1]._replace(stop=band.stop)
+        else:
+            joined.append(band)
+    return tuple(joined)
+
+
+def _count_within(lengths: np.ndarray) -> np.ndarray:
+    """Number the elements of adjacent pieces of these lengths, each from 0."""
+    starts = np.cumsum(lengths) - lengths
+    numbers: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    return numbers
