@@ -55,8 +55,9 @@ def attention(
         seed: For dropout; at least 0. ``None`` draws one from PyTorch's generator for each call.
         num_workers: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         interest_set: See :func:`cqs.make_plan`.
-        backend: ``"cpu"``, ``"triton"``, ``"cudnn"`` or ``"reference"``; ``None`` takes the first
-            of these that can. A named backend computes or explains, it never falls back.
+        backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``
+            takes the best that can (:data:`cqs.worker.backends.WHY_NOT`). A named backend computes
+            or explains, it never falls back.
         executor: ``None`` or ``"local"``: this process. A :class:`cqs.Cluster`: its workers.
             ``"ray"``: a private cluster for this call alone (it takes seconds to start).
         return_lse: Also return the natural log of the softmax denominators.

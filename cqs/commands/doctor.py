@@ -11,7 +11,7 @@ import cqs
 from cqs.scheduler import load_interest_set
 from cqs.worker import WHY_NOT, choose_backend
 
-_PACKAGES = ("torch", "numpy", "ray", "matplotlib", "safetensors")
+_PACKAGES = ("torch", "triton", "flash-attn-4", "numpy", "ray", "matplotlib", "safetensors")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

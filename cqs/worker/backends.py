@@ -23,13 +23,13 @@ WHY_NOT: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {
 The best comes first, but for work that is a single call: there ``flash`` is, where it is installed.
 One H200, bfloat16, 16 heads, 16,384 tokens, TFLOP/s full / causal:
 
-========================  ===========  ==============  ===========  ==============
-..                        d = 128      d = 128, bwd    d = 64       d = 64, bwd
-========================  ===========  ==============  ===========  ==============
-flash                     636 / 657    595 / 519       532 / 505    536 / 491
-triton                    587 / 583    407 / 419       441 / 411    317 / 302
-cudnn                     585 / 610    519 / 498       476 / 438    432 / 403
-========================  ===========  ==============  ===========  ==============
+=========  ================  =================  ===============  ================
+..         forward, d = 128  backward, d = 128  forward, d = 64  backward, d = 64
+=========  ================  =================  ===============  ================
+flash      642 / 634         606 / 540          503 / 461        555 / 521
+triton     613 / 587         418 / 443          434 / 398        327 / 320
+cudnn      611 / 584         547 / 527          448 / 400        451 / 438
+=========  ================  =================  ===============  ================
 
 Tasks of several calls go to ``triton``: it computes them in one launch, without gathering keys or
 merging within a task, and returns float32. The backward pass of ``cudnn`` is never the default: it
