@@ -13,7 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cqs.worker.triton.hopper_queue import item_field, make_queue, next_item, publish_item
+from cqs.worker.triton.hopper_queue import (
+    item_field,
+    load_run,
+    make_queue,
+    next_item,
+    publish_item,
+)
 
 
 @gluon.jit
@@ -173,8 +179,7 @@ def _copy(
             if TILES_ARE_KEYS:
                 other_head = head * GROUP_SIZE + member
             for run in range(gl.load(tile + 3), gl.load(tile + 5)):
-                start = gl.load(runs + run * 4)
-                stop = gl.load(runs + run * 4 + 1)
+                start, stop, _, _ = load_run(runs, run)
                 for row in range(start, stop, BLOCK):
                     stage = i % STAGES
                     mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
@@ -226,10 +231,7 @@ def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.co
         first = i
         grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, acc_layout, 2))
         for run in range(first_run, banded_stop):
-            start = gl.load(runs + run * 4)
-            stop = gl.load(runs + run * 4 + 1)
-            low = gl.load(runs + run * 4 + 2)
-            high = gl.load(runs + run * 4 + 3)
+            start, stop, low, high = load_run(runs, run)
             for k0 in range(start, stop, BLOCK):
                 place = (query_start, k0, stop, low, high)
                 acc, grad_scores = _query_step(
@@ -326,17 +328,13 @@ def _gather_key_gradients(
             first_row = (kv_head * GROUP_SIZE + member).to(gl.int64) * num_queries
             of_columns = (lse_log2 + first_row, delta + first_row, scale_log2)
             for run in range(first_run, banded_stop):
-                start = gl.load(runs + run * 4)
-                stop = gl.load(runs + run * 4 + 1)
-                low = gl.load(runs + run * 4 + 2)
-                high = gl.load(runs + run * 4 + 3)
+                start, stop, low, high = load_run(runs, run)
                 for q0 in range(start, stop, BLOCK):
                     place = (key_start, q0, stop, low, high)
                     acc_k, acc_v = _key_step(tile, ring, i, acc_k, acc_v, of_columns, place, True)
                     i += 1
             for run in range(banded_stop, run_stop):
-                start = gl.load(runs + run * 4)
-                stop = gl.load(runs + run * 4 + 1)
+                start, stop, _, _ = load_run(runs, run)
                 for q0 in range(start, stop, BLOCK):
                     place = (key_start, q0, stop, 0, 0)
                     acc_k, acc_v = _key_step(tile, ring, i, acc_k, acc_v, of_columns, place, False)

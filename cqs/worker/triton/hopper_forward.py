@@ -13,7 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cqs.worker.triton.hopper_queue import item_field, make_queue, next_item, publish_item
+from cqs.worker.triton.hopper_queue import (
+    item_field,
+    load_run,
+    make_queue,
+    next_item,
+    publish_item,
+)
 
 _LN2 = gl.constexpr(0.6931471805599453)
 
@@ -103,8 +109,7 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
             place = [batch, head % num_heads, query_start + half * HALF_Q, 0]
             tma.async_copy_global_to_shared(query, place, q_ready.index(0), q.index(half))
         for run in range(gl.load(tile + 3), gl.load(tile + 5)):
-            start = gl.load(runs + run * 4)
-            stop = gl.load(runs + run * 4 + 1)
+            start, stop, _, _ = load_run(runs, run)
             for k0 in range(start, stop, TILE_K):
                 stage = i % STAGES
                 parity = i // STAGES & 1
@@ -165,10 +170,7 @@ def _consume(queue, memory, work, answer, half: gl.constexpr):
         start += TILE_K
         for run in range(first_run, banded_stop):
             if run > first_run:
-                start = gl.load(runs + run * 4)
-                stop = gl.load(runs + run * 4 + 1)
-                low = gl.load(runs + run * 4 + 2)
-                high = gl.load(runs + run * 4 + 3)
+                start, stop, low, high = load_run(runs, run)
             for k0 in range(start, stop, TILE_K):
                 pending = _issue_scores(q_half, k, k_ready, i)
                 adding = _issue_output(p, v, v_ready, i - 1, acc)

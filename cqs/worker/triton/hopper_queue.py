@@ -50,6 +50,13 @@ def next_item(queue, turn):
 
 
 @gluon.jit
+def load_run(runs, run):
+    """Return start, stop, low and high of a run."""
+    fields = runs + run * 4
+    return gl.load(fields), gl.load(fields + 1), gl.load(fields + 2), gl.load(fields + 3)
+
+
+@gluon.jit
 def item_field(values, number: gl.constexpr):
     """Return one number of an item."""
     field = gl.arange(0, 16, values.type.layout)
