@@ -1,0 +1,166 @@
+"""Intersection, difference and union of affine pieces, as disjoint pieces again.
+
+Exact where a few pieces can say the result: rectangles with anything; cells of equal steps on both
+sides with each other, whatever their origins and widths; and bands of tokens with cells of one
+step. Only cells of different steps, a dilated window and summary columns of another stride, say,
+have no such answer.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from cqs.patterns.piece import FAR, Axis, Piece, meets, overlap, plain_piece, tidy
+
+
+class UnequalStepsError(Exception):
+    """Cells of different steps meet; a few pieces cannot say the result."""
+
+
+def intersect(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
+    """Return the pairs in both of two disjoint unions."""
+    others = tuple(other)
+    return [piece for left in one for right in others for piece in _intersect(left, right)]
+
+
+def subtract(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
+    """Return the pairs of ``one`` that are not in ``other``."""
+    remaining = list(one)
+    for removed in other:
+        remaining = [kept for piece in remaining for kept in _subtract(piece, removed)]
+    return remaining
+
+
+def unite(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
+    """Return the pairs in either: ``one``, and what ``other`` adds to it."""
+    kept = list(one)
+    return kept + subtract(other, kept)
+
+
+def tidy_all(pieces: Iterable[Piece]) -> list[Piece]:
+    """Tidy every piece and drop the empty."""
+    return [found for piece in pieces if (found := tidy(piece)) is not None]
+
+
+def _intersect(one: Piece, other: Piece) -> list[Piece]:
+    if not _boxes_meet(one, other):
+        return []
+    if one.is_rectangle or (one.is_plain and not other.is_rectangle):
+        one, other = other, one
+    if other.is_plain and (one.is_plain or other.is_rectangle):
+        clipped = one._replace(
+            queries=one.queries._replace(tokens=overlap(one.queries.tokens, other.queries.tokens)),
+            keys=one.keys._replace(tokens=overlap(one.keys.tokens, other.keys.tokens)),
+        )
+        if not other.is_rectangle:
+            low, high = max(one.low, other.low), min(one.high, other.high)
+            clipped = clipped._replace(low=low, high=high)
+        return tidy_all([clipped])
+    if (one.queries.step, one.keys.step) == (other.queries.step, other.keys.step):
+        return tidy_all(_intersect_cells(one, other))
+    if not other.is_plain or one.queries.step != one.keys.step:
+        raise UnequalStepsError
+    return tidy_all(
+        piece for part in _in_cells_of(one, other) for piece in _intersect_cells(one, part)
+    )
+
+
+def _subtract(one: Piece, other: Piece) -> list[Piece]:
+    if not _boxes_meet(one, other):
+        return [one]
+    rests = [rest for rest in _complement(other, one) if rest.low <= rest.high]
+    return [piece for rest in tidy_all(rests) for piece in _intersect(one, rest)]
+
+
+def _boxes_meet(one: Piece, other: Piece) -> bool:
+    return meets(one.queries.tokens, other.queries.tokens) and meets(
+        one.keys.tokens, other.keys.tokens
+    )
+
+
+def _complement(piece: Piece, universe: Piece) -> Iterator[Piece]:
+    """Cut what is not in ``piece``, of the rectangle around ``universe``, into disjoint pieces."""
+    all_queries, all_keys = universe.queries.tokens, universe.keys.tokens
+    rows, columns = piece.queries.tokens, piece.keys.tokens
+    middle = overlap(all_queries, rows)
+    yield plain_piece(range(all_queries.start, middle.start), all_keys)
+    yield plain_piece(range(middle.stop, all_queries.stop), all_keys)
+    yield plain_piece(middle, range(all_keys.start, max(columns.start, all_keys.start)))
+    yield plain_piece(middle, range(min(columns.stop, all_keys.stop), all_keys.stop))
+    if piece.queries.width < piece.queries.step:
+        yield Piece(_gaps(piece.queries), piece.keys._replace(width=piece.keys.step))
+    if piece.keys.width < piece.keys.step:
+        yield Piece(piece.queries, _gaps(piece.keys))
+    yield piece._replace(high=piece.low - 1, low=-FAR, inner_low=-FAR, inner_high=FAR)
+    yield piece._replace(low=piece.high + 1, high=FAR, inner_low=-FAR, inner_high=FAR)
+    yield piece._replace(inner_high=piece.inner_low - 1, inner_low=-FAR)
+    yield piece._replace(inner_low=piece.inner_high + 1, inner_high=FAR)
+
+
+def _gaps(axis: Axis) -> Axis:
+    """Return the tokens between the cells of an axis as its cells."""
+    return axis._replace(origin=axis.origin + axis.width, width=axis.step - axis.width)
+
+
+class _Common(NamedTuple):
+    """Where cells of two axes of one step overlap, and what cells and offsets are called there."""
+
+    axis: Axis
+    """Cells as the first axis numbers them."""
+    cell_shift: int
+    """Number of a cell in the second axis less that in this one."""
+    offsets: tuple[int, int]
+    """Offset of a token in the first and in the second axis less that in this one."""
+
+
+def _common_cells(one: Axis, other: Axis) -> Iterator[_Common]:
+    """Cut the tokens common to two axes of one step into at most two axes."""
+    tokens = overlap(one.tokens, other.tokens)
+    cells, ahead = divmod(other.origin - one.origin, one.step)
+    if (width := min(one.width - ahead, other.width)) > 0:
+        yield _Common(Axis(tokens, one.origin + ahead, one.step, width), -cells, (ahead, 0))
+    behind = one.step - ahead
+    if (width := min(one.width, other.width - behind)) > 0:
+        yield _Common(Axis(tokens, one.origin, one.step, width), -cells - 1, (0, behind))
+
+
+def _intersect_cells(one: Piece, other: Piece) -> Iterator[Piece]:
+    """Intersect two pieces of equal steps: at most four pairs of axes, a band and a band each."""
+    key_axes = tuple(_common_cells(one.keys, other.keys))
+    for queries in _common_cells(one.queries, other.queries):
+        for keys in key_axes:
+            shift = queries.cell_shift - keys.cell_shift
+            first, second = (
+                of_query - of_key
+                for of_query, of_key in zip(queries.offsets, keys.offsets, strict=True)
+            )
+            yield Piece(
+                queries.axis,
+                keys.axis,
+                max(one.low, other.low + shift),
+                min(one.high, other.high + shift),
+                max(one.inner_low + first, other.inner_low + second),
+                min(one.inner_high + first, other.inner_high + second),
+            )
+
+
+def _in_cells_of(cells: Piece, band: Piece) -> Iterator[Piece]:
+    """Write a band of tokens in the cells of another piece, whose steps are equal.
+
+    Cells a and b with offsets u and v are ``s * (b - a) + (v - u)`` tokens apart. What differences
+    of offsets the other piece has at all leaves a run of differences of cells where the band holds
+    for every one of them, and a few around it where a band of offsets remains.
+    """
+    step = cells.queries.step
+    queries = Axis(band.queries.tokens, cells.queries.origin, step, step)
+    keys = Axis(band.keys.tokens, cells.keys.origin, step, step)
+    low = band.low - (cells.keys.origin - cells.queries.origin)
+    high = band.high - (cells.keys.origin - cells.queries.origin)
+    first, last = -((cells.inner_high - low) // step), (high - cells.inner_low) // step
+    full_first = -((cells.inner_low - low) // step)
+    full_last = (high - cells.inner_high) // step
+    if full_first > full_last:
+        full_first, full_last = last + 1, last
+    else:
+        yield Piece(queries, keys, full_first, full_last)
+    for apart in (*range(first, full_first), *range(full_last + 1, last + 1)):
+        yield Piece(queries, keys, apart, apart, low - step * apart, high - step * apart)

@@ -1,0 +1,253 @@
+"""Affine pieces: sets of (query, key) pairs in closed form.
+
+Each side is divided into cells of ``width`` tokens, ``step`` apart. A pair belongs to a piece if
+its cells a and b satisfy ``low <= b - a <= high`` and its offsets in them, u and v, satisfy
+``inner_low <= v - u <= inner_high``. Two bands, one of cells and one inside them, say everything
+that regular patterns need, in fourteen integers whatever the length:
+
+| pattern | step | cells | inside |
+|---|---|---|---|
+| causal, sliding window | 1 | the band | nothing to say |
+| dilated window, strided | s | the window, in cells | v = u |
+| block-diagonal | size | a = b | everything, or v <= u if causal |
+| summary columns | s, keys of width c | b < a | everything |
+
+A piece of cells of one token with equal steps is the plain affine piece: queries ``q0 + a * s``,
+keys ``k0 + b * s`` and a band. SPLAT's rows, each an arithmetic progression of keys (Gupta et al.,
+arXiv 2407.16847), are the same set written row by row.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+FAR = 2**62
+"""Beyond every distance between two tokens."""
+
+
+class Axis(NamedTuple):
+    """Tokens of one side: those of ``tokens`` that lie in a cell.
+
+    Token ``origin + step * cell + offset`` is in ``cell`` if ``0 <= offset < width``; tokens
+    between two cells belong to none.
+    """
+
+    tokens: range
+    """Of step 1."""
+    origin: int = 0
+    step: int = 1
+    width: int = 1
+    """At most ``step``."""
+
+    def cells(self) -> tuple[int, int]:
+        """Return the cells of the first and of the last token; there must be one."""
+        first = (self.tokens.start - self.origin) // self.step
+        return first, (self.tokens.stop - 1 - self.origin) // self.step
+
+    def segments(self, tokens: range) -> Iterator[tuple[int, int, int, int]]:
+        """Cut the axis within ``tokens`` into at most three products of cells and offsets.
+
+        Yields:
+            The first cell, the last + 1, the first offset, the last + 1; none empty.
+        """
+        start, stop = max(tokens.start, self.tokens.start), min(tokens.stop, self.tokens.stop)
+        if start >= stop:
+            return
+        if self.step == 1:
+            yield start - self.origin, stop - self.origin, 0, 1
+            return
+        first, begin = divmod(start - self.origin, self.step)
+        last, end = divmod(stop - self.origin, self.step)
+        end = min(end, self.width)
+        if first == last:
+            if begin < end:
+                yield first, first + 1, begin, end
+            return
+        if begin:
+            if begin < self.width:
+                yield first, first + 1, begin, self.width
+            first += 1
+        if first < last:
+            yield first, last, 0, self.width
+        if end:
+            yield last, last + 1, 0, end
+
+    def trimmed(self) -> "Axis":
+        """Drop tokens at both ends that lie in no cell."""
+        start, stop = self.tokens.start, self.tokens.stop
+        cell, offset = divmod(start - self.origin, self.step)
+        if offset >= self.width:
+            start = self.origin + (cell + 1) * self.step
+        cell, offset = divmod(stop - 1 - self.origin, self.step)
+        if offset >= self.width:
+            stop = self.origin + cell * self.step + self.width
+        return self._replace(tokens=range(start, max(start, stop)))
+
+    def within_cells(self, first: int, last: int) -> "Axis":
+        """Keep only the tokens of cells ``first .. last``."""
+        start = max(self.tokens.start, self.origin + first * self.step)
+        stop = min(self.tokens.stop, self.origin + last * self.step + self.width)
+        return self._replace(tokens=range(start, max(start, stop)))
+
+
+class Piece(NamedTuple):
+    """All pairs of a query and a key whose cells, and whose offsets in them, lie in two bands."""
+
+    queries: Axis
+    keys: Axis
+    low: int = -FAR
+    high: int = FAR
+    """``low <= key cell - query cell <= high``."""
+    inner_low: int = -FAR
+    inner_high: int = FAR
+    """``inner_low <= key offset - query offset <= inner_high``."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether cells are single tokens side by side, so that the band is one of tokens."""
+        return self.queries.step == self.keys.step == 1
+
+    @property
+    def is_rectangle(self) -> bool:
+        """Whether every query sees every key; true only of a tidy piece."""
+        if not self.is_plain:
+            return False
+        queries, keys = self.queries.tokens, self.keys.tokens
+        nearest, farthest = keys.start - queries.stop + 1, keys.stop - 1 - queries.start
+        return self.low <= nearest and farthest <= self.high
+
+    def count_pairs(self, queries: range, keys: range) -> int:
+        """Return the number of pairs within a rectangle, in constant time."""
+        if not (meets(queries, self.queries.tokens) and meets(keys, self.keys.tokens)):
+            return 0
+        if self.is_plain:
+            ((a, a_stop, _, _),) = self.queries.segments(queries)
+            ((b, b_stop, _, _),) = self.keys.segments(keys)
+            return count_band(a, a_stop, b, b_stop, self.low, self.high)
+        key_segments = tuple(self.keys.segments(keys))
+        return sum(
+            count_band(a, a_stop, b, b_stop, self.low, self.high)
+            * count_band(u, u_stop, v, v_stop, self.inner_low, self.inner_high)
+            for a, a_stop, u, u_stop in self.queries.segments(queries)
+            for b, b_stop, v, v_stop in key_segments
+        )
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs of the whole piece."""
+        return self.count_pairs(self.queries.tokens, self.keys.tokens)
+
+    def allows(self, query: Any, key: Any) -> Any:
+        """Say whether a query sees a key; both are integers, or integer arrays that broadcast."""
+        rows, columns = self.queries, self.keys
+        a, u = (query - rows.origin) // rows.step, (query - rows.origin) % rows.step
+        b, v = (key - columns.origin) // columns.step, (key - columns.origin) % columns.step
+        return (
+            ((rows.tokens.start <= query) & (query < rows.tokens.stop) & (u < rows.width))
+            & ((columns.tokens.start <= key) & (key < columns.tokens.stop) & (v < columns.width))
+            & ((self.low <= b - a) & (b - a <= self.high))
+            & ((self.inner_low <= v - u) & (v - u <= self.inner_high))
+        )
+
+
+def plain_piece(queries: range, keys: range, low: int = -FAR, high: int = FAR) -> Piece:
+    """Return the piece of the pairs with ``low <= key - query <= high``.
+
+    Example:
+        >>> plain_piece(range(4), range(4), high=0).num_pairs
+        10
+    """
+    return Piece(Axis(queries), Axis(keys), low, high)
+
+
+def count_band(a: int, a_stop: int, b: int, b_stop: int, low: int, high: int) -> int:
+    """Count the integer points of ``[a, a_stop) x [b, b_stop)`` with ``low <= y - x <= high``.
+
+    Example:
+        >>> count_band(0, 4, 0, 4, -1, 0)
+        7
+    """
+    if low > high:
+        return 0
+    up_to_high = _count_below(a, a_stop, b, b_stop, high)
+    return up_to_high - _count_below(a, a_stop, b, b_stop, low - 1)
+
+
+def _count_below(a: int, a_stop: int, b: int, b_stop: int, bound: int) -> int:
+    """Count the points with ``y - x <= bound``: a signed sum of four triangles."""
+    return (
+        _triangle(bound + a_stop - b)
+        - _triangle(bound + a - b)
+        - _triangle(bound + a_stop - b_stop)
+        + _triangle(bound + a - b_stop)
+    )
+
+
+def _triangle(side: int) -> int:
+    return side * (side + 1) // 2 if side > 0 else 0
+
+
+def meets(one: range, other: range) -> bool:
+    """Say whether two ranges of step 1 have a token in common."""
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def overlap(one: range, other: range) -> range:
+    """Return the common tokens of two ranges of step 1."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def tidy(piece: Piece) -> Piece | None:
+    """Return the same set with tight ranges and bands, as a plain piece if it is one; or None.
+
+    None stands for the empty set. In a piece that is not plain the cells are numbered from 0.
+    """
+    queries, keys = piece.queries.trimmed(), piece.keys.trimmed()
+    if not (queries.tokens and keys.tokens):
+        return None
+    first, last = keys.cells()
+    queries = queries.within_cells(first - piece.high, last - piece.low)
+    if not queries.tokens:
+        return None
+    first, last = queries.cells()
+    keys = keys.within_cells(first + piece.low, last + piece.high)
+    if not keys.tokens:
+        return None
+    inner_low = max(piece.inner_low, 1 - queries.width)
+    inner_high = min(piece.inner_high, keys.width - 1)
+    if inner_low > inner_high:
+        return None
+    piece = Piece(queries, keys, piece.low, piece.high, inner_low, inner_high)
+    plain = None if piece.is_plain else _as_plain(piece)
+    if plain is not None:
+        return tidy(plain)
+    piece = _renumbered(piece)
+    return piece if piece.low <= piece.high and piece.num_pairs else None
+
+
+def _as_plain(piece: Piece) -> Piece | None:
+    """Write a piece as a plain one if it has one cell on each side or holds every pair."""
+    queries, keys, low, high, inner_low, inner_high = piece
+    (a, a_last), (b, b_last) = queries.cells(), keys.cells()
+    if a == a_last and b == b_last and low <= b - a <= high:
+        shift = keys.origin + keys.step * b - queries.origin - queries.step * a
+        return plain_piece(queries.tokens, keys.tokens, inner_low + shift, inner_high + shift)
+    if piece.num_pairs == len(queries.tokens) * len(keys.tokens):
+        return plain_piece(queries.tokens, keys.tokens)
+    return None
+
+
+def _renumbered(piece: Piece) -> Piece:
+    """Number cells by their tokens if the piece is plain, else from 0; clip the band to them."""
+    queries, keys, low, high, *inner = piece
+    if piece.is_plain:
+        shift = keys.origin - queries.origin
+        queries, keys = Axis(queries.tokens), Axis(keys.tokens)
+        inner = [0, 0]
+    else:
+        a, b = queries.cells()[0], keys.cells()[0]
+        shift = a - b
+        queries = queries._replace(origin=queries.origin + queries.step * a)
+        keys = keys._replace(origin=keys.origin + keys.step * b)
+    (a, a_last), (b, b_last) = queries.cells(), keys.cells()
+    low, high = max(low + shift, b - a_last), min(high + shift, b_last - a)
+    return Piece(queries, keys, low, high, *inner)

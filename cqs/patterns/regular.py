@@ -1,0 +1,170 @@
+"""Patterns of one or two affine pieces: windows, strides, diagonal blocks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cqs.patterns.algebra import tidy_all
+from cqs.patterns.bound import BoundPattern
+from cqs.patterns.pattern import Lengths, Pattern
+from cqs.patterns.piece import FAR, Piece
+from cqs.scheduler.arguments import as_integer
+
+
+def bind_pieces(lengths: Lengths, pieces: Iterable[Piece]) -> BoundPattern:
+    """Return the bound pattern of disjoint pieces."""
+    return BoundPattern(*lengths, tuple(tidy_all(pieces)))
+
+
+def causal() -> Pattern:
+    """A query sees the keys up to its own position, ``j <= p``.
+
+    Query i of ``seqlen_q`` is at position ``p = i + seqlen_kv - seqlen_q``, here and below.
+
+    Example:
+        >>> causal().to_mask(2, 3).astype(int).tolist()
+        [[1, 1, 0], [1, 1, 1]]
+    """
+    return _Window(None, 0)
+
+
+def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
+    """A query sees the keys ``p - left <= j <= p + right``; ``None`` sets no limit.
+
+    So ``left + right + 1`` keys where the sequence has them, and the window is causal if ``right``
+    is 0. ``sliding_window(None, None)`` is attention to everything.
+
+    Example:
+        >>> sliding_window(2, 0).count(range(100, 200), range(100, 200))
+        297
+    """
+    left = None if left is None else as_integer("left", left, 0)
+    return _Window(left, None if right is None else as_integer("right", right, 0))
+
+
+def dilated(left: int, right: int, step: int) -> Pattern:
+    """A query sees every ``step``-th key around it: ``j = p + step * n``, ``-left <= n <= right``.
+
+    The dilated sliding window of Longformer (Beltagy et al., arXiv 2004.05150). It is ``step``
+    ordinary windows in sequences of every ``step``-th token.
+
+    Example:
+        >>> dilated(1, 1, 2).to_mask(5)[2].astype(int).tolist()
+        [1, 0, 1, 0, 1]
+    """
+    left, right = as_integer("left", left, 0), as_integer("right", right, 0)
+    step = as_integer("step", step, 1)
+    return _Dilated(left, right, step) if step > 1 else _Window(left, right)
+
+
+def strided(stride: int) -> Pattern:
+    """A query sees the ``stride`` keys up to its own, and before those every ``stride``-th.
+
+    Causal: ``0 <= p - j < stride`` or ``p - j`` a positive multiple of ``stride``. The union of
+    the two heads of strided attention (Child et al., arXiv 1904.10509).
+
+    Example:
+        >>> strided(3).to_mask(8)[7].astype(int).tolist()
+        [0, 1, 0, 0, 1, 1, 1, 1]
+    """
+    return _Strided(as_integer("stride", stride, 1))
+
+
+def fixed(stride: int, columns: int) -> Pattern:
+    """A query sees its own block of ``stride`` keys, and the last ``columns`` keys of all before.
+
+    Causal: ``j <= p`` in the block of p, or j in an earlier block with ``j % stride >= stride -
+    columns``. The union of the two heads of fixed attention (Child et al., arXiv 1904.10509), where
+    the columns summarise their block. Blocks are counted from the first key.
+
+    Example:
+        >>> fixed(4, 1).to_mask(8)[5].astype(int).tolist()
+        [0, 0, 0, 1, 1, 1, 0, 0]
+    """
+    stride, columns = as_integer("stride", stride, 1), as_integer("columns", columns, 0)
+    if columns > stride:
+        raise ValueError(f"columns must be at most stride = {stride}, got {columns}")
+    return _Fixed(stride, columns)
+
+
+def block_diagonal(size: int) -> Pattern:
+    """A query sees all keys of its own block of ``size``: ``j // size == p // size``.
+
+    Not causal; ``block_diagonal(size) & causal()`` is. Blocks are counted from the first key.
+
+    Example:
+        >>> block_diagonal(2).to_mask(3).astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    return _BlockDiagonal(as_integer("size", size, 1))
+
+
+@dataclass(frozen=True, repr=False)
+class _Window(Pattern):
+    left: int | None
+    right: int | None
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        low = -FAR if self.left is None else -self.left
+        high = FAR if self.right is None else self.right
+        return bind_pieces(lengths, [Piece(lengths.queries(), lengths.keys(), low, high)])
+
+    def __repr__(self) -> str:
+        if (self.left, self.right) == (None, 0):
+            return "causal()"
+        return f"sliding_window({self.left}, {self.right})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Dilated(Pattern):
+    left: int
+    right: int
+    step: int
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        queries, keys = lengths.queries(step=self.step), lengths.keys(step=self.step)
+        return bind_pieces(lengths, [Piece(queries, keys, -self.left, self.right, 0, 0)])
+
+    def __repr__(self) -> str:
+        return f"dilated({self.left}, {self.right}, {self.step})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Strided(Pattern):
+    stride: int
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        queries, keys = lengths.queries(step=self.stride), lengths.keys(step=self.stride)
+        local = Piece(lengths.queries(), lengths.keys(), 1 - self.stride, 0)
+        return bind_pieces(lengths, [local, Piece(queries, keys, -FAR, -1, 0, 0)])
+
+    def __repr__(self) -> str:
+        return f"strided({self.stride})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Fixed(Pattern):
+    stride: int
+    columns: int
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        queries, keys = lengths.queries(step=self.stride), lengths.keys(step=self.stride)
+        pieces = [Piece(queries, keys, 0, 0, inner_high=0)]
+        if self.columns:
+            summary = lengths.keys(self.stride - self.columns, self.stride, self.columns)
+            pieces.append(Piece(queries, summary, -FAR, -1))
+        return bind_pieces(lengths, pieces)
+
+    def __repr__(self) -> str:
+        return f"fixed({self.stride}, {self.columns})"
+
+
+@dataclass(frozen=True, repr=False)
+class _BlockDiagonal(Pattern):
+    size: int
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        queries, keys = lengths.queries(step=self.size), lengths.keys(step=self.size)
+        return bind_pieces(lengths, [Piece(queries, keys, 0, 0)])
+
+    def __repr__(self) -> str:
+        return f"block_diagonal({self.size})"

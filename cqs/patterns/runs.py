@@ -1,0 +1,127 @@
+"""Key runs: what a tile of queries visits, exactly."""
+
+from collections.abc import Iterator
+from math import gcd
+from typing import Any, NamedTuple
+
+from cqs.patterns.piece import FAR, Axis, Piece
+
+
+class KeyRun(NamedTuple):
+    """Some queries of a tile, and keys that they see.
+
+    Query i sees key j if j lies in a cell of ``keys`` and ``low <= j - i <= high``. Runs over
+    contiguous keys have cells of one token, side by side; others visit ``keys.width`` adjacent
+    keys, ``keys.step`` apart.
+    """
+
+    queries: range
+    keys: Axis
+    low: int = -FAR
+    high: int = FAR
+    """``-FAR`` and ``FAR`` where nothing bounds the distance: the run is full without both."""
+    bits: int | None = None
+    """Of a partial block: its index in the bits of the block list; ``keys`` are in that block."""
+
+    def allows(self, query: Any, key: Any) -> Any:
+        """Say whether a query of the run sees a key, bits aside; integers or integer arrays."""
+        tokens, origin, step, width = self.keys
+        return (
+            ((tokens.start <= key) & (key < tokens.stop) & ((key - origin) % step < width))
+            & (self.low <= key - query)
+            & (key - query <= self.high)
+        )
+
+
+def key_runs(piece: Piece, queries: range) -> Iterator[KeyRun]:
+    """List what a tile of queries sees in a piece, in runs that have no pair in common.
+
+    One run where the step of ``queries`` is a multiple of the step of the piece, which is 1 for a
+    plain piece: so visit a dilated window residue by residue. Otherwise a run for every residue of
+    the tile or, if that is less, those of every query cell that the tile meets.
+
+    Args:
+        piece: A tidy piece.
+        queries: The tile, ascending, of any step.
+    """
+    rows = piece.queries
+    queries = _clip(queries, rows.tokens)
+    if not queries:
+        return
+    if piece.is_plain:
+        yield from _run(queries, piece.keys, piece.low, piece.high)
+        return
+    period = rows.step // gcd(rows.step, queries.step)
+    runs_of_cell = piece.high - piece.low + 1 if _offsets_matter(piece) else 1
+    runs_of_cells = runs_of_cell * (len(queries) * queries.step // rows.step + 1)
+    if rows.step == piece.keys.step and min(period, len(queries)) < runs_of_cells:
+        for residue in range(min(period, len(queries))):
+            yield from _run_of_residue(piece, queries[residue::period])
+        return
+    while queries:
+        cell = (queries.start - rows.origin) // rows.step
+        first = rows.origin + cell * rows.step
+        yield from _runs_of_cell(piece, _clip(queries, range(first, first + rows.width)), cell)
+        queries = _clip(queries, range(first + rows.step, rows.tokens.stop))
+
+
+def _offsets_matter(piece: Piece) -> bool:
+    """Say whether a cell of keys is seen by some queries of a cell only."""
+    return piece.inner_low > 1 - piece.queries.width or piece.inner_high < piece.keys.width - 1
+
+
+def _clip(queries: range, tokens: range) -> range:
+    """Return the queries that lie in ``tokens``."""
+    skipped = -(-max(tokens.start - queries.start, 0) // queries.step)
+    start = queries.start + skipped * queries.step
+    return range(start, min(queries.stop, tokens.stop), queries.step)
+
+
+def _run(queries: range, keys: Axis, low: int = -FAR, high: int = FAR) -> Iterator[KeyRun]:
+    """Make a run of the keys that some query sees, without bounds that bind nothing."""
+    start = max(keys.tokens.start, queries[0] + low)
+    stop = min(keys.tokens.stop, queries[-1] + high + 1)
+    if start >= stop:
+        return
+    keys = keys._replace(tokens=range(start, stop)).trimmed()
+    if not keys.tokens:
+        return
+    first, last = keys.cells()
+    if first == last or keys.width == keys.step:
+        keys = Axis(keys.tokens)
+    low = -FAR if queries[-1] + low <= keys.tokens.start else low
+    high = FAR if queries[0] + high >= keys.tokens.stop - 1 else high
+    yield KeyRun(queries, keys, low, high)
+
+
+def _run_of_residue(piece: Piece, queries: range) -> Iterator[KeyRun]:
+    """Handle queries of one offset in their cells: keys have a fixed run of offsets."""
+    rows, keys, low, high, inner_low, inner_high = piece
+    offset = (queries.start - rows.origin) % rows.step
+    first, last = max(offset + inner_low, 0), min(offset + inner_high, keys.width - 1)
+    if offset < rows.width and first <= last:
+        apart = keys.origin - rows.origin - offset
+        visited = keys._replace(origin=keys.origin + first, width=last - first + 1)
+        low, high = apart + first + keys.step * low, apart + last + keys.step * high
+        yield from _run(queries, visited, low, high)
+
+
+def _runs_of_cell(piece: Piece, queries: range, cell: int) -> Iterator[KeyRun]:
+    """Handle queries of one cell: a run over the key cells, or one for each if offsets matter."""
+    if not queries:
+        return
+    rows, keys, low, high, inner_low, inner_high = piece
+    cell_start = rows.origin + rows.step * cell
+    begin, end = queries[0] - cell_start, queries[-1] - cell_start
+    first, last = max(begin + inner_low, 0), min(end + inner_high, keys.width - 1)
+    if first > last:
+        return
+    visited = keys._replace(origin=keys.origin + first, width=last - first + 1)
+    visited = visited.within_cells(cell + low, cell + high)
+    if end + inner_low <= first and begin + inner_high >= last:
+        yield from _run(queries, visited)
+    elif visited.tokens:
+        for key_cell in range(visited.cells()[0], visited.cells()[1] + 1):
+            apart = keys.origin + keys.step * key_cell - cell_start
+            one_cell = visited.within_cells(key_cell, key_cell)
+            yield from _run(queries, one_cell, apart + inner_low, apart + inner_high)

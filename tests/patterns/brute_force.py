@@ -1,0 +1,62 @@
+"""Patterns and pieces by their definition: one test per pair."""
+
+import numpy as np
+
+
+def mask_of(rule, seqlen_q, seqlen_kv):
+    """The boolean matrix of ``rule(position of the query, key)``."""
+    mask = np.zeros((seqlen_q, seqlen_kv), dtype=bool)
+    for i in range(seqlen_q):
+        for j in range(seqlen_kv):
+            mask[i, j] = bool(rule(i + seqlen_kv - seqlen_q, j))
+    return mask
+
+
+def random_range(rng, length):
+    """A range that may be empty or reach beyond the sequence."""
+    start, stop = sorted((rng.randint(-2, length + 2), rng.randint(-2, length + 2)))
+    return range(start, stop)
+
+
+def count_in(mask, queries, keys):
+    rows = slice(max(queries.start, 0), max(queries.stop, 0))
+    return int(mask[rows, max(keys.start, 0) : max(keys.stop, 0)].sum())
+
+
+def paint_runs(runs, bound):
+    """How often each pair is visited by key runs."""
+    visits = np.zeros((bound.seqlen_q, bound.seqlen_kv), dtype=int)
+    for run in runs:
+        queries = np.array(run.queries)[:, None]
+        keys = np.arange(bound.seqlen_kv)
+        visited = run.allows(queries, keys)
+        if run.bits is not None:
+            visited &= bound.bits_of(run, keys)
+        assert visited.any(), f"{run} visits nothing"
+        visits[queries[:, 0]] += visited
+    return visits
+
+
+def assert_is(rng, bound, mask):
+    """Check a bound pattern against its mask, in every way it can be read."""
+    assert (bound.to_mask() == mask).all()
+    assert bound.num_pairs == mask.sum()
+    assert np.isclose(bound.density, mask.mean() if mask.size else 0)
+    seqlen_q, seqlen_kv = mask.shape
+    for _ in range(3):
+        queries, keys = random_range(rng, seqlen_q), random_range(rng, seqlen_kv)
+        assert bound.count(queries, keys) == count_in(mask, queries, keys)
+    overlaps = sum(
+        piece.allows(np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)).astype(int)
+        for piece in bound.pieces
+    )
+    assert np.max(overlaps, initial=0) <= 1, "two pieces have a pair in common"
+    step = rng.choice([1, 1, 2, 3, 4, 6])
+    tile = random_range(rng, seqlen_q)[::step]
+    expected = np.zeros_like(mask)
+    inside = [i for i in tile if 0 <= i < seqlen_q]
+    expected[inside] = mask[inside]
+    assert (paint_runs(bound.key_runs(tile), bound) == expected).all()
+    query, key = rng.randint(-2, seqlen_q + 1), rng.randint(-2, seqlen_kv + 1)
+    inside = 0 <= query < seqlen_q and 0 <= key < seqlen_kv
+    assert bound.allows(query, key) is bool(inside and mask[query, key])
