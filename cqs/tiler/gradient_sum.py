@@ -49,7 +49,7 @@ class GradientSum:
         return self._gradients
 
     def _add(self, worker: int, queries: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> None:
-        task = self._plan.task(worker)
+        task = self._plan.tasks[worker]
         for tokens, part in zip(task.held_queries, queries, strict=True):
             self._gradients.query[:, :, tokens.start : tokens.stop] += part
         for tokens, (key, value) in zip(task.held_keys, keys, strict=True):

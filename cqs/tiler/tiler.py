@@ -55,7 +55,9 @@ class Tiler:
             ValueError: if there is no such task, if it was added before, or if a partial has not
                 the shape, dtype or device of its rows of the answer. Nothing is taken then.
         """
-        steps = self._plan.task(worker).steps
+        if not 0 <= worker < self._plan.num_workers:
+            raise ValueError(f"there is no task {worker}")
+        steps = self._plan.tasks[worker].steps
         if worker in self._added:
             raise ValueError(f"task {worker} was added before")
         if len(partials) != len(steps):
