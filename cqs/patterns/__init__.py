@@ -1,7 +1,13 @@
 """What may attend to what: patterns of any length in a few integers, with exact counts."""
 
+from cqs.patterns.acsr import acsr
+from cqs.patterns.bigbird import bigbird
+from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.pattern import Pattern
+from cqs.patterns.deepspeed import from_deepspeed
+from cqs.patterns.grid import Grid
+from cqs.patterns.masks import block_sparse, from_block_mask, from_mask
+from cqs.patterns.pattern import Pattern, per_head
 from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.regular import (
     block_diagonal,
@@ -12,18 +18,31 @@ from cqs.patterns.regular import (
     strided,
 )
 from cqs.patterns.runs import KeyRun
+from cqs.patterns.tokens import documents, global_tokens, longformer
 
 __all__ = [
     "FAR",
     "Axis",
+    "BlockList",
     "BoundPattern",
+    "Grid",
     "KeyRun",
     "Pattern",
     "Piece",
+    "acsr",
+    "bigbird",
     "block_diagonal",
+    "block_sparse",
     "causal",
     "dilated",
+    "documents",
     "fixed",
+    "from_block_mask",
+    "from_deepspeed",
+    "from_mask",
+    "global_tokens",
+    "longformer",
+    "per_head",
     "sliding_window",
     "strided",
 ]

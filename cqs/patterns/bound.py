@@ -1,10 +1,15 @@
 """A pattern at given lengths: what the scheduler counts and the kernels visit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cqs.patterns import algebra
+from cqs.patterns.block_list import BlockList, empty_list
+from cqs.patterns.grid import Grid
 from cqs.patterns.piece import Piece
 from cqs.patterns.runs import KeyRun, key_runs
 from cqs.scheduler.arguments import to_integer
@@ -18,18 +23,25 @@ class BoundPattern:
     seqlen_kv: int
     pieces: tuple[Piece, ...]
     """Tidy, and no two have a pair in common."""
+    blocks: BlockList | None = None
+    """Irregular pairs that are in no piece."""
 
     def count(self, queries: range, keys: range) -> int:
         """Return the number of pairs within a rectangle, exactly.
 
-        Constant time for each piece, whatever its size.
+        Constant time for each piece, whatever its size; for a block list, linear in the number of
+        its blocks in these rows.
 
         Args:
             queries: Query indices, of step 1; those outside the sequence count nothing.
             keys: Key indices, likewise.
         """
         queries, keys = check_tokens("queries", queries), check_tokens("keys", keys)
-        return sum(piece.count_pairs(queries, keys) for piece in self.pieces)
+        return sum(part.count_pairs(queries, keys) for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[Piece | BlockList, ...]:
+        return self.pieces if self.blocks is None else (*self.pieces, self.blocks)
 
     @property
     def num_pairs(self) -> int:
@@ -45,7 +57,7 @@ class BoundPattern:
         """Say whether query ``query`` sees key ``key``; False outside the sequence."""
         query = to_integer(query, "query must be an integer")
         key = to_integer(key, "key must be an integer")
-        return any(piece.allows(query, key) for piece in self.pieces)
+        return any(part.allows(query, key) for part in self._parts)
 
     def key_runs(self, queries: range) -> Iterator[KeyRun]:
         """List what a tile of queries visits, in runs that have no pair in common.
@@ -58,16 +70,18 @@ class BoundPattern:
             raise ValueError(f"queries must ascend, got {queries}")
         for piece in self.pieces:
             yield from key_runs(piece, queries)
+        if self.blocks is not None:
+            yield from self.blocks.key_runs(queries)
 
-    def to_mask(self, queries: range | None = None) -> Any:
+    def to_mask(self, queries: range | None = None) -> NDArray[np.bool_]:
         """Return a boolean array ``[len(queries), seqlen_kv]``, True where a query sees a key."""
-        import numpy as np
-
         queries = range(self.seqlen_q) if queries is None else queries
         rows, columns = np.arange(queries.start, queries.stop)[:, None], np.arange(self.seqlen_kv)
         mask = np.zeros((len(queries), self.seqlen_kv), dtype=bool)
         for piece in self.pieces:
             mask |= piece.allows(rows, columns)
+        if self.blocks is not None:
+            mask |= self.blocks.to_mask(queries)
         return mask
 
 
@@ -82,18 +96,64 @@ def check_tokens(name: str, tokens: Any) -> range:
 
 def unite(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     """Return the pairs in either pattern."""
-    return _with_pieces(one, algebra.unite(one.pieces, other.pieces))
+    pieces = tuple(algebra.unite(one.pieces, other.pieces))
+    lists = _on_one_grid(one, other)
+    if lists is None:
+        return replace(one, pieces=pieces)
+    either = lists[0].combine(lists[1], np.bitwise_or)
+    return replace(one, pieces=pieces, blocks=_without(either, pieces))
 
 
 def intersect(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     """Return the pairs in both patterns."""
-    return _with_pieces(one, algebra.intersect(one.pieces, other.pieces))
+    pieces = tuple(algebra.intersect(one.pieces, other.pieces))
+    lists = _on_one_grid(one, other)
+    if lists is None:
+        return replace(one, pieces=pieces)
+    first, second = lists
+    both = first.combine(second, np.bitwise_and)
+    for blocks, others in ((first, other), (second, one)):
+        inside = blocks.combine(_as_blocks(others.pieces, blocks), np.bitwise_and)
+        both = both.combine(inside, np.bitwise_or)
+    return replace(one, pieces=pieces, blocks=both)
 
 
 def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
-    """Return the pairs of the first pattern that are not in the second."""
-    return _with_pieces(one, algebra.subtract(one.pieces, other.pieces))
+    """Return the pairs of the first pattern that are not in the second.
+
+    Where the second has blocks, what is left of the first's pieces becomes blocks.
+    """
+    pieces = tuple(algebra.subtract(one.pieces, other.pieces))
+    lists = _on_one_grid(one, other)
+    if lists is None:
+        return replace(one, pieces=pieces)
+    kept, removed = _without(lists[0], other.pieces), lists[1]
+    if len(removed.ids):
+        kept = kept.combine(BlockList.from_pieces(kept.grid, pieces), np.bitwise_or)
+        kept = kept.combine(removed, np.bitwise_and, invert=True)
+        pieces = ()
+    return replace(one, pieces=pieces, blocks=kept)
 
 
-def _with_pieces(lengths: BoundPattern, pieces: list[Piece]) -> BoundPattern:
-    return BoundPattern(lengths.seqlen_q, lengths.seqlen_kv, tuple(pieces))
+def _on_one_grid(one: BoundPattern, other: BoundPattern) -> tuple[BlockList, BlockList] | None:
+    """Return the block lists of two patterns on one grid, empty for None; or None for none at all.
+
+    Lists of different grids are cut anew, along blocks of the usual size.
+    """
+    grids = {each.blocks.grid for each in (one, other) if each.blocks is not None}
+    if not grids:
+        return None
+    grid = grids.pop() if len(grids) == 1 else Grid(one.seqlen_q, one.seqlen_kv)
+    first, second = (
+        empty_list(grid) if each.blocks is None else each.blocks.on(grid) for each in (one, other)
+    )
+    return first, second
+
+
+def _as_blocks(pieces: tuple[Piece, ...], where: BlockList) -> BlockList:
+    """Return what pieces hold of the blocks of a list."""
+    return BlockList.from_pieces(where.grid, pieces, where.ids)
+
+
+def _without(blocks: BlockList, pieces: tuple[Piece, ...]) -> BlockList:
+    return blocks.combine(_as_blocks(pieces, blocks), np.bitwise_and, invert=True)

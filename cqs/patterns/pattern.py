@@ -1,9 +1,12 @@
 """What may attend to what: the interface of every pattern, and how patterns combine."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from cqs.patterns.algebra import UnequalStepsError
 from cqs.patterns.bound import BoundPattern, check_tokens, intersect, subtract, unite
@@ -45,9 +48,20 @@ class Pattern(ABC):
     depends_on_length: ClassVar[bool] = False
     """Whether a pair that attends at one length may not at another."""
 
+    heads: tuple[int, int] = (1, 1)
+    """Number of batch elements and of heads that have a pattern of their own; 1: all share it."""
+
+    default_lengths: tuple[int, int] | None = None
+    """Of a pattern made from arrays: the lengths they are for. Such a pattern counts query indices
+    instead of positions where no lengths are given."""
+
     @abstractmethod
     def _bind(self, lengths: Lengths) -> BoundPattern:
         """Return the pieces at these lengths."""
+
+    def head(self, batch: int, head: int) -> "Pattern":
+        """Return the pattern of one head of one batch element."""
+        return self
 
     def bind(self, seqlen_q: int, seqlen_kv: int | None = None) -> BoundPattern:
         """Return the pattern of ``seqlen_q`` queries and ``seqlen_kv`` keys (``None``: as many).
@@ -89,7 +103,7 @@ class Pattern(ABC):
     def _at_positions(self, length: int) -> BoundPattern:
         if self.depends_on_length:
             raise ValueError(f"{self!r} depends on the lengths: bind it to them first")
-        return self.bind(length)
+        return self.bind(*(self.default_lengths or (length,)))
 
     def density(self, seqlen_q: int, seqlen_kv: int | None = None) -> float:
         """Return the share of all pairs that attend; 0 where there are none."""
@@ -99,17 +113,32 @@ class Pattern(ABC):
         """Return a boolean array ``[seqlen_q, seqlen_kv]``, True where a query sees a key."""
         return self.bind(seqlen_q, seqlen_kv).to_mask()
 
+    def draw(self, seqlen_q: int, seqlen_kv: int | None = None, axes: Any = None) -> Any:
+        """Draw the mask: every pair where it is small, else the share of pairs that attend.
+
+        Args:
+            seqlen_q: Number of queries.
+            seqlen_kv: Number of keys; ``None``: as many.
+            axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+        Returns:
+            The matplotlib axes.
+        """
+        from cqs.patterns.drawing import draw
+
+        return draw(self, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv, axes)
+
     def __or__(self, other: "Pattern") -> "Pattern":
-        return Combination("|", self, other) if isinstance(other, Pattern) else NotImplemented
+        return _combine("|", self, other)
 
     def __and__(self, other: "Pattern") -> "Pattern":
-        return Combination("&", self, other) if isinstance(other, Pattern) else NotImplemented
+        return _combine("&", self, other)
 
     def __sub__(self, other: "Pattern") -> "Pattern":
-        return Combination("-", self, other) if isinstance(other, Pattern) else NotImplemented
+        return _combine("-", self, other)
 
 
-_COMBINE = {"|": unite, "&": intersect, "-": subtract}
+_OPERATIONS = {"|": unite, "&": intersect, "-": subtract}
 _remembered = lru_cache(maxsize=64)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
 """The layers of a model and the tasks of a plan ask for the same again and again."""
 
@@ -127,10 +156,15 @@ class Combination(Pattern):
         """Whether one of the two does."""
         return self.left.depends_on_length or self.right.depends_on_length
 
+    @property
+    def default_lengths(self) -> tuple[int, int] | None:  # type: ignore[override]
+        """The lengths that one of the two is for."""
+        return self.left.default_lengths or self.right.default_lengths
+
     def _bind(self, lengths: Lengths) -> BoundPattern:
         left, right = self.left.bind(*lengths), self.right.bind(*lengths)
         try:
-            return _COMBINE[self.operator](left, right)
+            return _OPERATIONS[self.operator](left, right)
         except UnequalStepsError:
             raise NotImplementedError(
                 f"{self!r}: both sides repeat, with different steps; no exact result is known"
@@ -142,3 +176,76 @@ class Combination(Pattern):
             for side in (self.left, self.right)
         )
         return f" {self.operator} ".join(sides)
+
+
+@dataclass(frozen=True, repr=False)
+class PerHead(Pattern):
+    """A pattern for every head of every batch element; :attr:`heads` says of how many."""
+
+    patterns: tuple[tuple[Pattern, ...], ...]
+    """One row for each batch element, or one for all; in it one for each head, or one for all."""
+
+    @property
+    def heads(self) -> tuple[int, int]:  # type: ignore[override]
+        """Numbers of batch elements and of heads."""
+        return len(self.patterns), len(self.patterns[0])
+
+    def head(self, batch: int, head: int) -> Pattern:
+        """Return the pattern of one head; indices count for nothing where all share one."""
+        batches, heads = self.heads
+        return self.patterns[batch if batches > 1 else 0][head if heads > 1 else 0]
+
+    def bind(self, seqlen_q: int, seqlen_kv: int | None = None) -> BoundPattern:
+        """Refuse: each head has a bound pattern of its own."""
+        raise ValueError(f"{self!r} differs by head: bind what .head(batch, head) returns")
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        return self.bind(*lengths)
+
+    def count(self, queries: range, keys: range) -> int:
+        """Return the number of pairs within a rectangle, over all of :attr:`heads`."""
+        return sum(each.count(queries, keys) for row in self.patterns for each in row)
+
+    def density(self, seqlen_q: int, seqlen_kv: int | None = None) -> float:
+        """Return the share of all pairs of all heads that attend."""
+        densities = [each.density(seqlen_q, seqlen_kv) for row in self.patterns for each in row]
+        return sum(densities) / len(densities)
+
+    def to_mask(self, seqlen_q: int, seqlen_kv: int | None = None) -> Any:
+        """Return a boolean array ``[batch, heads, seqlen_q, seqlen_kv]`` with :attr:`heads`."""
+        masks = [[each.to_mask(seqlen_q, seqlen_kv) for each in row] for row in self.patterns]
+        return np.array(masks)
+
+    def __repr__(self) -> str:
+        batches, heads = self.heads
+        return f"<{batches} x {heads} patterns, the first {self.patterns[0][0]!r}>"
+
+
+def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
+    """Return the pattern of ``patterns[batch][head]``; a single one stands for all heads.
+
+    Raises:
+        ValueError: if there is none, or rows are of unequal length.
+    """
+    rows = tuple(map(tuple, patterns))
+    if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
+        raise ValueError(f"patterns must be rows of one length, at least 1, got {patterns!r}")
+    return rows[0][0] if (len(rows), len(rows[0])) == (1, 1) else PerHead(rows)
+
+
+def _combine(operator: str, left: Pattern, right: Pattern) -> Pattern:
+    """Combine two patterns head by head; one that all heads share goes with each."""
+    if not isinstance(right, Pattern):
+        return NotImplemented
+    numbers = [sorted({a, b} - {1}) or [1] for a, b in zip(left.heads, right.heads, strict=True)]
+    if max(map(len, numbers)) > 1:
+        raise ValueError(
+            f"{left!r} {operator} {right!r}: heads must agree, got {left.heads} and {right.heads}"
+        )
+    (batches,), (heads,) = numbers
+    return per_head(
+        [
+            [Combination(operator, left.head(b, h), right.head(b, h)) for h in range(heads)]
+            for b in range(batches)
+        ]
+    )

@@ -45,7 +45,7 @@ def key_runs(piece: Piece, queries: range) -> Iterator[KeyRun]:
         queries: The tile, ascending, of any step.
     """
     rows = piece.queries
-    queries = _clip(queries, rows.tokens)
+    queries = clip(queries, rows.tokens)
     if not queries:
         return
     if piece.is_plain:
@@ -61,8 +61,8 @@ def key_runs(piece: Piece, queries: range) -> Iterator[KeyRun]:
     while queries:
         cell = (queries.start - rows.origin) // rows.step
         first = rows.origin + cell * rows.step
-        yield from _runs_of_cell(piece, _clip(queries, range(first, first + rows.width)), cell)
-        queries = _clip(queries, range(first + rows.step, rows.tokens.stop))
+        yield from _runs_of_cell(piece, clip(queries, range(first, first + rows.width)), cell)
+        queries = clip(queries, range(first + rows.step, rows.tokens.stop))
 
 
 def _offsets_matter(piece: Piece) -> bool:
@@ -70,7 +70,7 @@ def _offsets_matter(piece: Piece) -> bool:
     return piece.inner_low > 1 - piece.queries.width or piece.inner_high < piece.keys.width - 1
 
 
-def _clip(queries: range, tokens: range) -> range:
+def clip(queries: range, tokens: range) -> range:
     """Return the queries that lie in ``tokens``."""
     skipped = -(-max(tokens.start - queries.start, 0) // queries.step)
     start = queries.start + skipped * queries.step

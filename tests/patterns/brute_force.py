@@ -31,7 +31,8 @@ def paint_runs(runs, bound):
         keys = np.arange(bound.seqlen_kv)
         visited = run.allows(queries, keys)
         if run.bits is not None:
-            visited &= bound.bits_of(run, keys)
+            tokens = run.keys.tokens
+            visited[:, tokens.start : tokens.stop] &= bound.blocks.run_mask(run)
         assert visited.any(), f"{run} visits nothing"
         visits[queries[:, 0]] += visited
     return visits

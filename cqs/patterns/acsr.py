@@ -1,0 +1,142 @@
+"""Rows of one arithmetic progression each, found to be a few affine pieces."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cqs.patterns.algebra import tidy_all
+from cqs.patterns.bound import BoundPattern
+from cqs.patterns.masks import as_array
+from cqs.patterns.pattern import Lengths, Pattern
+from cqs.patterns.piece import FAR, Axis, Piece
+
+
+def acsr(start: Any, step: Any, count: Any) -> Pattern:
+    """Query i sees the keys ``start[i] + step[i] * c`` for ``0 <= c < count[i]``.
+
+    The affine-compressed-sparse-row format of SPLAT (Gupta et al., arXiv 2407.16847), for sequences
+    of ``len(start)`` queries; row i is query i. Rows are analysed, in time linear in their number,
+    into pieces of adjacent rows of one step whose first keys, and whose last, move on with the row
+    or stay: a window, dilated or not, has three such pieces at most, blocks have one each. Rows
+    without a rule cost a piece each.
+
+    Args:
+        start: First key of every row, at least 0.
+        step: Distance between keys, at least 1.
+        count: Number of keys, at least 0.
+
+    Example:
+        >>> acsr([0, 1, 0], [1, 1, 2], [1, 1, 2]).to_mask(3).astype(int).tolist()
+        [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
+    """
+    columns = []
+    for name, values, least in (("start", start, 0), ("step", step, 1), ("count", count, 0)):
+        array = as_array(values)
+        if array.ndim != 1 or array.dtype.kind not in "iu" and array.size:
+            raise TypeError(f"{name} must be a row of integers, got {values!r}")
+        if array.size and array.min() < least:
+            raise ValueError(f"{name} must be at least {least}, got {array.min()}")
+        columns.append(array.astype(np.int64).tolist())
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(
+            f"start, step and count must be of one length, got {list(map(len, columns))}"
+        )
+    rows = [_Row(*row) for row in zip(range(len(columns[0])), *columns, strict=True)]
+    seqlen_kv = max((row.last + 1 for row in rows if row.num_keys), default=0)
+    return _Rows(len(rows), seqlen_kv, tuple(tidy_all(_as_pieces(rows))))
+
+
+class _Row(NamedTuple):
+    query: int
+    start: int
+    step: int
+    num_keys: int
+
+    @property
+    def last(self) -> int:
+        return self.start + self.step * (self.num_keys - 1)
+
+
+@dataclass(frozen=True, repr=False)
+class _Rows(Pattern):
+    num_rows: int
+    num_keys: int
+    """One more than the last key that any row sees."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.num_rows, max(self.num_rows, self.num_keys)
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        if lengths.seqlen_q != self.num_rows or lengths.seqlen_kv < self.num_keys:
+            raise ValueError(
+                f"{self!r} needs {self.num_rows} queries and at least {self.num_keys} keys, "
+                f"got {tuple(lengths)}"
+            )
+        return BoundPattern(*lengths, self.pieces)
+
+    def __repr__(self) -> str:
+        return f"acsr(<{self.num_rows} rows, {len(self.pieces)} pieces>)"
+
+
+def _as_pieces(rows: list[_Row]) -> Iterator[Piece]:
+    """Yield a piece for each run of rows, as long as it can be, that one piece can say."""
+    first = previous = None
+    ways: set[str] = set()
+    for row in rows:
+        if first and previous and row.query == previous.query + 1:
+            fewer = ways & _ways(first, row)
+            if _suffice(fewer):
+                previous, ways = row, fewer
+                continue
+        if first and previous:
+            yield _as_piece(first, previous, ways)
+        first = previous = row if row.num_keys else None
+        ways = _ways(row, row)
+    if first and previous:
+        yield _as_piece(first, previous, ways)
+
+
+def _ways(first: _Row, row: _Row) -> set[str]:
+    """Say in which ways a row continues a run that begins with ``first``.
+
+    In a diagonal run first and last keys each move on with the row, or stay in one cell.
+    """
+    if row.step != first.step or not row.num_keys:
+        return set()
+    ways = {"constant"} if row[1:] == first[1:] else set()
+    moved = row.query - first.query
+    if (row.start - first.start - moved) % row.step == 0:
+        for edge, here, there in (
+            ("start", row.start, first.start),
+            ("last", row.last, first.last),
+        ):
+            ways |= {f"{edge} moves"} if here - there == moved else set()
+            ways |= {f"{edge} stays"} if here // row.step == there // row.step else set()
+    return ways
+
+
+def _suffice(ways: set[str]) -> bool:
+    diagonal = ways & {"start moves", "start stays"} and ways & {"last moves", "last stays"}
+    return "constant" in ways or bool(diagonal)
+
+
+def _as_piece(first: _Row, final: _Row, ways: set[str]) -> Piece:
+    queries, step = range(first.query, final.query + 1), first.step
+    if "constant" in ways:
+        return Piece(Axis(queries), Axis(range(first.start, first.last + 1), first.start, step))
+    ahead = (first.start - first.query) % step
+    low, high, start, stop = -FAR, FAR, 0, max(first.last, final.last) + 1
+    if "start moves" in ways:
+        low = (first.start - first.query) // step
+    else:
+        start = first.start // step * step
+    if "last moves" in ways:
+        high = (first.last - first.query) // step
+    else:
+        stop = (first.last // step + 1) * step
+    rows, columns = Axis(queries, -ahead, step, step), Axis(range(start, stop), 0, step, step)
+    return Piece(rows, columns, low, high, 0, 0)

@@ -1,0 +1,296 @@
+"""Irregular masks: which blocks of queries and keys are live, and the bits of those not full."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cqs.patterns.grid import Grid, Integers
+from cqs.patterns.piece import Axis, Piece
+from cqs.patterns.runs import KeyRun, clip, key_runs
+
+_BITS_SET = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
+"""Of every byte: ``np.bitwise_count`` needs numpy 2."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockList:
+    """The live blocks of a grid: full ones by number alone, partial ones with a bit per pair.
+
+    What FlexAttention's ``BlockMask`` holds, without its mask function. Two lists compare equal if
+    they hold the same blocks.
+    """
+
+    grid: Grid
+    ids: Integers
+    """Numbers of the live blocks, ``row * num_columns + column``, ascending ``[num_blocks]``."""
+    bit_index: Integers
+    """Index in ``bits`` of each block ``[num_blocks]``, -1 for a full one."""
+    bits: NDArray[np.uint8]
+    """``[num_partial, block, ceil(block / 8)]``, a bit per key, high bits first as numpy packs
+    them; 0 outside the score matrix. Never all or none of a block's pairs."""
+
+    @classmethod
+    def full(cls, grid: Grid, ids: Integers) -> "BlockList":
+        """Return the list of these blocks, ascending and all full."""
+        return cls(grid, ids, np.full(len(ids), -1), _no_bits(grid))
+
+    @classmethod
+    def from_bits(cls, grid: Grid, ids: Integers, bits: NDArray[np.uint8]) -> "BlockList":
+        """Return the list of these blocks, ascending, sorted out into empty, partial and full."""
+        counts = _count_bits(bits)
+        partial = (counts > 0) & (counts < grid.areas(ids))
+        index = np.where(partial, np.cumsum(partial) - 1, -1)
+        live = counts > 0
+        return cls(grid, ids[live], index[live], bits[partial])
+
+    @classmethod
+    def from_strips(cls, grid: Grid, strip: Callable[[range], NDArray[np.bool_]]) -> "BlockList":
+        """Return the list of a mask that ``strip`` gives for one row of blocks after another.
+
+        Args:
+            grid: Where to cut.
+            strip: Given queries, returns their rows of the mask ``[len(queries), seqlen_kv]``.
+        """
+        parts = [empty_list(grid)]
+        block, columns = grid.block, grid.num_columns
+        for row in range(grid.num_rows):
+            queries = grid.row_queries(row)
+            mask = np.zeros((block, columns * block), dtype=bool)
+            first = queries.start - (grid.origin + row * block)
+            mask[first : first + len(queries), : grid.seqlen_kv] = strip(queries)
+            tiles = mask.reshape(block, columns, block)
+            live = np.flatnonzero(tiles.any(axis=(0, 2)))
+            bits = np.packbits(tiles[:, live].transpose(1, 0, 2), axis=-1)
+            parts.append(cls.from_bits(grid, row * columns + live, bits))
+        return _concatenate(parts)
+
+    @classmethod
+    def from_pieces(
+        cls, grid: Grid, pieces: Iterable[Piece], ids: Integers | None = None
+    ) -> "BlockList":
+        """Return what disjoint pieces hold of the blocks ``ids``, or of all.
+
+        Costs a count for every block that a piece may touch, and bits for those it cuts.
+        """
+        pieces = tuple(pieces)
+        ids = _touched_blocks(grid, pieces) if ids is None else ids
+        edges = np.stack(grid.spans(ids), axis=1).tolist()
+        boxes = [(range(q, q_stop), range(k, k_stop)) for q, q_stop, k, k_stop in edges]
+        counts = np.array(
+            [sum(piece.count_pairs(*box) for piece in pieces) for box in boxes], dtype=np.int64
+        )
+        partial = np.flatnonzero((counts > 0) & (counts < grid.areas(ids)))
+        bits = _no_bits(grid, len(partial))
+        for i, number in enumerate(partial):
+            queries, keys = boxes[number]
+            mask = np.zeros((grid.block, grid.block), dtype=bool)
+            first = queries.start - grid.origin - int(ids[number]) // grid.num_columns * grid.block
+            rows, columns = np.arange(queries.start, queries.stop), np.arange(keys.start, keys.stop)
+            for piece in pieces:
+                live = piece.allows(rows[:, None], columns)
+                mask[first : first + len(queries), : len(keys)] |= live
+            bits[i] = np.packbits(mask, axis=-1)
+        index = np.full(len(ids), -1)
+        index[partial] = np.arange(len(partial))
+        live = counts > 0
+        return cls(grid, ids[live], index[live], bits)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockList) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> tuple[Grid, bytes, bytes, bytes]:
+        return self.grid, self.ids.tobytes(), self.bit_index.tobytes(), self.bits.tobytes()
+
+    @cached_property
+    def counts(self) -> Integers:
+        """Number of pairs of each block ``[num_blocks]``."""
+        counts = self.grid.areas(self.ids)
+        partial = self.bit_index >= 0
+        counts[partial] = _count_bits(self.bits)[self.bit_index[partial]]
+        return counts
+
+    def count_pairs(self, queries: range, keys: range) -> int:
+        """Return the number of pairs within a rectangle; looks at the blocks of its rows."""
+        rows = self._rows(queries)
+        start, stop, key_start, key_stop = self.grid.spans(self.ids[rows])
+        height = np.minimum(stop, queries.stop) - np.maximum(start, queries.start)
+        width = np.minimum(key_stop, keys.stop) - np.maximum(key_start, keys.start)
+        areas = np.maximum(height, 0) * np.maximum(width, 0)
+        whole = areas == (stop - start) * (key_stop - key_start)
+        index = self.bit_index[rows]
+        total = int(self.counts[rows][whole].sum()) + int(areas[~whole & (index < 0)].sum())
+        cut = ~whole & (index >= 0) & (areas > 0)
+        if not cut.any():
+            return total
+        offsets = np.arange(self.grid.block)
+        row_start = (self.ids[rows] // self.grid.num_columns) * self.grid.block + self.grid.origin
+        query = row_start[cut, None] + offsets
+        key = key_start[cut, None] + offsets
+        live = self.unpack(index[cut])
+        live &= ((queries.start <= query) & (query < queries.stop))[:, :, None]
+        live &= ((keys.start <= key) & (key < keys.stop))[:, None, :]
+        return total + int(live.sum())
+
+    def allows(self, query: int, key: int) -> bool:
+        """Say whether a query sees a key."""
+        queries, keys = range(query, query + 1), range(key, key + 1)
+        return self.count_pairs(queries, keys) == 1
+
+    def unpack(self, index: Any) -> NDArray[np.bool_]:
+        """Return the bits of partial blocks as booleans ``[..., block, block]``."""
+        unpacked = np.unpackbits(self.bits[index], axis=-1, count=self.grid.block)
+        return unpacked.view(bool)
+
+    def key_runs(self, queries: range) -> Iterator[KeyRun]:
+        """List what a tile of queries visits: full blocks joined, partial ones one by one."""
+        grid = self.grid
+        if not clip(queries, range(grid.seqlen_q)):
+            return
+        for row in range(*self._row_range(queries)):
+            inside = clip(queries, grid.row_queries(row))
+            if not inside:
+                continue
+            first = row * grid.num_columns
+            found = slice(*np.searchsorted(self.ids, (first, first + grid.num_columns)))
+            columns = (self.ids[found] - first).tolist()
+            start = stop = 0
+            for column, index in zip(columns, self.bit_index[found].tolist(), strict=True):
+                keys = grid.column_keys(column)
+                if index >= 0:
+                    if self._visits(row, inside, index):
+                        yield KeyRun(inside, Axis(keys), bits=index)
+                elif keys.start == stop and start < stop:
+                    stop = keys.stop
+                else:
+                    if start < stop:
+                        yield KeyRun(inside, Axis(range(start, stop)))
+                    start, stop = keys.start, keys.stop
+            if start < stop:
+                yield KeyRun(inside, Axis(range(start, stop)))
+
+    def run_mask(self, run: KeyRun) -> NDArray[np.bool_]:
+        """Return the bits of a run over a partial block ``[len(run.queries), len(keys)]``."""
+        row = (run.queries.start - self.grid.origin) // self.grid.block
+        first = self.grid.origin + row * self.grid.block
+        rows = slice(run.queries.start - first, run.queries.stop - first, run.queries.step)
+        return self.unpack(run.bits)[rows, : len(run.keys.tokens)]
+
+    def _visits(self, row: int, queries: range, index: int) -> bool:
+        first = self.grid.origin + row * self.grid.block
+        rows = slice(queries.start - first, queries.stop - first, queries.step)
+        return bool(self.bits[index, rows].any())
+
+    def to_mask(self, queries: range) -> NDArray[np.bool_]:
+        """Return the rows of the mask of some queries, of step 1 ``[len(queries), seqlen_kv]``."""
+        mask = np.zeros((len(queries), self.grid.seqlen_kv), dtype=bool)
+        for run in self.key_runs(queries):
+            rows = slice(run.queries.start - queries.start, run.queries.stop - queries.start)
+            keys = slice(run.keys.tokens.start, run.keys.tokens.stop)
+            mask[rows, keys] = True if run.bits is None else self.run_mask(run)
+        return mask
+
+    def on(self, grid: Grid) -> "BlockList":
+        """Return the same mask cut along another grid of the same score matrix."""
+        return self if grid == self.grid else BlockList.from_strips(grid, self.to_mask)
+
+    def combine(
+        self, other: "BlockList", operation: np.ufunc, *, invert: bool = False
+    ) -> "BlockList":
+        """Combine two lists of one grid bit by bit.
+
+        Args:
+            other: Of the same grid.
+            operation: ``np.bitwise_and`` or ``np.bitwise_or``.
+            invert: Whether to take the complement of ``other``.
+        """
+        ids = np.union1d(self.ids, other.ids)
+        live, index = self._states(ids)
+        other_live, other_index = other._states(ids)
+        partial = (index >= 0) | (other_index >= 0)
+        whole = operation(live, other_live ^ invert) & ~partial
+        left, right = self._packed(ids[partial]), other._packed(ids[partial])
+        bits = operation(left, ~right if invert else right)
+        mixed = BlockList.from_bits(self.grid, ids[partial], bits)
+        return _concatenate([BlockList.full(self.grid, ids[whole]), mixed]).sorted()
+
+    def sorted(self) -> "BlockList":
+        """Return the list with its blocks in ascending order."""
+        order = np.argsort(self.ids)
+        return BlockList(self.grid, self.ids[order], self.bit_index[order], self.bits)
+
+    def _states(self, ids: Integers) -> tuple[NDArray[np.bool_], Integers]:
+        """Say which blocks are live, and where their bits are, -1 if they have none."""
+        place = np.searchsorted(self.ids, ids)
+        place = np.minimum(place, max(len(self.ids) - 1, 0))
+        live = self.ids[place] == ids if len(self.ids) else np.zeros(len(ids), dtype=bool)
+        index = np.where(live, self.bit_index[place] if len(self.ids) else -1, -1)
+        return live, index
+
+    def _packed(self, ids: Integers) -> NDArray[np.uint8]:
+        """Return the bits of any blocks, full and empty ones too."""
+        live, index = self._states(ids)
+        bits = _no_bits(self.grid, len(ids))
+        bits[live & (index < 0)] = self.grid.full_bits(ids[live & (index < 0)])
+        bits[index >= 0] = self.bits[index[index >= 0]]
+        return bits
+
+    def _row_range(self, queries: range) -> tuple[int, int]:
+        grid = self.grid
+        first = (max(queries.start, 0) - grid.origin) // grid.block
+        last = (min(queries.stop, grid.seqlen_q) - 1 - grid.origin) // grid.block
+        return first, last + 1
+
+    def _rows(self, queries: range) -> slice:
+        """Return where the blocks are that hold some of these queries."""
+        edges = np.array(self._row_range(queries)) * self.grid.num_columns
+        first, last = np.searchsorted(self.ids, edges)
+        return slice(int(first), int(last))
+
+
+def empty_list(grid: Grid) -> BlockList:
+    """Return the list without a block."""
+    return BlockList.full(grid, np.zeros(0, dtype=np.int64))
+
+
+def _concatenate(lists: list[BlockList]) -> BlockList:
+    """Join lists of one grid that have no block in common."""
+    offsets = np.cumsum([0] + [len(each.bits) for each in lists])
+    index = [
+        np.where(each.bit_index < 0, -1, each.bit_index + offset)
+        for each, offset in zip(lists, offsets, strict=False)
+    ]
+    return BlockList(
+        lists[0].grid,
+        np.concatenate([each.ids for each in lists]),
+        np.concatenate(index),
+        np.concatenate([each.bits for each in lists]),
+    )
+
+
+def _touched_blocks(grid: Grid, pieces: tuple[Piece, ...]) -> Integers:
+    """Number the blocks that the key runs of any piece reach into."""
+    ids: set[int] = set()
+    for row in range(grid.num_rows):
+        for piece in pieces:
+            for run in key_runs(piece, grid.row_queries(row)):
+                first = row * grid.num_columns + run.keys.tokens.start // grid.block
+                last = row * grid.num_columns + (run.keys.tokens.stop - 1) // grid.block
+                ids.update(range(first, last + 1))
+    return np.array(sorted(ids), dtype=np.int64)
+
+
+def _no_bits(grid: Grid, number: int = 0) -> NDArray[np.uint8]:
+    return np.zeros((number, grid.block, -(-grid.block // 8)), dtype=np.uint8)
+
+
+def _count_bits(bits: NDArray[np.uint8]) -> Integers:
+    counts: Integers = _BITS_SET[bits].sum(axis=(1, 2), dtype=np.int64)
+    return counts

@@ -1,0 +1,228 @@
+"""Patterns made from arrays: boolean masks, block layouts, FlexAttention's block masks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cqs.patterns.block_list import BlockList
+from cqs.patterns.bound import BoundPattern
+from cqs.patterns.grid import Grid
+from cqs.patterns.pattern import Lengths, Pattern, per_head
+from cqs.scheduler.arguments import as_integer
+
+_BLOCK = 128
+"""Rows of a kernel's tile: finer layouts are gathered into blocks of so many tokens."""
+
+
+def from_mask(mask: Any) -> Pattern:
+    """A query sees the keys where ``mask`` is True.
+
+    For sequences of exactly these lengths: row i is query i. Kept as blocks of 128: empty and full
+    ones cost nothing, others a bit per pair.
+
+    Args:
+        mask: Boolean ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` where 1
+            stands for all; an array of numpy or torch.
+
+    Raises:
+        TypeError: if it is not boolean.
+        ValueError: if it has another number of dimensions.
+    """
+    array = as_array(mask)
+    if array.dtype != bool:
+        raise TypeError(f"mask must be boolean, got {array.dtype}")
+    if array.ndim not in (2, 4):
+        raise ValueError(
+            "mask must be [seqlen_q, seqlen_kv] or [batch, heads, seqlen_q, seqlen_kv], "
+            f"got {list(array.shape)}"
+        )
+    seqlen_q, seqlen_kv = array.shape[-2:]
+    grid = Grid(seqlen_q, seqlen_kv, _BLOCK)
+
+    def one(rows: NDArray[np.bool_]) -> Pattern:
+        return Listed("from_mask", BlockList.from_strips(grid, lambda q: rows[q.start : q.stop]))
+
+    return _per_head(array, one)
+
+
+def block_sparse(layout: Any, block: int) -> Pattern:
+    """A query sees the keys of the blocks that ``layout`` marks.
+
+    For sequences of as many blocks as the layout has, the last of which may be ragged; query i is
+    in row ``i // block``.
+
+    Args:
+        layout: ``[rows, columns]``, ``[heads, rows, columns]`` or ``[batch, heads, rows,
+            columns]``, live where not 0; an array of numpy or torch, or lists.
+        block: Tokens of a block, both ways.
+
+    Example:
+        >>> block_sparse([[1, 0], [1, 1]], 2).to_mask(3).astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    block = as_integer("block", block, 1)
+    array = as_array(layout).astype(bool)
+    if array.ndim not in (2, 3, 4):
+        raise ValueError(
+            "layout must be [rows, columns], with heads or batch and heads before it, "
+            f"got {list(array.shape)}"
+        )
+    array = array[None] if array.ndim == 3 else array
+    return _per_head(
+        array, lambda rows: _BlockSparse(rows.shape, block, np.packbits(rows).tobytes())
+    )
+
+
+def from_block_mask(block_mask: Any) -> Pattern:
+    """The pattern of a FlexAttention ``BlockMask``, for sequences of its lengths.
+
+    Full blocks are taken as they are; the mask function is evaluated in partial blocks alone, on
+    index tensors that broadcast, on the device of the mask.
+
+    Args:
+        block_mask: Read through ``seq_lengths``, ``BLOCK_SIZE``, ``kv_num_blocks``,
+            ``kv_indices``, ``full_kv_num_blocks``, ``full_kv_indices`` (both may be None) and
+            ``mask_mod``.
+    """
+    seqlen_q, seqlen_kv = block_mask.seq_lengths
+    block_q, block_kv = block_mask.BLOCK_SIZE
+    rows, columns = -(-seqlen_q // block_q), -(-seqlen_kv // block_kv)
+    partial = _listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
+    full = np.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _listed_blocks(
+            block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns
+        )
+    grid = Grid(seqlen_q, seqlen_kv, block_q if block_q == block_kv else _BLOCK)
+
+    def one(batch: int, head: int) -> Pattern:
+        def strip(queries: range) -> NDArray[np.bool_]:
+            of_query = np.array(queries) // block_q
+            mask, unsure = (
+                np.repeat(layout[batch, head, of_query], block_kv, axis=1)[:, :seqlen_kv]
+                for layout in (full, partial)
+            )
+            keys = np.flatnonzero(unsure.any(axis=0))
+            allowed = _evaluate(block_mask, batch, head, np.array(queries), keys)
+            mask[:, keys] |= unsure[:, keys] & allowed
+            return mask
+
+        return Listed("from_block_mask", BlockList.from_strips(grid, strip))
+
+    batches, heads = partial.shape[:2]
+    return per_head([[one(batch, head) for head in range(heads)] for batch in range(batches)])
+
+
+@dataclass(frozen=True, repr=False)
+class Listed(Pattern):
+    """A block list, for the lengths of its grid."""
+
+    origin: str
+    """The call that made it."""
+    blocks: BlockList
+
+    @property
+    def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
+        """The lengths of the grid."""
+        return self.blocks.grid.seqlen_q, self.blocks.grid.seqlen_kv
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        if lengths != self.default_lengths:
+            raise ValueError(f"{self!r} is for those lengths, got {tuple(lengths)}")
+        return BoundPattern(*lengths, (), self.blocks)
+
+    def __repr__(self) -> str:
+        share = self.blocks.counts.sum() / max(np.prod(self.default_lengths), 1)
+        lengths = "{} x {}".format(*self.default_lengths)
+        return f"{self.origin}(<{lengths}, {100 * share:.3g} %>)"
+
+
+@dataclass(frozen=True, repr=False)
+class _BlockSparse(Pattern):
+    shape: tuple[int, ...]
+    block: int
+    packed: bytes
+
+    @property
+    def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
+        rows, columns = self.shape
+        return rows * self.block, columns * self.block
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        found = tuple(-(-length // self.block) for length in lengths)
+        if found != self.shape:
+            raise ValueError(
+                f"{self!r} needs lengths of that many blocks, got {tuple(lengths)}: {found}"
+            )
+        size = int(np.prod(self.shape))
+        bits = np.unpackbits(np.frombuffer(self.packed, np.uint8), count=size)
+        layout = bits.reshape(self.shape).view(bool)
+        return bind_layout(lengths, layout, self.block)
+
+    def __repr__(self) -> str:
+        return "block_sparse(<{} x {} blocks>, {})".format(*self.shape, self.block)
+
+
+def bind_layout(lengths: Lengths, layout: NDArray[np.bool_], block: int) -> BoundPattern:
+    """Return the bound pattern of the blocks that a layout marks, on a grid of 128 if it fits."""
+    if block % _BLOCK == 0:
+        times = block // _BLOCK
+        layout = layout.repeat(times, axis=0).repeat(times, axis=1)
+        grid = Grid(*lengths, _BLOCK)
+        layout = layout[: grid.num_rows, : grid.num_columns]
+    elif _BLOCK % block == 0:
+        return BoundPattern(*lengths, (), _gather(Grid(*lengths, _BLOCK), layout, block))
+    else:
+        grid = Grid(*lengths, block)
+    return BoundPattern(*lengths, (), BlockList.full(grid, np.flatnonzero(layout)))
+
+
+def _gather(grid: Grid, layout: NDArray[np.bool_], block: int) -> BlockList:
+    """Gather small blocks into those of a grid; bits say which are live."""
+    times = grid.block // block
+    rows, columns = grid.num_rows, grid.num_columns
+    padding = [(0, rows * times - layout.shape[0]), (0, columns * times - layout.shape[1])]
+    tiles = np.pad(layout, padding).reshape(rows, times, columns, times).transpose(0, 2, 1, 3)
+    ids = np.flatnonzero(tiles.any(axis=(2, 3)))
+    live = tiles.reshape(rows * columns, times, times)[ids]
+    whole = live.all(axis=(1, 2))
+    bits = np.packbits(live[~whole].repeat(block, axis=1).repeat(block, axis=2), axis=-1)
+    cut = BlockList.from_bits(grid, ids[~whole], bits & grid.full_bits(ids[~whole]))
+    return cut.combine(BlockList.full(grid, ids[whole]), np.bitwise_or)
+
+
+def _listed_blocks(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:
+    """Mark the blocks that a block mask lists ``[batch, heads, rows, columns]``."""
+    numbers, indices = as_array(numbers), as_array(indices).astype(np.int64)
+    listed = np.arange(indices.shape[-1]) < numbers[..., None]
+    layout = np.zeros((*indices.shape[:-1], max(columns, indices.shape[-1])), dtype=bool)
+    np.put_along_axis(layout, np.where(listed, indices, 0), False, axis=-1)
+    *where, _ = listed.nonzero()
+    layout[(*where, indices[listed])] = True
+    return layout[..., :rows, :columns]
+
+
+def _evaluate(
+    block_mask: Any, batch: int, head: int, queries: NDArray[Any], keys: NDArray[Any]
+) -> NDArray[np.bool_]:
+    """Evaluate the mask function of a block mask ``[len(queries), len(keys)]``."""
+    make: Callable[[Any], Any] = getattr(block_mask.kv_num_blocks, "new_tensor", np.asarray)
+    allowed = block_mask.mask_mod(
+        make(batch), make(head), make(queries[:, None]), make(keys[None, :])
+    )
+    return np.broadcast_to(as_array(allowed), (len(queries), len(keys)))
+
+
+def _per_head(array: NDArray[Any], one: Callable[[NDArray[Any]], Pattern]) -> Pattern:
+    """Make a pattern of each matrix of ``[..., rows, columns]``."""
+    matrices = array.reshape((1, 1, *array.shape)) if array.ndim == 2 else array
+    return per_head([[one(matrix) for matrix in row] for row in matrices])
+
+
+def as_array(values: Any) -> NDArray[Any]:
+    """Return an array of numpy or torch, on any device, or lists, as one of numpy."""
+    values = values.detach().cpu() if hasattr(values, "detach") else values
+    return np.asarray(values)

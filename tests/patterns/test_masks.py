@@ -1,0 +1,188 @@
+"""Patterns made from arrays, and how they combine with others."""
+
+import pickle
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from brute_force import assert_is
+from torch.nn.attention.flex_attention import create_block_mask
+
+from cqs.patterns import (
+    block_sparse,
+    causal,
+    fixed,
+    from_block_mask,
+    from_mask,
+    longformer,
+    per_head,
+    sliding_window,
+    strided,
+)
+
+LENGTHS = [0, 1, 127, 128, 129, 300, 385]
+
+
+def random_mask(rng, seqlen_q, seqlen_kv):
+    """Some empty, some full and some mixed blocks."""
+    generator = np.random.default_rng(rng.randrange(2**32))
+    mask = generator.random((seqlen_q, seqlen_kv)) < 0.3
+    for row, column in product(range(-(-seqlen_q // 128)), range(-(-seqlen_kv // 128))):
+        kind = rng.choice([None, True, False, False])
+        if kind is not None:
+            rows, columns = (slice(128 * each, 128 * (each + 1)) for each in (row, column))
+            mask[rows, columns] = kind
+    return mask
+
+
+def test_masks_are_counted_and_visited_exactly():
+    rng = random.Random(0)
+    for seqlen_q, seqlen_kv in product(LENGTHS, LENGTHS):
+        mask = random_mask(rng, seqlen_q, seqlen_kv)
+        assert_is(rng, from_mask(mask).bind(seqlen_q, seqlen_kv), mask)
+
+
+def test_full_and_empty_blocks_hold_no_bits():
+    mask = np.zeros((300, 300), dtype=bool)
+    mask[:, 128:] = True
+    mask[5, 5] = True
+    blocks = from_mask(mask).bind(300).blocks
+    assert blocks.ids.tolist() == [0, 1, 2, 4, 5, 7, 8]
+    assert len(blocks.bits) == 1 and blocks.bits.nbytes == 128 * 128 // 8
+    runs = list(from_mask(mask).bind(300).key_runs(range(0, 128)))
+    assert [(run.keys.tokens, run.bits) for run in runs] == [
+        (range(0, 128), 0),
+        (range(128, 300), None),
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 16, 48, 64, 128, 256, 300])
+def test_block_layouts_are_what_they_mark(block):
+    rng = random.Random(block)
+    generator = np.random.default_rng(block)
+    for _ in range(6):
+        seqlen_q, seqlen_kv = rng.randint(1, 400), rng.randint(1, 400)
+        rows, columns = -(-seqlen_q // block), -(-seqlen_kv // block)
+        layout = generator.random((rows, columns)) < 0.5
+        mask = layout.repeat(block, axis=0).repeat(block, axis=1)[:seqlen_q, :seqlen_kv]
+        assert_is(rng, block_sparse(layout, block).bind(seqlen_q, seqlen_kv), mask)
+
+
+def test_block_layouts_and_masks_combine_with_everything():
+    rng = random.Random(1)
+    symbolic = [causal(), sliding_window(40, 3), strided(7), fixed(32, 5), longformer(20, [3, 200])]
+    symbolic.append(sliding_window(0, 0))
+    for seqlen_q, seqlen_kv in [(300, 300), (200, 330), (330, 200), (1, 5), (128, 256)]:
+        mask = random_mask(rng, seqlen_q, seqlen_kv)
+        layout = np.random.default_rng(2).random((-(-seqlen_q // 48), -(-seqlen_kv // 48))) < 0.5
+        listed = [from_mask(mask), from_mask(~mask), block_sparse(layout, 48)]
+        listed.append(from_mask(mask) | causal())
+        pairs = [*product(listed, symbolic), *product(symbolic, listed), *product(listed, listed)]
+        for left, right in rng.sample(pairs, 24):
+            masks = [each.to_mask(seqlen_q, seqlen_kv) for each in (left, right)]
+            for pattern, expected in (
+                (left | right, masks[0] | masks[1]),
+                (left & right, masks[0] & masks[1]),
+                (left - right, masks[0] & ~masks[1]),
+            ):
+                assert_is(rng, pattern.bind(seqlen_q, seqlen_kv), expected)
+
+
+def test_masks_are_values():
+    mask = random_mask(random.Random(3), 200, 200)
+    other = mask.copy()
+    other[0, 0] ^= True
+    for make in (from_mask, lambda each: block_sparse(each, 3)):
+        pattern = make(mask)
+        again = pickle.loads(pickle.dumps(pattern))
+        assert again == pattern == make(mask.copy()) and hash(again) == hash(pattern)
+        assert pattern != make(other)
+    assert from_mask(torch.from_numpy(mask)) == from_mask(mask)
+
+
+def test_masks_count_query_indices_without_lengths():
+    mask = random_mask(random.Random(4), 150, 200)
+    pattern = from_mask(mask)
+    assert pattern.count(range(10, 150), range(0, 77)) == mask[10:150, :77].sum()
+    assert pattern.allows(3, 150) is bool(mask[3, 150])
+    assert repr(pattern).startswith("from_mask(<150 x 200, ")
+
+
+def test_a_mask_per_head_is_a_pattern_per_head():
+    masks = np.random.default_rng(5).random((2, 3, 20, 20)) < 0.5
+    pattern = from_mask(masks)
+    assert pattern.heads == (2, 3)
+    assert (pattern.to_mask(20) == masks).all()
+    assert pattern.count(range(20), range(4, 20)) == masks[..., 4:].sum()
+    assert pattern.density(20) == pytest.approx(masks.mean())
+    assert pattern.head(1, 2) == from_mask(masks[1, 2])
+    both = pattern & causal()
+    assert both.heads == (2, 3)
+    assert (both.to_mask(20) == masks & np.tri(20, dtype=bool)).all()
+    assert ((causal() - pattern).to_mask(20) == np.tri(20, dtype=bool) & ~masks).all()
+    with pytest.raises(ValueError, match=r"differs by head: bind what \.head\(batch, head\)"):
+        pattern.bind(20)
+
+
+def test_heads_broadcast_or_are_refused():
+    layout = np.random.default_rng(6).random((3, 2, 2)) < 0.5
+    by_head = block_sparse(layout, 4)
+    by_batch = per_head([[causal()], [strided(2)]])
+    assert by_head.heads == (1, 3) and by_batch.heads == (2, 1)
+    assert by_head.head(7, 1) == block_sparse(layout[1], 4)
+    assert (by_head | by_batch).heads == (2, 3)
+    assert (by_head | by_batch).head(1, 2) == by_head.head(0, 2) | strided(2)
+    with pytest.raises(ValueError, match=r"heads must agree, got \(1, 3\) and \(1, 2\)"):
+        by_head | per_head([[causal(), strided(2)]])
+    assert per_head([[causal()]]) == causal()
+    assert pickle.loads(pickle.dumps(by_head)) == by_head
+
+
+MASK_MODS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window-of-head": lambda b, h, q, k: (q >= k) & (q - k <= 40 * (h + 1)),
+    "everything": lambda b, h, q, k: q >= 0,
+}
+
+
+@pytest.mark.parametrize("block", [128, (64, 64), (128, 64)], ids=str)
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_a_block_mask_of_flex_attention_is_read(name, block):
+    rule = MASK_MODS[name]
+    seqlen_q, seqlen_kv = 200, 330
+    block_mask = create_block_mask(rule, 1, 2, seqlen_q, seqlen_kv, "cpu", BLOCK_SIZE=block)
+    pattern = from_block_mask(block_mask)
+    assert pattern.heads == (1, 2)
+    queries, keys = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)
+    for head in range(2):
+        expected = rule(0, head, queries, keys).broadcast_to(seqlen_q, seqlen_kv).numpy()
+        assert_is(random.Random(7), pattern.head(0, head).bind(seqlen_q, seqlen_kv), expected)
+
+
+def test_a_mask_function_may_read_tensors():
+    document = torch.arange(260) // 90
+    block_mask = create_block_mask(
+        lambda b, h, q, k: document[q] == document[k], 1, 1, 260, 260, "cpu"
+    )
+    expected = (document[:, None] == document).numpy()
+    assert_is(random.Random(8), from_block_mask(block_mask).bind(260), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: from_mask(np.ones((4, 4))), "mask must be boolean, got float64"),
+        (lambda: from_mask(np.ones((2, 4, 4), dtype=bool)), r"mask must be .* got \[2, 4, 4\]"),
+        (lambda: from_mask(np.ones((4, 4), dtype=bool)).bind(5), r"is for those lengths, got \(5,"),
+        (lambda: block_sparse([1, 0], 4), r"layout must be .* got \[2\]"),
+        (lambda: block_sparse([[1]], 0), "block must be at least 1, got 0"),
+        (lambda: block_sparse([[1]], 4).bind(5), r"that many blocks, got \(5, 5\): \(2, 2\)"),
+        (lambda: per_head([]), "patterns must be rows of one length"),
+        (lambda: causal() | 3, "unsupported operand"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

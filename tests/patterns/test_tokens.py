@@ -1,0 +1,95 @@
+"""Patterns that name tokens, each against its definition."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+from brute_force import assert_is, mask_of
+
+from cqs.patterns import documents, global_tokens, longformer
+
+
+def rule_of_documents(ends, is_causal):
+    def rule(p, j):
+        same = any(a <= p < b and a <= j < b for a, b in zip(ends, ends[1:], strict=False))
+        return same and (j <= p or not is_causal)
+
+    return rule
+
+
+def rule_of_globals(tokens, side=-1):
+    return lambda p, j: p in tokens or j in tokens or abs(p - j) <= side
+
+
+RULES = {
+    global_tokens([]): lambda p, j: False,
+    global_tokens(3): rule_of_globals({0, 1, 2}),
+    global_tokens(range(4, 9)): rule_of_globals(set(range(4, 9))),
+    global_tokens([7, 2, 3, 40]): rule_of_globals({2, 3, 7, 40}),
+    longformer(6, 2): rule_of_globals({0, 1}, 3),
+    longformer(3, [5, 11]): rule_of_globals({5, 11}, 1),
+    documents([0]): lambda p, j: False,
+    documents([0, 4, 4, 11, 20]): rule_of_documents([0, 4, 4, 11, 20], True),
+    documents([0, 5, 6, 30], is_causal=False): rule_of_documents([0, 5, 6, 30], False),
+}
+every_pattern = pytest.mark.parametrize("pattern", RULES, ids=repr)
+
+
+@every_pattern
+def test_patterns_are_what_their_definition_says(pattern):
+    rng = random.Random(repr(pattern))
+    shapes = [(0, 0), (0, 3), (3, 0), (1, 1), (25, 25), (9, 23), (23, 9)]
+    shapes += [(rng.randint(0, 30), rng.randint(0, 30)) for _ in range(12)]
+    for shape in shapes:
+        assert_is(rng, pattern.bind(*shape), mask_of(RULES[pattern], *shape))
+
+
+@every_pattern
+def test_patterns_are_values_that_print_as_their_call(pattern):
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    assert eval(repr(pattern), {**globals(), "sliding_window": longformer_window}) == pattern
+
+
+def longformer_window(left, right):
+    from cqs.patterns import sliding_window
+
+    return sliding_window(left, right)
+
+
+def test_arrays_and_numbers_name_the_same_tokens():
+    assert global_tokens(np.array([1, 0])) == global_tokens(2) == global_tokens(range(2))
+    assert global_tokens(np.int64(2)) == global_tokens(2)
+    ends = np.array([0, 3, 9], dtype=np.int32)
+    assert documents(ends) == documents([0, 3, 9])
+
+
+def test_longformer_of_a_billion_tokens_is_a_few_pieces():
+    n = 10**9
+    bound = longformer(512, 64).bind(n)
+    assert len(bound.pieces) <= 6
+    dense_rows = 2 * 64 * n - 64 * 64
+    window = 513 * n - 256 * 257
+    overlap = sum(min(p + 256, n - 1) - max(p - 256, 0) + 1 for p in range(64))
+    overlap = 2 * overlap - 64 * 64
+    assert bound.num_pairs == dense_rows + window - overlap
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: global_tokens([1, -1]), "indices must be at least 0, got -1"),
+        (lambda: global_tokens(-2), "indices must be at least 0, got -2"),
+        (lambda: global_tokens([0.5]), "indices must be an integer, got 0.5"),
+        (lambda: longformer(4, "ab"), "global_tokens must be an integer, got 'a'"),
+        (lambda: longformer(-4, 1), "window must be at least 0, got -4"),
+        (lambda: documents([1, 2]), r"cumulative_lengths must begin with 0 .*, got \[1, 2\]"),
+        (lambda: documents([0, 3, 2]), "never decrease"),
+        (lambda: documents([]), "must begin with 0"),
+        (lambda: documents(3), "cumulative_lengths must be a sequence of integers, got 3"),
+        (lambda: documents([0, 2], is_causal=1), "is_causal must be a bool, got 1"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
