@@ -1,0 +1,98 @@
+"""Rows of arithmetic progressions, and the pieces found in them."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+from brute_force import assert_is
+
+from cqs.patterns import acsr, block_diagonal, causal, dilated, fixed, sliding_window
+
+
+def mask_of_rows(start, step, count, seqlen_kv):
+    mask = np.zeros((len(start), seqlen_kv), dtype=bool)
+    for i, row in enumerate(zip(start, step, count, strict=True)):
+        mask[i, [row[0] + row[1] * c for c in range(row[2])]] = True
+    return mask
+
+
+def rows_of_mask(mask, step):
+    """The rows of a mask that are progressions of one step."""
+    start, count = [], []
+    for row in mask:
+        keys = np.flatnonzero(row)
+        assert (np.diff(keys) == step).all()
+        start.append(int(keys[0]) if len(keys) else 0)
+        count.append(len(keys))
+    return start, [step] * len(mask), count
+
+
+def test_rows_without_a_rule_are_kept():
+    rng = random.Random(0)
+    for _ in range(300):
+        rows = rng.randint(0, 20)
+        start = [rng.randint(0, 9) for _ in range(rows)]
+        step = [rng.choice([1, 1, 2, 3]) for _ in range(rows)]
+        count = [rng.randint(0, 4) for _ in range(rows)]
+        pattern = acsr(start, step, count)
+        assert_is(rng, pattern.bind(rows, 25), mask_of_rows(start, step, count, 25))
+
+
+def test_runs_of_rules_are_kept():
+    rng = random.Random(1)
+    for _ in range(600):
+        rows = []
+        while len(rows) < 24:
+            first, step, number = rng.randint(0, 30), rng.randint(1, 4), rng.randint(0, 5)
+            moves, grows = rng.choice([0, 1, 1]), rng.choice([0, 0, 1])
+            for n in range(rng.randint(1, 9)):
+                rows.append((first + moves * n, step, number + grows * n // step))
+        start, step, count = zip(*rows, strict=True)
+        width = 120
+        pattern = acsr(start, step, count)
+        assert_is(rng, pattern.bind(len(rows), width), mask_of_rows(start, step, count, width))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "step", "most"),
+    [
+        (causal(), 1, 1),
+        (sliding_window(20, 0), 1, 2),
+        (sliding_window(20, 9), 1, 3),
+        (dilated(5, 2, 4), 4, 3),
+        (dilated(7, 0, 3), 3, 2),
+        (block_diagonal(50), 1, 6),
+        (fixed(50, 0), 1, 6),
+    ],
+    ids=repr,
+)
+def test_regular_rows_become_few_pieces(pattern, step, most):
+    mask = pattern.to_mask(300)
+    found = acsr(*rows_of_mask(mask, step)).bind(300)
+    assert_is(random.Random(2), found, mask)
+    assert len(found.pieces) <= most
+
+
+def test_rows_are_values():
+    rows = [0, 1, 2], np.array([1, 1, 1]), [2, 2, 2]
+    pattern = acsr(*rows)
+    assert pattern == acsr(*rows) == pickle.loads(pickle.dumps(pattern))
+    assert repr(pattern) == "acsr(<3 rows, 1 pieces>)"
+    assert pattern.count(range(3), range(4)) == 6
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: acsr([0], [0], [1]), "step must be at least 1, got 0"),
+        (lambda: acsr([-1], [1], [1]), "start must be at least 0, got -1"),
+        (lambda: acsr([0], [1], [0.5]), "count must be a row of integers"),
+        (lambda: acsr([0, 1], [1], [1]), r"must be of one length, got \[2, 1, 1\]"),
+        (lambda: acsr([0], [1], [4]).bind(1, 3), "1 queries and at least 4 keys, got"),
+        (lambda: acsr([0], [1], [4]).bind(2, 4), "1 queries and at least 4 keys, got"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

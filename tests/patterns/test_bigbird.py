@@ -1,0 +1,107 @@
+"""BigBird: its definition, and its random blocks."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+from brute_force import assert_is, mask_of
+
+from cqs.patterns import bigbird, causal
+
+
+def regular_part(pattern, *shape):
+    """The mask without the random blocks."""
+    size, side, first = pattern.block, pattern.window_blocks // 2, pattern.global_blocks
+
+    def rule(p, j):
+        row, column = p // size, j // size
+        near = pattern.window_blocks > 0 and abs(row - column) <= side
+        return near or column < first or 0 <= row < first
+
+    return mask_of(rule, *shape)
+
+
+PATTERNS = [
+    bigbird(block=4, window_blocks=3, global_blocks=1, random_blocks=2, seed=1),
+    bigbird(block=5, window_blocks=1, global_blocks=2, random_blocks=3, seed=2),
+    bigbird(block=3, window_blocks=0, global_blocks=0, random_blocks=1, seed=3),
+    bigbird(block=8, window_blocks=5, global_blocks=0, random_blocks=0),
+    bigbird(block=1, window_blocks=3, global_blocks=1, random_blocks=40),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_random_blocks_are_other_blocks_and_all_different(pattern):
+    rng = random.Random(0)
+    for shape in [(0, 0), (1, 1), (64, 64), (61, 61), (30, 57), (57, 30), (0, 3), (3, 0)]:
+        mask = pattern.to_mask(*shape)
+        assert_is(rng, pattern.bind(*shape), mask)
+        regular = regular_part(pattern, *shape)
+        assert (mask >= regular).all()
+        extra, shift, size = mask & ~regular, shape[1] - shape[0], pattern.block
+        for row in {(i + shift) // size for i in range(shape[0])}:
+            queries = [i for i in range(shape[0]) if (i + shift) // size == row]
+            assert (extra[queries] == extra[queries[0]]).all()
+            columns = {j // size for j in np.flatnonzero(extra[queries[0]])}
+            left = {j // size for j in np.flatnonzero(~regular[queries[0]])}
+            few = min(pattern.random_blocks, len(left)) if row >= pattern.global_blocks else 0
+            assert columns <= left and len(columns) == (few if row >= 0 else 0)
+
+
+def splitmix64(number):
+    """Word ``number`` of the generator seeded with 0, in Python's integers."""
+    word = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
+
+
+def test_the_generator_is_splitmix64():
+    # The first words of the reference implementation with seed 0.
+    assert [splitmix64(n) for n in (0, 1)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+def test_random_blocks_are_the_same_on_every_machine():
+    blocks = bigbird(block=64, window_blocks=3, random_blocks=3, seed=7).bind(1024).blocks
+    for row in range(1, 16):
+        left = [column for column in range(1, 16) if abs(column - row) > 1]
+        drawn = set()
+        for n in range(3):
+            bound = len(left) - 3 + n
+            value = splitmix64((splitmix64(7) + 3 * row + n) % 2**64) % (bound + 1)
+            drawn.add(bound if value in drawn else value)
+        found = blocks.ids[blocks.ids // 16 == row] % 16
+        assert found.tolist() == sorted(left[value] for value in drawn)
+
+
+def test_random_blocks_are_spread_evenly():
+    blocks = bigbird(block=16, window_blocks=3, random_blocks=3).bind(16 * 512).blocks
+    drawn = np.bincount(blocks.ids % 512, minlength=512)
+    assert drawn.sum() == 3 * 511 and drawn[1:].max() <= 14
+    other = bigbird(block=16, window_blocks=3, random_blocks=3, seed=1).bind(16 * 512).blocks
+    assert len(np.intersect1d(blocks.ids, other.ids)) < 40
+
+
+def test_bigbird_is_a_value_that_depends_on_the_length():
+    pattern = bigbird(block=4, seed=3)
+    assert eval(repr(pattern)) == pattern == pickle.loads(pickle.dumps(pattern))
+    with pytest.raises(ValueError, match="depends on the lengths: bind it"):
+        pattern.count(range(4), range(4))
+    with pytest.raises(ValueError, match="depends on the lengths: bind it"):
+        (pattern & causal()).allows(1, 1)
+    mask = pattern.to_mask(30) & causal().to_mask(30)
+    assert_is(random.Random(1), (pattern & causal()).bind(30), mask)
+
+
+def test_a_million_tokens_are_one_entry_per_random_block():
+    bound = bigbird(block=128, window_blocks=3, global_blocks=2, random_blocks=3).bind(2**20)
+    assert len(bound.pieces) <= 12 and len(bound.blocks.ids) == 3 * (2**13 - 2)
+    assert not len(bound.blocks.bits)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="random_blocks must be at least 0, got -1"):
+        bigbird(random_blocks=-1)
+    with pytest.raises(TypeError, match="block must be an integer, got 4.0"):
+        bigbird(block=4.0)

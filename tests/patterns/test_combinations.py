@@ -1,0 +1,76 @@
+"""Unions, intersections and differences of symbolic patterns."""
+
+import pickle
+import random
+from itertools import combinations_with_replacement
+
+import pytest
+from brute_force import assert_is
+
+from cqs.patterns import (
+    block_diagonal,
+    causal,
+    dilated,
+    documents,
+    fixed,
+    global_tokens,
+    longformer,
+    sliding_window,
+    strided,
+)
+
+PATTERNS = [
+    causal(),
+    sliding_window(4, 2),
+    dilated(2, 3, 4),
+    strided(4),
+    fixed(4, 1),
+    block_diagonal(4),
+    global_tokens([1, 2, 9]),
+    longformer(4, 1),
+    documents([0, 6, 7, 20]),
+]
+SHAPES = [(0, 0), (1, 1), (26, 26), (13, 24), (24, 13), (0, 4), (5, 0)]
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), list(combinations_with_replacement(PATTERNS, 2)), ids=repr
+)
+def test_patterns_of_one_step_combine_exactly(left, right):
+    rng = random.Random(repr((left, right)))
+    for shape in SHAPES:
+        one, other = left.to_mask(*shape), right.to_mask(*shape)
+        assert_is(rng, (left | right).bind(*shape), one | other)
+        assert_is(rng, (left & right).bind(*shape), one & other)
+        assert_is(rng, (left - right).bind(*shape), one & ~other)
+        assert_is(rng, (right - left).bind(*shape), other & ~one)
+
+
+def test_combinations_nest():
+    rng = random.Random(0)
+    pattern = (longformer(6, 2) - dilated(1, 1, 2)) & causal() | block_diagonal(2)
+    for shape in SHAPES:
+        expected = longformer(6, 2).to_mask(*shape) & ~dilated(1, 1, 2).to_mask(*shape)
+        expected = expected & causal().to_mask(*shape)
+        assert_is(rng, pattern.bind(*shape), expected | block_diagonal(2).to_mask(*shape))
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    assert eval(repr(pattern)) == pattern
+    assert pattern.count(range(9), range(3, 9)) == pattern.to_mask(9)[:, 3:].sum()
+
+
+def test_combinations_of_a_billion_tokens_are_a_few_pieces():
+    n = 10**9
+    bound = ((fixed(128, 16) | longformer(1000, 64)) & causal()).bind(n)
+    assert len(bound.pieces) <= 30
+    assert bound.count(range(n // 2), range(n)) + bound.count(range(n // 2, n), range(n)) == (
+        bound.num_pairs
+    )
+    assert bound.num_pairs < causal().bind(n).num_pairs
+
+
+def test_unequal_steps_are_refused_by_name():
+    pattern = strided(3) | dilated(2, 2, 5)
+    with pytest.raises(
+        NotImplementedError, match=r"strided\(3\) \| dilated\(2, 2, 5\): both sides"
+    ):
+        pattern.bind(100)
