@@ -52,7 +52,8 @@ def attention(
         dropout_p: Chance, in [0, 1), that a probability is zeroed after the softmax; the rest is
             divided by ``1 - dropout_p``. Which pairs are dropped depends on seed, batch, head and
             the positions of query and key, not on how the work is cut or who does it.
-        seed: For dropout; at least 0. ``None`` draws one from PyTorch's generator for each call.
+        seed: For dropout; at least 0, less than 2^63. ``None`` draws one from PyTorch's CPU
+            generator for each call.
         num_workers: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         interest_set: See :func:`cqs.make_plan`.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``
@@ -73,6 +74,7 @@ def attention(
         ValueError: for shapes, dtypes, devices or values that do not fit.
         NotImplementedError: if the named backend cannot take the tensors, and for
             ``"ray"`` where Ray is not installed; the message says why.
+        torch.OutOfMemoryError: if a GPU has too little memory; the message says what would fit.
         cqs.verify.VerificationError: if ``verify`` finds a wrong row.
 
     Example:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_SMALLEST = -(2**63)
 
 
 class DropoutWords(NamedTuple):
@@ -37,12 +38,12 @@ class Dropout:
     probability: float
     """In [0, 1)."""
     seed: int
-    """64 bits."""
+    """Less than 2^63."""
 
     @property
     def threshold(self) -> int:
         """Lots below it, of 2^32, are dropped."""
-        return round(self.probability * 2**32)
+        return min(round(self.probability * 2**32), 2**32 - 1)
 
     @property
     def scale(self) -> float:
@@ -57,34 +58,31 @@ class Dropout:
             queries: Positions, ascending.
             keys: Likewise.
         """
-        batch, num_heads = like.shape[:2]
-        heads = torch.arange(batch * num_heads, device=like.device).view(batch, num_heads, 1)
+        device = like.device
+        batches = torch.arange(like.shape[0], device=device).view(-1, 1, 1)
+        heads = torch.arange(like.shape[1], device=device).view(-1, 1)
         rows, columns = (
-            torch.cat([torch.arange(r.start, r.stop, device=like.device) for r in ranges])
+            torch.cat([torch.arange(r.start, r.stop, device=device) for r in ranges])
             for ranges in (queries, keys)
         )
-        streams = (torch.tensor(stream, device=like.device) for stream in range(3))
+        streams = (torch.tensor(stream, device=device) for stream in range(3))
         multiplier, increment, key = (_draw(self.seed, stream) for stream in streams)
         return DropoutWords(
-            _draw(_draw(multiplier, heads), rows),
-            _draw(_draw(increment, heads), rows),
+            _draw(_draw(_draw(multiplier, batches), heads), rows),
+            _draw(_draw(_draw(increment, batches), heads), rows),
             _draw(key, columns),
         )
 
-    def factors(self, like: Tensor, queries: Sequence[range], keys: Sequence[range]) -> Tensor:
-        """Return the factor on the probability of each pair: 0 or :attr:`scale`.
-
-        Args:
-            like: ``[batch, num_heads, ...]``.
-            queries: Positions, ascending.
-            keys: Likewise.
+    def kept(self, words: DropoutWords) -> Tensor:
+        """Say which pairs stay.
 
         Returns:
-            float32 ``[batch, num_heads, queries, keys]``.
+            bool ``[batch, num_heads, queries, keys]``, or without the dimensions that the words of
+            queries do not have.
         """
-        words = self.words(like, queries, keys)
-        lots = words.multiplier.unsqueeze(-1) * words.key + words.increment.unsqueeze(-1)
-        return (_shift(lots, 32) >= self.threshold).float() * self.scale
+        lots = words.multiplier.unsqueeze(-1) * words.key
+        lots.add_(words.increment.unsqueeze(-1)).bitwise_xor_(_SMALLEST)  # as if without a sign
+        return lots >= self.threshold * 2**32 + _SMALLEST
 
 
 def _draw(state: Tensor | int, number: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class Problem:
             head_dim=self.query.shape[3],
             value_dim=self.value.shape[3],
             itemsize=self.query.element_size(),
+            has_dropout=self.dropout is not None,
         )
 
     def make_plan(self, num_workers: int, interest_set: Iterable[int] | None = None) -> Plan:
@@ -146,5 +147,5 @@ def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:
     if not probability:
         return None
     if seed is None:
-        seed = int(torch.randint(2**63 - 1, ()))
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     return Dropout(probability, seed)

@@ -36,7 +36,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     """
     seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
     generator = torch.Generator().manual_seed(seed)
-    sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator)
+    sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator, device="cpu")
     rows = sorted({0, seqlen_q - 1, *sample.tolist()} & set(range(seqlen_q)))
     if not rows:
         return
@@ -52,7 +52,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     largest_factor = 1.0
     if problem.dropout is not None:
         sampled = [range(row, row + 1) for row in rows]
-        factors = problem.dropout.factors(problem.query, sampled, [range(seqlen_kv)])
+        words = problem.dropout.words(problem.query, sampled, [range(seqlen_kv)])
         largest_factor = problem.dropout.scale
     for batch in range(problem.query.shape[0]):
         for head in range(problem.query.shape[1]):
@@ -73,7 +73,10 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             )
             output = answer.output[batch, head, index].double()
             if problem.dropout is not None:
-                weights = weights * factors[batch, head]
+                of_head = words._replace(
+                    multiplier=words.multiplier[batch, head], increment=words.increment[batch, head]
+                )
+                weights = weights * problem.dropout.kept(of_head) * problem.dropout.scale
             exact = weights @ finite
             if not value.isfinite().all():
                 exact = exact + _sum_of_infinite(weights, value - finite, visible)

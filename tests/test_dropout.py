@@ -42,8 +42,9 @@ def skip_unless_it_runs(backend, problem):
 
 def factors(problem, probability, seed):
     seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
-    drop = Dropout(probability, seed)
-    return drop.factors(problem.query, [range(seqlen_q)], [range(seqlen_kv)])
+    dropout = Dropout(probability, seed)
+    words = dropout.words(problem.query, [range(seqlen_q)], [range(seqlen_kv)])
+    return dropout.kept(words).double() / (1 - probability)
 
 
 def definition(problem, query, key, value, probability, seed):
@@ -149,9 +150,8 @@ def test_verify_knows_which_pairs_were_dropped():
 def test_pairs_are_dropped_as_if_by_chance(probability):
     """Frequencies of whole, rows, columns and neighbours within 5 standard deviations."""
     like = torch.empty(2, 3, 0, 0)
-    factor = Dropout(probability, 7).factors(like, [range(512)], [range(10**6, 10**6 + 512)])
-    kept = factor != 0
-    assert torch.equal(factor[kept].unique(), torch.tensor([1 / (1 - probability)]))
+    dropout = Dropout(probability, 7)
+    kept = dropout.kept(dropout.words(like, [range(512)], [range(10**6, 10**6 + 512)]))
     dropped = (~kept).double()
 
     def check(observed, expected, trials):
@@ -176,7 +176,8 @@ def test_pairs_are_dropped_as_if_by_chance(probability):
 
 def test_another_seed_drops_other_pairs():
     like, tokens = torch.empty(1, 1, 0, 0), [range(256)]
-    kept = torch.stack([Dropout(0.5, seed).factors(like, tokens, tokens) > 0 for seed in range(8)])
+    dropouts = [Dropout(0.5, seed) for seed in range(8)]
+    kept = torch.stack([each.kept(each.words(like, tokens, tokens)) for each in dropouts])
     agreement = torch.stack(
         [(kept[i] == kept[j]).double().mean() for i in range(8) for j in range(i)]
     )
@@ -214,3 +215,35 @@ def test_half_precision_on_a_gpu(head_dim, dtype):
     output, _ = attend(problem, num_workers=13, dropout_p=0.2, seed=9, verify=True)
     exact = definition(problem, *(t.double() for t in tensors), 0.2, 9)
     assert_tracks_exact(output, definition(problem, *tensors, 0.2, 9), exact)
+
+
+def test_the_mask_knows_batch_and_head_apart():
+    tokens = [range(64)]
+    dropout = Dropout(0.5, 1)
+    wide, narrow = (
+        dropout.kept(dropout.words(torch.empty(shape), tokens, tokens))
+        for shape in ((2, 4, 0, 0), (2, 2, 0, 0))
+    )
+    assert torch.equal(wide[:, :2], narrow)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_few_pairs_kept_do_not_overflow(backend):
+    """The scale of 83,333 exceeds what half precision holds; the results do not."""
+    query, key = (torch.randn(1, 16, n, 16).half() for n in (4096, 1))
+    leaves = [t.requires_grad_() for t in (query, key, torch.full_like(key, 0.01))]
+    if reason := WHY_NOT[backend](*leaves):
+        pytest.skip(reason)
+    options = {"dropout_p": 1 - 1.2e-5, "seed": 0, "backend": backend}
+    output = cqs.attention(*leaves, **options)
+    found = torch.autograd.grad(output, leaves, torch.full_like(output, 1e-3))
+    assert output.max() > 800 and all(t.isfinite().all() for t in (output, *found))
+
+
+def test_double_precision_is_kept():
+    problem = BY_NAME["gqa-causal"].make(torch.float64)
+    output, _ = attend(problem, num_workers=3, dropout_p=0.3, seed=5)
+    tensors = problem.query, problem.key, problem.value
+    torch.testing.assert_close(
+        output, definition(problem, *tensors, 0.3, 5), rtol=1e-13, atol=1e-13
+    )

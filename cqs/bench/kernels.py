@@ -1,5 +1,6 @@
 """How fast the kernels are: matrix products per second, beside the libraries, in one run."""
 
+import math
 import statistics
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from cqs.bench.measurement import Measurement, publish, summarize
 from cqs.bench.timing import time_in_turn
 from cqs.cases import Case
 from cqs.gradients import Gradients
-from cqs.partial import Partial, merge_rows
+from cqs.partial import Partial, RunningMerge, merge_rows
 from cqs.problem import Problem
 from cqs.scheduler import Plan
 from cqs.testing import assert_tracks_exact, exact_rows
@@ -19,10 +20,11 @@ from cqs.worker.backends import GRADIENTS
 
 _HEADS = 16
 _NUM_WORKERS = 31
+_PARTS = 6
 
 
 def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
-    """Check and time single calls on a GPU: ours, cuDNN's and FlexAttention's; and the merge.
+    """Check and time single calls on a GPU, of ours and of the libraries; and the merge.
 
     Rates count ``4 N^2 d`` per head forward and 2.5 times that backward, half of it if causal;
     what a kernel computes twice counts once.
@@ -49,12 +51,12 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
         "what": lambda row: row.benchmark.partition(" ")[2],
         "by": lambda row: row.executor,
         "median ms": lambda row: f"{row.median_ms:.3f}",
-        "TFLOP/s": lambda row: f"{row.details['tflops']:.0f}",
-        "over cuDNN's time": lambda row: f"{row.ratio:.3f}",
+        "TFLOP/s": lambda row: f"{row.details.get('tflops', math.nan):.0f}",
+        "baseline": lambda row: row.baseline,
+        "ratio": lambda row: f"{row.ratio:.3f}",
     }
+    rows.append(_measure_merge(tokens, repeats))
     publish(rows, columns, out)
-    rates = _merge_rates(tokens, repeats)
-    print(f"merge of 6 partials {rates[0]:.2f} TB/s, copy {rates[1]:.2f} TB/s")
 
 
 def _measure(problem: Problem, repeats: int) -> list[Measurement]:
@@ -165,15 +167,15 @@ def _triton_backward(
     return differentiate
 
 
-def _merge_rates(tokens: int, repeats: int) -> tuple[float, float]:
-    """Return the bytes per second of a merge and of a copy, in units of 10^12."""
+def _measure_merge(tokens: int, repeats: int) -> Measurement:
+    """Compare the rate of bytes of a merge with that of a copy."""
     shape = 1, _HEADS, tokens, 128
     parts = [
         (
             Partial(torch.randn(shape, device="cuda"), torch.randn(shape[:3], device="cuda")),
             slice(None),
         )
-        for _ in range(6)
+        for _ in range(_PARTS)
     ]
     answer = Partial(
         torch.empty(shape, dtype=torch.bfloat16, device="cuda"),
@@ -181,11 +183,34 @@ def _merge_rates(tokens: int, repeats: int) -> tuple[float, float]:
     )
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    computations = {
+    computations: dict[str, Callable[[], object]] = {
         "merge": lambda: merge_rows(answer, parts),
         "copy": lambda: target.copy_(source),
     }
+    merge_rows(answer, parts)
+    merge = RunningMerge(Partial(*map(torch.empty_like, answer)))
+    for part, _ in parts:
+        merge.add(part)
+    torch.testing.assert_close(tuple(answer), tuple(merge.finish()))
     seconds = time_in_turn(computations, repeats, "cuda")
     moved = sum(t.nbytes for part, _ in parts for t in part) + sum(t.nbytes for t in answer)
-    merge, copy = (statistics.median(seconds[name]) for name in computations)
-    return moved / merge / 1e12, 2 * source.nbytes / copy / 1e12
+    merge_rates, copy_rates = (
+        [nbytes / each / 1e12 for each in seconds[name]]
+        for name, nbytes in (("merge", moved), ("copy", 2 * source.nbytes))
+    )
+    rates = {
+        "terabytes_per_second": statistics.median(merge_rates),
+        "copy_terabytes_per_second": statistics.median(copy_rates),
+    }
+    return Measurement(
+        benchmark="kernels merge",
+        case=f"{_PARTS}-parts-{tokens}-h{_HEADS}-d128",
+        baseline="copy, time per byte",
+        num_workers=1,
+        executor="triton",
+        dtype="bfloat16",
+        ratio=statistics.median(a / b for a, b in zip(copy_rates, merge_rates, strict=True)),
+        repeats=repeats,
+        details=rates,
+        **summarize(seconds["merge"]),  # type: ignore[arg-type]
+    )

@@ -11,12 +11,16 @@ def time_in_turn(
 ) -> dict[str, list[float]]:
     """Run every computation ``repeats`` times, in turn; return the seconds of each.
 
+    Each turn begins with another one, so that none always comes first.
+
     On a GPU each time runs from one event of its stream to another, on a CPU by the wall clock.
     """
     seconds: dict[str, list[float]] = {name: [] for name in computations}
-    for _ in range(repeats):
-        for name, compute in computations.items():
-            seconds[name].append(_time(compute, device))
+    names = list(computations)
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(_time(computations[name], device))
     return seconds
 
 

@@ -10,11 +10,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and their options."""
     parser.add_argument("benchmark", choices=_BENCHMARKS)
     parser.add_argument("--tokens", type=int, metavar="N", help="default: as published")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, metavar="R", help="default: as published")
     parser.add_argument("--out", metavar="FILE.jsonl", help="append the rows to this file")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run one benchmark."""
     benchmark = import_module(f"cqs.bench.{options.benchmark}")
-    benchmark.run(tokens=options.tokens, repeats=options.repeats, out=options.out)
+    given = {} if options.repeats is None else {"repeats": options.repeats}
+    benchmark.run(tokens=options.tokens, out=options.out, **given)

@@ -7,6 +7,8 @@ from cqs.scheduler.task import Step, Task
 
 _LSE_ITEMSIZE = 4
 """The log of the softmax denominator travels as float32 (float64 for float64 inputs)."""
+_QUERY_WORDS, _KEY_WORD = 16, 8
+"""Bytes from which dropout draws the lots of a query's pairs, and of a key's."""
 _MERGED_BY_A_KERNEL = ("cudnn", "flash")
 """Backends of GPUs, where partial results merge without a float32 copy."""
 
@@ -24,10 +26,11 @@ class AttentionShape:
     """``None``: ``head_dim``."""
     itemsize: int = 2
     """Bytes per element of query, key, value and output: 2 for float16 and bfloat16."""
+    has_dropout: bool = False
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError unless all are integers of at least 1, batch 0."""
-        for field in fields(self):
+        for field in fields(self)[:-1]:
             if (number := getattr(self, field.name)) is not None:
                 number = as_integer(field.name, number, least=int(field.name != "batch"))
                 object.__setattr__(self, field.name, number)
@@ -45,9 +48,10 @@ class TaskCost:
     """Partial outputs and their lse that the worker returns."""
     peak_bytes: int
     """Most bytes held at once, without a kernel's own scratch: inputs, results, and what the
-    backend needs besides. ``triton``: nothing. Backends that compute a step at a time: its gathered
-    keys and values or, if that is more, the two partial results that merge where a causal square
-    joins a rectangle. ``reference``: also the scores, the weights and what it converts."""
+    backend needs besides. ``triton``: nothing, but for the words of dropout. Backends that compute
+    a step at a time: its gathered keys and values or, if that is more, the two partial results
+    that merge where a causal square joins a rectangle. ``reference``: also the scores, the weights
+    and what it converts."""
 
 
 def predict_cost(task: Task, shape: AttentionShape, backend: str | None = None) -> TaskCost:
@@ -84,6 +88,9 @@ def predict_cost(task: Task, shape: AttentionShape, backend: str | None = None) 
         if backend == "reference":
             beside = max(gathered + _reference_bytes(step, shape), merged)
         peak_beyond_inputs = max(peak_beyond_inputs, bytes_out + beside)
+    if shape.has_dropout and backend == "triton":
+        peak_beyond_inputs += width * _QUERY_WORDS * sum(map(len, task.held_queries))
+        peak_beyond_inputs += _KEY_WORD * sum(map(len, task.held_keys))
     return TaskCost(
         flops=2 * (shape.head_dim + value_dim) * width * task.live_pairs,
         bytes_in=bytes_in,
@@ -96,18 +103,22 @@ def _reference_bytes(step: Step, shape: AttentionShape) -> int:
     """Return what the reference holds beside its arguments and results in its larger call.
 
     All in the accumulation dtype: scores and weights, the output, and the values if they must be
-    converted or repeated for each query head.
+    converted or repeated for each query head. Dropout adds a boolean mask, and its inverse before
+    there is an output.
     """
     num_kv_heads = shape.num_heads if shape.num_kv_heads is None else shape.num_kv_heads
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     num_queries = len(step.queries)
     num_keys = max(sum(map(len, step.keys)), len(step.causal_keys or ()))
-    elements = shape.num_heads * num_queries * (2 * num_keys + value_dim)
+    itemsize = max(_LSE_ITEMSIZE, shape.itemsize)
+    pairs = shape.num_heads * num_queries * num_keys
+    converted = shape.num_heads * num_queries * value_dim
     if shape.itemsize < _LSE_ITEMSIZE:
-        elements += num_kv_heads * num_keys * value_dim
+        converted += num_kv_heads * num_keys * value_dim
     if shape.num_heads > num_kv_heads:
-        elements += shape.num_heads * num_keys * value_dim
-    return elements * shape.batch * max(_LSE_ITEMSIZE, shape.itemsize)
+        converted += shape.num_heads * num_keys * value_dim
+    mask = pairs if shape.has_dropout else 0
+    return shape.batch * (2 * pairs * itemsize + mask + max(mask, converted * itemsize))
 
 
 def _must_gather(step: Step, task: Task) -> bool:

@@ -56,7 +56,7 @@ class Tiler:
                 the shape, dtype or device of its rows of the answer. Nothing is taken then.
         """
         if not 0 <= worker < self._plan.num_workers:
-            raise ValueError(f"there is no task {worker}")
+            raise ValueError(f"worker must lie in range({self._plan.num_workers}), got {worker}")
         steps = self._plan.tasks[worker].steps
         if worker in self._added:
             raise ValueError(f"task {worker} was added before")

@@ -94,7 +94,7 @@ def choose_backend(
         if not _why_not(name, query, key, value, has_dropout):
             return name
     reasons = {name: _why_not(name, query, key, value, has_dropout) for name in WHY_NOT}
-    declined = f"backend {backend!r} {reasons.pop(backend)}" if backend else "no backend takes this"
+    declined = f"backend {backend!r} {reasons.pop(str(backend))}"
     others = (f"{name!r} {reason or 'would do'}" for name, reason in reasons.items())
     raise NotImplementedError("; ".join([declined, *others]))
 

@@ -38,6 +38,8 @@ def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return "needs the package flash-attn-4, which is not installed"
     if version not in _VERSIONS:
         return f"needs flash-attn-4 from {_VERSIONS[0]} to {_VERSIONS[-1]}, got {version}"
+    if error := _import_error():
+        return f"needs flash-attn-4, which cannot be imported: {error}"
     return None
 
 
@@ -95,6 +97,15 @@ def gradients_flash(
         )
     grad_query, grad_key, grad_value = (gradient.transpose(1, 2) for gradient in gradients)
     return with_sign_of(scale, grad_query), grad_key, grad_value
+
+
+@cache
+def _import_error() -> str | None:
+    try:
+        import flash_attn.cute.interface  # noqa: F401
+    except Exception as error:  # its compiler looks at the machine and may raise anything
+        return repr(error)
+    return None
 
 
 @cache

@@ -21,7 +21,8 @@ def attend_reference(
     *,
     is_causal: bool,
     scale: float,
-    factors: Tensor | None = None,
+    kept: Tensor | None = None,
+    keep_scale: float = 1.0,
 ) -> Partial:
     """Compute ``softmax(scale * query @ key^T) @ value`` and its lse in plain PyTorch.
 
@@ -34,15 +35,16 @@ def attend_reference(
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
         is_causal: The block is square and query i sees the keys 0..i.
         scale: Factor on the scores.
-        factors: ``[batch, num_heads, seqlen_q, seqlen_kv]``, on each probability: what dropout
-            makes of it. ``None`` means 1. The lse does not know of them.
+        kept: bool ``[batch, num_heads, seqlen_q, seqlen_kv]``, the pairs that dropout keeps;
+            ``None`` means all. The lse does not know of it.
+        keep_scale: Factor on their probabilities.
     """
     scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale)
     dtype = scores_BGRQK.dtype
     lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
     weights_BGRQK = scores_BGRQK.softmax(dim=-1)
-    if factors is not None:
-        weights_BGRQK *= factors.view_as(weights_BGRQK)
+    if kept is not None:
+        weights_BGRQK.masked_fill_(~kept.view_as(weights_BGRQK), 0).mul_(keep_scale)
     output = weights_BGRQK @ value.to(dtype).unsqueeze(2)
     output = output.masked_fill((lse_BGRQ == -torch.inf).unsqueeze(-1), 0)
     return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
@@ -58,7 +60,8 @@ def gradients_reference(
     *,
     is_causal: bool,
     scale: float,
-    factors: Tensor | None = None,
+    kept: Tensor | None = None,
+    keep_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what the pairs of one call contribute to the gradients of its tensors.
 
@@ -75,7 +78,8 @@ def gradients_reference(
         lse: ``[batch, num_heads, seqlen_q]``, of the whole problem.
         is_causal: Likewise.
         scale: Likewise.
-        factors: Likewise.
+        kept: Likewise.
+        keep_scale: Likewise.
     """
     scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale)
     dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
@@ -88,8 +92,8 @@ def gradients_reference(
     delta_BGRQ1 = (output_BGRQD * grad_BGRQD).sum(-1, keepdim=True)
     grad_p_BGRQK = grad_BGRQD @ value_BG1KD.mT
     kept_BGRQK = p_BGRQK
-    if factors is not None:
-        factors_BGRQK = factors.view_as(p_BGRQK)
+    if kept is not None:
+        factors_BGRQK = keep_scale * kept.view_as(p_BGRQK).to(dtype)
         grad_p_BGRQK, kept_BGRQK = grad_p_BGRQK * factors_BGRQK, p_BGRQK * factors_BGRQK
     grad_scores_BGRQK = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
     return (

@@ -212,7 +212,8 @@ class Worker:
         """Return what a backend of single calls needs to know besides the tensors."""
         if self.dropout is None:
             return {"scale": self.scale}
-        return {"scale": self.scale, "factors": self.dropout.factors(query, [queries], keys)}
+        kept = self.dropout.kept(self.dropout.words(query, [queries], keys))
+        return {"scale": self.scale, "kept": kept, "keep_scale": self.dropout.scale}
 
     def _drop_rows(self, query: HeldTokens, key: HeldTokens) -> dict[str, Any]:
         """Return what a backend of whole tasks needs to drop pairs."""

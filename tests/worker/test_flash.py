@@ -282,6 +282,7 @@ def sound(monkeypatch):
     """A Hopper GPU and the package, as far as anyone tells."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "_installed_version", lambda: "4.0.0b36")
+    monkeypatch.setattr(flash, "_import_error", lambda: None)
     return monkeypatch
 
 
@@ -332,6 +333,16 @@ def test_other_gpus_are_declined(sound, capability):
 def test_only_versions_that_were_read_are_called(sound, version, reason):
     sound.setattr(flash, "_installed_version", lambda: version)
     assert flash.why_not_flash(*[tensor_like()] * 3) == reason
+
+
+def test_a_package_that_cannot_be_imported_is_declined(sound):
+    sound.undo()
+    sound.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    sound.setattr(flash, "_installed_version", lambda: "4.0.0b36")
+    sound.setitem(sys.modules, "flash_attn", None)
+    flash._import_error.cache_clear()
+    assert "cannot be imported: ModuleNotFoundError" in flash.why_not_flash(*[tensor_like()] * 3)
+    flash._import_error.cache_clear()
 
 
 def test_a_package_that_is_not_there_has_no_version(monkeypatch):

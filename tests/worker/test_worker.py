@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cqs.bench.memory import measure_task
 from cqs.cases import CASES, Case
+from cqs.dropout import Dropout
 from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import predict_cost
@@ -184,6 +187,19 @@ def test_the_definition_of_a_step_agrees_with_the_whole_where_one_task_does_all(
     problem: Problem = BY_NAME["ragged-causal"].make(torch.float64)
     (step,) = problem.make_plan(1).task(0).steps
     torch.testing.assert_close(exact_step(problem, step), exact_answer(problem))
+
+
+@pytest.mark.parametrize("dropout", [None, Dropout(0.1, 1)], ids=["", "dropout"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_predicted_peak_is_what_a_task_holds(backend, dtype, dropout):
+    """Of the reference, and of the Triton kernel in its interpreter."""
+    tokens = 256 if backend == "triton" else 1500
+    problem = replace(Case("peak", tokens, tokens, 4, 2, 64).make(dtype), dropout=dropout)
+    if reason := WHY_NOT[backend](problem.query, problem.key, problem.value):
+        pytest.skip(reason)
+    predicted, held = measure_task(problem, problem.make_plan(3).task(0), backend)
+    assert 0.95 * predicted <= held <= 1.05 * predicted
 
 
 @pytest.mark.gpu

@@ -65,7 +65,8 @@ class TaskActor:
             What ``compute`` returns, and what it took.
 
         Raises:
-            torch.OutOfMemoryError: with the message, the backend and the bytes of the GPU.
+            torch.OutOfMemoryError: with the message, the backend, if it was chosen before, and the
+                bytes of the GPU.
         """
         sides = [
             (task.held_queries, groups[: len(task.held_queries)]),
@@ -73,7 +74,7 @@ class TaskActor:
         ]
         bytes_in = sum(blob.nbytes for group in groups for blob in group)
         started = seconds = 0.0
-        backend = ""
+        backend = worker.backend
 
         def computed() -> TensorGroups:
             nonlocal started, seconds, backend
@@ -101,7 +102,7 @@ class TaskActor:
             worker=task.worker,
             pid=os.getpid(),
             device=str(self._device),
-            backend=backend,
+            backend=str(backend),
             started=started,
             seconds=seconds,
             peak_bytes=peak_bytes,

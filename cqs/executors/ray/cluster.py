@@ -175,6 +175,7 @@ class Cluster:
             TypeError: as :func:`cqs.attention`.
             ValueError: as :func:`cqs.attention`, and if the cluster is closed.
             NotImplementedError: as :func:`cqs.attention`.
+            torch.OutOfMemoryError: as :func:`cqs.attention`.
             WorkersDiedError: if all workers are dead.
             TaskFailedError: if a task kills every worker that it meets.
         """

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from cqs.worker.triton.pairs import (
-    dropout_factors,
+    is_kept,
     key_words,
     load_run,
     query_words,
@@ -90,9 +90,8 @@ def add_query_gradients(
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
             if words is not None:
                 key_word = key_words(words, keys, keys < stop)[None, :]
-                grad_p *= dropout_factors(
-                    multiplier[:, None], increment[:, None], key_word, drop_below, keep_scale
-                )
+                kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
+                grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
             grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)
             acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
     _add(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D)
@@ -164,17 +163,17 @@ def add_key_gradients(
                 p = tl.exp2(scores * (scale * _LOG2E) - lses[None, :])
                 p = tl.where(visible(positions, queries, stop, low, high), p, 0.0)
                 grad_p = tl.dot(v, grad_out.T, input_precision=PRECISION)
-                kept = p
+                kept_p = p
                 if words is not None:
                     multiplier, increment = query_words(words, place, in_run)
-                    factors = dropout_factors(
-                        multiplier[None, :], increment[None, :], key_word, drop_below, keep_scale
-                    )
-                    grad_p *= factors
-                    kept = p * factors
-                acc_v = tl.dot(kept.to(v.dtype), grad_out, acc_v, input_precision=PRECISION)
+                    kept = is_kept(multiplier[None, :], increment[None, :], key_word, drop_below)
+                    grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
+                    kept_p = tl.where(kept, p, 0.0)
+                acc_v = tl.dot(kept_p.to(v.dtype), grad_out, acc_v, input_precision=PRECISION)
                 grad_scores = p * (grad_p - deltas[None, :])
                 acc_k = tl.dot(grad_scores.to(k.dtype), q, acc_k, input_precision=PRECISION)
+    if words is not None:
+        acc_v *= keep_scale
     rows = kv_head.to(tl.int64) * num_keys + positions
     _add(grad_key, acc_k * scale, rows, in_tile, head_dim, BLOCK_D)
     _add(grad_value, acc_v, rows, in_tile, value_dim, BLOCK_V)

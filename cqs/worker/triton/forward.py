@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from cqs.worker.triton.pairs import (
-    dropout_factors,
+    is_kept,
     key_words,
     load_run,
     query_words,
@@ -88,9 +88,8 @@ def attend_tiles(
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
             if words is not None:
                 key_word = key_words(words, keys, keys < stop)[None, :]
-                p *= dropout_factors(
-                    multiplier[:, None], increment[:, None], key_word, drop_below, keep_scale
-                )
+                kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
+                p = tl.where(kept, p, 0.0)
             v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -103,9 +102,8 @@ def attend_tiles(
             if words is not None:
                 keys = k0 + tl.arange(0, TILE_K)
                 key_word = key_words(words, keys, keys < stop)[None, :]
-                p *= dropout_factors(
-                    multiplier[:, None], increment[:, None], key_word, drop_below, keep_scale
-                )
+                kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
+                p = tl.where(kept, p, 0.0)
             v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -114,6 +112,8 @@ def attend_tiles(
     columns = tl.arange(0, BLOCK_V)
     total = tl.where(total == 0, 1.0, total)
     acc = acc / total[:, None]
+    if words is not None:
+        acc *= keep_scale
     tl.store(
         output + rows[:, None] * value_dim + columns[None, :],
         acc.to(output.dtype.element_ty),

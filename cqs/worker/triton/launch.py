@@ -67,7 +67,9 @@ def attend_rectangles(
     else:
         tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
     spans = united_query_spans if is_united else query_spans
-    tiles, runs, rows_of_tiles = _tile_list(spans, rectangles, tile_q, tile_k, query.device)
+    tiles, runs, rows_of_tiles = _tile_list(
+        spans, rectangles, tile_q, tile_k, query.device, packed=not is_united
+    )
     if not is_united:
         num_rows = sum(len(rectangle.queries) for rectangle in rectangles)
     output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
@@ -288,9 +290,11 @@ def _tile_list(
     tile_rows: int,
     block: int,
     device: torch.device,
+    *,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, int]:
     """Make the list of a launch and bring it to the device; count the rows of its tiles."""
-    found = make_tile_list(spans(rectangles), tile_rows, block, packed=spans is query_spans)
+    found = make_tile_list(spans(rectangles), tile_rows, block, packed=packed)
     tiles, runs = (torch.from_numpy(each).to(device) for each in (found.tiles, found.runs))
     return tiles, runs, int((found.tiles[:, 1] - found.tiles[:, 0]).sum())
 

@@ -32,7 +32,6 @@ def key_words(words, keys, mask):
 
 
 @triton.jit
-def dropout_factors(multiplier, increment, key, drop_below, keep_scale):
-    """Return the factor on the probability of each pair; the words broadcast to pairs."""
-    lot = (multiplier * key + increment >> 32) & 0xFFFFFFFF
-    return tl.where(lot >= drop_below, keep_scale, 0.0)
+def is_kept(multiplier, increment, key, drop_below):
+    """Say which pairs dropout keeps; the words broadcast to pairs."""
+    return ((multiplier * key + increment >> 32) & 0xFFFFFFFF) >= drop_below
