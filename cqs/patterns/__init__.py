@@ -17,8 +17,9 @@ from cqs.patterns.regular import (
     sliding_window,
     strided,
 )
-from cqs.patterns.runs import KeyRun
+from cqs.patterns.runs import KeyRun, key_runs
 from cqs.patterns.tokens import documents, global_tokens, longformer
+from cqs.patterns.views import View, views
 
 __all__ = [
     "FAR",
@@ -29,6 +30,7 @@ __all__ = [
     "KeyRun",
     "Pattern",
     "Piece",
+    "View",
     "acsr",
     "bigbird",
     "block_diagonal",
@@ -41,8 +43,10 @@ __all__ = [
     "from_deepspeed",
     "from_mask",
     "global_tokens",
+    "key_runs",
     "longformer",
     "per_head",
     "sliding_window",
     "strided",
+    "views",
 ]

@@ -165,7 +165,7 @@ class BlockList:
             for column, index in zip(columns, self.bit_index[found].tolist(), strict=True):
                 keys = grid.column_keys(column)
                 if index >= 0:
-                    if self._visits(row, inside, index):
+                    if self.bits[index, self._bit_rows(inside)].any():
                         yield KeyRun(inside, Axis(keys), bits=index)
                 elif keys.start == stop and start < stop:
                     stop = keys.stop
@@ -178,15 +178,12 @@ class BlockList:
 
     def run_mask(self, run: KeyRun) -> NDArray[np.bool_]:
         """Return the bits of a run over a partial block ``[len(run.queries), len(keys)]``."""
-        row = (run.queries.start - self.grid.origin) // self.grid.block
-        first = self.grid.origin + row * self.grid.block
-        rows = slice(run.queries.start - first, run.queries.stop - first, run.queries.step)
-        return self.unpack(run.bits)[rows, : len(run.keys.tokens)]
+        return self.unpack(run.bits)[self._bit_rows(run.queries), : len(run.keys.tokens)]
 
-    def _visits(self, row: int, queries: range, index: int) -> bool:
-        first = self.grid.origin + row * self.grid.block
-        rows = slice(queries.start - first, queries.stop - first, queries.step)
-        return bool(self.bits[index, rows].any())
+    def _bit_rows(self, queries: range) -> slice:
+        """Return which rows of the bits of their blocks some queries of one row of blocks have."""
+        first = (queries.start - self.grid.origin) % self.grid.block
+        return slice(first, first + queries.stop - queries.start, queries.step)
 
     def to_mask(self, queries: range) -> NDArray[np.bool_]:
         """Return the rows of the mask of some queries, of step 1 ``[len(queries), seqlen_kv]``."""
@@ -200,6 +197,16 @@ class BlockList:
     def on(self, grid: Grid) -> "BlockList":
         """Return the same mask cut along another grid of the same score matrix."""
         return self if grid == self.grid else BlockList.from_strips(grid, self.to_mask)
+
+    def transposed(self) -> "BlockList":
+        """Return the list with queries and keys exchanged, its blocks counted from the first."""
+        grid = Grid(self.grid.seqlen_q, self.grid.seqlen_kv, self.grid.block)
+        blocks = self.on(grid)
+        ids = blocks.ids % max(grid.num_columns, 1) * grid.num_rows
+        ids += blocks.ids // max(grid.num_columns, 1)
+        bits = np.packbits(blocks.unpack(slice(None)).swapaxes(1, 2), axis=-1)
+        turned = Grid(grid.seqlen_kv, grid.seqlen_q, grid.block)
+        return BlockList(turned, ids, blocks.bit_index, bits).sorted()
 
     def combine(
         self, other: "BlockList", operation: np.ufunc, *, invert: bool = False

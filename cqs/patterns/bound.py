@@ -73,6 +73,15 @@ class BoundPattern:
         if self.blocks is not None:
             yield from self.blocks.key_runs(queries)
 
+    def transposed(self) -> "BoundPattern":
+        """Return the pattern with queries and keys exchanged.
+
+        Its key runs are the queries that see a tile of keys, for gradients of keys and values.
+        """
+        pieces = tuple(piece.transposed() for piece in self.pieces)
+        blocks = None if self.blocks is None else self.blocks.transposed()
+        return BoundPattern(self.seqlen_kv, self.seqlen_q, pieces, blocks)
+
     def to_mask(self, queries: range | None = None) -> NDArray[np.bool_]:
         """Return a boolean array ``[len(queries), seqlen_kv]``, True where a query sees a key."""
         queries = range(self.seqlen_q) if queries is None else queries

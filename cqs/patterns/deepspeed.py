@@ -1,22 +1,23 @@
 """DeepSpeed's sparse attention: its configurations, read as patterns.
 
-The layouts are those of ``deepspeed.ops.sparse_attention.sparsity_config``, block by block. Like
-them a "unidirectional" one is so by blocks: blocks on the diagonal are whole unless the pattern is
-combined with :func:`~cqs.patterns.causal`.
+The layouts are those of ``deepspeed.ops.sparse_attention.sparsity_config``, block by block, but as
+affine pieces: only random blocks are listed. Like them a "unidirectional" one is so by blocks:
+blocks on the diagonal are whole unless the pattern is combined with :func:`~cqs.patterns.causal`.
 """
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cqs.patterns.bound import BoundPattern
+from cqs.patterns import algebra
+from cqs.patterns.bound import BoundPattern, unite
 from cqs.patterns.masks import bind_layout
 from cqs.patterns.pattern import Lengths, Pattern, per_head
+from cqs.patterns.piece import FAR, Axis, Piece, overlap
 from cqs.scheduler.arguments import as_integer
 
 Layout = NDArray[np.bool_]
@@ -99,17 +100,15 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
         heads = as_integer("num_heads", num_heads, 1)
     items = tuple((name, _frozen(value)) for name, value in parameters.items())
     seed = as_integer("seed", seed, 0)
-    return per_head([[_DeepSpeed(mode, items, heads, head, seed) for head in range(heads)]])
+    return per_head([[_DeepSpeed(mode, items, head, seed) for head in range(heads)]])
 
 
 @dataclass(frozen=True, repr=False)
 class _DeepSpeed(Pattern):
     mode: str
     parameters: tuple[tuple[str, Any], ...]
-    num_layouts: int
-    """How many heads have a layout of their own; random ones are drawn one after another."""
     index: int
-    """Which of them this is."""
+    """The head; random blocks of heads are drawn one after another."""
     seed: int
 
     depends_on_length: ClassVar[bool] = True
@@ -117,118 +116,143 @@ class _DeepSpeed(Pattern):
     def _bind(self, lengths: Lengths) -> BoundPattern:
         if lengths.seqlen_q != lengths.seqlen_kv:
             raise ValueError(f"{self!r} is for self-attention, got lengths {tuple(lengths)}")
-        block = dict(self.parameters)["block"]
-        num_blocks = -(-lengths.seqlen_q // block)
-        layouts = _make_layouts(self.mode, self.parameters, num_blocks, self.num_layouts, self.seed)
-        return bind_layout(lengths, layouts[self.index], block)
+        blocks = _Blocks(lengths, self.mode, **dict(self.parameters))
+        pieces: list[Piece] = []
+        for piece in algebra.tidy_all(blocks.pieces(self.index)):
+            pieces = algebra.unite(pieces, [piece])
+        bound = BoundPattern(*lengths, tuple(pieces))
+        if not blocks.parameters.get("num_random_blocks"):
+            return bound
+        layout = blocks.random_layout(random.Random(self.seed), self.index)
+        return unite(bound, bind_layout(lengths, layout, blocks.block))
 
     def __repr__(self) -> str:
         parameters = {"mode": self.mode} | dict(self.parameters)
-        head = f".head(0, {self.index})" if self.num_layouts > 1 else ""
+        head = f".head(0, {self.index})" if parameters["different_layout_per_head"] else ""
         return f"from_deepspeed({parameters}, seed={self.seed}){head}"
 
 
-@lru_cache(maxsize=4)
-def _make_layouts(
-    mode: str, parameters: tuple[tuple[str, Any], ...], num_blocks: int, number: int, seed: int
-) -> list[Layout]:
-    """Make the layouts of all heads ``[num_blocks, num_blocks]`` each."""
-    maker = _Layouts(num_blocks, random.Random(seed), **dict(parameters))
-    return [getattr(maker, mode)(head) for head in range(number)]
+class _Blocks:
+    """The pieces of one mode at one length; they may overlap. Everything is counted in blocks."""
 
-
-class _Layouts:
-    """One mode's layouts; parameters are attributes."""
-
-    def __init__(self, num_blocks: int, rng: random.Random, **parameters: Any) -> None:
-        self.num_blocks = num_blocks
-        self.rng = rng
-        self.parameters = parameters
+    def __init__(self, lengths: Lengths, mode: str, *, block: int, **parameters: Any) -> None:
+        self.lengths, self.mode, self.block, self.parameters = lengths, mode, block, parameters
+        self.num_blocks = -(-lengths.seqlen_q // block)
         self.is_causal = parameters.get("attention") == "unidirectional"
-        self.rows, self.columns = np.ogrid[:num_blocks, :num_blocks]
+        for name in ("num_sliding_window_blocks", "num_random_blocks"):
+            self._need(name)
+        if mode == "bigbird":
+            self._need("num_global_blocks")
 
-    def dense(self, head: int) -> Layout:
-        return np.ones((self.num_blocks, self.num_blocks), dtype=bool)
+    def pieces(self, head: int) -> Iterator[Piece]:
+        """Yield what the mode lets attend, but for random blocks."""
+        if self.mode == "dense":
+            yield self._rectangle(0, self.num_blocks, 0, self.num_blocks)
+        elif self.mode == "fixed":
+            size = self.parameters["num_local_blocks"]
+            yield from self._groups(0, size)
+            yield from self._summaries(size, head)
+        elif self.mode == "variable":
+            start, sizes = 0, self.parameters["local_window_blocks"]
+            for size in sizes:
+                yield from self._groups(start, size, start + size)
+                start += size
+            yield from self._groups(start, sizes[-1])
+            for run in self._global_runs():
+                yield from self._global(*run)
+        else:
+            side = self.parameters["num_sliding_window_blocks"] // 2
+            yield self._cells(1, low=-side, high=0 if self.is_causal else side)
+            for start, stop in self._global_runs():
+                for axes in ((0, self.num_blocks, start, stop), (start, stop, 0, self.num_blocks)):
+                    yield from self._past(self._rectangle(*axes))
 
-    def fixed(self, head: int) -> Layout:
-        """Groups of local blocks; the last of each, or for other heads those before, are global."""
-        size, width = self.parameters["num_local_blocks"], self.parameters["num_global_blocks"]
-        layout = self._groups([size])
+    def random_layout(self, rng: random.Random, head: int) -> Layout:
+        """Draw the random blocks of heads ``0 .. head``; return those of the last."""
+        everywhere = self.mode == "variable" or not self.is_causal
+        number = self.parameters["num_random_blocks"]
+        for _ in range(head + 1):
+            layout = np.zeros((self.num_blocks, self.num_blocks), dtype=bool)
+            for row in range(self.num_blocks):
+                choices = range(self.num_blocks if everywhere else row + 1)
+                layout[row, rng.sample(choices, min(number, len(choices)))] = True
+        return layout
+
+    def _groups(self, start: int, size: int, stop: int | None = None) -> Iterator[Piece]:
+        """Let blocks of a group see each other; groups of ``size`` begin at ``start``."""
+        stop = self.num_blocks if stop is None else min(stop, self.num_blocks)
+        rows = [(row, 1, row + 1) for row in range(size)] if self.is_causal else [(0, size, size)]
+        for row, height, width in rows:
+            piece = self._cells(size, start + row, height, start, width, low=0, high=0)
+            queries, keys = (self._clip(axis, start, stop) for axis in (piece.queries, piece.keys))
+            yield piece._replace(queries=queries, keys=keys)
+
+    def _summaries(self, size: int, head: int) -> Iterator[Piece]:
+        """Make the last blocks of each group global, or for other heads those before them."""
+        width = self.parameters["num_global_blocks"]
         first = size - (1 + head % self.parameters["num_different_global_patterns"]) * width
         whole = self.num_blocks - self.num_blocks % size
-        starts = list(range(first, whole, size))
+        high = 0 if self.is_causal else FAR
+        columns = self._cells(size, first, size, first, width, high=high)
+        yield columns._replace(keys=self._clip(columns.keys, 0, whole))
+        if self.parameters["horizontal_global_attention"]:
+            rows = self._cells(size, first, width, 0, size)
+            yield rows._replace(queries=self._clip(rows.queries, 0, whole))
         if whole < self.num_blocks:
-            starts.append(max(min(whole + first, self.num_blocks - width), 0))
-        self._add_global(layout, [(start, start + width) for start in starts])
-        return layout
+            start = max(min(whole + first, self.num_blocks - width), 0)
+            yield from self._global(start, start + width)
 
-    def variable(self, head: int) -> Layout:
-        """Groups of given sizes, given global blocks and random blocks."""
-        layout = self._random(everywhere=True) | self._groups(
-            self.parameters["local_window_blocks"]
+    def _global(self, start: int, stop: int) -> Iterator[Piece]:
+        """Let all rows, or if causal those from ``start`` on, see these columns."""
+        yield self._rectangle(start if self.is_causal else 0, self.num_blocks, start, stop)
+        if self.parameters["horizontal_global_attention"]:
+            yield self._rectangle(start, stop, 0, self.num_blocks)
+
+    def _global_runs(self) -> list[tuple[int, int]]:
+        """Return the first and the last + 1 of the global blocks that are named."""
+        if self.mode == "bigbird":
+            return [(0, self.parameters["num_global_blocks"])]
+        starts = self.parameters.get("global_block_indices", ())
+        stops = self.parameters.get("global_block_end_indices")
+        return list(zip(starts, [a + 1 for a in starts] if stops is None else stops, strict=True))
+
+    def _cells(
+        self,
+        size: int,
+        row: int = 0,
+        height: int | None = None,
+        column: int = 0,
+        width: int | None = None,
+        low: int = -FAR,
+        high: int = FAR,
+    ) -> Piece:
+        """Return a piece of cells every ``size`` blocks, from a row and a column on."""
+        block = self.block
+        height, width = (size if each is None else each for each in (height, width))
+        return Piece(
+            self.lengths.queries(row * block, size * block, height * block),
+            self.lengths.keys(column * block, size * block, width * block),
+            low,
+            high,
         )
-        self._add_global(layout, self._given_global())
-        return layout
 
-    def bigbird(self, head: int) -> Layout:
-        """A window, the first blocks global both ways, and random blocks."""
-        layout = self._random(everywhere=not self.is_causal) | self._window()
-        self._need("num_global_blocks")
-        width = self.parameters["num_global_blocks"]
-        return self._past(layout | (self.rows < width) | (self.columns < width))
+    def _rectangle(self, row: int, row_stop: int, column: int, column_stop: int) -> Piece:
+        queries, keys = self.lengths.queries(), self.lengths.keys()
+        return Piece(self._clip(queries, row, row_stop), self._clip(keys, column, column_stop))
 
-    def bslongformer(self, head: int) -> Layout:
-        """A window and given blocks, global both ways."""
-        layout = self._window()
-        for start, stop in self._given_global():
-            layout[start:stop] = layout[:, start:stop] = True
-        return self._past(layout)
+    def _clip(self, axis: Axis, start: int, stop: int) -> Axis:
+        tokens = overlap(axis.tokens, range(start * self.block, stop * self.block))
+        return axis._replace(tokens=tokens)
 
-    def local(self, head: int) -> Layout:
-        """A window."""
-        return self._past(self._window())
-
-    def _groups(self, sizes: Iterable[int]) -> Layout:
-        """Blocks of one group; the last size goes on."""
-        sizes = list(sizes)
-        group = np.repeat(np.arange(len(sizes)), sizes)[: self.num_blocks]
-        rest = np.arange(self.num_blocks - len(group)) // sizes[-1] + len(sizes)
-        group = np.concatenate([group, rest])
-        return self._past(group[:, None] == group[None, :])
-
-    def _window(self) -> Layout:
-        self._need("num_sliding_window_blocks")
-        side = self.parameters["num_sliding_window_blocks"] // 2
-        near: Layout = abs(self.rows - self.columns) <= side
-        return near
-
-    def _random(self, *, everywhere: bool) -> Layout:
-        self._need("num_random_blocks")
-        layout = np.zeros((self.num_blocks, self.num_blocks), dtype=bool)
-        for row in range(self.num_blocks):
-            choices = range(self.num_blocks if everywhere else row + 1)
-            number = min(self.parameters["num_random_blocks"], len(choices))
-            layout[row, self.rng.sample(choices, number)] = True
-        return layout
-
-    def _given_global(self) -> list[tuple[int, int]]:
-        starts = self.parameters["global_block_indices"]
-        stops = self.parameters["global_block_end_indices"]
-        stops = [start + 1 for start in starts] if stops is None else stops
-        return [pair for pair in zip(starts, stops, strict=True) if pair[0] < self.num_blocks]
-
-    def _add_global(self, layout: Layout, runs: Iterable[tuple[int, int]]) -> None:
-        """Let the rows, of causal layouts those from the block on, see global columns."""
-        for start, stop in runs:
-            layout[start if self.is_causal else 0 :, start:stop] = True
-            if self.parameters["horizontal_global_attention"]:
-                layout[start:stop] = True
-
-    def _past(self, layout: Layout) -> Layout:
-        return layout & (self.columns <= self.rows) if self.is_causal else layout
+    def _past(self, piece: Piece) -> list[Piece]:
+        """Drop blocks above the diagonal, if causal."""
+        if not self.is_causal:
+            return [piece]
+        past = algebra.tidy_all([self._cells(1, high=0)])
+        return algebra.intersect(algebra.tidy_all([piece]), past)
 
     def _need(self, name: str) -> None:
-        if self.num_blocks < self.parameters[name]:
+        if self.num_blocks < self.parameters.get(name, 0):
             raise ValueError(
                 f"{name} must be at most the number of blocks, {self.num_blocks}, "
                 f"got {self.parameters[name]}"

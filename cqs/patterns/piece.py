@@ -136,6 +136,11 @@ class Piece(NamedTuple):
         """Number of pairs of the whole piece."""
         return self.count_pairs(self.queries.tokens, self.keys.tokens)
 
+    def transposed(self) -> "Piece":
+        """Return the piece with queries and keys exchanged."""
+        queries, keys, low, high, inner_low, inner_high = self
+        return Piece(keys, queries, -high, -low, -inner_high, -inner_low)
+
     def allows(self, query: Any, key: Any) -> Any:
         """Say whether a query sees a key; both are integers, or integer arrays that broadcast."""
         rows, columns = self.queries, self.keys

@@ -38,7 +38,8 @@ def key_runs(piece: Piece, queries: range) -> Iterator[KeyRun]:
 
     One run where the step of ``queries`` is a multiple of the step of the piece, which is 1 for a
     plain piece: so visit a dilated window residue by residue. Otherwise a run for every residue of
-    the tile or, if that is less, those of every query cell that the tile meets.
+    the tile or, if that is less, those of every query cell that the tile meets. No pair is missing
+    or named twice; a run may hold none only if the tile's step is not that of the piece.
 
     Args:
         piece: A tidy piece.

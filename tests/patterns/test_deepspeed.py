@@ -207,6 +207,14 @@ def test_files_have_the_defaults_of_files():
     assert both_ways == from_deepspeed(BSLongformer(1))
 
 
+def test_regular_modes_of_a_billion_tokens_are_a_few_pieces():
+    n = 10**9
+    for config in (Fixed(1, **UNIDIRECTIONAL), BigBird(1, num_random_blocks=0), BSLongformer(1)):
+        bound = from_deepspeed(config).bind(n)
+        assert len(bound.pieces) < 40 and bound.blocks is None
+        assert 0 < bound.num_pairs < n * n
+
+
 def test_subclasses_are_read_as_their_base():
     class Mine(Fixed):
         pass
