@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,11 @@ class BlockList:
         return hash(self._key)
 
     @cached_property
-    def _key(self) -> tuple[Grid, bytes, bytes, bytes]:
-        return self.grid, self.ids.tobytes(), self.bit_index.tobytes(), self.bits.tobytes()
+    def _key(self) -> tuple[Grid, bytes]:
+        digest = blake2b()
+        for array in (self.ids, self.bit_index, self.bits):
+            digest.update(array.tobytes())
+        return self.grid, digest.digest()
 
     @cached_property
     def counts(self) -> Integers:

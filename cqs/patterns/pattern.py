@@ -139,7 +139,7 @@ class Pattern(ABC):
 
 
 _OPERATIONS = {"|": unite, "&": intersect, "-": subtract}
-_remembered = lru_cache(maxsize=64)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
+_remembered = lru_cache(maxsize=32)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
 """The layers of a model and the tasks of a plan ask for the same again and again."""
 
 

@@ -4,15 +4,19 @@ import pickle
 import random
 from itertools import combinations_with_replacement
 
+import numpy as np
 import pytest
 from brute_force import assert_is
 
 from cqs.patterns import (
+    bigbird,
     block_diagonal,
+    block_sparse,
     causal,
     dilated,
     documents,
     fixed,
+    from_mask,
     global_tokens,
     longformer,
     sliding_window,
@@ -56,6 +60,54 @@ def test_combinations_nest():
     assert pickle.loads(pickle.dumps(pattern)) == pattern
     assert eval(repr(pattern)) == pattern
     assert pattern.count(range(9), range(3, 9)) == pattern.to_mask(9)[:, 3:].sum()
+
+
+def random_pattern(rng, depth, seqlen_q, seqlen_kv):
+    """A tree of random patterns, and its mask by numpy's operators."""
+    step, generator = rng.choice([3, 3, 3, 1, 5]), np.random.default_rng(rng.randrange(2**32))
+    if depth:
+        (left, mask), (right, other) = (
+            random_pattern(rng, rng.randrange(depth), seqlen_q, seqlen_kv) for _ in range(2)
+        )
+        return rng.choice(
+            [
+                (left | right, mask | other),
+                (left & right, mask & other),
+                (left - right, mask & ~other),
+            ]
+        )
+    bounds = [rng.choice([None, rng.randint(0, 9)]) for _ in range(2)]
+    rows, columns = -(-seqlen_q // 6), -(-seqlen_kv // 6)
+    pattern = rng.choice(
+        [
+            sliding_window(*bounds),
+            dilated(rng.randint(0, 4), rng.randint(0, 4), step),
+            strided(step),
+            fixed(step, rng.randint(0, step)),
+            block_diagonal(step),
+            longformer(rng.randint(0, 9), rng.sample(range(30), rng.randint(0, 4))),
+            documents([0, *sorted(rng.randint(0, 40) for _ in range(4))]),
+            bigbird(block=rng.randint(3, 5), random_blocks=rng.randint(0, 3), seed=step),
+            from_mask(generator.random((seqlen_q, seqlen_kv)) < 0.4),
+            block_sparse(generator.random((rows, columns)) < 0.5, 6),
+        ]
+    )
+    return pattern, pattern.to_mask(seqlen_q, seqlen_kv)
+
+
+def test_random_trees_of_patterns_are_exact():
+    rng = random.Random(1)
+    refused = 0
+    for _ in range(500):
+        shape = rng.randint(0, 40), rng.randint(0, 40)
+        pattern, mask = random_pattern(rng, rng.randint(1, 3), *shape)
+        try:
+            bound = pattern.bind(*shape)
+        except NotImplementedError:
+            refused += 1
+            continue
+        assert_is(rng, bound, mask)
+    assert refused < 100
 
 
 def test_combinations_of_a_billion_tokens_are_a_few_pieces():
