@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
 _SMALLEST = -(2**63)
 
 
@@ -91,7 +90,7 @@ def _draw(state: Tensor | int, number: Tensor) -> Tensor:
     SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), in
     the arithmetic of int64, which wraps.
     """
-    word = state + (number + 1) * _signed(_GOLDEN)
+    word = state + (number + 1) * _signed(0x9E3779B97F4A7C15)
     word = (word ^ _shift(word, 30)) * _signed(0xBF58476D1CE4E5B9)
     word = (word ^ _shift(word, 27)) * _signed(0x94D049BB133111EB)
     return word ^ _shift(word, 31)

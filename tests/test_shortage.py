@@ -31,7 +31,7 @@ def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
     smaller = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity - 8, worker=1)
     assert "num_workers=21" in smaller
     hopeless = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, 1000, worker=1)
-    assert hopeless.endswith("No number of tasks up to 993 would fit")
+    assert hopeless.endswith("No number of tasks up to 993 would help")
 
 
 def test_in_this_process(monkeypatch):

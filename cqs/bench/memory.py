@@ -21,7 +21,7 @@ def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) 
     Args:
         tokens: Sequence length; ``None`` means 4096 on the CPU, 32,768 on a GPU. The reference
             gets half of it.
-        repeats: Unused: memory does not vary.
+        repeats: How often each is measured; the worst counts.
         out: File to append rows to, or ``None``.
     """
     on_gpu = torch.cuda.is_available()
@@ -36,7 +36,7 @@ def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) 
             problem = case.make(dtype, device)
             tensors = problem.query, problem.key, problem.value
             if WHY_NOT[backend](*tensors) is None:
-                rows += [_measure_worst(problem, backend, w, kind) for w in _NUM_WORKERS]
+                rows += [_measure_worst(problem, backend, w, repeats) for w in _NUM_WORKERS]
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
         "backend": lambda row: row.executor,
@@ -67,21 +67,21 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
     return predict_cost(task, problem.shape, backend).peak_bytes, held + peak
 
 
-def _measure_worst(problem: Problem, backend: str, num_workers: int, kind: str) -> Measurement:
+def _measure_worst(problem: Problem, backend: str, num_workers: int, repeats: int) -> Measurement:
     start = time.perf_counter()
-    plan = problem.make_plan(num_workers)
-    found = [measure_task(problem, task, backend) for task in plan.tasks]
+    tasks = problem.make_plan(num_workers).tasks
+    found = [measure_task(problem, task, backend) for task in tasks for _ in range(repeats)]
     predicted, peak = max(found, key=lambda pair: abs(pair[1] / pair[0] - 1))
     _, num_heads, tokens, head_dim = problem.query.shape
     return Measurement(
         benchmark="memory",
-        case=f"{kind}-{tokens}-h{num_heads}-d{head_dim}",
+        case=f"{'causal' if problem.is_causal else 'full'}-{tokens}-h{num_heads}-d{head_dim}",
         baseline="prediction",
         num_workers=num_workers,
         executor=backend,
         dtype=str(problem.query.dtype).removeprefix("torch."),
         ratio=peak / predicted,
-        repeats=1,
+        repeats=repeats,
         details={"predicted_bytes": predicted, "peak_bytes": peak},
         **summarize([time.perf_counter() - start]),  # type: ignore[arg-type]
     )

@@ -2,9 +2,10 @@
 
 from cqs.problem import Problem
 from cqs.scheduler import Plan, predict_cost
+from cqs.scheduler.difference_covers import singer_order
 
-_SINGER = (3, 7, 13, 21, 31, 57, 73, 91, 133, 183, 273, 307, 381, 553, 871, 993)
-"""Numbers of tasks that hold the fewest tokens for their number."""
+_FEWEST_TOKENS = (3, *(number for number in range(4, 1000) if singer_order(number)))
+"""Numbers of tasks that hold the fewest tokens for their number: of perfect difference sets."""
 _USABLE = 0.9
 """Share of a GPU's memory that tensors may fill: the rest is taken by kernels and fragments."""
 _LESS = 0.8
@@ -26,10 +27,8 @@ def explain_shortage(
     """
     if worker is None:
         whole = problem.make_plan(1).predict_cost(0, problem.shape)
-        needed, what = (
-            whole.bytes_in + whole.bytes_out + _beside(problem, plan, backend),
-            "this call",
-        )
+        needed = whole.bytes_in + whole.bytes_out + _beside(problem, plan, backend)
+        what = "this call"
     else:
         needed = plan.predict_cost(worker, problem.shape, backend).peak_bytes
         what = f"task {worker} of {plan.num_workers}"
@@ -40,7 +39,7 @@ def explain_shortage(
     )
     if needed < capacity / 2:
         message += ", of which other tensors or processes hold most"
-    for num_workers in _SINGER:
+    for num_workers in _FEWEST_TOKENS:
         finer = problem.make_plan(num_workers)
         each = max(predict_cost(task, problem.shape, backend).peak_bytes for task in finer.tasks)
         if each <= min(_USABLE * capacity, _LESS * needed):
@@ -49,7 +48,7 @@ def explain_shortage(
                 f"cqs.Cluster(...).attention(..., num_workers={num_workers}), whose actors hold a "
                 "task at a time"
             )
-    return f"{message}. No number of tasks up to {_SINGER[-1]} would fit"
+    return f"{message}. No number of tasks up to {_FEWEST_TOKENS[-1]} would help"
 
 
 def _beside(problem: Problem, plan: Plan, backend: str | None) -> int:

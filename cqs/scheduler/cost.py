@@ -30,7 +30,9 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError unless all are integers of at least 1, batch 0."""
-        for field in fields(self)[:-1]:
+        for field in fields(self):
+            if field.name == "has_dropout":
+                continue
             if (number := getattr(self, field.name)) is not None:
                 number = as_integer(field.name, number, least=int(field.name != "batch"))
                 object.__setattr__(self, field.name, number)

@@ -4,27 +4,22 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.operands import with_adjacent_columns, with_positive_scale, with_sign_of
+from cqs.worker.operands import (
+    why_not_half_precision_on_gpu,
+    with_adjacent_columns,
+    with_positive_scale,
+    with_sign_of,
+)
 
-_MAX_HEAD_DIM = 128
-_MAX_GRID = 65535
+_HEAD_DIMS = range(8, 129, 8)
 
 
 def why_not_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Say why cuDNN cannot take these tensors, or return None if it can."""
-    if query.device.type != "cuda":
-        return f"needs CUDA tensors, got {query.device}"
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16 or float16, got {query.dtype}"
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if head_dim != value_dim:
-        return f"needs equal head_dim of query and value, got {head_dim} and {value_dim}"
-    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-        return f"needs a head_dim that is a multiple of 8 up to {_MAX_HEAD_DIM}, got {head_dim}"
+    if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
+        return reason
     if key.shape[2] == 1:
         return "needs more than one key, got 1"
-    if max(query.shape[:2]) > _MAX_GRID:
-        return f"needs batch and heads up to {_MAX_GRID}, got {tuple(query.shape[:2])}"
     if not torch.backends.cudnn.is_available():
         return "needs a PyTorch built with cuDNN"
     if (capability := torch.cuda.get_device_capability(query.device)) < (8, 0):

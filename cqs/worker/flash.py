@@ -10,28 +10,22 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.operands import with_positive_scale, with_sign_of
+from cqs.worker.operands import (
+    why_not_half_precision_on_gpu,
+    with_positive_scale,
+    with_sign_of,
+)
 
 _VERSIONS = tuple(f"4.0.0b{beta}" for beta in range(32, 37))
 """Their private functions and kernels agree; no public function takes the lse of the whole."""
 _HEAD_DIMS = range(32, 257, 32)
 """Many others get wrong gradients of queries: two of the kernels pad to different multiples."""
-_MAX_GRID = 65535
 
 
 def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Say why FlashAttention-4 cannot take these tensors, or return None if it can."""
-    if query.device.type != "cuda":
-        return f"needs CUDA tensors, got {query.device}"
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16 or float16, got {query.dtype}"
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if head_dim != value_dim:
-        return f"needs equal head_dim of query and value, got {head_dim} and {value_dim}"
-    if head_dim not in _HEAD_DIMS:
-        return f"needs a head_dim that is a multiple of 32 up to {_HEAD_DIMS[-1]}, got {head_dim}"
-    if max(query.shape[:2]) > _MAX_GRID:
-        return f"needs batch and heads up to {_MAX_GRID}, got {tuple(query.shape[:2])}"
+    if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
+        return reason
     if (capability := torch.cuda.get_device_capability(query.device))[0] != 9:
         return f"needs compute capability 9.x, got {capability[0]}.{capability[1]}"
     if (version := _installed_version()) is None:

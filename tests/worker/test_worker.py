@@ -26,6 +26,14 @@ EVERY_DEVICE = pytest.mark.parametrize(
 SOME_NUM_WORKERS = pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 40])
 
 
+def make_for(backend, case, *dtype_and_device, **options):
+    """The problem of a case; skips the test where the backend cannot take it."""
+    problem = case.make(*dtype_and_device, **options)
+    if reason := WHY_NOT[backend](problem.query, problem.key, problem.value):
+        pytest.skip(reason)
+    return problem
+
+
 def hold(tensor, ranges):
     return HeldTokens((each, tensor[:, :, each.start : each.stop].clone()) for each in ranges)
 
@@ -91,9 +99,7 @@ def test_a_task_needs_no_more_than_the_tokens_it_holds(case, num_workers, backen
 @pytest.mark.parametrize("num_workers", [2, 8])
 @SOME_CASES
 def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_workers, device):
-    problem = case.make(device=device)
-    if reason := WHY_NOT["triton"](problem.query, problem.key, problem.value):
-        pytest.skip(reason)
+    problem = make_for("triton", case, device=device)
     steps = [step for task in problem.make_plan(num_workers).tasks for step in task.steps]
     assert_right(
         problem, Worker.of(problem, "triton").run_together(steps, *hold_everything(problem))
@@ -105,9 +111,7 @@ def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_wo
 @SOME_CASES
 def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_workers, device):
     """Partials of the Triton kernel, merged by a kernel too, as on a GPU."""
-    problem = case.make(device=device)
-    if reason := WHY_NOT["triton"](problem.query, problem.key, problem.value):
-        pytest.skip(reason)
+    problem = make_for("triton", case, device=device)
     worker, plan = Worker.of(problem, "triton"), problem.make_plan(num_workers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cqs.partial.merges_at_once", lambda answer: True)
@@ -195,9 +199,8 @@ def test_the_definition_of_a_step_agrees_with_the_whole_where_one_task_does_all(
 def test_predicted_peak_is_what_a_task_holds(backend, dtype, dropout):
     """Of the reference, and of the Triton kernel in its interpreter."""
     tokens = 256 if backend == "triton" else 1500
-    problem = replace(Case("peak", tokens, tokens, 4, 2, 64).make(dtype), dropout=dropout)
-    if reason := WHY_NOT[backend](problem.query, problem.key, problem.value):
-        pytest.skip(reason)
+    case = Case("peak", tokens, tokens, 4, 2, 64)
+    problem = replace(make_for(backend, case, dtype), dropout=dropout)
     predicted, held = measure_task(problem, problem.make_plan(3).task(0), backend)
     assert 0.95 * predicted <= held <= 1.05 * predicted
 
@@ -209,9 +212,7 @@ def test_predicted_peak_is_what_a_task_holds(backend, dtype, dropout):
 def test_predicted_peak_is_what_a_gpu_holds(is_causal, num_workers, backend):
     tokens = 8192 if backend == "reference" else 32768
     case = Case("peak", tokens, tokens, 8, 8, 128, is_causal=is_causal)
-    problem = case.make(torch.bfloat16, "cuda")
-    if reason := WHY_NOT[backend](problem.query, problem.key, problem.value):
-        pytest.skip(reason)
+    problem = make_for(backend, case, torch.bfloat16, "cuda")
     for task in problem.make_plan(num_workers).tasks:
         predicted, held = measure_task(problem, task, backend)
         assert 0.95 * predicted <= held <= 1.05 * predicted
