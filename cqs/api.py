@@ -2,16 +2,17 @@
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cqs.autograd import attend_differentiably
 from cqs.executors.local import run_local, run_local_backward
-from cqs.problem import check_problem
+from cqs.patterns import Pattern
+from cqs.problem import Problem, check_problem
+from cqs.scheduler import Plan
 from cqs.verify import verify_rows
-from cqs.worker import Worker
+from cqs.worker.backends import check_backend_name
 
 if TYPE_CHECKING:
     from cqs.executors.ray import Cluster
@@ -23,6 +24,7 @@ def attention(
     value: Tensor,
     *,
     is_causal: bool = False,
+    pattern: Pattern | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
@@ -48,6 +50,8 @@ def attention(
             ``num_kv_heads``, and consecutive query heads share one.
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
         is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
+        pattern: Which pairs attend, of :mod:`cqs.patterns`; with ``is_causal`` only those up to the
+            diagonal. What it hides is not computed, and what no backend can hide is refused.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         dropout_p: Chance, in [0, 1), that a probability is zeroed after the softmax; the rest is
             divided by ``1 - dropout_p``. Which pairs are dropped depends on seed, batch, head and
@@ -85,17 +89,29 @@ def attention(
         >>> torch.allclose(output, dense, atol=1e-5)
         True
     """
+    problem = check_problem(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        pattern=pattern,
+        scale=scale,
+        dropout_p=dropout_p,
+        seed=seed,
+    )
+    check_backend_name(backend)
+
+    def make_plan(problem: Problem) -> Plan:
+        return problem.make_plan(1 if num_workers is None else num_workers, interest_set)
+
+    for _, part in problem.parts():
+        make_plan(part)  # before Ray starts, whatever is wrong with the options
     if executor is None or executor == "local":
-        problem = check_problem(
-            query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed
-        )
-        Worker.of(problem, backend)
-        plan = problem.make_plan(1 if num_workers is None else num_workers, interest_set)
         answer = attend_differentiably(
             problem,
-            partial(run_local, plan=plan, backend=backend),
+            lambda problem: run_local(problem, make_plan(problem), backend=backend),
             lambda problem, answer, grad_output: run_local_backward(
-                problem, plan, answer, grad_output, backend=backend
+                problem, make_plan(problem), answer, grad_output, backend=backend
             ),
         )
         if verify:
@@ -109,11 +125,6 @@ def attention(
 
     if not isinstance(executor, str | Cluster):
         raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
-    problem = check_problem(
-        query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed
-    )
-    Worker.of(problem, backend)
-    problem.make_plan(1 if num_workers is None else num_workers, interest_set)  # before Ray starts
     answer = attend_on(
         Cluster if isinstance(executor, str) else lambda: nullcontext(executor),
         problem,

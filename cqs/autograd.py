@@ -1,6 +1,6 @@
 """Gradients through an attention problem, whoever computes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,16 +21,26 @@ def attend_differentiably(
     """Compute ``forward(problem)`` so that its output can be differentiated, once.
 
     Args:
-        problem: The checked problem.
+        problem: The checked problem. One whose pattern differs by head is computed in parts.
         forward: Computes the answer.
         backward: Computes the gradients from the answer and the gradient of its output. The lse is
             a constant to autograd.
     """
+    if problem.differs_by_head:
+        answers = [attend_differentiably(part, forward, backward) for _, part in problem.parts()]
+        assert problem.pattern is not None
+        _, heads = problem.pattern.heads
+        rows = [answers[first : first + heads] for first in range(0, len(answers), heads)]
+        return _join([_join(row, dim=1) for row in rows], dim=0)
     tensors = problem.query, problem.key, problem.value
     with torch.autocast(problem.query.device.type, enabled=False):  # dtypes are the caller's
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return Partial(*_Attention.apply(*tensors, problem, forward, backward))
         return forward(problem)
+
+
+def _join(answers: Sequence[Partial], dim: int) -> Partial:
+    return Partial(*(torch.cat(tensors, dim) for tensors in zip(*answers, strict=True)))
 
 
 class _Attention(torch.autograd.Function):
@@ -47,7 +57,7 @@ class _Attention(torch.autograd.Function):
         answer = forward(replace(problem, query=query, key=key, value=value))
         ctx.save_for_backward(query, key, value, *answer)
         ctx.mark_non_differentiable(answer.lse)
-        ctx.options = problem.is_causal, problem.scale, problem.dropout
+        ctx.options = problem.is_causal, problem.scale, problem.dropout, problem.pattern
         ctx.compute = backward
         return answer
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem
 
 
@@ -19,6 +20,7 @@ class Case:
     head_dim: int = 16
     batch: int = 1
     is_causal: bool = False
+    pattern: Pattern | None = None
     scale: float | None = None
     magnitude: float = 1.0
     """Standard deviation of query and key: scores grow with its square."""
@@ -37,6 +39,7 @@ class Case:
             draw(self.num_kv_heads, self.seqlen_kv, self.magnitude),
             draw(self.num_kv_heads, self.seqlen_kv, 1.0),
             is_causal=self.is_causal,
+            pattern=self.pattern,
             scale=self.scale,
         )
 

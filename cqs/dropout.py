@@ -1,7 +1,7 @@
 """Which pairs dropout keeps: a function of seed and position, whoever computes the pair."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,14 @@ class Dropout:
     """In [0, 1)."""
     seed: int
     """Less than 2^63."""
+    first_batch: int = 0
+    """Where the tensors at hand are some of a larger batch: the number of their first element."""
+    first_head: int = 0
+    """Likewise."""
+
+    def moved(self, batch: int, head: int) -> "Dropout":
+        """Return the same dropout for tensors that begin with this batch element and head."""
+        return replace(self, first_batch=batch, first_head=head)
 
     @property
     def threshold(self) -> int:
@@ -58,8 +66,8 @@ class Dropout:
             keys: Likewise.
         """
         device = like.device
-        batches = torch.arange(like.shape[0], device=device).view(-1, 1, 1)
-        heads = torch.arange(like.shape[1], device=device).view(-1, 1)
+        batches = self.first_batch + torch.arange(like.shape[0], device=device).view(-1, 1, 1)
+        heads = self.first_head + torch.arange(like.shape[1], device=device).view(-1, 1)
         rows, columns = (
             torch.cat([torch.arange(r.start, r.stop, device=device) for r in ranges])
             for ranges in (queries, keys)

@@ -1,10 +1,14 @@
-"""Pictures of plans."""
+"""Pictures of plans and of measurements."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cqs.scheduler import Block, Plan
+
+if TYPE_CHECKING:
+    from cqs.bench.measurement import Measurement
 
 _GOLDEN_RATIO = 0.618033988749895
 _STAIRS = 64
@@ -114,3 +118,36 @@ def _outline(block: Block) -> list[tuple[int, int]]:
     for query, key in zip(queries, keys, strict=True):
         corners += [(key + 1, query), (key + 1, query + 1)]
     return [*corners, (keys.start, queries.stop)]
+
+
+def plot_speedups(rows: "Sequence[Measurement]", axes: Any = None) -> Any:
+    """Plot the speed-up of patterns over dense attention against the sequence length.
+
+    Args:
+        rows: Of ``cqs bench patterns``; forward passes by ``cqs`` are drawn.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+    Returns:
+        The matplotlib axes.
+    """
+    import matplotlib.pyplot as plt
+
+    if axes is None:
+        _, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.executor == "cqs" and row.benchmark == "patterns forward":
+            name = row.case.rpartition("-")[0]
+            lines.setdefault(name, []).append((row.details["tokens"], 1 / row.ratio))
+    markers = "osD^v<>PX*"
+    for i, (name, points) in enumerate(lines.items()):
+        tokens, speedups = zip(*sorted(points), strict=True)
+        axes.plot(tokens, speedups, marker=markers[i // 10 % 10], color=f"C{i % 10}", label=name)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(f"speed-up over {rows[0].baseline} attention")
+    axes.set_title(f"{rows[0].device}, {rows[0].dtype}")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    return axes

@@ -1,8 +1,9 @@
 """The public door: one attention problem, checked once and trusted inside."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.autograd import forward_ad
 
 from cqs.dropout import Dropout
 from cqs.partial import Partial, lse_dtype
+from cqs.patterns import BoundPattern, Pattern, causal, sliding_window
 from cqs.scheduler import AttentionShape, Plan, make_plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
 
@@ -31,6 +33,46 @@ class Problem:
     is_causal: bool
     scale: float
     dropout: Dropout | None = None
+    pattern: Pattern | None = None
+    """``None`` where :attr:`is_causal` says everything."""
+
+    @property
+    def bound_pattern(self) -> BoundPattern | None:
+        """The pattern at the lengths of the tensors; all heads must have the same."""
+        if self.pattern is None:
+            return None
+        return self.pattern.bind(self.query.shape[2], self.key.shape[2])
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether heads, or batch elements, have patterns of their own."""
+        return self.pattern is not None and self.pattern.heads != (1, 1)
+
+    def parts(self) -> Iterator[tuple[tuple[slice, slice], "Problem"]]:
+        """Cut the problem where its pattern differs: by batch element, in it by head.
+
+        Yields:
+            The batch elements and heads of a part, and the part: all of it if there is no pattern.
+        """
+        batches, heads = (1, 1) if self.pattern is None else self.pattern.heads
+        group_size = self.query.shape[1] // self.key.shape[1]
+        for batch, head in product(range(batches), range(heads)):
+            row = slice(batch, batch + 1) if batches > 1 else slice(None)
+            of_query = of_key = slice(None)
+            if heads > 1:
+                of_query = slice(head, head + 1)
+                of_key = slice(head // group_size, head // group_size + 1)
+            yield (
+                (row, of_query),
+                replace(
+                    self,
+                    query=self.query[row, of_query],
+                    key=self.key[row, of_key],
+                    value=self.value[row, of_key],
+                    dropout=self.dropout and self.dropout.moved(batch, head),
+                    pattern=self.pattern and self.pattern.head(batch, head),
+                ),
+            )
 
     @property
     def shape(self) -> AttentionShape:
@@ -54,6 +96,7 @@ class Problem:
             is_causal=self.is_causal,
             interest_set=interest_set,
             tile=_GPU_TILE if self.query.is_cuda else 1,
+            pattern=self.pattern,
         )
 
     def empty_answer(self) -> Partial:
@@ -71,18 +114,22 @@ def check_problem(
     value: Tensor,
     *,
     is_causal: bool = False,
+    pattern: Pattern | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
 ) -> Problem:
     """Check what the user passed; fill in the default scale and, to drop out, a random seed.
 
+    A causal problem with a pattern becomes one of their intersection, and the patterns ``causal()``
+    and ``sliding_window(None, None)`` become no pattern.
+
     Raises:
         TypeError: if an argument is of the wrong type or the tensors of an unsupported dtype.
-        ValueError: if shapes, dtypes or devices do not fit together, ``scale`` is not finite or
-            ``dropout_p`` not in [0, 1).
-        NotImplementedError: for devices other than CPU and CUDA, and for derivatives other than
-            autograd's backward pass.
+        ValueError: if shapes, dtypes, devices or the pattern's lengths do not fit together,
+            ``scale`` is not finite or ``dropout_p`` not in [0, 1).
+        NotImplementedError: for patterns that combine into nothing known, for devices other than
+            CPU and CUDA, and for derivatives other than autograd's backward pass.
     """
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
@@ -128,14 +175,33 @@ def check_problem(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} "
             f"and {num_kv_heads}"
         )
-    is_causal = as_bool("is_causal", is_causal)
+    is_causal, pattern = _check_pattern(query, key, as_bool("is_causal", is_causal), pattern)
     if scale is None:
         scale = query.shape[3] ** -0.5
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
     dropout = _check_dropout(dropout_p, seed)
-    return Problem(query, key, value, is_causal, factor, dropout)
+    return Problem(query, key, value, is_causal, factor, dropout, pattern)
+
+
+def _check_pattern(
+    query: Tensor, key: Tensor, is_causal: bool, pattern: Pattern | None
+) -> tuple[bool, Pattern | None]:
+    if pattern is None or pattern == sliding_window(None, None):
+        return is_causal, None
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
+    if pattern == causal():
+        return True, None
+    for name, has, needed in zip(("batch", "num_heads"), query.shape, pattern.heads, strict=False):
+        if needed not in (1, has):
+            raise ValueError(f"{pattern!r} needs {name} {needed}, got query {tuple(query.shape)}")
+    if is_causal:
+        pattern = pattern & causal()
+    for batch, head in product(*map(range, pattern.heads)):
+        pattern.head(batch, head).bind(query.shape[2], key.shape[2])  # raises if it cannot
+    return False, pattern
 
 
 def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:

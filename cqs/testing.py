@@ -9,6 +9,7 @@ from torch import Tensor
 import cqs
 from cqs.partial import Partial
 from cqs.problem import Problem
+from cqs.verify import visible_rows
 
 
 def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
@@ -18,6 +19,7 @@ def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
         problem.key,
         problem.value,
         is_causal=problem.is_causal,
+        pattern=problem.pattern,
         scale=problem.scale,
         return_lse=True,
         **options,
@@ -26,12 +28,18 @@ def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def visible_mask(problem: Problem) -> Tensor | None:
-    """Return the boolean mask of a causal problem, aligned at the bottom right, or None."""
-    if not problem.is_causal:
+    """Return the boolean mask of a problem that hides pairs, or None.
+
+    ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` if it differs by head.
+    """
+    if not (problem.is_causal or problem.pattern):
         return None
-    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
-    everything = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=problem.query.device)
-    return everything.tril(seqlen_kv - seqlen_q)
+    if problem.differs_by_head:
+        assert problem.pattern is not None
+        mask = problem.pattern.to_mask(problem.query.shape[2], problem.key.shape[2])
+        return torch.from_numpy(mask).to(problem.query.device)
+    rows = torch.arange(problem.query.shape[2], device=problem.query.device)
+    return visible_rows(problem, rows)
 
 
 def exact_answer(problem: Problem) -> Partial:
@@ -49,23 +57,20 @@ def exact_answer(problem: Problem) -> Partial:
 
 def exact_rows(problem: Problem, rows: Tensor) -> Tensor:
     """Compute some query rows of :func:`exact_answer`, for problems too long for all of them."""
-    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
     group_size = problem.query.shape[1] // problem.key.shape[1]
+    hidden = ~visible_rows(problem, rows)
     outputs = []
     for head in range(problem.query.shape[1]):
         key, value = (t[:, head // group_size].double() for t in (problem.key, problem.value))
         scores = problem.scale * problem.query[:, head, rows].double() @ key.mT
-        if problem.is_causal:
-            keys = torch.arange(seqlen_kv, device=rows.device)
-            hidden = keys > rows.unsqueeze(1) + (seqlen_kv - seqlen_q)
-            scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(hidden, -torch.inf)
         outputs.append(scores.softmax(dim=-1).nan_to_num(0.0) @ value)
     return torch.stack(outputs, dim=1)
 
 
 def eager_output(problem: Problem) -> Tensor:
     """Compute attention in one call of PyTorch in the dtype of the problem."""
-    square = problem.query.shape[2] == problem.key.shape[2]
+    square = problem.query.shape[2] == problem.key.shape[2] and problem.pattern is None
     output = F.scaled_dot_product_attention(
         problem.query,
         problem.key,

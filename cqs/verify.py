@@ -1,5 +1,6 @@
 """Recompute sampled rows of an answer in float64."""
 
+import numpy as np
 import torch
 
 from cqs.partial import Partial, lse_dtype
@@ -34,6 +35,10 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     Raises:
         VerificationError: with batch, head, row, error and bound of the first row that disagrees.
     """
+    if problem.differs_by_head:
+        for where, part in problem.parts():
+            verify_rows(part, Partial(*(t[where] for t in answer)), num_rows=num_rows, seed=seed)
+        return
     seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
     generator = torch.Generator().manual_seed(seed)
     sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator, device="cpu")
@@ -41,10 +46,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     if not rows:
         return
     index = torch.tensor(rows, device=problem.query.device)
-    visible = torch.ones(len(rows), seqlen_kv, dtype=torch.bool, device=index.device)
-    if problem.is_causal:
-        keys = torch.arange(seqlen_kv, device=index.device)
-        visible = keys <= index.unsqueeze(1) + (seqlen_kv - seqlen_q)
+    visible = visible_rows(problem, index)
     eps = torch.finfo(problem.query.dtype).eps
     eps_accumulation = torch.finfo(lse_dtype(problem.query.dtype)).eps
     group_size = problem.query.shape[1] // problem.key.shape[1]
@@ -68,9 +70,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             largest_score = seen.amax(dim=-1) if seqlen_kv else scores.new_zeros(len(rows))
             lse_bound = 16 * eps_accumulation * (1 + largest_score) + eps
             finite = value.masked_fill(~value.isfinite(), 0)
-            largest_values = torch.cat(
-                [finite.new_zeros(1, finite.shape[1]), finite.abs().cummax(dim=0).values]
-            )
+            largest_values = _largest_of_visible(finite.abs(), visible)
             output = answer.output[batch, head, index].double()
             if problem.dropout is not None:
                 of_head = words._replace(
@@ -89,9 +89,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 rows,
                 output,
                 exact,
-                largest_factor
-                * (16 * eps + lse_bound).unsqueeze(-1)
-                * largest_values[visible.sum(dim=-1)],
+                largest_factor * (16 * eps + lse_bound).unsqueeze(-1) * largest_values,
             )
             _compare_rows(
                 "lse",
@@ -101,6 +99,29 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 lse.unsqueeze(-1),
                 lse_bound.unsqueeze(-1),
             )
+
+
+def visible_rows(problem: Problem, rows: torch.Tensor) -> torch.Tensor:
+    """Say which keys some queries see, bool ``[len(rows), seqlen_kv]``.
+
+    Args:
+        problem: What was asked.
+        rows: Query indices, int64 ``[len(rows)]``, on the device of the answer.
+    """
+    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
+    if problem.bound_pattern is not None:
+        masks = [problem.bound_pattern.to_mask(range(row, row + 1)) for row in rows.tolist()]
+        return torch.from_numpy(np.concatenate(masks)).to(rows.device)
+    if not problem.is_causal:
+        return torch.ones(len(rows), seqlen_kv, dtype=torch.bool, device=rows.device)
+    keys = torch.arange(seqlen_kv, device=rows.device)
+    return keys <= rows.unsqueeze(1) + (seqlen_kv - seqlen_q)
+
+
+def _largest_of_visible(value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return the largest value of each column that each row sees, 0 where it sees none."""
+    none = value.new_zeros(1, value.shape[1])
+    return torch.stack([torch.cat([none, value[sees]]).amax(dim=0) for sees in visible])
 
 
 def _sum_of_infinite(

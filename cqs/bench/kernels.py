@@ -150,17 +150,17 @@ def _triton_backward(
     problem: Problem, answer: Partial, grad_output: Tensor
 ) -> Callable[[], tuple[Tensor, ...]]:
     from cqs.worker.backends import ADD_GRADIENTS
-    from cqs.worker.rectangle import Rectangle
+    from cqs.worker.share import whole_work
 
-    tokens = range(problem.query.shape[2])
-    whole = Rectangle(tokens, (), tokens) if problem.is_causal else Rectangle(tokens, (tokens,))
+    seqlen = problem.query.shape[2]
+    whole = whole_work(seqlen, seqlen, problem.is_causal)
     tensors = problem.query, problem.key, problem.value
     delta = (answer.output.float() * grad_output.float()).sum(-1)
 
     def differentiate() -> tuple[Tensor, ...]:
         gradients = Gradients.zeros(*tensors)
         of_queries = grad_output, answer.lse, delta
-        ADD_GRADIENTS["triton"](*tensors, *of_queries, (whole,), gradients, scale=problem.scale)
+        ADD_GRADIENTS["triton"](*tensors, *of_queries, whole, gradients, scale=problem.scale)
         return gradients
 
     return differentiate

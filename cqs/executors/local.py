@@ -12,7 +12,7 @@ from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
-from cqs.worker import ATTEND_RECTANGLES, HeldTokens, Worker
+from cqs.worker import ATTEND_SHARES, HeldTokens, Worker
 from cqs.worker.memory import memory_of
 
 
@@ -55,10 +55,11 @@ def _run(
     progress: Callable[[int, int], None] | None,
 ) -> Partial:
     query, key, value = map(HeldTokens.whole, (problem.query, problem.key, problem.value))
-    if problem.key.numel() and backend in ATTEND_RECTANGLES:
-        partial = worker.run_together(_all_steps(plan), query, key, value)
-    elif plan.num_workers == 1 and plan.task(0).held_queries == query.ranges:
-        (partial,) = worker.run(plan.task(0), query, key, value)
+    if problem.key.numel() and backend in ATTEND_SHARES:
+        partial = worker.run_together(_together(problem, plan), query, key, value)
+    elif [step.queries for step in _all_steps(plan)] == [*query.ranges]:
+        (task,) = (task for task in plan.tasks if task.steps)
+        (partial,) = worker.run(task, query, key, value)
     else:
         tiler = Tiler(plan, *(answer or problem.empty_answer()))
         for task in plan.tasks:
@@ -90,15 +91,21 @@ def run_local_backward(
     """
     if not answer.output.numel() or not problem.key.numel():
         return Gradients.zeros(problem.query, problem.key, problem.value)
-    steps = _all_steps(plan)
     tensors = problem.query, problem.key, problem.value, grad_output, *answer
     worker = Worker.of(problem, backend)
-    with _explaining_shortage(problem, plan, worker.choose_backend(*tensors[:3], steps)):
+    name = worker.choose_backend(*tensors[:3], _all_steps(plan))
+    steps = _together(problem, plan) if name in ATTEND_SHARES else _all_steps(plan)
+    with _explaining_shortage(problem, plan, name):
         return worker.run_backward(steps, *map(HeldTokens.whole, tensors))
 
 
 def _all_steps(plan: Plan) -> list[Step]:
     return [step for task in plan.tasks for step in task.steps]
+
+
+def _together(problem: Problem, plan: Plan) -> list[Step]:
+    """Return steps that say what all tasks do together; of a pattern, in as few pieces as one."""
+    return _all_steps(plan if problem.pattern is None else problem.make_plan(1))
 
 
 @contextmanager

@@ -47,14 +47,12 @@ def _intersect(one: Piece, other: Piece) -> list[Piece]:
     if one.is_rectangle or (one.is_plain and not other.is_rectangle):
         one, other = other, one
     if other.is_plain and (one.is_plain or other.is_rectangle):
-        clipped = one._replace(
-            queries=one.queries._replace(tokens=overlap(one.queries.tokens, other.queries.tokens)),
-            keys=one.keys._replace(tokens=overlap(one.keys.tokens, other.keys.tokens)),
-        )
+        clipped = one.within(other.queries.tokens, other.keys.tokens)
         if not other.is_rectangle:
             low, high = max(one.low, other.low), min(one.high, other.high)
             clipped = clipped._replace(low=low, high=high)
         return tidy_all([clipped])
+    one, other = _with_equal_steps(one), _with_equal_steps(other)
     if (one.queries.step, one.keys.step) == (other.queries.step, other.keys.step):
         return tidy_all(_intersect_cells(one, other))
     if not other.is_plain or one.queries.step != one.keys.step:
@@ -62,6 +60,20 @@ def _intersect(one: Piece, other: Piece) -> list[Piece]:
     return tidy_all(
         piece for part in _in_cells_of(one, other) for piece in _intersect_cells(one, part)
     )
+
+
+def _with_equal_steps(piece: Piece) -> Piece:
+    """Write columns for all queries of a range, or rows for all keys, in cells of one step."""
+    queries, keys = piece.queries, piece.keys
+    all_pairs = Piece(queries, keys)
+    if queries.step == keys.step or piece.num_pairs < all_pairs.num_pairs:
+        return piece
+    if keys.step == 1:
+        return _with_equal_steps(piece.transposed()).transposed()
+    if queries.step > 1:
+        return piece
+    cells = Axis(queries.tokens, 0, keys.step, keys.step)
+    return Piece(cells, keys, inner_low=1 - cells.width, inner_high=keys.width - 1)
 
 
 def _subtract(one: Piece, other: Piece) -> list[Piece]:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.grid import Grid, Integers
-from cqs.patterns.piece import Axis, Piece
+from cqs.patterns.piece import Axis, Piece, overlap
 from cqs.patterns.runs import KeyRun, clip, key_runs
+from cqs.patterns.views import View
 
 _BITS_SET = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
 """Of every byte: ``np.bitwise_count`` needs numpy 2."""
@@ -179,6 +180,29 @@ class BlockList:
                     start, stop = keys.start, keys.stop
             if start < stop:
                 yield KeyRun(inside, Axis(range(start, stop)))
+
+    def views(self, queries: range, keys: range) -> Iterator[View]:
+        """Cut what lies within a rectangle into views: full blocks joined, partial ones with bits.
+
+        Args:
+            queries: Of step 1.
+            keys: Likewise.
+        """
+        for run in self.key_runs(queries):
+            tokens = run.keys.tokens
+            found = overlap(tokens, keys)
+            if not found:
+                continue
+            if run.bits is None:
+                yield View(run.queries, found)
+                continue
+            bits = self.bits[run.bits, self._bit_rows(run.queries)]
+            if found != tokens:
+                first = found.start - tokens.start
+                live = np.unpackbits(bits, axis=-1)[:, first : first + len(found)]
+                bits = np.packbits(live, axis=-1)
+            if bits.any():
+                yield View(run.queries, found, bits=bits)
 
     def run_mask(self, run: KeyRun) -> NDArray[np.bool_]:
         """Return the bits of a run over a partial block ``[len(run.queries), len(keys)]``."""

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from cqs.patterns import algebra
 from cqs.patterns.block_list import BlockList, empty_list
 from cqs.patterns.grid import Grid
-from cqs.patterns.piece import Piece
+from cqs.patterns.piece import Piece, meets, tidy
 from cqs.patterns.runs import KeyRun, key_runs
+from cqs.patterns.views import View, views
 from cqs.scheduler.arguments import to_integer
 
 
@@ -72,6 +73,21 @@ class BoundPattern:
             yield from key_runs(piece, queries)
         if self.blocks is not None:
             yield from self.blocks.key_runs(queries)
+
+    def views(self, queries: range, keys: range) -> Iterator[View]:
+        """Cut what lies within a rectangle into affine views that have no pair in common.
+
+        Args:
+            queries: Query indices, of step 1, within the sequence.
+            keys: Key indices, likewise.
+        """
+        for piece in self.pieces:
+            if meets(queries, piece.queries.tokens) and meets(keys, piece.keys.tokens):
+                clipped = tidy(piece.within(queries, keys))
+                if clipped is not None:
+                    yield from views(clipped)
+        if self.blocks is not None:
+            yield from self.blocks.views(queries, keys)
 
     def transposed(self) -> "BoundPattern":
         """Return the pattern with queries and keys exchanged.

@@ -136,6 +136,13 @@ class Piece(NamedTuple):
         """Number of pairs of the whole piece."""
         return self.count_pairs(self.queries.tokens, self.keys.tokens)
 
+    def within(self, queries: range, keys: range) -> "Piece":
+        """Return what lies within a rectangle; not tidy."""
+        return self._replace(
+            queries=self.queries._replace(tokens=overlap(self.queries.tokens, queries)),
+            keys=self.keys._replace(tokens=overlap(self.keys.tokens, keys)),
+        )
+
     def transposed(self) -> "Piece":
         """Return the piece with queries and keys exchanged."""
         queries, keys, low, high, inner_low, inner_high = self

@@ -1,51 +1,189 @@
-"""Affine views: a piece as plain bands between strided slices of the tensors."""
+"""Affine views: a piece as bands between strided slices of the tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from cqs.patterns.piece import Axis, Piece
+import numpy as np
+from numpy.typing import NDArray
+
+from cqs.patterns.piece import FAR, Axis, Piece, count_band, plain_piece, tidy
+
+_TILE = 128
+"""Rows that a kernel takes at once, on either side."""
 
 
 class View(NamedTuple):
-    """Query ``queries[a]`` sees key ``keys[b]`` if ``low <= b - a <= high``.
+    """Some queries and keys: query i sees key j if ``low <= j - i <= high``.
 
-    The ranges slice the tensors without a copy; what is left is dense, causal or windowed
-    attention.
+    The ranges slice the tensors without a copy, and what is left is dense, causal or windowed
+    attention between the slices. Steps of the two sides may differ.
     """
 
     queries: range
     keys: range
-    low: int
-    high: int
+    low: int = -FAR
+    high: int = FAR
+    bits: NDArray[np.uint8] | None = None
+    """Of a partial block: uint8 ``[len(queries), ceil(len(keys) / 8)]``, a bit per pair, high bits
+    first; a pair must be in the band and have its bit set. Otherwise None."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key."""
+        if self.bits is not None:
+            return False
+        nearest, farthest = self.keys[0] - self.queries[-1], self.keys[-1] - self.queries[0]
+        return self.low <= nearest and farthest <= self.high
+
+    def moved(self, rows: int, columns: int) -> "View":
+        """Return the view with so much added to every query, and to every key."""
+        queries, keys, low, high, bits = self
+        apart = columns - rows
+        low, high = (low if low <= -FAR else low + apart), (high if high >= FAR else high + apart)
+        return View(_moved(queries, rows), _moved(keys, columns), low, high, bits)
+
+    def to_mask(self) -> NDArray[np.bool_]:
+        """Return a boolean array ``[len(queries), len(keys)]``, True where a query sees a key."""
+        rows, columns = (
+            np.arange(side.start, side.stop, side.step) for side in (self.queries, self.keys)
+        )
+        distance = columns - rows[:, None]
+        mask = (self.low <= distance) & (distance <= self.high)
+        if self.bits is not None:
+            mask &= np.unpackbits(self.bits, axis=-1, count=len(columns)).view(bool)
+        return mask
 
 
 def views(piece: Piece) -> Iterator[View]:
     """Cut a tidy piece into affine views that have no pair in common.
 
-    One for each pair of offsets within the cells: one for a plain piece, ``step`` for a dilated
-    window, but ``size * size`` for diagonal blocks, which are better visited by key runs.
+    There are up to four ways, and the one with the fewest tiles to visit is taken:
+
+    ================  ==========================================  ==============================
+    cut into          possible where                              best for
+    ================  ==========================================  ==============================
+    pairs of lanes    steps are equal, or there is no band        dilated windows, strided
+    lanes of keys     queries fill their cells, offsets are free  summary columns
+    lanes of queries  keys fill their cells, offsets are free     their transpose
+    pairs of cells    always                                      diagonal blocks
+    ================  ==========================================  ==============================
+
+    A lane is all tokens at one offset of their cells. A plain piece is a view already.
 
     Example:
         >>> from cqs.patterns import dilated
         >>> (piece,) = dilated(1, 0, 2).bind(6).pieces
-        >>> [tuple(view) for view in views(piece)]
-        [(range(0, 6, 2), range(0, 6, 2), -1, 0), (range(1, 6, 2), range(1, 6, 2), -1, 0)]
+        >>> [view[:4] for view in views(piece)]
+        [(range(0, 6, 2), range(0, 6, 2), -2, 0), (range(1, 6, 2), range(1, 6, 2), -2, 0)]
     """
-    for offset in range(piece.queries.width):
+    if piece.is_plain:
+        queries, keys, low, high, *_ = piece
+        return iter([View(queries.tokens, keys.tokens, low, high)])
+    return min(ways_to_cut(piece), key=lambda way: way[0])[1](piece)
+
+
+def ways_to_cut(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Iterator[View]]]]:
+    """Name the possible ways, with the tiles that each visits: about, and one more per tile row."""
+    rows, columns = piece.queries, piece.keys
+    (a, a_last), (b, b_last) = rows.cells(), columns.cells()
+    num_rows, num_columns = a_last - a + 1, b_last - b + 1
+    seen = count_band(a, a_last + 1, b, b_last + 1, piece.low, piece.high) / num_rows
+    is_banded = seen < num_columns
+    offsets_matter = piece.inner_low > 1 - rows.width or piece.inner_high < columns.width - 1
+    offsets = min(columns.width, piece.inner_high - piece.inner_low + 1)
+
+    yield num_rows * _tiles(rows.width) * (1 + seen * _tiles(columns.width)), _pairs_of_cells
+    if is_banded and rows.step != columns.step:
+        return
+    slope = _TILE if is_banded else 0
+    visited = min(num_columns, seen + slope)
+    yield rows.width * _tiles(num_rows) * (1 + offsets * _tiles(visited)), _pairs_of_lanes
+    if offsets_matter:
+        return
+    if rows.width == rows.step:
+        visited = min(num_columns, seen + slope / columns.step)
+        num_tiles = _tiles(num_rows * rows.step)
+        yield num_tiles * (1 + columns.width * _tiles(visited)), _lanes_of_keys
+    if columns.width == columns.step:
+        visited = min(num_columns, seen + slope) * columns.step
+        yield rows.width * _tiles(num_rows) * (1 + _tiles(visited)), _lanes_of_queries
+
+
+def _tiles(tokens: float) -> int:
+    return int(-(-tokens // _TILE))
+
+
+def _pairs_of_lanes(piece: Piece) -> Iterator[View]:
+    rows, columns = piece.queries, piece.keys
+    for offset in range(rows.width):
         first = max(offset + piece.inner_low, 0)
-        last = min(offset + piece.inner_high, piece.keys.width - 1)
+        last = min(offset + piece.inner_high, columns.width - 1)
         for key_offset in range(first, last + 1):
-            queries, keys = _slice(piece.queries, offset), _slice(piece.keys, key_offset)
-            if queries and keys:
-                shift = _cell(piece.queries, queries) - _cell(piece.keys, keys)
-                yield View(queries, keys, piece.low + shift, piece.high + shift)
+            apart = columns.origin + key_offset - rows.origin - offset
+            lanes = _lane(rows, offset), _lane(columns, key_offset)
+            yield from _view(piece, *lanes, apart, apart)
 
 
-def _slice(axis: Axis, offset: int) -> range:
+def _lanes_of_keys(piece: Piece) -> Iterator[View]:
+    """Key offsets fix by how much the last query of a cell, and the first, is behind its key."""
+    rows, columns = piece.queries, piece.keys
+    for offset in range(columns.width):
+        apart = columns.origin + offset - rows.origin
+        keys = _lane(columns, offset)
+        yield from _view(piece, rows.tokens, keys, apart - rows.width + 1, apart)
+
+
+def _lanes_of_queries(piece: Piece) -> Iterator[View]:
+    rows, columns = piece.queries, piece.keys
+    for offset in range(rows.width):
+        apart = columns.origin - rows.origin - offset
+        queries = _lane(rows, offset)
+        yield from _view(piece, queries, columns.tokens, apart, apart + columns.width - 1)
+
+
+def _view(
+    piece: Piece, queries: range, keys: range, low_apart: int, high_apart: int
+) -> Iterator[View]:
+    """Make a view, unless a side is empty, of a band of cells.
+
+    Args:
+        piece: The piece.
+        queries: Some of its queries.
+        keys: Some of its keys.
+        low_apart: Distance of key and query in cells of one number where the band begins.
+        high_apart: Where it ends.
+    """
+    if queries and keys:
+        step = piece.keys.step
+        low = -FAR if piece.low <= -FAR else low_apart + step * piece.low
+        high = FAR if piece.high >= FAR else high_apart + step * piece.high
+        is_banded = piece.queries.step == step
+        yield View(queries, keys, low, high) if is_banded else View(queries, keys)
+
+
+def _pairs_of_cells(piece: Piece) -> Iterator[View]:
+    rows, columns = piece.queries, piece.keys
+    (a, a_last), (b, b_last) = rows.cells(), columns.cells()
+    for cell in range(a, a_last + 1):
+        queries = _cell_of(rows, cell)
+        for key_cell in range(max(b, cell + piece.low), min(b_last, cell + piece.high) + 1):
+            keys = _cell_of(columns, key_cell)
+            apart = columns.origin + columns.step * key_cell - rows.origin - rows.step * cell
+            band = apart + piece.inner_low, apart + piece.inner_high
+            found = tidy(plain_piece(queries, keys, *band))
+            if found is not None:
+                yield View(found.queries.tokens, found.keys.tokens, *band)
+
+
+def _moved(tokens: range, by: int) -> range:
+    return range(tokens.start + by, tokens.stop + by, tokens.step)
+
+
+def _lane(axis: Axis, offset: int) -> range:
     """Return the tokens at one offset of their cells."""
     ahead = (axis.origin + offset - axis.tokens.start) % axis.step
     return range(axis.tokens.start + ahead, axis.tokens.stop, axis.step)
 
 
-def _cell(axis: Axis, tokens: range) -> int:
-    return (tokens.start - axis.origin) // axis.step
+def _cell_of(axis: Axis, cell: int) -> range:
+    return axis.within_cells(cell, cell).tokens

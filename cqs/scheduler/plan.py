@@ -9,9 +9,11 @@ from typing import Any
 from cqs.scheduler.arguments import as_bool, as_integer
 from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
 from cqs.scheduler.interest_sets import check_interest_set, load_interest_set
+from cqs.scheduler.levelling import level_work
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
+from cqs.scheduler.strips import Count, Strip, join_strips
 from cqs.scheduler.task import Step, Task
-from cqs.scheduler.validate import validate_tasks
+from cqs.scheduler.validate import validate_pattern_tasks, validate_tasks
 
 
 def make_plan(
@@ -22,11 +24,13 @@ def make_plan(
     is_causal: bool = False,
     interest_set: Iterable[int] | None = None,
     tile: int = 1,
+    pattern: Any = None,
 ) -> "Plan":
     """Cut exact attention into ``num_workers`` tasks of equal work that never talk to each other.
 
     Nothing but integers is touched: building a plan takes O(num_workers) whatever the sequence
-    length, and a task is made when it is asked for.
+    length, and a task is made when it is asked for. With a pattern live pairs are counted and
+    levelled at the first task, in O(num_workers^2) counts.
 
     Args:
         seqlen_q: Number of queries, at least 0.
@@ -40,16 +44,25 @@ def make_plan(
         tile: Cut only at multiples of so many tokens, where a group has as many: a kernel that
             works on tiles then meets no ragged ones, and shares of work differ by up to a tile of
             tokens.
+        pattern: A :class:`cqs.patterns.Pattern`, the same for all heads: only the pairs that it
+            allows are computed, and of ``is_causal`` those that both do. Then tasks are of equal
+            work up to one part in a hundred, or to a row, or a tile of rows, where that is more.
 
     Raises:
-        TypeError: if a number is no integer or ``is_causal`` no bool.
-        ValueError: if a length is negative, ``num_workers`` or ``tile`` less than 1, or
-            ``interest_set`` no difference cover.
+        TypeError: if a number is no integer, ``is_causal`` no bool or ``pattern`` no pattern.
+        ValueError: if a length is negative, ``num_workers`` or ``tile`` less than 1,
+            ``interest_set`` no difference cover, or ``pattern`` not for these lengths or different
+            from head to head.
+        NotImplementedError: if no exact result of ``pattern & causal()`` is known.
 
     Example:
         >>> plan = make_plan(14, num_workers=7)
         >>> plan.interest_set, plan.task(0).held_groups, plan.task(0).live_pairs
         ((0, 1, 3), (0, 1, 3), 28)
+        >>> from cqs.patterns import sliding_window
+        >>> plan = make_plan(7000, num_workers=7, pattern=sliding_window(100))
+        >>> plan.task(0).held_groups, plan.live_pairs, min(task.live_pairs for task in plan.tasks)
+        ((0, 1), 701950, 95950)
     """
     seqlen_q = as_integer("seqlen_q", seqlen_q, 0)
     seqlen_kv = seqlen_q if seqlen_kv is None else as_integer("seqlen_kv", seqlen_kv, 0)
@@ -60,17 +73,21 @@ def make_plan(
         chosen = load_interest_set(num_workers)
     else:
         chosen = check_interest_set(interest_set, num_workers)
-    return _remembered_plan(seqlen_q, seqlen_kv, num_workers, is_causal, chosen, tile)
+    if pattern is not None:
+        pattern = _check_pattern(pattern, is_causal)
+        pattern.bind(seqlen_q, seqlen_kv)
+        is_causal = False
+    return _remembered_plan(seqlen_q, seqlen_kv, num_workers, is_causal, chosen, tile, pattern)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes what. Made by :func:`make_plan`; six numbers say everything.
+    """Who computes what. Made by :func:`make_plan`; six numbers and a pattern say everything.
 
     Groups are contiguous. Causal attention needs no zig-zag: of the pairs (p, q) and (q, p) one is
     live and both have the same owner. With fewer queries than keys, causal queries line up with
     the last keys, and the keys before them (seen by every query) are cut into W prefix groups of
-    their own, so that both parts are shared out evenly.
+    their own, so that both parts are shared out evenly. So it is with any pattern.
     """
 
     seqlen_q: int
@@ -79,6 +96,9 @@ class Plan:
     is_causal: bool
     interest_set: tuple[int, ...]
     tile: int = 1
+    pattern: Any = None
+    """A :class:`cqs.patterns.Pattern`. Of the pairs of a step only those that it allows are
+    computed; ``is_causal`` is False, the pattern says it all."""
 
     @cached_property
     def token_groups(self) -> tuple[range, ...]:
@@ -94,8 +114,8 @@ class Plan:
     def key_groups(self) -> tuple[range, ...]:
         """The keys, cut into ranges that tile ``range(seqlen_kv)``; entry i is of group ``i % W``.
 
-        W ranges, or 2 W for causal attention with more keys than queries: the prefix groups, then
-        the groups along the diagonal.
+        W ranges, or 2 W for causal attention or a pattern with more keys than queries: the prefix
+        groups, then the groups along the diagonal.
         """
         prefix = self._cut(0, self._num_prefix) if self._num_prefix else ()
         return *prefix, *self._cut(self._num_prefix, self.seqlen_kv)
@@ -104,10 +124,11 @@ class Plan:
         """Return the task of one worker, ``0 <= worker < num_workers``."""
         if not 0 <= worker < self.num_workers:
             raise ValueError(f"worker must lie in range({self.num_workers}), got {worker}")
+        if self.pattern is not None:
+            return self._levelled_task(worker)
         partners = pair_offsets(self.interest_set, self.num_workers).partners
         pair = shared_pair(worker, self.interest_set, self.num_workers)
         steps: list[Step] = []
-        query_groups: list[int] = []
         key_groups: set[int] = set()
         for query_group in quorum(worker, self.interest_set, self.num_workers):
             offset = (query_group - worker) % self.num_workers
@@ -122,18 +143,10 @@ class Plan:
             new = self._make_steps(query_group, seen, seen_by_half, has_diagonal)
             if new:
                 steps += new
-                query_groups.append(query_group)
                 key_groups.update(seen, *seen_by_half)
                 if has_diagonal:
                     key_groups.add(self._on_diagonal(query_group))
-        held_keys = [i for i in sorted(key_groups) if self.key_groups[i]]
-        return Task(
-            worker=worker,
-            held_groups=tuple(sorted({*query_groups, *(i % self.num_workers for i in held_keys)})),
-            held_queries=tuple(self._live_queries[group] for group in query_groups),
-            held_keys=tuple(self.key_groups[i] for i in held_keys),
-            steps=tuple(steps),
-        )
+        return self._make_task(worker, steps, key_groups)
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -143,6 +156,8 @@ class Plan:
     @cached_property
     def live_pairs(self) -> int:
         """Number of (query, key) pairs of the whole problem."""
+        if self.pattern is not None:
+            return self._count(range(self.seqlen_q), range(self.seqlen_kv))
         if not self.is_causal:
             return self.seqlen_q * self.seqlen_kv
         diagonal = min(self.seqlen_q, self.seqlen_kv)
@@ -167,27 +182,43 @@ class Plan:
     def validate(self) -> None:
         """Prove that every live pair is owned exactly once and nothing dead is owned.
 
-        Looks at the tasks alone, in O(W^2 log W), without an N x N array.
+        Looks at the tasks alone, in O(W^2 log W), without an N x N array. With a pattern steps have
+        dead pairs too, but a live one in each of their ranges of keys.
 
         Raises:
             ValueError: if not so; the message names the first offending rows.
         """
+        if self.pattern is not None:
+            validate_pattern_tasks(self.tasks, self.seqlen_q, self.seqlen_kv, self._count)
+            return
         validate_tasks(self.tasks, self.seqlen_q, self.seqlen_kv, self.is_causal)
 
     def to_json(self) -> str:
-        """Write the plan as one JSON object; :meth:`from_json` reads it back."""
+        """Write the plan as one JSON object; :meth:`from_json` reads it back.
+
+        Of a pattern only how it prints is written.
+        """
         return json.dumps(self._as_dict())
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
+    def from_json(cls, text: str, pattern: Any = None) -> "Plan":
         """Read a plan that :meth:`to_json` wrote.
 
+        Args:
+            text: A JSON object.
+            pattern: The plan's :attr:`pattern`; ``None`` if it has none.
+
         Raises:
-            ValueError: if ``text`` is no JSON object with a plan's fields, or if its groups and
-                tasks are not those that its numbers lead to.
+            TypeError: if ``pattern`` is no pattern.
+            ValueError: if ``text`` is no JSON object with a plan's fields, if it was written with
+                another ``pattern``, or if its groups and tasks are not those that its numbers and
+                the pattern lead to.
         """
+        if pattern is not None:
+            pattern = _check_pattern(pattern)
         try:
             written = json.loads(text)
+            _compare_patterns(written["pattern"] if "pattern" in written else None, pattern)
             plan = make_plan(
                 written["seqlen_q"],
                 written["seqlen_kv"],
@@ -195,6 +226,7 @@ class Plan:
                 is_causal=written["is_causal"],
                 interest_set=written["interest_set"],
                 tile=written.get("tile", 1),
+                pattern=pattern,
             )
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
@@ -204,10 +236,13 @@ class Plan:
 
     def __str__(self) -> str:
         """Describe the plan in one line."""
-        kind = "causal" if self.is_causal else "full"
+        kind, number = "causal" if self.is_causal else "full", f"{len(self.interest_set)} groups"
+        if self.pattern is not None:
+            kind = repr(self.pattern)
+            number = f"up to {max(len(task.held_groups) for task in self.tasks)} groups"
         return (
             f"{self.num_workers} tasks over {self.seqlen_q} x {self.seqlen_kv} {kind} attention, "
-            f"{len(self.interest_set)} groups each (interest set {self.interest_set}), "
+            f"{number} each (interest set {self.interest_set}), "
             f"responsibility ratio {self.responsibility_ratio:.4g}"
         )
 
@@ -219,6 +254,7 @@ class Plan:
             "is_causal": self.is_causal,
             "interest_set": list(self.interest_set),
             **({"tile": self.tile} if self.tile != 1 else {}),
+            **({"pattern": repr(self.pattern)} if self.pattern is not None else {}),
             "token_groups": [[group.start, group.stop] for group in self.token_groups],
             "responsibility_ratio": self.responsibility_ratio,
             "tasks": [
@@ -237,8 +273,42 @@ class Plan:
 
     @property
     def _num_prefix(self) -> int:
-        """Keys that every causal query sees because they come before the first query."""
-        return max(self.seqlen_kv - self.seqlen_q, 0) if self.is_causal else 0
+        """Keys before the first query, which every causal query sees."""
+        has_diagonal = self.is_causal or self.pattern is not None
+        return max(self.seqlen_kv - self.seqlen_q, 0) if has_diagonal else 0
+
+    @property
+    def _count(self) -> Count:
+        """Counts live pairs of the pattern."""
+        count: Count = self.pattern.bind(self.seqlen_q, self.seqlen_kv).count
+        return count
+
+    @cached_property
+    def _shares(self) -> tuple[tuple[Strip, ...], ...]:
+        """What every worker owns of the pattern."""
+        groups = self._live_queries, self.key_groups
+        return level_work(*groups, self.interest_set, self.tile, self._count)
+
+    def _levelled_task(self, worker: int) -> Task:
+        """Return the task of one worker in a plan with a pattern."""
+        strips = list(join_strips(self._shares[worker], self.key_groups, self._count))
+        steps = [
+            Step(group, queries, self._runs(list(keys)), None, live_pairs)
+            for group, queries, keys, live_pairs in strips
+        ]
+        return self._make_task(worker, steps, {i for strip in strips for i in strip.key_groups})
+
+    def _make_task(self, worker: int, steps: list[Step], key_groups: set[int]) -> Task:
+        """Return the task of these steps, whose keys are of these ``key_groups``."""
+        query_groups = sorted({step.query_group for step in steps})
+        held_keys = [i for i in sorted(key_groups) if self.key_groups[i]]
+        return Task(
+            worker=worker,
+            held_groups=tuple(sorted({*query_groups, *(i % self.num_workers for i in held_keys)})),
+            held_queries=tuple(self._live_queries[group] for group in query_groups),
+            held_keys=tuple(self.key_groups[i] for i in held_keys),
+            steps=tuple(steps),
+        )
 
     @cached_property
     def _live_queries(self) -> tuple[range, ...]:
@@ -285,7 +355,13 @@ class Plan:
         else:
             cuts = [(queries, self._runs(seen), causal_keys)]
         return [
-            Step(query_group, rows, runs, causal or None)
+            Step(
+                query_group,
+                rows,
+                runs,
+                causal or None,
+                len(rows) * sum(map(len, runs)) + len(causal) * (len(causal) + 1) // 2,
+            )
             for rows, runs, causal in cuts
             if rows and (runs or causal)
         ]
@@ -312,6 +388,22 @@ def _join(ranges: Iterable[range]) -> tuple[range, ...]:
         else:
             runs.append(piece)
     return tuple(runs)
+
+
+def _check_pattern(pattern: Any, is_causal: bool = False) -> Any:
+    """Return ``pattern``, or of causal attention what both allow, or raise TypeError."""
+    from cqs.patterns import Pattern, causal
+
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a cqs.patterns.Pattern or None, got {pattern!r}")
+    return pattern & causal() if is_causal else pattern
+
+
+def _compare_patterns(written: str | None, pattern: Any) -> None:
+    """Raise ValueError unless a plan was written with ``pattern``."""
+    given = None if pattern is None else repr(pattern)
+    if written != given:
+        raise ValueError(f"the pattern of the plan is {written}, got {given}: pass the same")
 
 
 _remembered_plan = lru_cache(maxsize=8)(Plan)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """A rectangle of the score matrix; every pair in it is live unless it is a causal square."""
+    """A rectangle of the score matrix, of which a causal square or a pattern leaves out pairs."""
 
     queries: range
     keys: range
@@ -14,8 +14,8 @@ class Block(NamedTuple):
     """True: as many keys as queries, query i sees the keys 0..i of the block."""
 
     @property
-    def live_pairs(self) -> int:
-        """Number of (query, key) pairs that attention computes here."""
+    def num_pairs(self) -> int:
+        """Number of (query, key) pairs, before a pattern leaves out any."""
         if self.is_causal:
             return len(self.queries) * (len(self.queries) + 1) // 2
         return len(self.queries) * len(self.keys)
@@ -24,26 +24,24 @@ class Block(NamedTuple):
 class Step(NamedTuple):
     """Some query rows of one group and all the keys that a task matches them with.
 
-    A step has one result per query row: a softmax over ``keys`` and ``causal_keys`` together.
+    A step has one result per query row: a softmax over ``keys`` and ``causal_keys`` together. In a
+    plan with a pattern, over those of ``keys`` that the row sees.
     """
 
     query_group: int
     queries: range
     keys: tuple[range, ...]
-    """Ascending, disjoint, not adjacent; each is seen by every query of the step."""
+    """Ascending, disjoint, not adjacent; each is seen by every query of the step, or with a pattern
+    by some."""
     causal_keys: range | None
-    """As many keys as queries; query i sees the first i + 1 of them."""
+    """As many keys as queries; query i sees the first i + 1 of them. None with a pattern."""
+    live_pairs: int
+    """Number of (query, key) pairs that attention computes."""
 
     @property
     def is_split(self) -> bool:
         """Whether a rectangle and a causal square, two calls, make up the result."""
         return bool(self.keys) and self.causal_keys is not None
-
-    @property
-    def live_pairs(self) -> int:
-        """Number of (query, key) pairs of this step."""
-        diagonal = len(self.causal_keys or ())
-        return len(self.queries) * sum(map(len, self.keys)) + diagonal * (diagonal + 1) // 2
 
     def blocks(self) -> tuple[Block, ...]:
         """The rectangles of this step."""

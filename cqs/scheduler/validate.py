@@ -1,8 +1,10 @@
 """The proof that tasks cover attention exactly once, from their blocks alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
-from cqs.scheduler.task import Block, Task
+from cqs.scheduler.strips import Count
+from cqs.scheduler.task import Block, Step, Task
 
 
 def validate_tasks(tasks: Iterable[Task], seqlen_q: int, seqlen_kv: int, is_causal: bool) -> None:
@@ -13,27 +15,85 @@ def validate_tasks(tasks: Iterable[Task], seqlen_q: int, seqlen_kv: int, is_caus
     r.. the keys up to the diagonal, closed by a causal square.
 
     Raises:
-        ValueError: if they do not; the message names the rows and the keys.
+        ValueError: if they do not, the message names the rows and the keys; or if a step says a
+            wrong number of live pairs.
     """
-    blocks = [block for task in tasks for block in task.blocks]
-    starting: dict[int, list[Block]] = {}
+    steps = [step for task in tasks for step in task.steps]
+    blocks = [block for step in steps for block in step.blocks()]
     for block in blocks:
-        if not block.live_pairs:
+        if not block.num_pairs:
             raise ValueError(f"{block} holds no live pair")
         if block.is_causal and len(block.queries) != len(block.keys):
             raise ValueError(f"{block} is no square")
+    first_live = [max(seqlen_q - seqlen_kv, 0)] if is_causal else []
+    for rows, active in _rows_and_blocks(blocks, seqlen_q, first_live):
+        _check_rows(rows, active, seqlen_kv, seqlen_kv - seqlen_q, is_causal)
+    for step in steps:
+        _check_live_pairs(step, sum(block.num_pairs for block in step.blocks()))
+
+
+def validate_pattern_tasks(
+    tasks: Iterable[Task], seqlen_q: int, seqlen_kv: int, count: Count
+) -> None:
+    """Raise unless every live pair of a pattern lies in exactly one block and every block is live.
+
+    Between two cuts of the query axis, as above, key ranges must not overlap, and between them must
+    be no live pair. Hence the numbers of the steps, each proved right, add up to all live pairs.
+
+    Args:
+        tasks: Of one plan with a pattern.
+        seqlen_q: Number of queries.
+        seqlen_kv: Number of keys.
+        count: Counts the live pairs of a range of queries and a range of keys.
+
+    Raises:
+        ValueError: as :func:`validate_tasks` does.
+    """
+    steps = [step for task in tasks for step in task.steps]
+    blocks = [block for step in steps for block in step.blocks()]
+    for block in blocks:
+        if block.is_causal:
+            raise ValueError(f"{block} is a causal block in a plan with a pattern")
+        if block.keys.start < 0 or block.keys.stop > seqlen_kv:
+            raise ValueError(f"{block} reaches beyond the {seqlen_kv} keys")
+    for rows, active in _rows_and_blocks(blocks, seqlen_q):
+        position = 0
+        ends = range(seqlen_kv, seqlen_kv)
+        for keys in (*sorted((block.keys for block in active), key=lambda k: k.start), ends):
+            if keys.start < position:
+                raise ValueError(f"keys {keys.start}..{position} of queries {rows} are owned twice")
+            if count(rows, range(position, keys.start)):
+                raise ValueError(f"keys {position}..{keys.start} of queries {rows} are owned never")
+            position = keys.stop
+    for step in steps:
+        live_pairs = [count(step.queries, keys) for keys in step.keys]
+        if not all(live_pairs):
+            raise ValueError(f"{step} holds no live pair of {step.keys[live_pairs.index(0)]}")
+        _check_live_pairs(step, sum(live_pairs))
+
+
+def _rows_and_blocks(
+    blocks: list[Block], seqlen_q: int, cuts: Iterable[int] = ()
+) -> Iterator[tuple[range, list[Block]]]:
+    """Cut the queries wherever a block begins or ends, and at ``cuts``; list the blocks of each."""
+    starting: dict[int, list[Block]] = {}
+    for block in blocks:
         starting.setdefault(block.queries.start, []).append(block)
-    cuts = {0, seqlen_q} | {b.queries.start for b in blocks} | {b.queries.stop for b in blocks}
-    if is_causal:
-        cuts.add(max(seqlen_q - seqlen_kv, 0))
-    ordered = sorted(cuts)
+    edges = {edge for block in blocks for edge in (block.queries.start, block.queries.stop)}
+    ordered = sorted({0, seqlen_q, *cuts, *edges})
     if ordered[0] < 0 or ordered[-1] > seqlen_q:
         raise ValueError(f"blocks reach beyond the {seqlen_q} queries")
     active: list[Block] = []
-    for start, stop in zip(ordered, ordered[1:], strict=False):
+    for start, stop in pairwise(ordered):
         active = [block for block in active if block.queries.stop > start]
         active += starting.get(start, [])
-        _check_rows(range(start, stop), active, seqlen_kv, seqlen_kv - seqlen_q, is_causal)
+        yield range(start, stop), active
+
+
+def _check_live_pairs(step: Step, live_pairs: int) -> None:
+    """Check the number of live pairs that a step says it has."""
+    if step.live_pairs != live_pairs:
+        raise ValueError(f"{step} holds {live_pairs} live pairs")
 
 
 def _check_rows(

@@ -1,11 +1,11 @@
 """One task on one device: torch, no ray."""
 
-from cqs.worker.backends import ATTEND_RECTANGLES, WHY_NOT, choose_backend
+from cqs.worker.backends import ATTEND_SHARES, WHY_NOT, choose_backend
 from cqs.worker.held_tokens import HeldTokens
 from cqs.worker.worker import Worker
 
 __all__ = [
-    "ATTEND_RECTANGLES",
+    "ATTEND_SHARES",
     "WHY_NOT",
     "HeldTokens",
     "Worker",

@@ -9,7 +9,7 @@ from cqs.worker.cpu import attend_cpu, gradients_cpu, why_not_cpu
 from cqs.worker.cudnn import attend_cudnn, gradients_cudnn, why_not_cudnn
 from cqs.worker.flash import attend_flash, gradients_flash, why_not_flash
 from cqs.worker.reference import attend_reference, gradients_reference, why_not_reference
-from cqs.worker.triton import add_gradients, attend_rectangles, why_not_triton
+from cqs.worker.triton import add_gradients, attend_shares, why_not_triton
 
 WHY_NOT: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {
     "cpu": why_not_cpu,
@@ -52,7 +52,7 @@ GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 }
 """Their backward passes."""
 
-ATTEND_RECTANGLES: dict[str, Callable[..., Partial]] = {"triton": attend_rectangles}
+ATTEND_SHARES: dict[str, Callable[..., Partial]] = {"triton": attend_shares}
 """Backends that take whole tasks."""
 
 ADD_GRADIENTS: dict[str, Callable[..., None]] = {"triton": add_gradients}
@@ -64,7 +64,11 @@ BEST_FOR_WHOLE_CALLS = ("flash", *(name for name in WHY_NOT if name != "flash"))
 BEST_FOR_CALLS = tuple(name for name in BEST_FOR_WHOLE_CALLS if name in ATTEND)
 """Those for one call among several."""
 
+IN_BATCHES = ("cpu",)
+"""Backends of single calls that want calls of one shape joined."""
+
 _WITH_DROPOUT = ("triton", "reference")
+_WITH_PATTERN = ("cpu", "triton", "reference")
 
 
 def check_backend_name(backend: str | None) -> None:
@@ -80,6 +84,7 @@ def choose_backend(
     backend: str | None = None,
     *,
     has_dropout: bool = False,
+    has_pattern: bool = False,
     best_first: Iterable[str] = WHY_NOT,
 ) -> str:
     """Return the backend to use: the one named, or the best that accepts the tensors.
@@ -90,16 +95,18 @@ def choose_backend(
             others do or that they would not.
     """
     check_backend_name(backend)
+
+    def why_not(name: str) -> str | None:
+        if has_dropout and name not in _WITH_DROPOUT:
+            return "cannot drop out"
+        if has_pattern and name not in _WITH_PATTERN:
+            return "cannot hide what a pattern hides"
+        return WHY_NOT[name](query, key, value)
+
     for name in [backend] if backend else best_first:
-        if not _why_not(name, query, key, value, has_dropout):
+        if not why_not(name):
             return name
-    reasons = {name: _why_not(name, query, key, value, has_dropout) for name in WHY_NOT}
+    reasons = {name: why_not(name) for name in WHY_NOT}
     declined = f"backend {backend!r} {reasons.pop(str(backend))}"
     others = (f"{name!r} {reason or 'would do'}" for name, reason in reasons.items())
     raise NotImplementedError("; ".join([declined, *others]))
-
-
-def _why_not(name: str, query: Tensor, key: Tensor, value: Tensor, has_dropout: bool) -> str | None:
-    if has_dropout and name not in _WITH_DROPOUT:
-        return "cannot drop out"
-    return WHY_NOT[name](query, key, value)

@@ -25,7 +25,13 @@ def why_not_cpu(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 def attend_cpu(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    visible: Tensor | None = None,
 ) -> Partial:
     """Attend with the fused CPU kernel; arguments as for the reference, none of them empty.
 
@@ -34,8 +40,14 @@ def attend_cpu(
     """
     query, scale = with_positive_scale(query, scale)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *with_adjacent_columns(query, key, value), 0.0, is_causal, scale=scale
+        *with_adjacent_columns(query, key, value),
+        0.0,
+        is_causal,
+        attn_mask=_addend(visible, query),
+        scale=scale,
     )
+    if visible is not None:
+        lse = lse.masked_fill(~visible.any(dim=-1), -torch.inf)
     if key.shape[2] < _FEW_KEYS:
         smallest, largest = query.aminmax(dim=-1)
         broken = ~(smallest.isfinite() & largest.isfinite())
@@ -54,6 +66,7 @@ def gradients_cpu(
     *,
     is_causal: bool,
     scale: float,
+    visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients with the fused CPU kernel; arguments as for the reference."""
     positive_query, positive_scale = with_positive_scale(query, scale)
@@ -63,7 +76,15 @@ def gradients_cpu(
             lse,
             0.0,
             is_causal,
+            attn_mask=_addend(visible, query),
             scale=positive_scale,
         )
     )
     return with_sign_of(scale, grad_query), grad_key, grad_value
+
+
+def _addend(visible: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return what the kernel adds to the scores, so that hidden pairs get -inf."""
+    if visible is None:
+        return None
+    return like.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)

@@ -21,6 +21,7 @@ def attend_reference(
     *,
     is_causal: bool,
     scale: float,
+    visible: Tensor | None = None,
     kept: Tensor | None = None,
     keep_scale: float = 1.0,
 ) -> Partial:
@@ -35,11 +36,12 @@ def attend_reference(
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
         is_causal: The block is square and query i sees the keys 0..i.
         scale: Factor on the scores.
+        visible: bool ``[seqlen_q, seqlen_kv]``, the pairs that count; ``None`` means all.
         kept: bool ``[batch, num_heads, seqlen_q, seqlen_kv]``, the pairs that dropout keeps;
             ``None`` means all. The lse does not know of it.
         keep_scale: Factor on their probabilities.
     """
-    scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale)
+    scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale, visible=visible)
     dtype = scores_BGRQK.dtype
     lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
     weights_BGRQK = scores_BGRQK.softmax(dim=-1)
@@ -60,6 +62,7 @@ def gradients_reference(
     *,
     is_causal: bool,
     scale: float,
+    visible: Tensor | None = None,
     kept: Tensor | None = None,
     keep_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,10 +81,11 @@ def gradients_reference(
         lse: ``[batch, num_heads, seqlen_q]``, of the whole problem.
         is_causal: Likewise.
         scale: Likewise.
+        visible: Likewise.
         kept: Likewise.
         keep_scale: Likewise.
     """
-    scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale)
+    scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale, visible=visible)
     dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
     key_BG1KD, value_BG1KD = (tensor.to(dtype).unsqueeze(2) for tensor in (key, value))
     query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
@@ -103,11 +107,15 @@ def gradients_reference(
     )
 
 
-def _scores(query: Tensor, key: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, *, is_causal: bool, scale: float, visible: Tensor | None
+) -> Tensor:
     dtype = lse_dtype(query.dtype)
     query_BGRQD = query.to(dtype).unflatten(1, (key.shape[1], -1))
     scores_BGRQK: Tensor = scale * query_BGRQD @ key.to(dtype).unsqueeze(2).mT
     if is_causal:
         hidden = torch.ones(scores_BGRQK.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
         scores_BGRQK.masked_fill_(hidden, -torch.inf)
+    if visible is not None:
+        scores_BGRQK.masked_fill_(~visible, -torch.inf)
     return scores_BGRQK

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,21 +10,24 @@ from torch import Tensor
 from cqs.dropout import Dropout
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_partials
+from cqs.patterns import BoundPattern
 from cqs.problem import Problem
 from cqs.scheduler import Step, Task
 from cqs.worker.backends import (
     ADD_GRADIENTS,
     ATTEND,
-    ATTEND_RECTANGLES,
+    ATTEND_SHARES,
     BEST_FOR_CALLS,
     BEST_FOR_WHOLE_CALLS,
     GRADIENTS,
+    IN_BATCHES,
     WHY_NOT,
     check_backend_name,
     choose_backend,
 )
+from cqs.worker.calls import add_call_gradients, attend_calls
 from cqs.worker.held_tokens import HeldTokens, rows_of
-from cqs.worker.rectangle import Rectangle
+from cqs.worker.share import Work, make_work
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Worker:
     backend: str | None = None
     """Name of a backend; ``None`` takes for each call the best that can compute it."""
     dropout: Dropout | None = None
+    pattern: BoundPattern | None = None
+    """Which pairs of a step count; ``None`` means what the step says."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if ``backend`` names none."""
@@ -49,7 +53,7 @@ class Worker:
         Raises:
             ValueError: if ``backend`` names none.
         """
-        return cls(problem.scale, backend, problem.dropout)
+        return cls(problem.scale, backend, problem.dropout, problem.bound_pattern)
 
     def choose_backend(
         self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
@@ -90,11 +94,16 @@ class Worker:
         if not task.steps:
             return []
         name = self.choose_backend(query.sample, key.sample, value.sample, task.steps)
-        if name not in ATTEND_RECTANGLES:
+        if name not in ATTEND_SHARES and self.pattern is None:
             return [self._run_step(step, query, key, value) for step in task.steps]
-        whole = ATTEND_RECTANGLES[name](
+        work = self._work(task.steps, query, key)
+        if name not in ATTEND_SHARES:
+            tensors, drop = _join(query, key, value), self._drop_rows(query, key)
+            options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
+            return [attend_calls(share, ATTEND[name], *tensors, **options) for share in work.shares]
+        whole = ATTEND_SHARES[name](
             *_join(query, key, value),
-            _rectangles(task.steps, query.ranges, key.ranges),
+            work,
             scale=self.scale,
             dtype=dtype,
             **self._drop_rows(query, key),
@@ -117,9 +126,9 @@ class Worker:
             A row for each query held, in the dtype of the query.
         """
         name = self.choose_backend(query.sample, key.sample, value.sample)
-        return ATTEND_RECTANGLES[name](
+        return ATTEND_SHARES[name](
             *_join(query, key, value),
-            _rectangles(tuple(steps), query.ranges, key.ranges),
+            self._work(steps, query, key),
             scale=self.scale,
             is_united=True,
             **self._drop_rows(query, key),
@@ -161,11 +170,18 @@ class Worker:
                 grad,
                 lse_of_all,
                 (out.float() * grad.float()).sum(-1),
-                _rectangles(tuple(steps), query.ranges, key.ranges),
+                self._work(steps, query, key),
                 gradients,
                 scale=self.scale,
                 **self._drop_rows(query, key),
             )
+            return gradients
+        if self.pattern is not None:
+            tensors = _join(query, key, value, grad_output, output, lse)
+            drop = self._drop_rows(query, key)
+            options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
+            for share in self._work(steps, query, key).shares:
+                add_call_gradients(share, GRADIENTS[name], gradients, *tensors, **options)
             return gradients
         for step in steps:
             whole = [held.take([step.queries]) for held in (query, grad_output, output, lse)]
@@ -205,6 +221,7 @@ class Worker:
             value,
             self.backend,
             has_dropout=self.dropout is not None,
+            has_pattern=self.pattern is not None,
             best_first=best_first,
         )
 
@@ -214,6 +231,9 @@ class Worker:
             return {"scale": self.scale}
         kept = self.dropout.kept(self.dropout.words(query, [queries], keys))
         return {"scale": self.scale, "kept": kept, "keep_scale": self.dropout.scale}
+
+    def _work(self, steps: Iterable[Step], query: HeldTokens, key: HeldTokens) -> Work:
+        return make_work(tuple(steps), self.pattern, query.ranges, key.ranges)
 
     def _drop_rows(self, query: HeldTokens, key: HeldTokens) -> dict[str, Any]:
         """Return what a backend of whole tasks needs to drop pairs."""
@@ -231,21 +251,6 @@ def _calls(step: Step) -> list[tuple[tuple[range, ...], bool]]:
 
 def _join(*held: HeldTokens) -> tuple[Tensor, ...]:
     return tuple(tokens.joined() for tokens in held)
-
-
-@lru_cache(maxsize=256)
-def _rectangles(
-    steps: tuple[Step, ...], queries: tuple[range, ...], keys: tuple[range, ...]
-) -> tuple[Rectangle, ...]:
-    """Translate steps into rows of tensors that hold these tokens."""
-    return tuple(
-        Rectangle(
-            rows_of(step.queries, queries),
-            tuple(rows_of(tokens, keys) for tokens in step.keys),
-            None if step.causal_keys is None else rows_of(step.causal_keys, keys),
-        )
-        for step in steps
-    )
 
 
 def _slice(tokens: range, held: HeldTokens) -> slice:

@@ -38,6 +38,14 @@ def paint_runs(runs, bound):
     return visits
 
 
+def paint_views(views, bound):
+    """How often each pair is in a view."""
+    visits = np.zeros((bound.seqlen_q, bound.seqlen_kv), dtype=int)
+    for view in views:
+        visits[np.ix_(view.queries, view.keys)] += view.to_mask()
+    return visits
+
+
 def assert_is(rng, bound, mask):
     """Check a bound pattern and its transpose against a mask, in every way they can be read."""
     _assert_is(rng, bound, mask)
@@ -52,6 +60,10 @@ def _assert_is(rng, bound, mask):
     for _ in range(3):
         queries, keys = random_range(rng, seqlen_q), random_range(rng, seqlen_kv)
         assert bound.count(queries, keys) == count_in(mask, queries, keys)
+        inside = np.zeros(mask.shape, dtype=int)
+        rows, columns = (slice(max(r.start, 0), max(r.stop, 0)) for r in (queries, keys))
+        inside[rows, columns] = mask[rows, columns]
+        assert (paint_views(bound.views(queries, keys), bound) == inside).all()
     overlaps = sum(
         piece.allows(np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)).astype(int)
         for piece in bound.pieces

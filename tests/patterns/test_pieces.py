@@ -9,6 +9,7 @@ from brute_force import count_in, random_range
 from cqs.patterns import FAR, Axis, Piece, key_runs, views
 from cqs.patterns.algebra import UnequalStepsError, intersect, subtract, unite
 from cqs.patterns.piece import count_band, tidy
+from cqs.patterns.views import ways_to_cut
 
 
 def random_axis(rng, length, step):
@@ -114,11 +115,15 @@ def test_views_hold_every_pair_once():
     for _ in range(1000):
         shape = random_shape(rng)
         piece = random_tidy_piece(rng, shape)
-        counts = np.zeros(shape, dtype=int)
-        for view in views(piece):
-            a, b = np.arange(len(view.queries))[:, None], np.arange(len(view.keys))
-            counts[np.ix_(view.queries, view.keys)] += (view.low <= b - a) & (b - a <= view.high)
-        assert (counts == mask_of(piece, shape)).all()
+        ways = [views] if piece.is_plain else [way for _, way in ways_to_cut(piece)]
+        for way in ways:
+            counts = np.zeros(shape, dtype=int)
+            for view in way(piece):
+                i, j = np.array(view.queries)[:, None], np.array(view.keys)
+                live = (view.low <= j - i) & (j - i <= view.high)
+                assert view.is_full == live.all()
+                counts[np.ix_(view.queries, view.keys)] += live
+            assert (counts == mask_of(piece, shape)).all(), way
 
 
 @pytest.mark.parametrize(

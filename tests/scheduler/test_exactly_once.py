@@ -98,10 +98,10 @@ def test_blocks_steps_and_counts_of_a_task_agree(num_workers, is_causal):
     for lengths in [(3, 3), (50, 50), (50, 75), (75, 50)]:
         for task in make_plan(*lengths, num_workers=num_workers, is_causal=is_causal).tasks:
             assert task.blocks == tuple(b for step in task.steps for b in step.blocks())
-            assert all(block.live_pairs for block in task.blocks)
-            assert task.live_pairs == sum(block.live_pairs for block in task.blocks)
+            assert all(block.num_pairs for block in task.blocks)
+            assert task.live_pairs == sum(block.num_pairs for block in task.blocks)
             for step in task.steps:
-                assert step.live_pairs == sum(block.live_pairs for block in step.blocks())
+                assert step.live_pairs == sum(block.num_pairs for block in step.blocks())
                 assert is_ascending_and_apart(step.keys)
 
 

@@ -111,7 +111,7 @@ def test_a_plan_describes_itself():
         assert part in text
 
 
-def test_six_numbers_make_a_plan():
+def test_six_numbers_and_a_pattern_make_a_plan():
     assert [field.name for field in dataclasses.fields(Plan)] == [
         "seqlen_q",
         "seqlen_kv",
@@ -119,4 +119,5 @@ def test_six_numbers_make_a_plan():
         "is_causal",
         "interest_set",
         "tile",
+        "pattern",
     ]

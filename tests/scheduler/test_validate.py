@@ -28,8 +28,18 @@ def with_step(plan, worker, index, *steps):
     """The tasks of ``plan``, one step of one worker replaced by others."""
     tasks = list(plan.tasks)
     old = tasks[worker].steps
-    tasks[worker] = replace(tasks[worker], steps=(*old[:index], *steps, *old[index + 1 :]))
+    new = (*old[:index], *map(counted, steps), *old[index + 1 :])
+    tasks[worker] = replace(tasks[worker], steps=new)
     return tasks
+
+
+def dense_step(*fields):
+    """A step of a plan without a pattern; ``live_pairs`` follow from the other fields."""
+    return counted(Step(*fields, live_pairs=0))
+
+
+def counted(step):
+    return step._replace(live_pairs=sum(block.num_pairs for block in step.blocks()))
 
 
 def one_task(*steps):
@@ -71,6 +81,15 @@ def test_a_step_cut_in_two_by_rows_is_accepted(plan):
 
 
 @every(PLANS)
+def test_a_wrong_number_of_live_pairs_is_refused(plan):
+    *others, last = plan.tasks
+    step = last.steps[-1]
+    wrong = replace(last, steps=(*last.steps[:-1], step._replace(live_pairs=1)))
+    with pytest.raises(ValueError, match=f"holds {step.live_pairs} live pairs"):
+        validate(plan, [*others, wrong])
+
+
+@every(PLANS)
 def test_a_missing_task_is_refused(plan):
     for worker in range(plan.num_workers):
         refuse(plan, plan.tasks[:worker] + plan.tasks[worker + 1 :])
@@ -97,7 +116,7 @@ def test_a_dropped_block_is_refused(plan):
 def test_a_duplicated_block_is_refused(plan):
     for worker, index, step in all_steps(plan):
         for keys in step.keys:
-            again = Step(step.query_group, step.queries, (keys,), None)
+            again = dense_step(step.query_group, step.queries, (keys,), None)
             refuse(plan, with_step(plan, worker, index, step, again))
         if step.causal_keys:
             again = step._replace(keys=())
@@ -131,7 +150,7 @@ def test_a_dead_block_is_refused(plan):
         first_dead = step.queries.stop + plan.seqlen_kv - plan.seqlen_q
         for stop in {first_dead + 1, plan.seqlen_kv}:
             if stop > first_dead:
-                dead = Step(step.query_group, step.queries, (range(first_dead, stop),), None)
+                dead = dense_step(step.query_group, step.queries, (range(first_dead, stop),), None)
                 refuse(plan, with_step(plan, worker, index, step, dead))
 
 
@@ -146,29 +165,33 @@ def test_a_causal_square_computed_in_full_is_refused(plan):
 def test_a_full_block_computed_as_a_causal_square_is_refused():
     first, second = range(0, 4), range(4, 8)
     with pytest.raises(ValueError, match="causal block off the diagonal at key 0"):
-        validate_tasks([one_task(Step(0, first, (), first))], 4, 4, False)
-    below = [Step(0, first, (), first), Step(1, second, (), first), Step(1, second, (), second)]
+        validate_tasks([one_task(dense_step(0, first, (), first))], 4, 4, False)
+    below = [
+        dense_step(0, first, (), first),
+        dense_step(1, second, (), first),
+        dense_step(1, second, (), second),
+    ]
     with pytest.raises(ValueError, match="causal block off the diagonal at key 0"):
         validate_tasks([one_task(*below)], 8, 8, True)
-    sound = [Step(0, first, (), first), Step(1, second, (first,), second)]
+    sound = [dense_step(0, first, (), first), dense_step(1, second, (first,), second)]
     validate_tasks([one_task(*sound)], 8, 8, True)
 
 
 def test_a_causal_block_that_is_no_square_is_refused():
     """Also where the edges of other blocks cut it into pieces that would fit."""
-    upper = Step(0, range(0, 4), (), range(0, 4))
-    cuts = [Step(1, rows, (range(0, 4),), None) for rows in (range(4, 6), range(6, 8))]
+    upper = dense_step(0, range(0, 4), (), range(0, 4))
+    cuts = [dense_step(1, rows, (range(0, 4),), None) for rows in (range(4, 6), range(6, 8))]
     for stop in (7, 9):
-        lower = Step(1, range(4, 8), (), range(4, stop))
+        lower = dense_step(1, range(4, 8), (), range(4, stop))
         with pytest.raises(ValueError, match="is no square"):
             validate_tasks([one_task(upper, *cuts, lower)], 8, 8, True)
-    lower = Step(1, range(4, 8), (), range(4, 8))
+    lower = dense_step(1, range(4, 8), (), range(4, 8))
     validate_tasks([one_task(upper, *cuts, lower)], 8, 8, True)
 
 
 def test_queries_that_see_no_key_must_not_be_computed():
     plan = PLANS["more-queries-causal"]
-    dead_rows = Step(0, range(0, 3), (range(0, 1),), None)
+    dead_rows = dense_step(0, range(0, 3), (range(0, 1),), None)
     refuse(plan, with_step(plan, 0, 0, plan.task(0).steps[0], dead_rows))
 
 
@@ -194,7 +217,7 @@ def test_a_block_that_computes_nothing_is_refused():
 )
 def test_the_message_says_which_pairs_are_wrong(queries, keys, message):
     with pytest.raises(ValueError, match=message):
-        validate_tasks([one_task(Step(0, queries, keys, None))], 4, 4, False)
+        validate_tasks([one_task(dense_step(0, queries, keys, None))], 4, 4, False)
 
 
 def test_shares_of_two_workers_exchanged_by_halves_are_refused():

@@ -7,8 +7,8 @@ from cqs.cases import CASES
 from cqs.dropout import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
-from cqs.worker.backends import ATTEND, ATTEND_RECTANGLES
-from cqs.worker.rectangle import Rectangle
+from cqs.worker.backends import ATTEND, ATTEND_SHARES
+from cqs.worker.share import whole_work
 
 GPU = pytest.mark.gpu
 SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,9 +46,8 @@ def attend(problem, backend, *tensors):
         pytest.skip(f"{backend} {reason}")
     if backend in ATTEND:
         return ATTEND[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
-    queries, keys = range(tensors[0].shape[2]), range(tensors[1].shape[2])
-    whole = Rectangle(queries, (), keys) if problem.is_causal else Rectangle(queries, (keys,))
-    return ATTEND_RECTANGLES[backend](*tensors, (whole,), scale=problem.scale)
+    whole = whole_work(tensors[0].shape[2], tensors[1].shape[2], problem.is_causal)
+    return ATTEND_SHARES[backend](*tensors, whole, scale=problem.scale)
 
 
 @every_combination
@@ -214,7 +213,7 @@ def test_a_call_that_the_best_declines_goes_to_the_next(monkeypatch):
     """As cuDNN declines a single key: other calls of the task are not affected."""
     monkeypatch.setitem(WHY_NOT, "cpu", lambda q, k, v: "few" if k.shape[2] == 1 else None)
     problem = CASES[0].make()
-    step = Step(0, range(0, 2), (range(5, 6),), range(0, 2))
+    step = Step(0, range(0, 2), (range(5, 6),), range(0, 2), 5)
     task = Task(0, (0,), (range(0, 2),), (range(0, 2), range(5, 6)), (step,))
     held = map(HeldTokens.whole, (problem.query, problem.key, problem.value))
     (partial,) = Worker(0.25).run(task, *held)

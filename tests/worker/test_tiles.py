@@ -1,33 +1,74 @@
+import random
+
 import numpy as np
 import pytest
 
-from cqs.scheduler import make_plan
-from cqs.worker.rectangle import Rectangle
+from cqs.patterns import (
+    bigbird,
+    block_diagonal,
+    dilated,
+    documents,
+    fixed,
+    from_mask,
+    longformer,
+    sliding_window,
+    strided,
+)
+from cqs.patterns.views import View
+from cqs.scheduler import Step, make_plan
+from cqs.worker.share import Share, Work, make_work
 from cqs.worker.triton.tiles import (
     FAR,
-    Band,
-    Span,
+    NO_BITS,
+    key_launches,
     make_tile_list,
-    query_spans,
-    united_key_spans,
-    united_query_spans,
+    query_launches,
 )
 
+TILE = 32
 
-def visits(found, shape, tile_rows, block):
-    """How often each pair is visited, as the kernels read the list: the output rows first."""
-    count = np.zeros(shape, int)
-    for start, stop, row, first, banded_stop, last, num_full, _ in found.tiles:
-        assert 0 < stop - start <= tile_rows and first < last
-        for i in range(first, last):
-            k0, k1, low, high = found.runs[i]
-            assert k0 < k1
-            assert i < banded_stop or (k1 - k0) % block == 0
-            distance = np.arange(k0, k1) - np.arange(start, stop)[:, None]
-            count[row : row + stop - start, k0:k1] += (distance >= low) & (distance <= high)
-        full = found.runs[banded_stop:last]
-        assert num_full == (full[:, 1] - full[:, 0]).sum() // block
+
+def visits(launches, shape, block, num_rows=None):
+    """How often each pair is visited, as the kernels read the lists: the output rows first."""
+    count = np.zeros((num_rows or shape[0], shape[1]), int)
+    for launch in launches:
+        row_step, column_step = launch.steps
+        found = make_tile_list(launch, TILE, block)
+        for start, stop, row, first, banded_stop, last, num_full, _ in found.tiles:
+            assert 0 < stop - start <= TILE and first < last
+            rows = np.arange(start, stop)[:, None]
+            for number, run in enumerate(found.runs[first:last], first):
+                k0, k1, low, high, bits, lane = run[:6]
+                assert k0 < k1
+                assert number < banded_stop or ((k1 - k0) % block == 0 and bits == NO_BITS)
+                columns = np.arange(k0, k1)
+                distance = columns * column_step - rows * row_step
+                live = (distance >= low) & (distance <= high)
+                if bits != NO_BITS:
+                    c = columns - k0
+                    words = launch.words[bits + 4 * rows + c // 2 % 4]
+                    live &= words >> (c // 8 * 2 + c % 2) & 1 == 1
+                out = row + row_step * np.arange(stop - start)
+                np.add.at(count, np.ix_(out, columns * column_step + lane), live)
+            full = found.runs[banded_stop:last]
+            assert num_full == (full[:, 1] - full[:, 0]).sum() // block
     return count
+
+
+def work_of(plan, pattern=None):
+    steps = tuple(step for task in plan.tasks for step in task.steps)
+    everything = (range(plan.seqlen_q),), (range(plan.seqlen_kv),)
+    return make_work(steps, pattern, *everything)
+
+
+def assert_visits(work, live, block):
+    queries = np.concatenate([np.array(share.queries) for share in work.shares])
+    packed = visits(query_launches(work, packed=True), live.shape, block, len(queries))
+    total = np.zeros(live.shape, int)
+    np.add.at(total, queries, packed)
+    assert (total == live).all()
+    assert (visits(query_launches(work, packed=False), live.shape, block) == live).all()
+    assert (visits(key_launches(work), live.shape[::-1], block) == live.T).all()
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -36,41 +77,67 @@ def visits(found, shape, tile_rows, block):
 @pytest.mark.parametrize("lengths", [(200, 200), (131, 300), (300, 131), (5, 5)], ids=str)
 def test_every_pair_of_a_plan_is_visited_once(lengths, num_workers, is_causal, block):
     plan = make_plan(*lengths, num_workers=num_workers, is_causal=is_causal, tile=16)
-    rectangles = [
-        Rectangle(step.queries, step.keys, step.causal_keys)
-        for task in plan.tasks
-        for step in task.steps
-    ]
     live = np.ones(lengths, int)
     if is_causal:
         live = np.tril(live, lengths[1] - lengths[0])
-
-    queries = np.concatenate([np.array(rectangle.queries) for rectangle in rectangles])
-    found = make_tile_list(query_spans(rectangles), 32, block, packed=True)
-    total = np.zeros(lengths, int)
-    np.add.at(total, queries, visits(found, (len(queries), lengths[1]), 32, block))
-    assert (total == live).all()
-
-    found = make_tile_list(united_query_spans(rectangles), 32, block)
-    assert (visits(found, lengths, 32, block) == live).all()
-    found = make_tile_list(united_key_spans(rectangles), 32, block)
-    assert (visits(found, lengths[::-1], 32, block) == live.T).all()
-    for united in (united_query_spans(rectangles), united_key_spans(rectangles)):
-        rows = [row for span in united for row in span.rows]
+    work = work_of(plan)
+    assert_visits(work, live, block)
+    for launches in (query_launches(work, packed=False), key_launches(work)):
+        rows = [row for launch in launches for span in launch.spans for row in span.rows]
         assert len(rows) == len(set(rows))
+
+
+PATTERNS = [
+    sliding_window(40, 3),
+    dilated(4, 2, 3),
+    strided(8),
+    fixed(16, 3),
+    fixed(70, 2),
+    block_diagonal(20),
+    longformer(30, [0, 1, 77]),
+    bigbird(block=16, window_blocks=3, global_blocks=1, random_blocks=2, seed=1),
+    documents([0, 50, 57, 160]),
+]
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("lengths", [(200, 200), (131, 211)], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_every_pair_of_a_pattern_is_visited_once(pattern, lengths, block):
+    bound = pattern.bind(*lengths)
+    rng = random.Random(0)
+    cut = rng.randint(1, lengths[0] - 1), rng.randint(1, lengths[1] - 1)
+    steps = [
+        Step(0, queries, (keys,), None, bound.count(queries, keys))
+        for queries in (range(cut[0]), range(cut[0], lengths[0]))
+        for keys in (range(cut[1]), range(cut[1], lengths[1]))
+    ]
+    held = (range(lengths[0]),), (range(lengths[1]),)
+    assert_visits(make_work(tuple(steps), bound, *held), bound.to_mask().astype(int), block)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_bits_are_visited_once(block):
+    mask = np.random.default_rng(0).random((150, 300)) < 0.3
+    bound = from_mask(mask).bind(150, 300)
+    step = Step(0, range(0, 150), (range(0, 300),), None, bound.num_pairs)
+    work = make_work((step,), bound, (range(150),), (range(300),))
+    assert_visits(work, mask.astype(int), block)
 
 
 @pytest.mark.parametrize("block", [1, 8, 128])
 @pytest.mark.parametrize(("low", "high"), [(-7, 3), (-40, -20), (0, 0), (5, 90), (-FAR, -3)])
 def test_bands_are_visited_once(low, high, block):
-    found = make_tile_list([Span(range(3, 100), (Band(10, 95, low, high),))], 32, block)
+    view = View(range(3, 100), range(10, 95), low, high)
     distance = np.arange(95) - np.arange(100)[:, None]
     live = (distance >= low) & (distance <= high)
     live[:3] = live[:, :10] = False
-    assert (visits(found, (100, 95), 32, block) == live).all()
+    launches = query_launches(Work((Share(range(100), (view,)),)), packed=False)
+    assert (visits(launches, live.shape, block) == live).all()
 
 
 def test_most_work_comes_first():
-    spans = query_spans([Rectangle(range(0, 100), (), range(0, 100))])
-    starts = make_tile_list(spans, 10, 10).tiles[:, 0]
+    view = View(range(0, 100), range(0, 100), high=0)
+    (launch,) = query_launches(Work((Share(range(100), (view,)),)), packed=False)
+    starts = make_tile_list(launch, 10, 10).tiles[:, 0]
     assert list(starts) == list(range(90, -1, -10))

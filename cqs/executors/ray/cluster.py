@@ -20,6 +20,7 @@ from cqs.executors.ray.pool import ActorPool, start_pool
 from cqs.executors.ray.run import Patience, Run
 from cqs.gradients import Gradients
 from cqs.partial import Partial
+from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem
 from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
@@ -143,6 +144,7 @@ class Cluster:
         value: Tensor,
         *,
         is_causal: bool = False,
+        pattern: Pattern | None = None,
         scale: float | None = None,
         dropout_p: float = 0.0,
         seed: int | None = None,
@@ -160,6 +162,7 @@ class Cluster:
             key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
             value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
             is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
+            pattern: Which pairs attend, see :func:`cqs.attention`.
             scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
             dropout_p: Chance that a probability is zeroed, see :func:`cqs.attention`.
             seed: For dropout.
@@ -180,7 +183,14 @@ class Cluster:
             TaskFailedError: if a task kills every worker that it meets.
         """
         problem = check_problem(
-            query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            pattern=pattern,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
         )
         answer = attend_on(
             lambda: nullcontext(self),
@@ -200,6 +210,7 @@ class Cluster:
         value: Tensor,
         *,
         is_causal: bool = False,
+        pattern: Pattern | None = None,
         scale: float | None = None,
         dropout_p: float = 0.0,
         seed: int | None = None,
@@ -213,12 +224,21 @@ class Cluster:
         """Start :meth:`attention` and return at once; calls run one after another.
 
         The tensors are read while the run goes on: leave them as they are until it is done. No
-        gradients are recorded.
+        gradients are recorded. A pattern must be the same for all heads.
         """
         self._check_alive()
         problem = check_problem(
-            query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            pattern=pattern,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
         )
+        if problem.differs_by_head:
+            raise NotImplementedError(f"submit takes one pattern for all heads, got {pattern!r}")
         return self.submit_plan(
             problem,
             self.make_plan(problem, num_workers, interest_set),
@@ -327,10 +347,8 @@ def attend_on(
         verify: Likewise.
         progress: Likewise.
     """
-    plan: Plan
 
     def forward(problem: Problem) -> Partial:
-        nonlocal plan
         with scope() as cluster:
             plan = cluster.make_plan(problem, num_workers, interest_set)
             return cluster.submit_plan(
@@ -339,6 +357,7 @@ def attend_on(
 
     def backward(problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
         with scope() as cluster:
+            plan = cluster.make_plan(problem, num_workers, interest_set)
             return cluster.differentiate_plan(problem, plan, answer, grad_output, backend=backend)
 
     return attend_differentiably(problem, forward, backward)

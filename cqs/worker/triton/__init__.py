@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.rectangle import Rectangle
+from cqs.worker.share import Work
 
 _HEAD_DIMS = range(16, 257, 8)
 
@@ -33,22 +33,16 @@ def why_not_triton(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def attend_rectangles(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rectangles: tuple[Rectangle, ...],
-    **options: Any,
-) -> Partial:
-    """Attend in one launch; see :func:`cqs.worker.triton.launch.attend_rectangles`."""
+def attend_shares(query: Tensor, key: Tensor, value: Tensor, work: Work, **options: Any) -> Partial:
+    """Attend with whole tasks; see :func:`cqs.worker.triton.launch.attend_shares`."""
     from cqs.worker.triton import launch
 
     with torch.cuda.device_of(query):  # where Triton launches
-        return launch.attend_rectangles(query, key, value, rectangles, **options)
+        return launch.attend_shares(query, key, value, work, **options)
 
 
 def add_gradients(query: Tensor, *arguments: Any, **options: Any) -> None:
-    """Add gradients in two launches; see :func:`cqs.worker.triton.launch.add_gradients`."""
+    """Add gradients of whole tasks; see :func:`cqs.worker.triton.launch.add_gradients`."""
     from cqs.worker.triton import launch
 
     with torch.cuda.device_of(query):

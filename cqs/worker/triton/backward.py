@@ -30,8 +30,11 @@ def add_query_gradients(
     grad_query,
     tiles,
     runs,
+    bits,
     words,
     num_tiles,
+    query_step,
+    key_step,
     num_heads,
     num_queries,
     head_dim,
@@ -48,15 +51,19 @@ def add_query_gradients(
     """Add what one query tile of one head gathers to the gradient of its queries.
 
     Args:
-        query: Descriptor of ``[batch, num_heads, num_queries, head_dim]``; key, value and
+        query: Descriptor of ``[batch, num_heads, query_step, rows, head_dim]``; key, value and
             grad_output accordingly.
         lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous: the lse of all keys over
             ln 2, and +inf for queries that see no key, so that they keep no probability.
         delta: Likewise, the sum of output times its gradient over the columns.
         grad_query: float32 ``[batch, num_heads, num_queries, head_dim]``, contiguous.
         tiles: int32 ``[num_tiles, 8]``, see tiles.py.
-        runs: int32 ``[num_runs, 4]``.
+        runs: int32 ``[num_runs, 8]``.
+        bits: int32, the words that runs name, or None if none does.
         words: :class:`cqs.dropout.DropoutWords`, or None.
+        query_step: Tokens between two rows.
+        key_step: Tokens between two columns.
+        num_queries: In all lanes.
         scale: Factor on the scores.
         drop_below: Lots below it are dropped.
         keep_scale: Factor on the probabilities of the rest.
@@ -67,29 +74,33 @@ def add_query_gradients(
     batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
     query_start = tl.load(tile)
     query_stop = tl.load(tile + 1)
+    query_lane = tl.load(tile + 7)
 
     positions = query_start + tl.arange(0, TILE_Q)
     in_tile = positions < query_stop
-    rows = head.to(tl.int64) * num_queries + positions
-    q = query.load([batch, head % num_heads, query_start, 0]).reshape(TILE_Q, BLOCK_D)
-    grad_out = grad_output.load([batch, head % num_heads, query_start, 0]).reshape(TILE_Q, BLOCK_V)
+    rows = head.to(tl.int64) * num_queries + query_lane + positions * query_step
+    place = [batch, head % num_heads, query_lane, query_start, 0]
+    q = query.load(place).reshape(TILE_Q, BLOCK_D)
+    grad_out = grad_output.load(place).reshape(TILE_Q, BLOCK_V)
     lses = tl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
     deltas = tl.load(delta + rows, mask=in_tile, other=0.0)
     if words is not None:
         multiplier, increment = query_words(words, rows, in_tile)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     for run in range(tl.load(tile + 3), tl.load(tile + 5)):
-        start, stop, low, high = load_run(runs, run)
+        start, stop, band, bits_of_run, lane = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
-            k = key.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_D)
-            v = value.load([batch, kv_head, k0, 0]).reshape(TILE_K, BLOCK_V)
+            k = key.load([batch, kv_head, lane, k0, 0]).reshape(TILE_K, BLOCK_D)
+            v = value.load([batch, kv_head, lane, k0, 0]).reshape(TILE_K, BLOCK_V)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
-            is_visible = visible(positions, keys, stop, low, high)
+            is_visible = visible(
+                bits, bits_of_run, positions, keys, start, stop, band, query_step, key_step
+            )
             p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
             if words is not None:
-                key_word = key_words(words, keys, keys < stop)[None, :]
+                key_word = key_words(words, lane + keys * key_step, keys < stop)[None, :]
                 kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
                 grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
             grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)
@@ -109,8 +120,11 @@ def add_key_gradients(
     grad_value,
     tiles,
     runs,
+    bits,
     words,
     num_tiles,
+    key_step,
+    query_step,
     num_heads,
     num_queries,
     num_keys,
@@ -137,31 +151,37 @@ def add_key_gradients(
     batch = kv_head // num_kv_heads
     key_start = tl.load(tile)
     key_stop = tl.load(tile + 1)
+    key_lane = tl.load(tile + 7)
 
     positions = key_start + tl.arange(0, TILE_K)
     in_tile = positions < key_stop
-    k = key.load([batch, kv_head % num_kv_heads, key_start, 0]).reshape(TILE_K, BLOCK_D)
-    v = value.load([batch, kv_head % num_kv_heads, key_start, 0]).reshape(TILE_K, BLOCK_V)
+    tokens = key_lane + positions * key_step
+    place = [batch, kv_head % num_kv_heads, key_lane, key_start, 0]
+    k = key.load(place).reshape(TILE_K, BLOCK_D)
+    v = value.load(place).reshape(TILE_K, BLOCK_V)
     if words is not None:
-        key_word = key_words(words, positions, in_tile)[:, None]
+        key_word = key_words(words, tokens, in_tile)[:, None]
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     acc_v = tl.zeros([TILE_K, BLOCK_V], tl.float32)
     for member in range(GROUP_SIZE):
         head = kv_head % num_kv_heads * GROUP_SIZE + member
         first_row = (batch * num_heads + head).to(tl.int64) * num_queries
         for run in range(tl.load(tile + 3), tl.load(tile + 5)):
-            start, stop, low, high = load_run(runs, run)
+            start, stop, band, bits_of_run, lane = load_run(runs, run)
             for q0 in range(start, stop, TILE_Q):
-                q = query.load([batch, head, q0, 0]).reshape(TILE_Q, BLOCK_D)
-                grad_out = grad_output.load([batch, head, q0, 0]).reshape(TILE_Q, BLOCK_V)
+                q = query.load([batch, head, lane, q0, 0]).reshape(TILE_Q, BLOCK_D)
+                grad_out = grad_output.load([batch, head, lane, q0, 0]).reshape(TILE_Q, BLOCK_V)
                 queries = q0 + tl.arange(0, TILE_Q)
                 in_run = queries < stop
-                place = first_row + queries
+                place = first_row + lane + queries * query_step
                 lses = tl.load(lse_log2 + place, mask=in_run, other=float("inf"))
                 deltas = tl.load(delta + place, mask=in_run, other=0.0)
                 scores = tl.dot(k, q.T, input_precision=PRECISION)
                 p = tl.exp2(scores * (scale * _LOG2E) - lses[None, :])
-                p = tl.where(visible(positions, queries, stop, low, high), p, 0.0)
+                is_visible = visible(
+                    bits, bits_of_run, positions, queries, start, stop, band, key_step, query_step
+                )
+                p = tl.where(is_visible, p, 0.0)
                 grad_p = tl.dot(v, grad_out.T, input_precision=PRECISION)
                 kept_p = p
                 if words is not None:
@@ -174,7 +194,7 @@ def add_key_gradients(
                 acc_k = tl.dot(grad_scores.to(k.dtype), q, acc_k, input_precision=PRECISION)
     if words is not None:
         acc_v *= keep_scale
-    rows = kv_head.to(tl.int64) * num_keys + positions
+    rows = kv_head.to(tl.int64) * num_keys + tokens
     _add(grad_key, acc_k * scale, rows, in_tile, head_dim, BLOCK_D)
     _add(grad_value, acc_v, rows, in_tile, value_dim, BLOCK_V)
 

@@ -13,8 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cqs.worker.triton.hopper_pairs import visible
 from cqs.worker.triton.hopper_queue import (
+    INDEX,
     item_field,
+    load_place,
     load_run,
     make_queue,
     next_item,
@@ -33,9 +36,12 @@ def add_query_gradients_on_hopper(
     grad_query,
     tiles,
     runs,
+    bits,
     counter,
     num_tiles,
     num_items,
+    query_step,
+    key_step,
     num_heads,
     num_queries,
     head_dim,
@@ -43,6 +49,7 @@ def add_query_gradients_on_hopper(
     scale_log2,
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_BITS: gl.constexpr,
 ):
     """Add to the gradients of query tiles of heads until none is left.
 
@@ -50,14 +57,16 @@ def add_query_gradients_on_hopper(
     """
     queue = make_queue()
     memory = _allocate(query, grad_output, key, value, STAGES)
-    work = (tiles, runs, num_tiles, num_items)
+    work = (tiles, runs, bits, num_tiles, num_items)
+    steps = (query_step, key_step)
     sources = (query, grad_output, key, value)
     statistics = (lse_log2, delta, num_queries, scale_log2)
     target = (grad_query, head_dim, scale)
+    context = (queue, memory, work, steps, statistics, target)
     gl.warp_specialize(
         [
-            (_gather_query_gradients, (queue, memory, work, statistics, target, 0)),
-            (_gather_query_gradients, (queue, memory, work, statistics, target, 1)),
+            (_gather_query_gradients, (context, HAS_BITS, 0)),
+            (_gather_query_gradients, (context, HAS_BITS, 1)),
             (_copy, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, False)),
         ],
         [4, 1],
@@ -77,9 +86,12 @@ def add_key_gradients_on_hopper(
     grad_value,
     tiles,
     runs,
+    bits,
     counter,
     num_tiles,
     num_items,
+    key_step,
+    query_step,
     num_heads,
     num_queries,
     num_keys,
@@ -89,6 +101,7 @@ def add_key_gradients_on_hopper(
     scale_log2,
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_BITS: gl.constexpr,
 ):
     """Add to the gradients of key tiles of key heads until none is left.
 
@@ -96,14 +109,16 @@ def add_key_gradients_on_hopper(
     """
     queue = make_queue()
     memory = _allocate(key, value, query, grad_output, STAGES)
-    work = (tiles, runs, num_tiles, num_items)
+    work = (tiles, runs, bits, num_tiles, num_items)
+    steps = (key_step, query_step)
     sources = (key, value, query, grad_output)
     statistics = (lse_log2, delta, num_queries, scale_log2)
     target = (grad_key, grad_value, num_keys, head_dim, value_dim, scale)
+    context = (queue, memory, work, steps, statistics, target)
     gl.warp_specialize(
         [
-            (_gather_key_gradients, (queue, memory, work, statistics, target, GROUP_SIZE, 0)),
-            (_gather_key_gradients, (queue, memory, work, statistics, target, GROUP_SIZE, 1)),
+            (_gather_key_gradients, (context, GROUP_SIZE, HAS_BITS, 0)),
+            (_gather_key_gradients, (context, GROUP_SIZE, HAS_BITS, 1)),
             (_copy, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, True)),
         ],
         [4, 1],
@@ -115,14 +130,14 @@ def add_key_gradients_on_hopper(
 def _allocate(fixed_a, fixed_b, moving_a, moving_b, STAGES: gl.constexpr):
     """Allocate a tile of two halves that stays, and a ring of blocks that pass, in pairs."""
     dtype: gl.constexpr = fixed_a.dtype
-    ROWS: gl.constexpr = fixed_a.block_shape[2]
-    BLOCK: gl.constexpr = moving_a.block_shape[2]
-    DIM_A: gl.constexpr = fixed_a.block_shape[3]
-    DIM_B: gl.constexpr = fixed_b.block_shape[3]
-    a = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DIM_A], fixed_a.layout)
-    b = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DIM_B], fixed_b.layout)
-    ring_a = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, DIM_A], moving_a.layout)
-    ring_b = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, DIM_B], moving_b.layout)
+    ROWS: gl.constexpr = fixed_a.block_shape[3]
+    BLOCK: gl.constexpr = moving_a.block_shape[3]
+    DIM_A: gl.constexpr = fixed_a.block_shape[4]
+    DIM_B: gl.constexpr = fixed_b.block_shape[4]
+    a = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, DIM_A], fixed_a.layout)
+    b = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, DIM_B], fixed_b.layout)
+    ring_a = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK, DIM_A], moving_a.layout)
+    ring_b = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK, DIM_B], moving_b.layout)
     tile_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     tile_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -149,9 +164,9 @@ def _copy(
     """Take items; copy each one's tile and, block by block, what it meets."""
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
     fixed_a, fixed_b, moving_a, moving_b = sources
-    tiles, runs, num_tiles, num_items = work
-    ROWS: gl.constexpr = fixed_a.block_shape[2]
-    BLOCK: gl.constexpr = moving_a.block_shape[2]
+    tiles, runs, bits, num_tiles, num_items = work
+    ROWS: gl.constexpr = fixed_a.block_shape[3]
+    BLOCK: gl.constexpr = moving_a.block_shape[3]
     STAGES: gl.constexpr = ring_a.shape[0]
     TILE_BYTES: gl.constexpr = 2 * (fixed_a.block_type.nbytes + fixed_b.block_type.nbytes)
     BLOCK_BYTES: gl.constexpr = moving_a.block_type.nbytes + moving_b.block_type.nbytes
@@ -171,7 +186,7 @@ def _copy(
         mbarrier.wait(tile_free.index(0), turn & 1 ^ 1)
         mbarrier.expect(tile_ready.index(0), TILE_BYTES)
         for half in gl.static_range(2):
-            place = [batch, head, gl.load(tile) + half * ROWS, 0]
+            place = [batch, head, gl.load(tile + 7), gl.load(tile) + half * ROWS, 0]
             tma.async_copy_global_to_shared(fixed_a, place, tile_ready.index(0), a.index(half))
             tma.async_copy_global_to_shared(fixed_b, place, tile_ready.index(0), b.index(half))
         for member in range(num_members):
@@ -179,12 +194,12 @@ def _copy(
             if TILES_ARE_KEYS:
                 other_head = head * GROUP_SIZE + member
             for run in range(gl.load(tile + 3), gl.load(tile + 5)):
-                start, stop, _, _ = load_run(runs, run)
+                start, stop, lane = load_place(runs, run)
                 for row in range(start, stop, BLOCK):
                     stage = i % STAGES
                     mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
                     mbarrier.expect(ready.index(stage), BLOCK_BYTES)
-                    place = [batch, other_head, row, 0]
+                    place = [batch, other_head, lane, row, 0]
                     arrived = ready.index(stage)
                     tma.async_copy_global_to_shared(moving_a, place, arrived, ring_a.index(stage))
                     tma.async_copy_global_to_shared(moving_b, place, arrived, ring_b.index(stage))
@@ -195,16 +210,18 @@ def _copy(
 
 
 @gluon.jit
-def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.constexpr):
+def _gather_query_gradients(context, HAS_BITS: gl.constexpr, half: gl.constexpr):
     """Gather the gradients of one half of each query tile's rows."""
+    queue, memory, work, steps, statistics, target = context
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
-    tiles, runs, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_items = work
+    query_step, _ = steps
     lse_log2, delta, num_queries, scale_log2 = statistics
     grad_query, head_dim, scale = target
-    ROWS: gl.constexpr = a.shape[3]
-    BLOCK: gl.constexpr = ring_a.shape[3]
-    BLOCK_D: gl.constexpr = a.shape[4]
-    BLOCK_V: gl.constexpr = b.shape[4]
+    ROWS: gl.constexpr = a.shape[4]
+    BLOCK: gl.constexpr = ring_a.shape[4]
+    BLOCK_D: gl.constexpr = a.shape[5]
+    BLOCK_V: gl.constexpr = b.shape[5]
     STAGES: gl.constexpr = ring_a.shape[0]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -214,49 +231,60 @@ def _gather_query_gradients(queue, memory, work, statistics, target, half: gl.co
     turn = 0
     i = 0
     item = next_item(queue, turn)
-    index = item_field(item, 12)
+    index = item_field(item, INDEX)
     while index < num_items:
         query_start = item_field(item, 0) + half * ROWS
         query_stop = item_field(item, 1)
         first_run = item_field(item, 3)
         banded_stop = item_field(item, 4)
         num_full = item_field(item, 6)
-        first_row = (index // num_tiles).to(gl.int64) * num_queries + query_start
+        first_row = (index // num_tiles).to(gl.int64) * num_queries + item_field(item, 2)
+        first_row += half * ROWS * query_step
         in_tile = row + query_start < query_stop
-        lses = gl.load(lse_log2 + first_row + row, mask=in_tile, other=float("inf"))
-        deltas = gl.load(delta + first_row + row, mask=in_tile, other=0.0)
+        rows = first_row + row * query_step
+        lses = gl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
+        deltas = gl.load(delta + rows, mask=in_tile, other=0.0)
         of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), scale_log2)
         mbarrier.wait(tile_ready.index(0), turn & 1)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
         first = i
         grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, acc_layout, 2))
-        for run in range(first_run, banded_stop):
-            start, stop, low, high = load_run(runs, run)
+        for number in range(first_run, banded_stop):
+            start, stop, band, bits_of_run = load_run(runs, number)
             for k0 in range(start, stop, BLOCK):
-                place = (query_start, k0, stop, low, high)
+                place = (bits, (start, stop, band, bits_of_run), steps, query_start, k0)
                 acc, grad_scores = _query_step(
-                    tile, ring, i, first, acc, grad_scores, of_rows, place, True
+                    tile, ring, i, first, acc, grad_scores, of_rows, place, True, HAS_BITS
                 )
                 i += 1
         for j in range(i, i + num_full):
-            place = (query_start, 0, 0, 0, 0)
+            place = (bits, (0, 0, (0, 0), 0), steps, query_start, 0)
             acc, grad_scores = _query_step(
-                tile, ring, j, first, acc, grad_scores, of_rows, place, False
+                tile, ring, j, first, acc, grad_scores, of_rows, place, False, False
             )
         i += num_full
         mbarrier.arrive(tile_free.index(0), count=1)
         keys = ring_a.index((i - 1) % STAGES).reshape([BLOCK, BLOCK_D])
         acc = warpgroup_mma(grad_scores, keys, acc)
         mbarrier.arrive(free.index((i - 1) % STAGES), count=1)
-        _add(grad_query, acc * scale, first_row, query_stop - query_start, head_dim)
+        _add(grad_query, acc * scale, first_row, query_step, query_stop - query_start, head_dim)
         turn += 1
         item = next_item(queue, turn)
-        index = item_field(item, 12)
+        index = item_field(item, INDEX)
 
 
 @gluon.jit
 def _query_step(
-    tile, ring, i, first, acc, last_grad_scores, statistics, place, IS_BANDED: gl.constexpr
+    tile,
+    ring,
+    i,
+    first,
+    acc,
+    last_grad_scores,
+    statistics,
+    place,
+    IS_BANDED: gl.constexpr,
+    HAS_BITS: gl.constexpr,
 ):
     """Take the i-th block's gradients of scores, and add the share of the block before.
 
@@ -266,9 +294,9 @@ def _query_step(
     ring_a, ring_b, ready, free = ring
     lses, deltas, scale_log2 = statistics
     STAGES: gl.constexpr = ring_a.shape[0]
-    BLOCK: gl.constexpr = ring_a.shape[3]
-    BLOCK_D: gl.constexpr = ring_a.shape[4]
-    BLOCK_V: gl.constexpr = ring_b.shape[4]
+    BLOCK: gl.constexpr = ring_a.shape[4]
+    BLOCK_D: gl.constexpr = ring_a.shape[5]
+    BLOCK_V: gl.constexpr = ring_b.shape[5]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     keys = ring_a.index(i % STAGES).reshape([BLOCK, BLOCK_D])
     values = ring_b.index(i % STAGES).reshape([BLOCK, BLOCK_V])
@@ -283,9 +311,9 @@ def _query_step(
     grad_p = warpgroup_mma_wait(1, [grad_p])
     grad_scores = p * (grad_p - deltas)
     if IS_BANDED:
-        row_start, column_start, stop, low, high = place
-        visible = _visible(layout, row_start, column_start, stop, low, high)
-        grad_scores = gl.where(visible, grad_scores, 0.0)
+        bits, run, steps, row_start, column_start = place
+        live = visible(layout, bits, run, steps, row_start, column_start, HAS_BITS)
+        grad_scores = gl.where(live, grad_scores, 0.0)
     acc, last_grad_scores = warpgroup_mma_wait(0, [adding, last_grad_scores])
     mbarrier.arrive(free.index(last % STAGES), count=1, pred=i > first)
     acc_layout: gl.constexpr = acc.type.layout
@@ -295,17 +323,19 @@ def _query_step(
 
 @gluon.jit
 def _gather_key_gradients(
-    queue, memory, work, statistics, target, GROUP_SIZE: gl.constexpr, half: gl.constexpr
+    context, GROUP_SIZE: gl.constexpr, HAS_BITS: gl.constexpr, half: gl.constexpr
 ):
     """Gather the gradients of one half of each key tile's rows."""
+    queue, memory, work, steps, statistics, target = context
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
-    tiles, runs, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_items = work
+    key_step, _ = steps
     lse_log2, delta, num_queries, scale_log2 = statistics
     grad_key, grad_value, num_keys, head_dim, value_dim, scale = target
-    ROWS: gl.constexpr = a.shape[3]
-    BLOCK: gl.constexpr = ring_a.shape[3]
-    BLOCK_D: gl.constexpr = a.shape[4]
-    BLOCK_V: gl.constexpr = b.shape[4]
+    ROWS: gl.constexpr = a.shape[4]
+    BLOCK: gl.constexpr = ring_a.shape[4]
+    BLOCK_D: gl.constexpr = a.shape[5]
+    BLOCK_V: gl.constexpr = b.shape[5]
     key_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     tile = (a.index(half).reshape([ROWS, BLOCK_D]), b.index(half).reshape([ROWS, BLOCK_V]))
@@ -313,7 +343,7 @@ def _gather_key_gradients(
     turn = 0
     i = 0
     item = next_item(queue, turn)
-    index = item_field(item, 12)
+    index = item_field(item, INDEX)
     while index < num_items:
         key_start = item_field(item, 0) + half * ROWS
         key_stop = item_field(item, 1)
@@ -327,25 +357,31 @@ def _gather_key_gradients(
         for member in range(GROUP_SIZE):
             first_row = (kv_head * GROUP_SIZE + member).to(gl.int64) * num_queries
             of_columns = (lse_log2 + first_row, delta + first_row, scale_log2)
-            for run in range(first_run, banded_stop):
-                start, stop, low, high = load_run(runs, run)
+            for number in range(first_run, banded_stop):
+                start, stop, band, bits_of_run = load_run(runs, number)
+                lane = gl.load(runs + number * 8 + 5)
                 for q0 in range(start, stop, BLOCK):
-                    place = (key_start, q0, stop, low, high)
-                    acc_k, acc_v = _key_step(tile, ring, i, acc_k, acc_v, of_columns, place, True)
+                    place = (bits, (start, stop, band, bits_of_run), steps, key_start, q0, lane)
+                    acc_k, acc_v = _key_step(
+                        tile, ring, i, acc_k, acc_v, of_columns, place, True, HAS_BITS
+                    )
                     i += 1
-            for run in range(banded_stop, run_stop):
-                start, stop, _, _ = load_run(runs, run)
+            for number in range(banded_stop, run_stop):
+                start, stop, lane = load_place(runs, number)
                 for q0 in range(start, stop, BLOCK):
-                    place = (key_start, q0, stop, 0, 0)
-                    acc_k, acc_v = _key_step(tile, ring, i, acc_k, acc_v, of_columns, place, False)
+                    place = (bits, (start, stop, (0, 0), 0), steps, key_start, q0, lane)
+                    acc_k, acc_v = _key_step(
+                        tile, ring, i, acc_k, acc_v, of_columns, place, False, False
+                    )
                     i += 1
         mbarrier.arrive(tile_free.index(0), count=1)
-        first_row = kv_head.to(gl.int64) * num_keys + key_start
-        _add(grad_key, acc_k * scale, first_row, key_stop - key_start, head_dim)
-        _add(grad_value, acc_v, first_row, key_stop - key_start, value_dim)
+        first_row = kv_head.to(gl.int64) * num_keys + item_field(item, 2)
+        first_row += half * ROWS * key_step
+        _add(grad_key, acc_k * scale, first_row, key_step, key_stop - key_start, head_dim)
+        _add(grad_value, acc_v, first_row, key_step, key_stop - key_start, value_dim)
         turn += 1
         item = next_item(queue, turn)
-        index = item_field(item, 12)
+        index = item_field(item, INDEX)
 
 
 @gluon.jit
@@ -358,6 +394,7 @@ def _key_step(
     statistics,
     place,
     IS_BANDED: gl.constexpr,
+    HAS_BITS: gl.constexpr,
 ):
     """Add the i-th block's share to the gradients of a key tile.
 
@@ -366,33 +403,36 @@ def _key_step(
     k, v = tile
     ring_a, ring_b, ready, free = ring
     lse_log2, delta, scale_log2 = statistics
-    row_start, column_start, stop, low, high = place
+    bits, run, steps, row_start, column_start, lane = place
+    _, column_step = steps
     STAGES: gl.constexpr = ring_a.shape[0]
-    BLOCK: gl.constexpr = ring_a.shape[3]
-    BLOCK_D: gl.constexpr = ring_a.shape[4]
-    BLOCK_V: gl.constexpr = ring_b.shape[4]
+    BLOCK: gl.constexpr = ring_a.shape[4]
+    BLOCK_D: gl.constexpr = ring_a.shape[5]
+    BLOCK_V: gl.constexpr = ring_b.shape[5]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     queries = ring_a.index(i % STAGES).reshape([BLOCK, BLOCK_D])
     grad_out = ring_b.index(i % STAGES).reshape([BLOCK, BLOCK_V])
     column = column_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    token = lane + column * column_step
     if IS_BANDED:
-        lses = gl.load(lse_log2 + column, mask=column < stop, other=float("inf"))
+        lses = gl.load(lse_log2 + token, mask=column < run[1], other=float("inf"))
     else:
-        lses = gl.load(lse_log2 + column)
+        lses = gl.load(lse_log2 + token)
     mbarrier.wait(ready.index(i % STAGES), i // STAGES & 1)
     scores = _issue_product(k, queries.permute([1, 0]), layout)
     grad_p = _issue_product(v, grad_out.permute([1, 0]), layout)
     scores = warpgroup_mma_wait(1, [scores])
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(lses, 0))
     if IS_BANDED:
-        p = gl.where(_visible(layout, row_start, column_start, stop, low, high), p, 0.0)
+        live = visible(layout, bits, run, steps, row_start, column_start, HAS_BITS)
+        p = gl.where(live, p, 0.0)
     value_layout: gl.constexpr = acc_v.type.layout
     p_operand = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, value_layout, 2))
     acc_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
     if IS_BANDED:
-        deltas = gl.load(delta + column, mask=column < stop, other=0.0)
+        deltas = gl.load(delta + token, mask=column < run[1], other=0.0)
     else:
-        deltas = gl.load(delta + column)
+        deltas = gl.load(delta + token)
     grad_p = warpgroup_mma_wait(1, [grad_p])
     grad_scores = p * (grad_p - gl.expand_dims(deltas, 0))
     key_layout: gl.constexpr = acc_k.type.layout
@@ -416,24 +456,13 @@ def _issue_product(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def _visible(layout: gl.constexpr, row_start, column_start, stop, low, high):
-    """Say which pairs of a tile and a block lie before a run's end and in its band."""
-    ROWS: gl.constexpr = layout.warps_per_cta[0] * layout.instr_shape[0]
-    BLOCK: gl.constexpr = layout.instr_shape[1]
-    rows = row_start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = column_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-    distance = gl.expand_dims(columns, 0) - gl.expand_dims(rows, 1)
-    return gl.expand_dims(columns < stop, 0) & (distance >= low) & (distance <= high)
-
-
-@gluon.jit
-def _add(target, values, first_row, num_rows, dim):
+def _add(target, values, first_row, step, num_rows, dim):
     """Add a tile to rows of a gradient that no other program touches."""
     ROWS: gl.constexpr = values.shape[0]
     BLOCK: gl.constexpr = values.shape[1]
     layout: gl.constexpr = values.type.layout
     rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     columns = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, layout)), 0)
-    place = target + (first_row + rows) * dim + columns
+    place = target + (first_row + rows * step) * dim + columns
     mask = (rows < num_rows) & (columns < dim)
     gl.store(place, gl.load(place, mask=mask, other=0.0) + values, mask=mask)

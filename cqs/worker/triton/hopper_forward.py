@@ -13,8 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cqs.worker.triton.hopper_pairs import visible
 from cqs.worker.triton.hopper_queue import (
+    INDEX,
     item_field,
+    load_place,
     load_run,
     make_queue,
     next_item,
@@ -33,30 +36,35 @@ def attend_tiles_on_hopper(
     lse,
     tiles,
     runs,
+    bits,
     counter,
     num_tiles,
     num_items,
     num_heads,
     num_rows,
+    query_step,
+    key_step,
     scale_log2,
     value_dim,
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_BITS: gl.constexpr,
 ):
     """Attend with query tiles of heads until none is left; arguments as for ``attend_tiles``.
 
     Args:
+        bits: Never None; read where HAS_BITS.
         counter: int32 ``[1]``, zero: items taken beyond the first of each program.
         num_items: Tiles times heads times batch.
     """
-    HALF_Q: gl.constexpr = query.block_shape[2]
-    TILE_K: gl.constexpr = key.block_shape[2]
-    BLOCK_D: gl.constexpr = query.block_shape[3]
-    BLOCK_V: gl.constexpr = value.block_shape[3]
+    HALF_Q: gl.constexpr = query.block_shape[3]
+    TILE_K: gl.constexpr = key.block_shape[3]
+    BLOCK_D: gl.constexpr = query.block_shape[4]
+    BLOCK_V: gl.constexpr = value.block_shape[4]
     dtype: gl.constexpr = query.dtype
-    q = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF_Q, BLOCK_D], query.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_K, BLOCK_D], key.layout)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE_K, BLOCK_V], value.layout)
+    q = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, HALF_Q, BLOCK_D], query.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_D], key.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_V], value.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -73,12 +81,13 @@ def attend_tiles_on_hopper(
 
     queue = make_queue()
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
-    work = (tiles, runs, num_tiles, num_items)
+    work = (tiles, runs, bits, num_tiles, num_items)
     answer = (output, lse, num_rows, scale_log2, value_dim)
+    steps = (query_step, key_step)
     gl.warp_specialize(
         [
-            (_consume, (queue, memory, work, answer, 0)),
-            (_consume, (queue, memory, work, answer, 1)),
+            (_consume, (queue, memory, work, answer, steps, HAS_BITS, 0)),
+            (_consume, (queue, memory, work, answer, steps, HAS_BITS, 1)),
             (_produce, (queue, memory, work, query, key, value, counter, num_heads, GROUP_SIZE)),
         ],
         [4, 1],
@@ -90,9 +99,9 @@ def attend_tiles_on_hopper(
 def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_SIZE: gl.constexpr):
     """Take items; copy each one's query tile and, tile by tile, the keys and values of its runs."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
-    tiles, runs, num_tiles, num_items = work
-    HALF_Q: gl.constexpr = query.block_shape[2]
-    TILE_K: gl.constexpr = key.block_shape[2]
+    tiles, runs, bits, num_tiles, num_items = work
+    HALF_Q: gl.constexpr = query.block_shape[3]
+    TILE_K: gl.constexpr = key.block_shape[3]
     STAGES: gl.constexpr = k.shape[0]
     index = gl.program_id(0)
     turn = 0
@@ -103,17 +112,18 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
         tile = tiles + index % num_tiles * 8
         batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
         query_start = gl.load(tile)
+        query_lane = gl.load(tile + 7)
         mbarrier.wait(q_free.index(0), turn & 1 ^ 1)
         mbarrier.expect(q_ready.index(0), 2 * query.block_type.nbytes)
         for half in gl.static_range(2):
-            place = [batch, head % num_heads, query_start + half * HALF_Q, 0]
+            place = [batch, head % num_heads, query_lane, query_start + half * HALF_Q, 0]
             tma.async_copy_global_to_shared(query, place, q_ready.index(0), q.index(half))
         for run in range(gl.load(tile + 3), gl.load(tile + 5)):
-            start, stop, _, _ = load_run(runs, run)
+            start, stop, lane = load_place(runs, run)
             for k0 in range(start, stop, TILE_K):
                 stage = i % STAGES
                 parity = i // STAGES & 1
-                place = [batch, kv_head, k0, 0]
+                place = [batch, kv_head, lane, k0, 0]
                 mbarrier.wait(k_free.index(stage), parity ^ 1)
                 mbarrier.expect(k_ready.index(stage), key.block_type.nbytes)
                 tma.async_copy_global_to_shared(key, place, k_ready.index(stage), k.index(stage))
@@ -127,15 +137,16 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
 
 
 @gluon.jit
-def _consume(queue, memory, work, answer, half: gl.constexpr):
+def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: gl.constexpr):
     """Attend with one half of each query tile's rows."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
-    tiles, runs, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_items = work
     output, lse, num_rows, scale_log2, value_dim = answer
-    HALF_Q: gl.constexpr = q.shape[3]
-    TILE_K: gl.constexpr = k.shape[3]
-    BLOCK_D: gl.constexpr = k.shape[4]
-    BLOCK_V: gl.constexpr = v.shape[4]
+    HALF_Q: gl.constexpr = q.shape[4]
+    TILE_K: gl.constexpr = k.shape[4]
+    BLOCK_D: gl.constexpr = k.shape[5]
+    BLOCK_V: gl.constexpr = v.shape[5]
+    query_step, _ = steps
     STAGES: gl.constexpr = k.shape[0]
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
@@ -143,23 +154,24 @@ def _consume(queue, memory, work, answer, half: gl.constexpr):
     turn = 0
     i = 0
     item = next_item(queue, turn)
-    index = item_field(item, 12)
+    index = item_field(item, INDEX)
     while index < num_items:
         query_start = item_field(item, 0) + half * HALF_Q
         query_stop = item_field(item, 1)
-        first_row = item_field(item, 2) + half * HALF_Q
+        first_row = item_field(item, 2) + half * HALF_Q * query_step
         first_run = item_field(item, 3)
         banded_stop = item_field(item, 4)
         num_full = item_field(item, 6)
         start = item_field(item, 8)
         stop = item_field(item, 9)
-        low = item_field(item, 10)
-        high = item_field(item, 11)
+        band = item_field(item, 10), item_field(item, 11)
+        bits_of_run = item_field(item, 12)
 
         mbarrier.wait(q_ready.index(0), turn & 1)
         scores = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
-        scores = _hide(scores, query_start, start, stop, low, high)
+        run = (start, stop, band, bits_of_run)
+        scores = _hide(scores, bits, run, steps, query_start, start, HAS_BITS)
         score_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
         largest = gl.full([HALF_Q], float("-inf"), gl.float32, score_rows)
         total = gl.zeros([HALF_Q], gl.float32, score_rows)
@@ -167,16 +179,18 @@ def _consume(queue, memory, work, answer, half: gl.constexpr):
         p = _as_operand(p, out_layout, v.dtype)
         acc = gl.zeros([HALF_Q, BLOCK_V], gl.float32, out_layout)
         i += 1
-        start += TILE_K
-        for run in range(first_run, banded_stop):
-            if run > first_run:
-                start, stop, low, high = load_run(runs, run)
-            for k0 in range(start, stop, TILE_K):
+        first = start + TILE_K
+        for number in range(first_run, banded_stop):
+            if number > first_run:
+                start, stop, band, bits_of_run = load_run(runs, number)
+                first = start
+            for k0 in range(first, stop, TILE_K):
                 pending = _issue_scores(q_half, k, k_ready, i)
                 adding = _issue_output(p, v, v_ready, i - 1, acc)
                 scores = warpgroup_mma_wait(1, [pending])
                 mbarrier.arrive(k_free.index(i % STAGES), count=1)
-                scores = _hide(scores, query_start, k0, stop, low, high)
+                run = (start, stop, band, bits_of_run)
+                scores = _hide(scores, bits, run, steps, query_start, k0, HAS_BITS)
                 p_next, largest, total, decay = _exponentials(
                     scores, largest, total, scale_log2, True
                 )
@@ -204,7 +218,7 @@ def _consume(queue, memory, work, answer, half: gl.constexpr):
         mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
 
         row = gl.arange(0, HALF_Q, row_layout)
-        rows = (index // num_tiles).to(gl.int64) * num_rows + first_row + row
+        rows = (index // num_tiles).to(gl.int64) * num_rows + first_row + row * query_step
         in_tile = row + query_start < query_stop
         total = gl.convert_layout(gl.where(total == 0, 1.0, total), row_layout)
         largest = gl.convert_layout(largest, row_layout)
@@ -216,14 +230,14 @@ def _consume(queue, memory, work, answer, half: gl.constexpr):
         gl.store(lse + rows, (largest + gl.log2(total)) * _LN2, mask=in_tile)
         turn += 1
         item = next_item(queue, turn)
-        index = item_field(item, 12)
+        index = item_field(item, INDEX)
 
 
 @gluon.jit
 def _issue_scores(q_half, k, k_ready, i):
     """Wait for the i-th tile of keys and begin to multiply it with the queries."""
-    TILE_K: gl.constexpr = k.shape[3]
-    BLOCK_D: gl.constexpr = k.shape[4]
+    TILE_K: gl.constexpr = k.shape[4]
+    BLOCK_D: gl.constexpr = k.shape[5]
     stage = i % k.shape[0]
     mbarrier.wait(k_ready.index(stage), i // k.shape[0] & 1)
     keys = k.index(stage).reshape([TILE_K, BLOCK_D]).permute([1, 0])
@@ -236,24 +250,19 @@ def _issue_scores(q_half, k, k_ready, i):
 @gluon.jit
 def _issue_output(p, v, v_ready, i, acc):
     """Wait for the i-th tile of values and begin to add its product with the probabilities."""
-    TILE_K: gl.constexpr = v.shape[3]
-    BLOCK_V: gl.constexpr = v.shape[4]
+    TILE_K: gl.constexpr = v.shape[4]
+    BLOCK_V: gl.constexpr = v.shape[5]
     stage = i % v.shape[0]
     mbarrier.wait(v_ready.index(stage), i // v.shape[0] & 1)
     return warpgroup_mma(p, v.index(stage).reshape([TILE_K, BLOCK_V]), acc, is_async=True)
 
 
 @gluon.jit
-def _hide(scores, query_start, key_start, stop, low, high):
-    """Set the scores of what lies outside of a run's end or band to -inf."""
+def _hide(scores, bits, run, steps, query_start, key_start, HAS_BITS: gl.constexpr):
+    """Set the scores of pairs that do not count to -inf."""
     layout: gl.constexpr = scores.type.layout
-    HALF_Q: gl.constexpr = scores.shape[0]
-    TILE_K: gl.constexpr = scores.shape[1]
-    queries = query_start + gl.arange(0, HALF_Q, gl.SliceLayout(1, layout))
-    keys = key_start + gl.arange(0, TILE_K, gl.SliceLayout(0, layout))
-    distance = gl.expand_dims(keys, 0) - gl.expand_dims(queries, 1)
-    visible = gl.expand_dims(keys < stop, 0) & (distance >= low) & (distance <= high)
-    return gl.where(visible, scores, float("-inf"))
+    live = visible(layout, bits, run, steps, query_start, key_start, HAS_BITS)
+    return gl.where(live, scores, float("-inf"))
 
 
 @gluon.jit

@@ -8,6 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+INDEX = gl.constexpr(14)
+"""The field of an item, after those of its tile and its first run, that is its number."""
+
 
 @gluon.jit
 def make_queue():
@@ -25,15 +28,15 @@ def make_queue():
 def publish_item(queue, work, turn, index):
     """Tell the consumers the next item: its tile's fields, those of its first run, its index."""
     item, item_ready, item_free = queue
-    tiles, runs, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_items = work
     field = gl.arange(0, 16, gl.BlockedLayout([1], [32], [1], [0]))
     exists = index < num_items
     tile = tiles + index % num_tiles * 8
     values = gl.load(tile + field, mask=(field < 8) & exists, other=0)
-    run = runs + gl.load(tile + 3, mask=exists, other=0) * 4 - 8
-    in_run = (field >= 8) & (field < 12)
+    run = runs + gl.load(tile + 3, mask=exists, other=0) * 8 - 8
+    in_run = (field >= 8) & (field < 14)
     values = gl.where(in_run, gl.load(run + field, mask=in_run & exists, other=0), values)
-    values = gl.where(field == 12, index, values)
+    values = gl.where(field == INDEX, index, values)
     mbarrier.wait(item_free.index(turn & 1), turn >> 1 & 1 ^ 1)
     item.index(turn & 1).store(values)
     mbarrier.arrive(item_ready.index(turn & 1), count=1)
@@ -51,9 +54,17 @@ def next_item(queue, turn):
 
 @gluon.jit
 def load_run(runs, run):
-    """Return start, stop, low and high of a run."""
-    fields = runs + run * 4
-    return gl.load(fields), gl.load(fields + 1), gl.load(fields + 2), gl.load(fields + 3)
+    """Return the first five fields of a run: start, stop, low, high, bits; see tiles.py."""
+    fields = runs + run * 8
+    band = gl.load(fields + 2), gl.load(fields + 3)
+    return gl.load(fields), gl.load(fields + 1), band, gl.load(fields + 4)
+
+
+@gluon.jit
+def load_place(runs, run):
+    """Return start, stop and lane of a run."""
+    fields = runs + run * 8
+    return gl.load(fields), gl.load(fields + 1), gl.load(fields + 5)
 
 
 @gluon.jit

@@ -1,21 +1,22 @@
-"""Rectangles to partial results in one launch."""
+"""Shares to partial results and gradients, in as few launches as their steps allow."""
 
 import math
-from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.dropout import Dropout, DropoutWords
-from cqs.partial import Partial
+from cqs.partial import Partial, merge_rows
 from cqs.worker.operands import with_positive_scale
-from cqs.worker.rectangle import Rectangle
+from cqs.worker.share import Work
 from cqs.worker.triton.backward import add_key_gradients, add_query_gradients
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import (
@@ -23,20 +24,14 @@ from cqs.worker.triton.hopper_backward import (
     add_query_gradients_on_hopper,
 )
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
-from cqs.worker.triton.tiles import (
-    Span,
-    make_tile_list,
-    query_spans,
-    united_key_spans,
-    united_query_spans,
-)
+from cqs.worker.triton.tiles import Launch, Steps, key_launches, make_tile_list, query_launches
 
 
-def attend_rectangles(
+def attend_shares(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rectangles: tuple[Rectangle, ...],
+    work: Work,
     *,
     scale: float,
     is_united: bool = False,
@@ -44,16 +39,16 @@ def attend_rectangles(
     dropout: Dropout | None = None,
     dropout_words: DropoutWords | None = None,
 ) -> Partial:
-    """Attend with the queries of each rectangle to its keys, all in one launch.
+    """Attend with the queries of all shares, in one launch for each pair of steps.
 
     Args:
         query: ``[batch, num_heads, rows, head_dim]``.
         key: ``[batch, num_kv_heads, rows, head_dim]``.
         value: ``[batch, num_kv_heads, rows, value_dim]``.
-        rectangles: In rows of the tensors; none without keys.
+        work: In rows of the tensors.
         scale: Factor on the scores.
-        is_united: Whether to return one result for each row of ``query``, over the keys of all
-            rectangles that hold it, instead of those of the rectangles, one after another.
+        is_united: Whether to return one result for each row of ``query``, over all that it sees in
+            any share, instead of those of the shares, one after another.
         dtype: Of the output; ``None`` means that of the query.
         dropout: Which pairs to keep, if not all.
         dropout_words: Its words, in rows of the tensors.
@@ -66,63 +61,80 @@ def attend_rectangles(
         tile_q, tile_k = 128, 128
     else:
         tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
-    spans = united_query_spans if is_united else query_spans
-    tiles, runs, rows_of_tiles = _tile_list(
-        spans, rectangles, tile_q, tile_k, query.device, packed=not is_united
-    )
     if not is_united:
-        num_rows = sum(len(rectangle.queries) for rectangle in rectangles)
-    output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
-    lse = query.new_empty((batch, num_heads, num_rows), dtype=torch.float32)
-    if rows_of_tiles < num_rows:
-        output.zero_(), lse.fill_(-torch.inf)
-    num_items = len(tiles) * batch * num_heads
+        num_rows = sum(len(share.queries) for share in work.shares)
     group_size = num_heads // key.shape[1]
     scale_log2 = scale / math.log(2)
-    if on_hopper:
-        attend_tiles_on_hopper[_persistent(num_items, query.device)](
-            _describe(query, tile_q // 2, GluonDescriptor),
-            _describe(key, tile_k, GluonDescriptor),
-            _describe(value, tile_k, GluonDescriptor),
-            output,
-            lse,
-            tiles,
-            runs,
-            _counter(query),
-            len(tiles),
-            num_items,
-            num_heads,
-            num_rows,
-            scale_log2,
-            value_dim,
-            GROUP_SIZE=group_size,
-            STAGES=2 if head_dim > 64 else 4,
-            num_warps=4,
-        )
-    else:
-        attend_tiles[(num_items,)](
-            _describe(query, tile_q),
-            _describe(key, tile_k),
-            _describe(value, tile_k),
-            output,
-            lse,
-            tiles,
-            runs,
-            dropout_words,
-            len(tiles),
-            num_heads,
-            query.shape[2],
-            num_rows,
-            scale_log2,
-            value_dim,
-            GROUP_SIZE=group_size,
-            TILE_Q=tile_q,
-            TILE_K=tile_k,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            **_plain_options(query, value, dropout),
-        )
-    return Partial(output, lse)
+
+    def launch(lists: _Lists, dtype: torch.dtype | None) -> Partial:
+        output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
+        lse = query.new_empty((batch, num_heads, num_rows), dtype=torch.float32)
+        if lists.num_rows < num_rows:
+            output.zero_(), lse.fill_(-torch.inf)
+        num_items = len(lists.tiles) * batch * num_heads
+        query_step, key_step = lists.steps
+        if on_hopper:
+            attend_tiles_on_hopper[_persistent(num_items, query.device)](
+                _describe(query, query_step, tile_q // 2, GluonDescriptor),
+                _describe(key, key_step, tile_k, GluonDescriptor),
+                _describe(value, key_step, tile_k, GluonDescriptor),
+                output,
+                lse,
+                lists.tiles,
+                lists.runs,
+                lists.bits,
+                _counter(query),
+                len(lists.tiles),
+                num_items,
+                num_heads,
+                num_rows,
+                query_step,
+                key_step,
+                scale_log2,
+                value_dim,
+                GROUP_SIZE=group_size,
+                STAGES=2 if head_dim > 64 else 4,
+                HAS_BITS=lists.has_bits,
+                num_warps=4,
+            )
+        else:
+            attend_tiles[(num_items,)](
+                _describe(query, query_step, tile_q),
+                _describe(key, key_step, tile_k),
+                _describe(value, key_step, tile_k),
+                output,
+                lse,
+                lists.tiles,
+                lists.runs,
+                lists.bits if lists.has_bits else None,
+                dropout_words,
+                len(lists.tiles),
+                num_heads,
+                query.shape[2],
+                num_rows,
+                query_step,
+                key_step,
+                scale_log2,
+                value_dim,
+                GROUP_SIZE=group_size,
+                TILE_Q=tile_q,
+                TILE_K=tile_k,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                **_plain_options(query, value, dropout),
+            )
+        return Partial(output, lse)
+
+    all_lists = _query_lists(work, tile_q, tile_k, query.device, packed=not is_united)
+    if len(all_lists) == 1:
+        return launch(all_lists[0], dtype)
+    parts = [(launch(lists, torch.float32), slice(None)) for lists in all_lists]
+    answer = Partial(
+        query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype),
+        query.new_empty((batch, num_heads, num_rows), dtype=torch.float32),
+    )
+    merge_rows(answer, parts)
+    return answer
 
 
 def add_gradients(
@@ -132,14 +144,16 @@ def add_gradients(
     grad_output: Tensor,
     lse: Tensor,
     delta: Tensor,
-    rectangles: tuple[Rectangle, ...],
+    work: Work,
     gradients: tuple[Tensor, Tensor, Tensor],
     *,
     scale: float,
     dropout: Dropout | None = None,
     dropout_words: DropoutWords | None = None,
 ) -> None:
-    """Add what the pairs of all rectangles contribute to the gradients, in two launches.
+    """Add what the pairs of all shares contribute to the gradients.
+
+    Two launches, one for queries and one for keys, for each pair of steps.
 
     Args:
         query: ``[batch, num_heads, rows, head_dim]``.
@@ -148,7 +162,7 @@ def add_gradients(
         grad_output: ``[batch, num_heads, rows, value_dim]``.
         lse: float32 ``[batch, num_heads, rows]``, over all keys of the problem.
         delta: Likewise; the sum over the columns of the output times ``grad_output``.
-        rectangles: In rows of the tensors; together they hold no pair twice.
+        work: In rows of the tensors.
         gradients: Of query, key and value: float32, contiguous, in rows of the tensors.
         scale: Factor on the scores.
         dropout: Which pairs to keep, if not all.
@@ -171,42 +185,48 @@ def add_gradients(
     def launch(
         kernel_on_hopper: Any,
         plain_kernel: Any,
-        spans: Callable[[Iterable[Rectangle]], list[Span]],
+        lists: _Lists,
+        query_step: int,
+        key_step: int,
         rows_q: int,
         rows_k: int,
         width: int,
         targets: tuple[Tensor, ...],
         sizes: tuple[int | float, ...],
     ) -> None:
-        tiles, runs, _ = _tile_list(spans, rectangles, tile, block, query.device)
         tensors = (
-            _describe(query, rows_q, descriptor),
-            _describe(key, rows_k, descriptor),
-            _describe(value, rows_k, descriptor),
-            _describe(grad_output, rows_q, descriptor),
+            _describe(query, query_step, rows_q, descriptor),
+            _describe(key, key_step, rows_k, descriptor),
+            _describe(value, key_step, rows_k, descriptor),
+            _describe(grad_output, query_step, rows_q, descriptor),
             *statistics,
             *targets,
-            tiles,
-            runs,
+            lists.tiles,
+            lists.runs,
         )
-        num_items = len(tiles) * width
+        num_items = len(lists.tiles) * width
         if on_hopper:
             kernel_on_hopper[_persistent(num_items, query.device)](
                 *tensors,
+                lists.bits,
                 _counter(query),
-                len(tiles),
+                len(lists.tiles),
                 num_items,
+                *lists.steps,
                 *sizes,
                 scale / math.log(2),
                 GROUP_SIZE=num_heads // num_kv_heads,
                 STAGES=3,
+                HAS_BITS=lists.has_bits,
                 num_warps=4,
             )
         else:
             plain_kernel[(num_items,)](
                 *tensors,
+                lists.bits if lists.has_bits else None,
                 dropout_words,
-                len(tiles),
+                len(lists.tiles),
+                *lists.steps,
                 *sizes,
                 GROUP_SIZE=num_heads // num_kv_heads,
                 TILE_Q=rows_q,
@@ -216,26 +236,32 @@ def add_gradients(
                 **_plain_options(query, value, dropout),
             )
 
-    launch(
-        add_query_gradients_on_hopper,
-        add_query_gradients,
-        united_query_spans,
-        tile // 2 if on_hopper else tile,
-        block,
-        batch * num_heads,
-        (grad_query,),
-        (num_heads, num_queries, head_dim, scale),
-    )
-    launch(
-        add_key_gradients_on_hopper,
-        add_key_gradients,
-        united_key_spans,
-        block,
-        tile // 2 if on_hopper else tile,
-        batch * num_kv_heads,
-        (grad_key, grad_value),
-        (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
-    )
+    for lists in _query_lists(work, tile, block, query.device):
+        launch(
+            add_query_gradients_on_hopper,
+            add_query_gradients,
+            lists,
+            lists.steps.row,
+            lists.steps.column,
+            tile // 2 if on_hopper else tile,
+            block,
+            batch * num_heads,
+            (grad_query,),
+            (num_heads, num_queries, head_dim, scale),
+        )
+    for lists in _key_lists(work, tile, block, query.device):
+        launch(
+            add_key_gradients_on_hopper,
+            add_key_gradients,
+            lists,
+            lists.steps.column,
+            lists.steps.row,
+            block,
+            tile // 2 if on_hopper else tile,
+            batch * num_kv_heads,
+            (grad_key, grad_value),
+            (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
+        )
 
 
 def _plain_options(query: Tensor, value: Tensor, dropout: Dropout | None) -> dict[str, Any]:
@@ -283,25 +309,55 @@ def _choose_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
     return (128, 128, 8, 2) if dim <= 128 else (128, 64, 8, 2)
 
 
+class _Lists(NamedTuple):
+    """What a launch computes, on the device."""
+
+    steps: Steps
+    tiles: Tensor
+    runs: Tensor
+    bits: Tensor
+    has_bits: bool
+    num_rows: int
+    """Of all tiles together."""
+
+
 @lru_cache(maxsize=256)
-def _tile_list(
-    spans: Callable[[Iterable[Rectangle]], list[Span]],
-    rectangles: tuple[Rectangle, ...],
-    tile_rows: int,
-    block: int,
-    device: torch.device,
-    *,
-    packed: bool = False,
-) -> tuple[Tensor, Tensor, int]:
-    """Make the list of a launch and bring it to the device; count the rows of its tiles."""
-    found = make_tile_list(spans(rectangles), tile_rows, block, packed=packed)
-    tiles, runs = (torch.from_numpy(each).to(device) for each in (found.tiles, found.runs))
-    return tiles, runs, int((found.tiles[:, 1] - found.tiles[:, 0]).sum())
+def _query_lists(
+    work: Work, tile_rows: int, block: int, device: torch.device, *, packed: bool = False
+) -> list[_Lists]:
+    """Make the lists of tiles of queries; see :func:`cqs.worker.triton.tiles.query_launches`."""
+    return _make_lists(query_launches(work, packed=packed), tile_rows, block, device)
 
 
-def _describe(tensor: Tensor, rows: int, descriptor: type = TensorDescriptor) -> Any:
-    """Describe tiles of ``rows`` tokens of one head, padded to a power of two of elements."""
+@lru_cache(maxsize=256)
+def _key_lists(work: Work, tile_rows: int, block: int, device: torch.device) -> list[_Lists]:
+    """Make the lists of tiles of keys."""
+    return _make_lists(key_launches(work), tile_rows, block, device)
+
+
+def _make_lists(
+    launches: list[Launch], tile_rows: int, block: int, device: torch.device
+) -> list[_Lists]:
+    lists = []
+    for launch in launches:
+        found = make_tile_list(launch, tile_rows, block)
+        num_rows = int((found.tiles[:, 1] - found.tiles[:, 0]).sum())
+        has_bits = len(launch.words) > 0
+        arrays = found.tiles, found.runs, launch.words if has_bits else np.zeros(1, np.int32)
+        tiles, runs, bits = (torch.from_numpy(each).to(device) for each in arrays)
+        lists.append(_Lists(launch.steps, tiles, runs, bits, has_bits, num_rows))
+    return lists
+
+
+def _describe(tensor: Tensor, step: int, rows: int, descriptor: type = TensorDescriptor) -> Any:
+    """Describe tiles of ``rows`` tokens, ``step`` apart, of one head, in a power of two of columns.
+
+    The tensor is taken as ``[batch, heads, step, rows, dim]``: lanes of every step-th token.
+    """
     align = 16 // tensor.element_size()
+    if tensor.shape[2] % step:
+        tensor = pad(tensor, (0, 0, 0, -tensor.shape[2] % step))
+    tensor = tensor.unflatten(2, (-1, step)).transpose(2, 3)
     strides = [s if n > 1 else align for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
     strides[-1] = tensor.stride(-1)
     if (
@@ -311,7 +367,7 @@ def _describe(tensor: Tensor, rows: int, descriptor: type = TensorDescriptor) ->
     ):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         strides = list(tensor.stride())
-    block = [1, 1, rows, triton.next_power_of_2(tensor.shape[-1])]
+    block = [1, 1, 1, rows, triton.next_power_of_2(tensor.shape[-1])]
     if descriptor is TensorDescriptor:
         return TensorDescriptor(tensor, list(tensor.shape), strides, block)
     dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16

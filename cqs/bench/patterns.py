@@ -1,0 +1,267 @@
+"""What sparsity saves: patterns beside dense attention and, on a GPU, beside FlexAttention."""
+
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cqs.bench.measurement import Measurement, publish, summarize
+from cqs.bench.timing import time_in_turn
+from cqs.cases import Case
+from cqs.executors.local import run_local, run_local_backward
+from cqs.partial import Partial
+from cqs.patterns import (
+    Pattern,
+    bigbird,
+    block_diagonal,
+    block_sparse,
+    dilated,
+    documents,
+    fixed,
+    longformer,
+    sliding_window,
+    strided,
+)
+from cqs.problem import Problem
+from cqs.testing import assert_tracks_exact, exact_rows, visible_mask
+
+_BLOCK = 128
+_NAIVE_TOKENS = 8192
+"""Up to so many tokens the whole score matrix is also computed naively, with a mask."""
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+def run(
+    *,
+    tokens: int | None = None,
+    repeats: int | None = None,
+    only: str | None = None,
+    out: str | None = None,
+) -> None:
+    """Check and time patterns: forward and backward on a GPU, forward on a CPU.
+
+    Rates count ``4 d`` operations for each pair that attends and head, 2.5 times that backward.
+
+    Args:
+        tokens: Sequence length; ``None`` means 1K to 64K, each twice the last, and a picture of the
+            speed-ups beside ``out``.
+        repeats: How often each is timed; ``None``: 9 on a GPU, on a CPU 3, or 1 above 8192 tokens.
+        only: Measure the patterns whose names contain one of these, separated by commas; ``None``
+            means all.
+        out: File to append rows to, or ``None``.
+    """
+    rows: list[Measurement] = []
+    for length in [tokens] if tokens else [1024 << i for i in range(7)]:
+        for name, pattern, mask in _patterns(length):
+            if only is None or any(part in name for part in only.split(",")):
+                rows += _measure(f"{name}-{length}", pattern, mask, length, repeats)
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "pattern": lambda row: row.case,
+        "pass": lambda row: row.benchmark.partition(" ")[2],
+        "density": lambda row: f"{100 * row.details['density']:.3g} %",
+        "by": lambda row: row.executor,
+        "median ms": lambda row: f"{row.median_ms:.3f}",
+        "useful TFLOP/s": lambda row: f"{row.details['useful_tflops']:.3g}",
+        f"speed-up over {rows[0].baseline}": lambda row: f"{1 / row.ratio:.3g}",
+        "times density": lambda row: f"{row.details['density'] / row.ratio:.3g}",
+    }
+    publish(rows, columns, out)
+    if out is not None and tokens is None:
+        from cqs.plotting import plot_speedups
+
+        figure = plot_speedups(rows).figure
+        figure.savefig(Path(out).with_suffix(".png"), dpi=120)
+
+
+def _patterns(tokens: int) -> list[tuple[str, Pattern, MaskFunction]]:
+    """Return name, pattern and mask function: the same set said twice."""
+    found: list[tuple[str, Pattern, MaskFunction]] = []
+    for share in (10, 25, 50):
+        side = round(tokens * (1 - math.sqrt(1 - share / 100)))
+        left = tokens * share // 100
+        found += [
+            (f"window-{share}", sliding_window(side, side), _window_mask(side, side)),
+            (f"causal-window-{share}", sliding_window(left, 0), _window_mask(left, 0)),
+        ]
+    for step in (2, 4, 8, 16):
+        found.append((f"every-{step}", dilated(tokens, tokens, step), _every_mask(step)))
+    for stride in (128, 512):
+        found += [
+            (f"strided-{stride}", strided(stride), _strided_mask(stride)),
+            (f"fixed-{stride}", fixed(stride, 8), _fixed_mask(stride, 8)),
+        ]
+    found += [
+        ("block-diagonal-512", block_diagonal(512), lambda b, h, q, k: q // 512 == k // 512),
+        ("longformer-512-64", longformer(512, 64), _longformer_mask(256, 64)),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.randint(1, tokens, (31,), generator=generator).sort().values.tolist()
+    number = torch.bucketize(torch.arange(tokens), torch.tensor(ends), right=True)
+    found.append(("documents-32", documents([0, *ends, tokens]), _documents_mask(_there(number))))
+    if (blocks := tokens // _BLOCK) >= 8:
+        birds = bigbird(block=_BLOCK, window_blocks=3, global_blocks=2, random_blocks=3, seed=0)
+        layout = torch.from_numpy(birds.to_mask(tokens)[::_BLOCK, ::_BLOCK].copy())
+        found.append(("bigbird-128", birds, _layout_mask(_there(layout))))
+        for share in (10, 25, 50):
+            layout = torch.rand(blocks, blocks, generator=generator) < share / 100
+            layout.fill_diagonal_(True)
+            pattern = block_sparse(layout, _BLOCK)
+            found.append((f"random-blocks-{share}", pattern, _layout_mask(_there(layout))))
+    return found
+
+
+def _window_mask(left: int, right: int) -> MaskFunction:
+    return lambda b, h, q, k: (q - k <= left) & (k - q <= right)
+
+
+def _every_mask(step: int) -> MaskFunction:
+    return lambda b, h, q, k: (q - k) % step == 0
+
+
+def _strided_mask(stride: int) -> MaskFunction:
+    return lambda b, h, q, k: (q >= k) & ((q - k < stride) | ((q - k) % stride == 0))
+
+
+def _fixed_mask(stride: int, columns: int) -> MaskFunction:
+    return lambda b, h, q, k: (
+        (q >= k) & ((q // stride == k // stride) | (k % stride >= stride - columns))
+    )
+
+
+def _longformer_mask(side: int, number: int) -> MaskFunction:
+    return lambda b, h, q, k: ((q - k <= side) & (k - q <= side)) | (q < number) | (k < number)
+
+
+def _there(tensor: Tensor) -> Tensor:
+    return tensor.to("cuda") if torch.cuda.is_available() else tensor
+
+
+def _documents_mask(number: Tensor) -> MaskFunction:
+    return lambda b, h, q, k: (q >= k) & (number[q] == number[k])
+
+
+def _layout_mask(layout: Tensor) -> MaskFunction:
+    return lambda b, h, q, k: layout[q // _BLOCK, k // _BLOCK]
+
+
+def _measure(
+    name: str, pattern: Pattern, mask: MaskFunction, tokens: int, repeats: int | None
+) -> list[Measurement]:
+    on_gpu = torch.cuda.is_available()
+    heads, head_dim = (16, 128) if on_gpu else (8, 64)
+    case = Case(name, tokens, tokens, heads, heads, head_dim, pattern=pattern)
+    dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    repeats = repeats or (9 if on_gpu else 3 if tokens <= _NAIVE_TOKENS else 1)
+    problem = case.make(dtype, device)
+    forward: dict[str, Callable[[], Tensor]] = {
+        "cqs": lambda: run_local(problem, problem.make_plan(1)).output
+    }
+    if on_gpu:
+        forward["flex"] = _flex(problem, mask)
+    elif tokens <= _NAIVE_TOKENS:
+        forward["naive"] = lambda: _naive(problem, visible_mask(problem))
+    _check(problem, forward)
+    forward["dense"] = lambda: _dense(problem.query, problem.key, problem.value)
+    passes: list[tuple[str, dict[str, Callable[[], Any]], float]] = [("forward", forward, 1.0)]
+    if on_gpu:
+        passes.append(("backward", _backward(problem, forward), 2.5))
+    pairs = pattern.bind(tokens).num_pairs
+    flops = 4.0 * pairs * head_dim * heads
+    rows = []
+    for what, computations, factor in passes:
+        seconds = time_in_turn(computations, repeats, device)
+        for by, own in seconds.items():
+            ratios = (a / b for a, b in zip(own, seconds["dense"], strict=True))
+            rows.append(
+                Measurement(
+                    benchmark=f"patterns {what}",
+                    case=name,
+                    baseline="dense",
+                    num_workers=1,
+                    executor=by,
+                    dtype=str(dtype).removeprefix("torch."),
+                    ratio=statistics.median(ratios),
+                    repeats=repeats,
+                    details={
+                        "tokens": tokens,
+                        "density": pairs / tokens**2,
+                        "useful_tflops": factor * flops / statistics.median(own) / 1e12,
+                    },
+                    **summarize(own),  # type: ignore[arg-type]
+                )
+            )
+    return rows
+
+
+def _check(problem: Problem, forward: dict[str, Callable[[], Tensor]]) -> None:
+    """Compare sampled rows of every contender with float64 attention."""
+    tokens = problem.query.shape[2]
+    rows = torch.linspace(0, tokens - 1, 48, device=problem.query.device).long()
+    exact = exact_rows(problem, rows)
+    outputs = {name: compute()[:, :, rows] for name, compute in forward.items()}
+    eager = outputs.get("flex", outputs["cqs"])
+    for name, output in outputs.items():
+        assert_tracks_exact(output, eager, exact, name=name)
+        assert (output.double() - exact).norm() < 1e-2 * exact.norm()
+
+
+def _backward(
+    problem: Problem, forward: dict[str, Callable[[], Tensor]]
+) -> dict[str, Callable[[], Any]]:
+    """Return backward passes, each from the answer of its own forward pass, checked."""
+    plan = problem.make_plan(1)
+    answer = run_local(problem, plan)
+    grad_output = torch.randn_like(answer.output)
+    tensors = problem.query, problem.key, problem.value
+    passes: dict[str, Callable[[], Any]] = {
+        "cqs": lambda: run_local_backward(problem, plan, Partial(*answer), grad_output)
+    }
+    for tensor in tensors:
+        tensor.requires_grad_()
+    for name in ("flex", "dense"):
+        output = forward[name]()
+        passes[name] = lambda output=output: torch.autograd.grad(  # type: ignore[misc]
+            output, tensors, grad_output, retain_graph=True
+        )
+    for tensor in tensors:
+        tensor.requires_grad_(False)
+    for ours, theirs in zip(passes["cqs"](), passes["flex"](), strict=True):
+        assert (ours - theirs).norm() < 1e-2 * theirs.norm()
+    return passes
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    best = SDPBackend.CUDNN_ATTENTION if query.is_cuda else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(best):
+        output: Tensor = F.scaled_dot_product_attention(query, key, value)
+    return output
+
+
+def _naive(problem: Problem, visible: Tensor | None) -> Tensor:
+    """Attend by the definition: the whole score matrix, masked."""
+    assert visible is not None
+    scores = problem.scale * problem.query @ problem.key.mT
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return weights.nan_to_num(0.0) @ problem.value
+
+
+def _flex(problem: Problem, mask: MaskFunction) -> Callable[[], Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    tokens = problem.query.shape[2]
+    torch._dynamo.reset()
+    block_mask = create_block_mask(mask, None, None, tokens, tokens, device="cuda", _compile=True)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend() -> Tensor:
+        output: Tensor = compiled(problem.query, problem.key, problem.value, block_mask=block_mask)
+        return output
+
+    return attend

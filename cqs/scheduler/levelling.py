@@ -1,0 +1,157 @@
+"""Which worker computes which part of a pattern, so that all compute equally many live pairs.
+
+Groups of equal length are not equal work here, as they are where every pair is live. First each
+pair of groups goes to a worker whose quorum holds both: the one that owns it in a plan without a
+pattern, unless that one is full. Then workers above the mean pass on strips of rows. First to those
+whose quorums hold both groups, who pass on others in turn: any two quorums have a group in common,
+and all who hold it may compute it against itself. What is left goes to workers that must hold a
+group beyond their quorum, again by way of others if fewer groups are held so.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from cqs.scheduler.shares import Shares
+from cqs.scheduler.strips import Count, Strip, live_strips
+
+_TOLERANCE = 100
+"""The busiest worker may have this part more than the mean: one in a hundred."""
+
+
+class _Load(NamedTuple):
+    """Numbers of live pairs that decide who passes on work, and how much."""
+
+    limit: int
+    """A worker with more passes some on."""
+    goal: int
+    """Until it has this, between mean and limit; no worker takes more."""
+    least: int
+    """Smaller strips stay where they are, and a worker that lacks less takes none."""
+
+
+class _Hop(NamedTuple):
+    """A strip, or some of its rows, passed on from one worker to another."""
+
+    giver: int
+    strip: Strip
+    receiver: int
+
+
+def level_work(
+    query_groups: Sequence[range],
+    key_groups: Sequence[range],
+    interest_set: tuple[int, ...],
+    tile: int,
+    count: Count,
+) -> tuple[tuple[Strip, ...], ...]:
+    """Share out all live pairs among as many workers as there are query groups.
+
+    Args:
+        query_groups: ``num_workers`` ranges that tile the queries.
+        key_groups: Ranges that tile the keys; number i is of token group ``i % num_workers``.
+        interest_set: Difference cover of the integers modulo ``num_workers``; contains 0.
+        tile: Cut a group only at multiples of so many rows, if it has twice as many.
+        count: Counts the live pairs of a range of queries and a range of keys.
+
+    Returns:
+        For every worker the strips that it owns, of one key group each. Over all workers every
+        live pair lies in exactly one.
+    """
+    shares = Shares(query_groups, key_groups, interest_set, tile, count)
+    strips = list(live_strips(query_groups, key_groups, count))
+    mean = -(-sum(strip.live_pairs for strip in strips) // shares.num_workers)
+    tolerated = mean // _TOLERANCE
+    load = _Load(mean + tolerated, mean + tolerated // 2, max(tolerated, 1))
+    _assign(shares, strips, load.limit)
+    _level(shares, load, within_quorums=True)
+    _level(shares, load._replace(least=max(tolerated // 2, 1)), within_quorums=False)
+    _settle(shares, load.limit)
+    return tuple(map(tuple, shares.strips))
+
+
+def _assign(shares: Shares, strips: list[Strip], limit: int) -> None:
+    """Give every strip to a holder of its groups; first those without a choice, then the largest.
+
+    Of several holders it goes to the one that it lifts least beyond the limit; among equals to the
+    owner in a plan without a pattern, or where fewest groups are to be held newly, or to the one
+    with the least work.
+    """
+
+    def order(part: tuple[Strip, int]) -> tuple[bool, int]:
+        strip, _ = part
+        return len(shares.holders(strip)) > 1, -strip.live_pairs
+
+    parts = [part for strip in strips for part in shares.plain_parts(strip)]
+    for strip, owner in sorted(parts, key=order):
+        groups = shares.groups(strip)
+        choices = []
+        for worker in shares.holders(strip):
+            total = shares.live_pairs[worker] + strip.live_pairs
+            new = shares.num_new(worker, groups)
+            choices.append((max(total - limit, 0), worker != owner, new, total, worker))
+        *_, chosen = min(choices)
+        shares.add(chosen, strip)
+
+
+def _level(shares: Shares, load: _Load, within_quorums: bool) -> None:
+    """Let workers beyond the limit pass on work, the busiest first."""
+    live_pairs = shares.live_pairs
+    givers = [worker for worker, total in enumerate(live_pairs) if total > load.limit]
+    for giver in sorted(givers, key=lambda giver: -live_pairs[giver]):
+        while live_pairs[giver] > load.limit:
+            hops = _find_hops(shares, giver, load, within_quorums)
+            if not hops:
+                break
+            most = min(live_pairs[giver] - load.goal, load.goal - live_pairs[hops[0].receiver])
+            for hop in hops:
+                most = shares.pass_on(*hop, most)
+            if not most:
+                break
+
+
+def _find_hops(shares: Shares, giver: int, load: _Load, within_quorums: bool) -> list[_Hop]:
+    """Return the hops that take work from one worker to one that lacks some, the last hop first.
+
+    The fewest hops and newly held groups in all; among equals the largest strips, to workers that
+    lack most. Empty if there is no way. Within quorums: only to holders of both groups.
+    """
+    hops: dict[int, _Hop] = {}
+    costs, waiting = {giver: 0}, [(0, giver)]
+    bound, end = 1 << 62, giver
+    lightest_first = sorted(range(shares.num_workers), key=shares.live_pairs.__getitem__)
+    able = [worker for worker in lightest_first if shares.live_pairs[worker] <= load.limit]
+    while waiting and waiting[0][0] + 1 < bound:
+        cost, worker = heappop(waiting)
+        if cost > costs[worker]:
+            continue
+        for strip in sorted(shares.strips[worker], key=lambda strip: -strip.live_pairs):
+            if strip.live_pairs < load.least:
+                break
+            groups, holders = shares.groups(strip), shares.holders(strip)
+            for receiver in filter(holders.__contains__, able) if within_quorums else able:
+                known = min(costs.get(receiver, bound), bound)
+                if cost + 1 >= known or (new := cost + shares.cost(receiver, groups)) >= known:
+                    continue
+                costs[receiver], hops[receiver] = new, _Hop(worker, strip, receiver)
+                if load.goal - shares.live_pairs[receiver] >= load.least:
+                    bound, end = new, receiver
+                else:
+                    heappush(waiting, (new, receiver))
+    path = []
+    while end != giver:
+        path.append(hops[end])
+        end = hops[end].giver
+    return path
+
+
+def _settle(shares: Shares, limit: int) -> None:
+    """Even out what is left where single rows are more than is tolerated."""
+    live_pairs = shares.live_pairs
+    while max(live_pairs) > limit:
+        giver, receiver = live_pairs.index(max(live_pairs)), live_pairs.index(min(live_pairs))
+        half = (live_pairs[giver] - live_pairs[receiver] + 1) // 2
+        costs = [shares.cost(receiver, shares.groups(strip)) for strip in shares.strips[giver]]
+        ranked = sorted(zip(costs, shares.strips[giver], strict=True), key=lambda pair: pair[0])
+        if not any(shares.pass_on(giver, strip, receiver, half) for _, strip in ranked):
+            break

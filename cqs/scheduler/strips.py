@@ -1,0 +1,145 @@
+"""Strips: query rows of one group and whole key groups, which plans of patterns are made of."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby, pairwise, starmap
+from operator import attrgetter
+from typing import NamedTuple
+
+Count = Callable[[range, range], int]
+"""Number of live pairs of a range of queries and a range of keys."""
+
+
+class Strip(NamedTuple):
+    """Some query rows of one group and the key groups that they are matched with."""
+
+    query_group: int
+    queries: range
+    key_groups: tuple[int, ...]
+    """Indices among the key groups of the plan, ascending."""
+    live_pairs: int
+
+
+def live_strips(
+    query_groups: Sequence[range], key_groups: Sequence[range], count: Count
+) -> Iterator[Strip]:
+    """List every query group against every single key group where a pair is live.
+
+    Halves the score matrix again and again, so empty and full parts cost one count each.
+    """
+
+    def tokens(rows: range, columns: range) -> tuple[range, range]:
+        return (
+            range(query_groups[rows[0]].start, query_groups[rows[-1]].stop),
+            range(key_groups[columns[0]].start, key_groups[columns[-1]].stop),
+        )
+
+    everything = range(len(query_groups)), range(len(key_groups))
+    left = [(*everything, count(*tokens(*everything)))]
+    while left:
+        rows, columns, live_pairs = left.pop()
+        queries, keys = tokens(rows, columns)
+        if not live_pairs:
+            continue
+        if len(rows) == len(columns) == 1:
+            yield Strip(rows[0], queries, (columns[0],), live_pairs)
+            continue
+        if len(rows) >= len(columns):
+            half = len(rows) // 2
+            first, second = (rows[:half], columns), (rows[half:], columns)
+        else:
+            half = len(columns) // 2
+            first, second = (rows, columns[:half]), (rows, columns[half:])
+        part = tokens(*first)
+        is_full = live_pairs == len(queries) * len(keys)
+        of_first = len(part[0]) * len(part[1]) if is_full else count(*part)
+        left.append((*second, live_pairs - of_first))
+        left.append((*first, of_first))
+
+
+def cut_strip(
+    strip: Strip, most: int, unit: int, keys: range, count: Count
+) -> tuple[Strip | None, Strip | None]:
+    """Cut off the first rows of a strip of one key group, as many as hold ``most`` live pairs.
+
+    Args:
+        strip: What to cut.
+        most: Largest number of live pairs to cut off.
+        unit: Cut at a multiple of so many rows of the strip.
+        keys: The tokens of its key group.
+        count: Of the pattern.
+
+    Returns:
+        The strip cut off and the rest; None for one that is empty.
+    """
+    if strip.live_pairs <= most:
+        return strip, None
+    start, stop = strip.queries.start, strip.queries.stop
+    cuts = range(start + unit, stop, unit)
+    number = bisect_left(cuts, most + 1, key=lambda cut: count(range(start, cut), keys))
+    live_pairs = count(range(start, cuts[number - 1]), keys) if number else 0
+    if not live_pairs:
+        return None, strip
+    first = strip._replace(queries=range(start, cuts[number - 1]), live_pairs=live_pairs)
+    rest = range(cuts[number - 1], stop)
+    return first, strip._replace(queries=rest, live_pairs=strip.live_pairs - live_pairs)
+
+
+def join_strips(
+    strips: Iterable[Strip], key_groups: Sequence[range], count: Count
+) -> Iterator[Strip]:
+    """Join what one worker owns into strips of any key groups, no two with a row in common.
+
+    Rows are cut where their set of live key groups changes, and trimmed to those that see a key.
+
+    Args:
+        strips: Of one key group each, without a common pair.
+        key_groups: The tokens of every key group.
+        count: Of the pattern.
+
+    Yields:
+        Strips by ascending query groups and rows.
+    """
+    by_query_group = attrgetter("query_group")
+    for query_group, group in groupby(sorted(strips, key=by_query_group), by_query_group):
+        owned = list(group)
+        edges = {edge for s in owned for edge in (s.queries.start, s.queries.stop)}
+        joined: list[Strip] = []
+        for queries in starmap(range, pairwise(sorted(edges))):
+            live = {
+                strip.key_groups: live_pairs
+                for strip in owned
+                if queries.start in strip.queries
+                if (live_pairs := _live_pairs_of(strip, queries, key_groups, count))
+            }
+            columns = tuple(sorted(chain(*live)))
+            live_pairs = sum(live.values())
+            if joined and (last := joined[-1]).key_groups == columns:
+                if last.queries.stop == queries.start:
+                    queries = range(last.queries.start, queries.stop)
+                    live_pairs += joined.pop().live_pairs
+            if columns:
+                joined.append(Strip(query_group, queries, columns, live_pairs))
+        for strip in joined:
+            yield strip._replace(queries=_seeing(strip, key_groups, count))
+
+
+def _live_pairs_of(strip: Strip, queries: range, key_groups: Sequence[range], count: Count) -> int:
+    """Return the number of live pairs in some rows of a strip of one key group."""
+    if queries == strip.queries:
+        return strip.live_pairs
+    return count(queries, key_groups[strip.key_groups[0]])
+
+
+def _seeing(strip: Strip, key_groups: Sequence[range], count: Count) -> range:
+    """Return the rows of a strip from the first that sees a key to the last."""
+
+    def is_live(start: int, stop: int) -> bool:
+        return any(count(range(start, stop), key_groups[index]) for index in strip.key_groups)
+
+    start, stop = strip.queries.start, strip.queries.stop
+    if not is_live(start, start + 1):
+        start += bisect_left(strip.queries, True, key=lambda row: is_live(start, row + 1))
+    if not is_live(stop - 1, stop):
+        stop = start + bisect_left(range(start, stop), True, key=lambda row: not is_live(row, stop))
+    return range(start, stop)

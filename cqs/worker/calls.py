@@ -1,0 +1,295 @@
+"""Sparse shares by backends that take one call at a time.
+
+A view that is full, or a causal square, is one call. Others are cut into strips of a few queries
+and the keys that these see, with a mask. Calls of one shape that follow each other at equal
+distances, strips of a window or lanes of a stride, become one call on overlapping or interleaved
+views of the tensors: nothing is copied.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqs.dropout import Dropout, DropoutWords
+from cqs.gradients import Gradients
+from cqs.partial import Partial, lse_dtype, merge_partials
+from cqs.patterns.views import View
+from cqs.worker.share import Share
+
+_STRIP = 32
+"""Queries of a strip. In a window of w keys a strip visits w + 32. Useful rate of PyTorch's CPU
+kernel over its dense one, 2 cores, float32, d = 64, by w and queries of a strip:
+
+====  ====  ====  ====  ====  ====
+w     32    64    128   256   512
+====  ====  ====  ====  ====  ====
+820   0.84  0.81  0.77  0.71  0.57
+2048  0.88  0.87  0.83  0.80  0.75
+====  ====  ====  ====  ====  ====
+"""
+
+
+class _Place(NamedTuple):
+    """Where a call of several views reads and writes: one batch element, one head of each group."""
+
+    batch: int
+    member: int
+    group_size: int
+
+
+class Call(NamedTuple):
+    """A view, or several of one shape, each ``stride`` rows behind the last on both sides."""
+
+    view: View
+    is_causal: bool = False
+    """The view is a causal square."""
+    number: int = 1
+    stride: int = 0
+
+    def places(self, batch: int, group_size: int) -> Iterator[_Place | None]:
+        """List what to call for; ``None`` is everything at once."""
+        if self.number == 1:
+            return iter([None])
+        return (_Place(b, m, group_size) for b, m in product(range(batch), range(group_size)))
+
+    def of_queries(self, tensor: Tensor, place: _Place | None, first: int = 0) -> Tensor:
+        """Return, without a copy, the queries of a tensor whose first row is ``first``.
+
+        Args:
+            tensor: ``[batch, num_heads, rows, ...]``.
+            place: Where.
+            first: Row of the call's coordinates that the tensor begins with.
+
+        Returns:
+            ``[batch, num_heads, queries, ...]``, or where there are several views
+            ``[num_kv_heads, number, queries, ...]``.
+        """
+        tokens = self.view.queries
+        if place is None:
+            return tensor[:, :, tokens.start - first : tokens.stop - first : tokens.step]
+        return self._select(tensor[place.batch, place.member :: place.group_size], tokens, first)
+
+    def of_keys(self, tensor: Tensor, place: _Place | None) -> Tensor:
+        """Return keys of ``[batch, num_kv_heads, rows, ...]``, as :meth:`of_queries` does."""
+        tokens = self.view.keys
+        if place is None:
+            return tensor[:, :, tokens.start : tokens.stop : tokens.step]
+        return self._select(tensor[place.batch], tokens, 0)
+
+    def _select(self, heads: Tensor, tokens: range, first: int) -> Tensor:
+        num_heads, _, *dim = heads.shape
+        head_stride, row_stride, *rest = heads.stride()
+        return heads.as_strided(
+            (num_heads, self.number, len(tokens), *dim),
+            (head_stride, self.stride * row_stride, tokens.step * row_stride, *rest),
+            heads.storage_offset() + (tokens.start - first) * row_stride,
+        )
+
+    def visible(self, device: torch.device) -> Tensor | None:
+        """Return bool ``[queries, keys]``, the pairs that count, or None where all do."""
+        if self.is_causal or self.view.is_full:
+            return None
+        return torch.from_numpy(self.view.to_mask()).to(device)
+
+
+def make_calls(views: Iterable[View], *, in_batches: bool) -> list[Call]:
+    """Cut views into calls.
+
+    Args:
+        views: No pair in two.
+        in_batches: Whether to join calls of one shape.
+    """
+    calls = [call for view in views for call in _cut(view)]
+    return list(_join(calls)) if in_batches else calls
+
+
+def attend_calls(
+    share: Share,
+    attend: Callable[..., Partial],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    in_batches: bool,
+    dropout: Dropout | None = None,
+    dropout_words: DropoutWords | None = None,
+) -> Partial:
+    """Attend with the queries of a share to all that they see.
+
+    Args:
+        share: In rows of the tensors.
+        attend: A backend's function for one call.
+        query: ``[batch, num_heads, rows, head_dim]``.
+        key: ``[batch, num_kv_heads, rows, head_dim]``.
+        value: ``[batch, num_kv_heads, rows, value_dim]``.
+        scale: Factor on the scores.
+        in_batches: Whether to join calls of one shape; not with dropout.
+        dropout: Which pairs to keep, if not all.
+        dropout_words: Its words, in rows of the tensors.
+    """
+    batch, num_heads, _, _ = query.shape
+    first, dtype = share.queries.start, lse_dtype(query.dtype)
+    shape = batch, num_heads, len(share.queries)
+    answer = Partial(
+        query.new_zeros((*shape, value.shape[-1]), dtype=dtype),
+        query.new_full(shape, -torch.inf, dtype=dtype),
+    )
+    has_result = torch.zeros(1, 1, len(share.queries), dtype=torch.bool)
+    for call in make_calls(share.views, in_batches=in_batches):
+        options = _options(call, query.device, scale, dropout, dropout_words)
+        is_first = not call.of_queries(has_result, _FIRST if call.number > 1 else None, first).any()
+        for place in call.places(batch, num_heads // key.shape[1]):
+            found = attend(
+                call.of_queries(query, place),
+                call.of_keys(key, place),
+                call.of_keys(value, place),
+                **options,
+            )
+            rows = Partial(*(call.of_queries(part, place, first) for part in answer))
+            if not is_first:
+                found = merge_partials([rows, Partial(found.output.to(dtype), found.lse)])
+            for target, part in zip(rows, found, strict=True):
+                target.copy_(part)
+        call.of_queries(has_result, _FIRST if call.number > 1 else None, first).fill_(True)
+    return Partial(answer.output.to(query.dtype), answer.lse)
+
+
+def add_call_gradients(
+    share: Share,
+    compute: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    gradients: Gradients,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_output: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    in_batches: bool,
+    dropout: Dropout | None = None,
+    dropout_words: DropoutWords | None = None,
+) -> None:
+    """Add what the pairs of a share contribute to the gradients.
+
+    Args:
+        share: As for :func:`attend_calls`, like the other arguments not named here.
+        compute: A backend's function for one call.
+        gradients: Added to, in rows of the tensors.
+        query: Likewise.
+        key: Likewise.
+        value: Likewise.
+        grad_output: ``[batch, num_heads, rows, value_dim]``, in rows of ``query``.
+        output: Likewise, of the whole problem.
+        lse: ``[batch, num_heads, rows]``, of the whole problem.
+        scale: Likewise.
+        in_batches: Likewise.
+        dropout: Likewise.
+        dropout_words: Likewise.
+    """
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of blind rows no pair has a probability
+    for call in make_calls(share.views, in_batches=in_batches):
+        options = _options(call, query.device, scale, dropout, dropout_words)
+        for place in call.places(query.shape[0], query.shape[1] // key.shape[1]):
+            of_queries = (call.of_queries(each, place) for each in (grad_output, output, lse))
+            found = compute(
+                call.of_queries(query, place),
+                call.of_keys(key, place),
+                call.of_keys(value, place),
+                *of_queries,
+                **options,
+            )
+            call.of_queries(gradients.query, place).add_(found[0])
+            for target, part in zip(gradients[1:], found[1:], strict=True):
+                if place is None:
+                    call.of_keys(target, place).add_(part)
+                    continue
+                for i, one in enumerate(part.unbind(1)):  # their keys may overlap
+                    tokens = call.view.moved(0, i * call.stride).keys
+                    target[place.batch, :, tokens.start : tokens.stop : tokens.step].add_(one)
+
+
+_FIRST = _Place(0, 0, 1)
+
+
+def _options(
+    call: Call,
+    device: torch.device,
+    scale: float,
+    dropout: Dropout | None,
+    words: DropoutWords | None,
+) -> dict[str, Any]:
+    options: dict[str, Any] = {"scale": scale, "is_causal": call.is_causal}
+    if (visible := call.visible(device)) is not None:
+        options["visible"] = visible
+    if dropout is not None and words is not None:
+        queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
+        of_call = DropoutWords(
+            words.multiplier[..., queries], words.increment[..., queries], words.key[keys]
+        )
+        options |= {"kept": dropout.kept(of_call), "keep_scale": dropout.scale}
+    return options
+
+
+def _cut(view: View) -> Iterator[Call]:
+    if view.bits is not None or view.is_full:
+        yield Call(view)
+    elif _is_causal_square(view):
+        yield Call(view, is_causal=True)
+    else:
+        for first in range(0, len(view.queries), _STRIP):
+            queries = view.queries[first : first + _STRIP]
+            keys = _between(view.keys, queries[0] + view.low, queries[-1] + view.high)
+            if keys:
+                yield Call(view._replace(queries=queries, keys=keys))
+
+
+def _is_causal_square(view: View) -> bool:
+    queries, keys = view.queries, view.keys
+    apart = keys[0] - queries[0]
+    return (
+        (len(queries), queries.step) == (len(keys), keys.step)
+        and view.low <= keys[0] - queries[-1]
+        and apart <= view.high < apart + keys.step
+    )
+
+
+def _between(tokens: range, first: int, last: int) -> range:
+    """Return the tokens from ``first`` to ``last``."""
+    begin = max(-((tokens.start - first) // tokens.step), 0)
+    return tokens[begin : max((last - tokens.start) // tokens.step + 1, begin)]
+
+
+def _are_apart(queries: range, farthest: int, stride: int) -> bool:
+    """Say whether ranges of queries, up to ``farthest`` behind the first, have none in common."""
+    return stride >= len(queries) * queries.step or 0 < farthest < queries.step
+
+
+def _join(calls: Iterable[Call]) -> Iterator[Call]:
+    """Join calls of one shape whose places are an arithmetic progression."""
+    alike: defaultdict[Any, list[Call]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        queries, keys, low, high, bits = call.view
+        apart = keys.start - queries.start
+        band = (0, 0) if call.is_causal or call.view.is_full else (low, high)
+        shape = len(queries), queries.step, len(keys), keys.step
+        alike[(*shape, apart, *band, call.is_causal, i if bits is not None else -1)].append(call)
+    for group in alike.values():
+        group.sort(key=lambda call: call.view.queries.start)
+        while group:
+            starts = [call.view.queries.start for call in group]
+            stride = starts[1] - starts[0] if len(group) > 1 else 0
+            number = 1
+            while (
+                number < len(group)
+                and starts[number] - starts[number - 1] == stride
+                and _are_apart(group[0].view.queries, number * stride, stride)
+            ):
+                number += 1
+            yield group[0]._replace(number=number, stride=stride)
+            group = group[number:]

@@ -1,0 +1,79 @@
+"""What steps compute, in rows of the tensors at hand."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from cqs.patterns import BoundPattern
+from cqs.patterns.piece import FAR
+from cqs.patterns.views import View
+from cqs.scheduler import Step
+from cqs.worker.held_tokens import rows_of
+
+
+class Share(NamedTuple):
+    """Some query rows, which get one result each, and all that they see."""
+
+    queries: range
+    views: tuple[View, ...]
+    """Of these queries; no pair is in two."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Shares of any number of tasks. Compared by identity: made once, remembered, and a key itself.
+
+    No pair is in two shares.
+    """
+
+    shares: tuple[Share, ...]
+
+
+def whole_work(num_queries: int, num_keys: int, is_causal: bool) -> Work:
+    """Return the work of all rows at once; causal only if there are as many keys as queries."""
+    queries, keys = range(num_queries), range(num_keys)
+    return Work((Share(queries, (View(queries, keys, high=0 if is_causal else FAR),)),))
+
+
+@lru_cache(maxsize=256)
+def make_work(
+    steps: tuple[Step, ...],
+    pattern: BoundPattern | None,
+    queries: tuple[range, ...],
+    keys: tuple[range, ...],
+) -> Work:
+    """Translate steps into rows of tensors that hold these tokens, one range after another.
+
+    Args:
+        steps: None without queries.
+        pattern: Which of their pairs count; ``None`` means what the steps say.
+        queries: Tokens of the rows on the side of queries.
+        keys: Tokens of the rows on the side of keys.
+    """
+    return Work(
+        tuple(
+            Share(rows_of(step.queries, queries), _views(step, pattern, queries, keys))
+            for step in steps
+        )
+    )
+
+
+def _views(
+    step: Step,
+    pattern: BoundPattern | None,
+    queries: tuple[range, ...],
+    keys: tuple[range, ...],
+) -> tuple[View, ...]:
+    rows = rows_of(step.queries, queries)
+    found = []
+    for tokens in step.keys:
+        columns = rows_of(tokens, keys)
+        if pattern is None:
+            found.append(View(rows, columns))
+            continue
+        moved = rows.start - step.queries.start, columns.start - tokens.start
+        found += [view.moved(*moved) for view in pattern.views(step.queries, tokens)]
+    if step.causal_keys is not None:
+        columns = rows_of(step.causal_keys, keys)
+        found.append(View(rows, columns, high=columns.start - rows.start))
+    return tuple(found)
