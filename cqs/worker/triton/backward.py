@@ -19,7 +19,10 @@ from cqs.worker.triton.pairs import (
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tiles", "num_queries"],
+    do_not_specialize_on_alignment=["query_step", "key_step"],
+)
 def add_query_gradients(
     query,
     key,
@@ -108,7 +111,10 @@ def add_query_gradients(
     _add(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tiles", "num_queries", "num_keys"],
+    do_not_specialize_on_alignment=["query_step", "key_step"],
+)
 def add_key_gradients(
     query,
     key,

@@ -25,7 +25,10 @@ from cqs.worker.triton.hopper_queue import (
 )
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["num_tiles", "num_items", "num_queries"],
+    do_not_specialize_on_alignment=["query_step", "key_step"],
+)
 def add_query_gradients_on_hopper(
     query,
     key,
@@ -74,7 +77,10 @@ def add_query_gradients_on_hopper(
     )
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["num_tiles", "num_items", "num_queries", "num_keys"],
+    do_not_specialize_on_alignment=["query_step", "key_step"],
+)
 def add_key_gradients_on_hopper(
     query,
     key,

@@ -27,7 +27,10 @@ from cqs.worker.triton.hopper_queue import (
 _LN2 = gl.constexpr(0.6931471805599453)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["num_tiles", "num_items", "num_rows"],
+    do_not_specialize_on_alignment=["query_step", "key_step"],
+)
 def attend_tiles_on_hopper(
     query,
     key,
