@@ -8,7 +8,7 @@ from cqs.partial import lse_dtype
 
 
 class Gradients(NamedTuple):
-    """Of some queries, keys and values, in float32 (float64 for float64 tensors)."""
+    """Of some queries, keys and values, in float32 (float64 for float64 tensors) or their dtype."""
 
     query: Tensor
     """``[batch, num_heads, rows, head_dim]``."""

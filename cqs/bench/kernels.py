@@ -9,7 +9,6 @@ from torch import Tensor
 from cqs.bench.measurement import Measurement, publish, summarize
 from cqs.bench.timing import time_in_turn
 from cqs.cases import Case
-from cqs.gradients import Gradients
 from cqs.partial import Partial, RunningMerge, merge_rows
 from cqs.problem import Problem
 from cqs.scheduler import Plan
@@ -149,21 +148,14 @@ def _library_backward(
 def _triton_backward(
     problem: Problem, answer: Partial, grad_output: Tensor
 ) -> Callable[[], tuple[Tensor, ...]]:
-    from cqs.worker.backends import ADD_GRADIENTS
+    from cqs.worker.backends import GRADIENTS_OF_SHARES
     from cqs.worker.share import whole_work
 
     seqlen = problem.query.shape[2]
     whole = whole_work(seqlen, seqlen, problem.is_causal)
-    tensors = problem.query, problem.key, problem.value
-    delta = (answer.output.float() * grad_output.float()).sum(-1)
-
-    def differentiate() -> tuple[Tensor, ...]:
-        gradients = Gradients.zeros(*tensors)
-        of_queries = grad_output, answer.lse, delta
-        ADD_GRADIENTS["triton"](*tensors, *of_queries, whole, gradients, scale=problem.scale)
-        return gradients
-
-    return differentiate
+    tensors = problem.query, problem.key, problem.value, grad_output, *answer
+    options = {"scale": problem.scale, "dtype": problem.query.dtype}
+    return lambda: GRADIENTS_OF_SHARES["triton"](*tensors, whole, **options)
 
 
 def _measure_merge(tokens: int, repeats: int) -> Measurement:

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import cqs
 from cqs.bench.measurement import Measurement, publish, summarize
 from cqs.bench.timing import time_calls, time_in_turn
 from cqs.cases import Case
-from cqs.executors.local import run_local, run_local_backward
-from cqs.partial import Partial
 from cqs.patterns import (
     Pattern,
     bigbird,
@@ -205,9 +205,7 @@ def _measure_length(tokens: int, repeats: int | None, names: list[str]) -> list[
 
 def _contenders(problem: Problem, mask: MaskFunction) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return what computes each pass, checked."""
-    forward: dict[str, Callable[[], Tensor]] = {
-        "cqs": lambda: run_local(problem, problem.make_plan(1)).output
-    }
+    forward: dict[str, Callable[[], Tensor]] = {"cqs": lambda: _attend(problem)}
     if problem.query.is_cuda:
         forward["flex"] = _flex(problem, mask)
     elif problem.query.shape[2] <= _NAIVE_TOKENS:
@@ -235,25 +233,30 @@ def _backward(
     problem: Problem, forward: dict[str, Callable[[], Tensor]]
 ) -> dict[str, Callable[[], Any]]:
     """Return backward passes, each from the answer of its own forward pass, checked."""
-    plan = problem.make_plan(1)
-    answer = run_local(problem, plan)
-    grad_output = torch.randn_like(answer.output)
     tensors = problem.query, problem.key, problem.value
-    passes: dict[str, Callable[[], Any]] = {
-        "cqs": lambda: run_local_backward(problem, plan, Partial(*answer), grad_output)
-    }
+    passes: dict[str, Callable[[], Any]] = {}
     for tensor in tensors:
         tensor.requires_grad_()
-    for name in ("flex", "dense"):
-        output = forward[name]()
-        passes[name] = lambda output=output: torch.autograd.grad(  # type: ignore[misc]
-            output, tensors, grad_output, retain_graph=True
+    for name, compute in forward.items():
+        output = compute()
+        grad_output = torch.randn(
+            output.shape,
+            generator=torch.Generator(output.device).manual_seed(0),
+            dtype=output.dtype,
+            device=output.device,
         )
+        passes[name] = partial(torch.autograd.grad, output, tensors, grad_output, retain_graph=True)
     for tensor in tensors:
         tensor.requires_grad_(False)
     for ours, theirs in zip(passes["cqs"](), passes["flex"](), strict=True):
         assert (ours - theirs).norm() < 1e-2 * theirs.norm()
     return passes
+
+
+def _attend(problem: Problem) -> Tensor:
+    output = cqs.attention(problem.query, problem.key, problem.value, pattern=problem.pattern)
+    assert isinstance(output, Tensor)
+    return output
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

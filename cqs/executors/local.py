@@ -96,7 +96,8 @@ def run_local_backward(
     name = worker.choose_backend(*tensors[:3], _all_steps(plan))
     steps = _together(problem, plan) if name in ATTEND_SHARES else _all_steps(plan)
     with _explaining_shortage(problem, plan, name):
-        return worker.run_backward(steps, *map(HeldTokens.whole, tensors))
+        held = map(HeldTokens.whole, tensors)
+        return worker.run_backward(steps, *held, dtype=problem.query.dtype)
 
 
 def _all_steps(plan: Plan) -> list[Step]:

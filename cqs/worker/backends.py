@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.worker.cpu import attend_cpu, gradients_cpu, why_not_cpu
 from cqs.worker.cudnn import attend_cudnn, gradients_cudnn, why_not_cudnn
 from cqs.worker.flash import attend_flash, gradients_flash, why_not_flash
 from cqs.worker.reference import attend_reference, gradients_reference, why_not_reference
-from cqs.worker.triton import add_gradients, attend_shares, why_not_triton
+from cqs.worker.triton import attend_shares, gradients_of_shares, why_not_triton
 
 WHY_NOT: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {
     "cpu": why_not_cpu,
@@ -55,7 +56,7 @@ GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 ATTEND_SHARES: dict[str, Callable[..., Partial]] = {"triton": attend_shares}
 """Backends that take whole tasks."""
 
-ADD_GRADIENTS: dict[str, Callable[..., None]] = {"triton": add_gradients}
+GRADIENTS_OF_SHARES: dict[str, Callable[..., Gradients]] = {"triton": gradients_of_shares}
 """Their backward passes."""
 
 BEST_FOR_WHOLE_CALLS = ("flash", *(name for name in WHY_NOT if name != "flash"))

@@ -14,12 +14,12 @@ from cqs.patterns import BoundPattern
 from cqs.problem import Problem
 from cqs.scheduler import Step, Task
 from cqs.worker.backends import (
-    ADD_GRADIENTS,
     ATTEND,
     ATTEND_SHARES,
     BEST_FOR_CALLS,
     BEST_FOR_WHOLE_CALLS,
     GRADIENTS,
+    GRADIENTS_OF_SHARES,
     IN_BATCHES,
     WHY_NOT,
     check_backend_name,
@@ -143,6 +143,8 @@ class Worker:
         grad_output: HeldTokens,
         output: HeldTokens,
         lse: HeldTokens,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Gradients:
         """Compute what the pairs of steps contribute to the gradients.
 
@@ -154,27 +156,24 @@ class Worker:
             grad_output: The same rows as ``query``, as are the next two.
             output: Of the whole problem.
             lse: Of the whole problem.
+            dtype: Of the gradients, where the backend has a choice; ``None`` means that in which
+                they add up.
 
         Returns:
             A row for each token held.
         """
-        dtype = lse_dtype(query.sample.dtype)
-        gradients = Gradients(query.zeros(dtype), key.zeros(dtype), value.zeros(dtype))
-        if not steps:
-            return gradients
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
-        if name in ADD_GRADIENTS:
-            grad, out, lse_of_all = _join(grad_output, output, lse)
-            ADD_GRADIENTS[name](
-                *_join(query, key, value),
-                grad,
-                lse_of_all,
-                (out.float() * grad.float()).sum(-1),
+        if steps and name in GRADIENTS_OF_SHARES:
+            return GRADIENTS_OF_SHARES[name](
+                *_join(query, key, value, grad_output, output, lse),
                 self._work(steps, query, key),
-                gradients,
                 scale=self.scale,
+                dtype=dtype,
                 **self._drop_rows(query, key),
             )
+        sums = lse_dtype(query.sample.dtype)
+        gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
+        if not steps:
             return gradients
         if self.pattern is not None:
             tensors = _join(query, key, value, grad_output, output, lse)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.worker.share import Work
 
@@ -41,9 +42,9 @@ def attend_shares(query: Tensor, key: Tensor, value: Tensor, work: Work, **optio
         return launch.attend_shares(query, key, value, work, **options)
 
 
-def add_gradients(query: Tensor, *arguments: Any, **options: Any) -> None:
-    """Add gradients of whole tasks; see :func:`cqs.worker.triton.launch.add_gradients`."""
+def gradients_of_shares(query: Tensor, *arguments: Any, **options: Any) -> Gradients:
+    """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_shares`."""
     from cqs.worker.triton import launch
 
     with torch.cuda.device_of(query):
-        launch.add_gradients(query, *arguments, **options)
+        return launch.gradients_of_shares(query, *arguments, **options)

@@ -19,11 +19,56 @@ from cqs.worker.triton.pairs import (
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+def row_statistics(
+    output,
+    grad_output,
+    lse,
+    lse_log2,
+    delta,
+    output_strides,
+    grad_strides,
+    num_blocks,
+    num_heads,
+    num_rows,
+    value_dim,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write what the gradients need to know of some queries of one head.
+
+    Args:
+        output: ``[batch, num_heads, num_rows, value_dim]``; grad_output likewise.
+        lse: float32 ``[batch, num_heads, num_rows]``, contiguous, as are the next two.
+        lse_log2: The lse over ln 2, and +inf for queries that see no key, so that they keep no
+            probability.
+        delta: The sum of output times its gradient over the columns.
+        output_strides: Four, as are ``grad_strides``.
+        num_blocks: Of ``BLOCK_ROWS`` rows each, in one head.
+    """
+    rows = (tl.program_id(0) % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    batch, head_of_batch = head // num_heads, head % num_heads
+    columns = tl.arange(0, BLOCK_V)
+    exist = rows < num_rows
+    mask = exist[:, None] & (columns < value_dim)[None, :]
+    place = batch * output_strides[0] + head_of_batch * output_strides[1]
+    place += rows[:, None] * output_strides[2] + columns[None, :] * output_strides[3]
+    out = tl.load(output + place, mask=mask, other=0.0).to(tl.float32)
+    place = batch * grad_strides[0] + head_of_batch * grad_strides[1]
+    place += rows[:, None] * grad_strides[2] + columns[None, :] * grad_strides[3]
+    grad = tl.load(grad_output + place, mask=mask, other=0.0).to(tl.float32)
+    place = head * num_rows + rows
+    log2 = tl.load(lse + place, mask=exist, other=0.0) * _LOG2E
+    tl.store(lse_log2 + place, tl.where(log2 == float("-inf"), float("inf"), log2), mask=exist)
+    tl.store(delta + place, tl.sum(out * grad, 1), mask=exist)
+
+
 @triton.jit(
     do_not_specialize=["num_tiles", "num_queries"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
-def add_query_gradients(
+def query_gradients(
     query,
     key,
     value,
@@ -50,16 +95,16 @@ def add_query_gradients(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_SUM: tl.constexpr,
 ):
-    """Add what one query tile of one head gathers to the gradient of its queries.
+    """Write what one query tile of one head gathers for the gradient of its queries.
 
     Args:
         query: Descriptor of ``[batch, num_heads, query_step, rows, head_dim]``; key, value and
             grad_output accordingly.
-        lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous: the lse of all keys over
-            ln 2, and +inf for queries that see no key, so that they keep no probability.
-        delta: Likewise, the sum of output times its gradient over the columns.
-        grad_query: float32 ``[batch, num_heads, num_queries, head_dim]``, contiguous.
+        lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous; see ``row_statistics``.
+        delta: Likewise.
+        grad_query: ``[batch, num_heads, num_queries, head_dim]``, contiguous.
         tiles: int32 ``[num_tiles, 8]``, see tiles.py.
         runs: int32 ``[num_runs, 8]``.
         bits: int32, the words that runs name, or None if none does.
@@ -70,6 +115,7 @@ def add_query_gradients(
         scale: Factor on the scores.
         drop_below: Lots below it are dropped.
         keep_scale: Factor on the probabilities of the rest.
+        IS_SUM: Whether to add to what is there.
     """
     program = tl.program_id(0)
     head = program // num_tiles
@@ -108,14 +154,14 @@ def add_query_gradients(
                 grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
             grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)
             acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
-    _add(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D)
+    _write(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)
 
 
 @triton.jit(
     do_not_specialize=["num_tiles", "num_queries", "num_keys"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
-def add_key_gradients(
+def key_gradients(
     query,
     key,
     value,
@@ -145,10 +191,11 @@ def add_key_gradients(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_SUM: tl.constexpr,
 ):
-    """Add what one key tile of one key head gathers to the gradients of its keys and values.
+    """Write what one key tile of one key head gathers for the gradients of its keys and values.
 
-    Arguments as for :func:`add_query_gradients`; here tiles are of keys and runs of queries.
+    Arguments as for :func:`query_gradients`; here tiles are of keys and runs of queries.
     """
     program = tl.program_id(0)
     kv_head = program // num_tiles
@@ -201,14 +248,16 @@ def add_key_gradients(
     if words is not None:
         acc_v *= keep_scale
     rows = kv_head.to(tl.int64) * num_keys + tokens
-    _add(grad_key, acc_k * scale, rows, in_tile, head_dim, BLOCK_D)
-    _add(grad_value, acc_v, rows, in_tile, value_dim, BLOCK_V)
+    _write(grad_key, acc_k * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)
+    _write(grad_value, acc_v, rows, in_tile, value_dim, BLOCK_V, IS_SUM)
 
 
 @triton.jit
-def _add(target, values, rows, in_tile, dim, BLOCK: tl.constexpr):
-    """Add a tile to rows of a gradient that no other program touches."""
+def _write(target, values, rows, in_tile, dim, BLOCK: tl.constexpr, IS_SUM: tl.constexpr):
+    """Write a tile to rows of a gradient that no other program touches, or add it."""
     columns = tl.arange(0, BLOCK)
     place = target + rows[:, None] * dim + columns[None, :]
     mask = in_tile[:, None] & (columns < dim)[None, :]
-    tl.store(place, tl.load(place, mask=mask, other=0.0) + values, mask=mask)
+    if IS_SUM:
+        values += tl.load(place, mask=mask, other=0.0)
+    tl.store(place, values.to(target.dtype.element_ty), mask=mask)

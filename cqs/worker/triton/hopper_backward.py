@@ -15,21 +15,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cqs.worker.triton.hopper_pairs import visible
 from cqs.worker.triton.hopper_queue import (
+    HEAD,
     INDEX,
     item_field,
     load_place,
     load_run,
     make_queue,
     next_item,
+    place_of,
     publish_item,
 )
 
 
 @gluon.jit(
-    do_not_specialize=["num_tiles", "num_items", "num_queries"],
+    do_not_specialize=["num_tiles", "num_long", "num_items", "num_queries"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
-def add_query_gradients_on_hopper(
+def query_gradients_on_hopper(
     query,
     key,
     value,
@@ -42,6 +44,7 @@ def add_query_gradients_on_hopper(
     bits,
     counter,
     num_tiles,
+    num_long,
     num_items,
     query_step,
     key_step,
@@ -53,14 +56,15 @@ def add_query_gradients_on_hopper(
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
+    IS_SUM: gl.constexpr,
 ):
-    """Add to the gradients of query tiles of heads until none is left.
+    """Write the gradients of query tiles of heads until none is left.
 
-    Arguments as for ``add_query_gradients`` and ``attend_tiles_on_hopper``.
+    Arguments as for ``query_gradients`` and ``attend_tiles_on_hopper``.
     """
     queue = make_queue()
     memory = _allocate(query, grad_output, key, value, STAGES)
-    work = (tiles, runs, bits, num_tiles, num_items)
+    work = (tiles, runs, bits, num_tiles, num_long, num_items)
     steps = (query_step, key_step)
     sources = (query, grad_output, key, value)
     statistics = (lse_log2, delta, num_queries, scale_log2)
@@ -68,8 +72,8 @@ def add_query_gradients_on_hopper(
     context = (queue, memory, work, steps, statistics, target)
     gl.warp_specialize(
         [
-            (_gather_query_gradients, (context, HAS_BITS, 0)),
-            (_gather_query_gradients, (context, HAS_BITS, 1)),
+            (_gather_query_gradients, (context, HAS_BITS, IS_SUM, 0)),
+            (_gather_query_gradients, (context, HAS_BITS, IS_SUM, 1)),
             (_copy, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, False)),
         ],
         [4, 1],
@@ -78,10 +82,10 @@ def add_query_gradients_on_hopper(
 
 
 @gluon.jit(
-    do_not_specialize=["num_tiles", "num_items", "num_queries", "num_keys"],
+    do_not_specialize=["num_tiles", "num_long", "num_items", "num_queries", "num_keys"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
-def add_key_gradients_on_hopper(
+def key_gradients_on_hopper(
     query,
     key,
     value,
@@ -95,6 +99,7 @@ def add_key_gradients_on_hopper(
     bits,
     counter,
     num_tiles,
+    num_long,
     num_items,
     key_step,
     query_step,
@@ -108,14 +113,15 @@ def add_key_gradients_on_hopper(
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
+    IS_SUM: gl.constexpr,
 ):
-    """Add to the gradients of key tiles of key heads until none is left.
+    """Write the gradients of key tiles of key heads until none is left.
 
-    Arguments as for ``add_key_gradients`` and ``attend_tiles_on_hopper``.
+    Arguments as for ``key_gradients`` and ``attend_tiles_on_hopper``.
     """
     queue = make_queue()
     memory = _allocate(key, value, query, grad_output, STAGES)
-    work = (tiles, runs, bits, num_tiles, num_items)
+    work = (tiles, runs, bits, num_tiles, num_long, num_items)
     steps = (key_step, query_step)
     sources = (key, value, query, grad_output)
     statistics = (lse_log2, delta, num_queries, scale_log2)
@@ -123,8 +129,8 @@ def add_key_gradients_on_hopper(
     context = (queue, memory, work, steps, statistics, target)
     gl.warp_specialize(
         [
-            (_gather_key_gradients, (context, GROUP_SIZE, HAS_BITS, 0)),
-            (_gather_key_gradients, (context, GROUP_SIZE, HAS_BITS, 1)),
+            (_gather_key_gradients, (context, GROUP_SIZE, HAS_BITS, IS_SUM, 0)),
+            (_gather_key_gradients, (context, GROUP_SIZE, HAS_BITS, IS_SUM, 1)),
             (_copy, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, True)),
         ],
         [4, 1],
@@ -134,22 +140,23 @@ def add_key_gradients_on_hopper(
 
 @gluon.jit
 def _allocate(fixed_a, fixed_b, moving_a, moving_b, STAGES: gl.constexpr):
-    """Allocate a tile of two halves that stays, and a ring of blocks that pass, in pairs."""
+    """Allocate two tiles of two halves, this and the next, and a ring of blocks that pass them."""
     dtype: gl.constexpr = fixed_a.dtype
     ROWS: gl.constexpr = fixed_a.block_shape[3]
     BLOCK: gl.constexpr = moving_a.block_shape[3]
     DIM_A: gl.constexpr = fixed_a.block_shape[4]
     DIM_B: gl.constexpr = fixed_b.block_shape[4]
-    a = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, DIM_A], fixed_a.layout)
-    b = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, DIM_B], fixed_b.layout)
+    a = gl.allocate_shared_memory(dtype, [4, 1, 1, 1, ROWS, DIM_A], fixed_a.layout)
+    b = gl.allocate_shared_memory(dtype, [4, 1, 1, 1, ROWS, DIM_B], fixed_b.layout)
     ring_a = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK, DIM_A], moving_a.layout)
     ring_b = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK, DIM_B], moving_b.layout)
-    tile_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    tile_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(tile_ready.index(0), count=1)
-    mbarrier.init(tile_free.index(0), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(tile_ready.index(i), count=1)
+        mbarrier.init(tile_free.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
@@ -170,7 +177,7 @@ def _copy(
     """Take items; copy each one's tile and, block by block, what it meets."""
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
     fixed_a, fixed_b, moving_a, moving_b = sources
-    tiles, runs, bits, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_long, num_items = work
     ROWS: gl.constexpr = fixed_a.block_shape[3]
     BLOCK: gl.constexpr = moving_a.block_shape[3]
     STAGES: gl.constexpr = ring_a.shape[0]
@@ -185,16 +192,19 @@ def _copy(
     turn = 0
     i = 0
     while index < num_items:
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1)
         publish_item(queue, work, turn, index)
-        batch = index // num_tiles // num_tile_heads
-        head = index // num_tiles % num_tile_heads
-        tile = tiles + index % num_tiles * 8
-        mbarrier.wait(tile_free.index(0), turn & 1 ^ 1)
-        mbarrier.expect(tile_ready.index(0), TILE_BYTES)
+        head, number = place_of(work, index)
+        batch, head = head // num_tile_heads, head % num_tile_heads
+        tile = tiles + number * 8
+        arrived = tile_ready.index(turn & 1)
+        mbarrier.wait(tile_free.index(turn & 1), turn >> 1 & 1 ^ 1)
+        mbarrier.expect(arrived, TILE_BYTES)
         for half in gl.static_range(2):
             place = [batch, head, gl.load(tile + 7), gl.load(tile) + half * ROWS, 0]
-            tma.async_copy_global_to_shared(fixed_a, place, tile_ready.index(0), a.index(half))
-            tma.async_copy_global_to_shared(fixed_b, place, tile_ready.index(0), b.index(half))
+            buffer = (turn & 1) * 2 + half
+            tma.async_copy_global_to_shared(fixed_a, place, arrived, a.index(buffer))
+            tma.async_copy_global_to_shared(fixed_b, place, arrived, b.index(buffer))
         for member in range(num_members):
             other_head = head // GROUP_SIZE
             if TILES_ARE_KEYS:
@@ -210,17 +220,19 @@ def _copy(
                     tma.async_copy_global_to_shared(moving_a, place, arrived, ring_a.index(stage))
                     tma.async_copy_global_to_shared(moving_b, place, arrived, ring_b.index(stage))
                     i += 1
-        index = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        index = following
         turn += 1
     publish_item(queue, work, turn, index)
 
 
 @gluon.jit
-def _gather_query_gradients(context, HAS_BITS: gl.constexpr, half: gl.constexpr):
+def _gather_query_gradients(
+    context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, half: gl.constexpr
+):
     """Gather the gradients of one half of each query tile's rows."""
     queue, memory, work, steps, statistics, target = context
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
-    tiles, runs, bits, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_long, num_items = work
     query_step, _ = steps
     lse_log2, delta, num_queries, scale_log2 = statistics
     grad_query, head_dim, scale = target
@@ -231,7 +243,6 @@ def _gather_query_gradients(context, HAS_BITS: gl.constexpr, half: gl.constexpr)
     STAGES: gl.constexpr = ring_a.shape[0]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    tile = (a.index(half).reshape([ROWS, BLOCK_D]), b.index(half).reshape([ROWS, BLOCK_V]))
     ring = (ring_a, ring_b, ready, free)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))
     turn = 0
@@ -244,14 +255,16 @@ def _gather_query_gradients(context, HAS_BITS: gl.constexpr, half: gl.constexpr)
         first_run = item_field(item, 3)
         banded_stop = item_field(item, 4)
         num_full = item_field(item, 6)
-        first_row = (index // num_tiles).to(gl.int64) * num_queries + item_field(item, 2)
+        first_row = item_field(item, HEAD).to(gl.int64) * num_queries + item_field(item, 2)
         first_row += half * ROWS * query_step
         in_tile = row + query_start < query_stop
         rows = first_row + row * query_step
         lses = gl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
         deltas = gl.load(delta + rows, mask=in_tile, other=0.0)
         of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), scale_log2)
-        mbarrier.wait(tile_ready.index(0), turn & 1)
+        buffer = (turn & 1) * 2 + half
+        tile = (a.index(buffer).reshape([ROWS, BLOCK_D]), b.index(buffer).reshape([ROWS, BLOCK_V]))
+        mbarrier.wait(tile_ready.index(turn & 1), turn >> 1 & 1)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
         first = i
         grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, acc_layout, 2))
@@ -269,11 +282,12 @@ def _gather_query_gradients(context, HAS_BITS: gl.constexpr, half: gl.constexpr)
                 tile, ring, j, first, acc, grad_scores, of_rows, place, False, False
             )
         i += num_full
-        mbarrier.arrive(tile_free.index(0), count=1)
+        mbarrier.arrive(tile_free.index(turn & 1), count=1)
         keys = ring_a.index((i - 1) % STAGES).reshape([BLOCK, BLOCK_D])
         acc = warpgroup_mma(grad_scores, keys, acc)
         mbarrier.arrive(free.index((i - 1) % STAGES), count=1)
-        _add(grad_query, acc * scale, first_row, query_step, query_stop - query_start, head_dim)
+        num_rows = query_stop - query_start
+        _write(grad_query, acc * scale, first_row, query_step, num_rows, head_dim, IS_SUM)
         turn += 1
         item = next_item(queue, turn)
         index = item_field(item, INDEX)
@@ -329,12 +343,16 @@ def _query_step(
 
 @gluon.jit
 def _gather_key_gradients(
-    context, GROUP_SIZE: gl.constexpr, HAS_BITS: gl.constexpr, half: gl.constexpr
+    context,
+    GROUP_SIZE: gl.constexpr,
+    HAS_BITS: gl.constexpr,
+    IS_SUM: gl.constexpr,
+    half: gl.constexpr,
 ):
     """Gather the gradients of one half of each key tile's rows."""
     queue, memory, work, steps, statistics, target = context
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
-    tiles, runs, bits, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_long, num_items = work
     key_step, _ = steps
     lse_log2, delta, num_queries, scale_log2 = statistics
     grad_key, grad_value, num_keys, head_dim, value_dim, scale = target
@@ -344,7 +362,6 @@ def _gather_key_gradients(
     BLOCK_V: gl.constexpr = b.shape[5]
     key_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
-    tile = (a.index(half).reshape([ROWS, BLOCK_D]), b.index(half).reshape([ROWS, BLOCK_V]))
     ring = (ring_a, ring_b, ready, free)
     turn = 0
     i = 0
@@ -356,8 +373,10 @@ def _gather_key_gradients(
         first_run = item_field(item, 3)
         banded_stop = item_field(item, 4)
         run_stop = item_field(item, 5)
-        kv_head = index // num_tiles
-        mbarrier.wait(tile_ready.index(0), turn & 1)
+        kv_head = item_field(item, HEAD)
+        buffer = (turn & 1) * 2 + half
+        tile = (a.index(buffer).reshape([ROWS, BLOCK_D]), b.index(buffer).reshape([ROWS, BLOCK_V]))
+        mbarrier.wait(tile_ready.index(turn & 1), turn >> 1 & 1)
         acc_k = gl.zeros([ROWS, BLOCK_D], gl.float32, key_layout)
         acc_v = gl.zeros([ROWS, BLOCK_V], gl.float32, value_layout)
         for member in range(GROUP_SIZE):
@@ -380,11 +399,12 @@ def _gather_key_gradients(
                         tile, ring, i, acc_k, acc_v, of_columns, place, False, False
                     )
                     i += 1
-        mbarrier.arrive(tile_free.index(0), count=1)
+        mbarrier.arrive(tile_free.index(turn & 1), count=1)
         first_row = kv_head.to(gl.int64) * num_keys + item_field(item, 2)
         first_row += half * ROWS * key_step
-        _add(grad_key, acc_k * scale, first_row, key_step, key_stop - key_start, head_dim)
-        _add(grad_value, acc_v, first_row, key_step, key_stop - key_start, value_dim)
+        num_rows = key_stop - key_start
+        _write(grad_key, acc_k * scale, first_row, key_step, num_rows, head_dim, IS_SUM)
+        _write(grad_value, acc_v, first_row, key_step, num_rows, value_dim, IS_SUM)
         turn += 1
         item = next_item(queue, turn)
         index = item_field(item, INDEX)
@@ -462,8 +482,8 @@ def _issue_product(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def _add(target, values, first_row, step, num_rows, dim):
-    """Add a tile to rows of a gradient that no other program touches."""
+def _write(target, values, first_row, step, num_rows, dim, IS_SUM: gl.constexpr):
+    """Write a tile to rows of a gradient that no other program touches, or add it."""
     ROWS: gl.constexpr = values.shape[0]
     BLOCK: gl.constexpr = values.shape[1]
     layout: gl.constexpr = values.type.layout
@@ -471,4 +491,6 @@ def _add(target, values, first_row, step, num_rows, dim):
     columns = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, layout)), 0)
     place = target + (first_row + rows * step) * dim + columns
     mask = (rows < num_rows) & (columns < dim)
-    gl.store(place, gl.load(place, mask=mask, other=0.0) + values, mask=mask)
+    if IS_SUM:
+        values += gl.load(place, mask=mask, other=0.0)
+    gl.store(place, values.to(target.dtype.element_ty), mask=mask)

@@ -15,12 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cqs.worker.triton.hopper_pairs import visible
 from cqs.worker.triton.hopper_queue import (
+    HEAD,
     INDEX,
     item_field,
     load_place,
     load_run,
     make_queue,
     next_item,
+    place_of,
     publish_item,
 )
 
@@ -28,7 +30,7 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit(
-    do_not_specialize=["num_tiles", "num_items", "num_rows"],
+    do_not_specialize=["num_tiles", "num_long", "num_items", "num_rows"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def attend_tiles_on_hopper(
@@ -42,6 +44,7 @@ def attend_tiles_on_hopper(
     bits,
     counter,
     num_tiles,
+    num_long,
     num_items,
     num_heads,
     num_rows,
@@ -58,6 +61,7 @@ def attend_tiles_on_hopper(
     Args:
         bits: Never None; read where HAS_BITS.
         counter: int32 ``[1]``, zero: items taken beyond the first of each program.
+        num_long: Tiles, the first of the list, that come before all others of any head.
         num_items: Tiles times heads times batch.
     """
     HALF_Q: gl.constexpr = query.block_shape[3]
@@ -65,17 +69,18 @@ def attend_tiles_on_hopper(
     BLOCK_D: gl.constexpr = query.block_shape[4]
     BLOCK_V: gl.constexpr = value.block_shape[4]
     dtype: gl.constexpr = query.dtype
-    q = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, HALF_Q, BLOCK_D], query.layout)
+    q = gl.allocate_shared_memory(dtype, [4, 1, 1, 1, HALF_Q, BLOCK_D], query.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_D], key.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_V], value.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready.index(0), count=1)
-    mbarrier.init(q_free.index(0), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
@@ -84,7 +89,7 @@ def attend_tiles_on_hopper(
 
     queue = make_queue()
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
-    work = (tiles, runs, bits, num_tiles, num_items)
+    work = (tiles, runs, bits, num_tiles, num_long, num_items)
     answer = (output, lse, num_rows, scale_log2, value_dim)
     steps = (query_step, key_step)
     gl.warp_specialize(
@@ -102,7 +107,7 @@ def attend_tiles_on_hopper(
 def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_SIZE: gl.constexpr):
     """Take items; copy each one's query tile and, tile by tile, the keys and values of its runs."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
-    tiles, runs, bits, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_long, num_items = work
     HALF_Q: gl.constexpr = query.block_shape[3]
     TILE_K: gl.constexpr = key.block_shape[3]
     STAGES: gl.constexpr = k.shape[0]
@@ -110,17 +115,20 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
     turn = 0
     i = 0
     while index < num_items:
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1)
         publish_item(queue, work, turn, index)
-        head = index // num_tiles
-        tile = tiles + index % num_tiles * 8
+        head, number = place_of(work, index)
+        tile = tiles + number * 8
         batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
         query_start = gl.load(tile)
         query_lane = gl.load(tile + 7)
-        mbarrier.wait(q_free.index(0), turn & 1 ^ 1)
-        mbarrier.expect(q_ready.index(0), 2 * query.block_type.nbytes)
+        arrived = q_ready.index(turn & 1)
+        mbarrier.wait(q_free.index(turn & 1), turn >> 1 & 1 ^ 1)
+        mbarrier.expect(arrived, 2 * query.block_type.nbytes)
         for half in gl.static_range(2):
             place = [batch, head % num_heads, query_lane, query_start + half * HALF_Q, 0]
-            tma.async_copy_global_to_shared(query, place, q_ready.index(0), q.index(half))
+            buffer = q.index((turn & 1) * 2 + half)
+            tma.async_copy_global_to_shared(query, place, arrived, buffer)
         for run in range(gl.load(tile + 3), gl.load(tile + 5)):
             start, stop, lane = load_place(runs, run)
             for k0 in range(start, stop, TILE_K):
@@ -134,7 +142,7 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
                 mbarrier.expect(v_ready.index(stage), value.block_type.nbytes)
                 tma.async_copy_global_to_shared(value, place, v_ready.index(stage), v.index(stage))
                 i += 1
-        index = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        index = following
         turn += 1
     publish_item(queue, work, turn, index)
 
@@ -143,7 +151,7 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
 def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: gl.constexpr):
     """Attend with one half of each query tile's rows."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
-    tiles, runs, bits, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_long, num_items = work
     output, lse, num_rows, scale_log2, value_dim = answer
     HALF_Q: gl.constexpr = q.shape[4]
     TILE_K: gl.constexpr = k.shape[4]
@@ -153,7 +161,6 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
     STAGES: gl.constexpr = k.shape[0]
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
-    q_half = q.index(half).reshape([HALF_Q, BLOCK_D])
     turn = 0
     i = 0
     item = next_item(queue, turn)
@@ -170,7 +177,8 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
         band = item_field(item, 10), item_field(item, 11)
         bits_of_run = item_field(item, 12)
 
-        mbarrier.wait(q_ready.index(0), turn & 1)
+        q_half = q.index((turn & 1) * 2 + half).reshape([HALF_Q, BLOCK_D])
+        mbarrier.wait(q_ready.index(turn & 1), turn >> 1 & 1)
         scores = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         run = (start, stop, band, bits_of_run)
@@ -216,12 +224,12 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
             acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
             p = _as_operand(p_next, out_layout, v.dtype)
         i = end
-        mbarrier.arrive(q_free.index(0), count=1)
+        mbarrier.arrive(q_free.index(turn & 1), count=1)
         acc, p = warpgroup_mma_wait(0, [_issue_output(p, v, v_ready, i - 1, acc), p])
         mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
 
         row = gl.arange(0, HALF_Q, row_layout)
-        rows = (index // num_tiles).to(gl.int64) * num_rows + first_row + row * query_step
+        rows = item_field(item, HEAD).to(gl.int64) * num_rows + first_row + row * query_step
         in_tile = row + query_start < query_stop
         total = gl.convert_layout(gl.where(total == 0, 1.0, total), row_layout)
         largest = gl.convert_layout(largest, row_layout)

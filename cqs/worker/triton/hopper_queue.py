@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 INDEX = gl.constexpr(14)
 """The field of an item, after those of its tile and its first run, that is its number."""
+HEAD = gl.constexpr(15)
+"""The field that is its head, counted through all batch elements."""
 
 
 @gluon.jit
@@ -28,18 +30,36 @@ def make_queue():
 def publish_item(queue, work, turn, index):
     """Tell the consumers the next item: its tile's fields, those of its first run, its index."""
     item, item_ready, item_free = queue
-    tiles, runs, bits, num_tiles, num_items = work
+    tiles, runs, bits, num_tiles, num_long, num_items = work
     field = gl.arange(0, 16, gl.BlockedLayout([1], [32], [1], [0]))
     exists = index < num_items
-    tile = tiles + index % num_tiles * 8
+    head, number = place_of(work, index)
+    tile = tiles + number * 8
     values = gl.load(tile + field, mask=(field < 8) & exists, other=0)
     run = runs + gl.load(tile + 3, mask=exists, other=0) * 8 - 8
     in_run = (field >= 8) & (field < 14)
     values = gl.where(in_run, gl.load(run + field, mask=in_run & exists, other=0), values)
     values = gl.where(field == INDEX, index, values)
+    values = gl.where(field == HEAD, head, values)
     mbarrier.wait(item_free.index(turn & 1), turn >> 1 & 1 ^ 1)
     item.index(turn & 1).store(values)
     mbarrier.arrive(item_ready.index(turn & 1), count=1)
+
+
+@gluon.jit
+def place_of(work, index):
+    """Return head and tile of an item.
+
+    Heads run one after another, for the cache, but the longest tiles of all heads come before: one
+    that began last would be waited for alone.
+    """
+    tiles, runs, bits, num_tiles, num_long, num_items = work
+    num_heads = num_items // num_tiles
+    others = gl.maximum(num_tiles - num_long, 1)
+    later = index - num_long * num_heads
+    head = gl.where(later < 0, index % num_heads, later // others)
+    tile = gl.where(later < 0, index // num_heads, num_long + later % others)
+    return head, tile
 
 
 @gluon.jit

@@ -14,17 +14,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.dropout import Dropout, DropoutWords
+from cqs.gradients import Gradients
 from cqs.partial import Partial, merge_rows
 from cqs.worker.operands import with_positive_scale
 from cqs.worker.share import Work
-from cqs.worker.triton.backward import add_key_gradients, add_query_gradients
+from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import (
-    add_key_gradients_on_hopper,
-    add_query_gradients_on_hopper,
+    key_gradients_on_hopper,
+    query_gradients_on_hopper,
 )
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
 from cqs.worker.triton.tiles import Launch, Steps, key_launches, make_tile_list, query_launches
+
+_STATISTICS_ROWS = 32
 
 
 def attend_shares(
@@ -74,7 +77,8 @@ def attend_shares(
         num_items = len(lists.tiles) * batch * num_heads
         query_step, key_step = lists.steps
         if on_hopper:
-            attend_tiles_on_hopper[_persistent(num_items, query.device)](
+            grid = _persistent(num_items, query.device)
+            attend_tiles_on_hopper[grid](
                 _describe(query, query_step, tile_q // 2, GluonDescriptor),
                 _describe(key, key_step, tile_k, GluonDescriptor),
                 _describe(value, key_step, tile_k, GluonDescriptor),
@@ -85,6 +89,7 @@ def attend_shares(
                 lists.bits,
                 _counter(query),
                 len(lists.tiles),
+                lists.num_long(batch * num_heads, *grid),
                 num_items,
                 num_heads,
                 num_rows,
@@ -137,21 +142,21 @@ def attend_shares(
     return answer
 
 
-def add_gradients(
+def gradients_of_shares(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     grad_output: Tensor,
+    output: Tensor,
     lse: Tensor,
-    delta: Tensor,
     work: Work,
-    gradients: tuple[Tensor, Tensor, Tensor],
     *,
     scale: float,
+    dtype: torch.dtype | None = None,
     dropout: Dropout | None = None,
     dropout_words: DropoutWords | None = None,
-) -> None:
-    """Add what the pairs of all shares contribute to the gradients.
+) -> Gradients:
+    """Compute what the pairs of all shares contribute to the gradients.
 
     Two launches, one for queries and one for keys, for each pair of steps.
 
@@ -160,19 +165,20 @@ def add_gradients(
         key: ``[batch, num_kv_heads, rows, head_dim]``.
         value: ``[batch, num_kv_heads, rows, value_dim]``.
         grad_output: ``[batch, num_heads, rows, value_dim]``.
-        lse: float32 ``[batch, num_heads, rows]``, over all keys of the problem.
-        delta: Likewise; the sum over the columns of the output times ``grad_output``.
+        output: Likewise, over all keys of the problem.
+        lse: float32 ``[batch, num_heads, rows]``, likewise.
         work: In rows of the tensors.
-        gradients: Of query, key and value: float32, contiguous, in rows of the tensors.
         scale: Factor on the scores.
+        dtype: Of the gradients; ``None`` means float32.
         dropout: Which pairs to keep, if not all.
         dropout_words: Its words, in rows of the tensors.
+
+    Returns:
+        A row for each row of the tensors.
     """
-    grad_query, grad_key, grad_value = gradients
     batch, num_heads, num_queries, head_dim = query.shape
     _, num_kv_heads, num_keys, value_dim = value.shape
-    lse_log2 = lse.masked_fill(lse == -torch.inf, torch.inf) / math.log(2)
-    statistics = lse_log2.contiguous(), delta.contiguous()
+    statistics = _row_statistics(grad_output, output, lse)
     on_hopper = _is_for_hopper(query, value) and dropout is None
     descriptor = GluonDescriptor if on_hopper else TensorDescriptor
     if on_hopper:
@@ -182,86 +188,113 @@ def add_gradients(
             query.dtype, max(head_dim, value_dim)
         )
 
-    def launch(
+    def compute(
         kernel_on_hopper: Any,
         plain_kernel: Any,
-        lists: _Lists,
-        query_step: int,
-        key_step: int,
-        rows_q: int,
-        rows_k: int,
-        width: int,
-        targets: tuple[Tensor, ...],
+        all_lists: list[_Lists],
+        likes: tuple[Tensor, ...],
         sizes: tuple[int | float, ...],
-    ) -> None:
-        tensors = (
-            _describe(query, query_step, rows_q, descriptor),
-            _describe(key, key_step, rows_k, descriptor),
-            _describe(value, key_step, rows_k, descriptor),
-            _describe(grad_output, query_step, rows_q, descriptor),
-            *statistics,
-            *targets,
-            lists.tiles,
-            lists.runs,
+    ) -> tuple[Tensor, ...]:
+        """Compute the gradients of tensors ``likes``, those that the tiles are of."""
+        num_tile_heads, num_rows = likes[0].shape[1:3]
+        whole = len(all_lists) == 1
+        targets = tuple(
+            like.new_empty(like.shape, dtype=dtype or torch.float32 if whole else torch.float32)
+            for like in likes
         )
-        num_items = len(lists.tiles) * width
-        if on_hopper:
-            kernel_on_hopper[_persistent(num_items, query.device)](
-                *tensors,
-                lists.bits,
-                _counter(query),
-                len(lists.tiles),
-                num_items,
-                *lists.steps,
-                *sizes,
-                scale / math.log(2),
-                GROUP_SIZE=num_heads // num_kv_heads,
-                STAGES=3,
-                HAS_BITS=lists.has_bits,
-                num_warps=4,
+        if not all_lists or all_lists[0].num_rows < num_rows:
+            for target in targets:
+                target.zero_()
+        for i, lists in enumerate(all_lists):
+            tiles_are_keys = len(likes) == 2
+            query_step, key_step = lists.steps[::-1] if tiles_are_keys else lists.steps
+            rows_q, rows_k = (block, tile) if tiles_are_keys else (tile, block)
+            if on_hopper:
+                rows_q = rows_k = 64  # tiles come in halves
+            tensors = (
+                _describe(query, query_step, rows_q, descriptor),
+                _describe(key, key_step, rows_k, descriptor),
+                _describe(value, key_step, rows_k, descriptor),
+                _describe(grad_output, query_step, rows_q, descriptor),
+                *statistics,
+                *targets,
+                lists.tiles,
+                lists.runs,
             )
-        else:
-            plain_kernel[(num_items,)](
-                *tensors,
-                lists.bits if lists.has_bits else None,
-                dropout_words,
-                len(lists.tiles),
-                *lists.steps,
-                *sizes,
-                GROUP_SIZE=num_heads // num_kv_heads,
-                TILE_Q=rows_q,
-                TILE_K=rows_k,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                **_plain_options(query, value, dropout),
-            )
+            num_items = len(lists.tiles) * batch * num_tile_heads
+            options = {"GROUP_SIZE": num_heads // num_kv_heads, "IS_SUM": i > 0}
+            if on_hopper:
+                grid = _persistent(num_items, query.device)
+                kernel_on_hopper[grid](
+                    *tensors,
+                    lists.bits,
+                    _counter(query),
+                    len(lists.tiles),
+                    lists.num_long(batch * num_tile_heads, *grid),
+                    num_items,
+                    *lists.steps,
+                    *sizes,
+                    scale / math.log(2),
+                    STAGES=3,
+                    HAS_BITS=lists.has_bits,
+                    num_warps=4,
+                    **options,
+                )
+            else:
+                plain_kernel[(num_items,)](
+                    *tensors,
+                    lists.bits if lists.has_bits else None,
+                    dropout_words,
+                    len(lists.tiles),
+                    *lists.steps,
+                    *sizes,
+                    TILE_Q=rows_q,
+                    TILE_K=rows_k,
+                    num_warps=num_warps,
+                    num_stages=num_stages,
+                    **options,
+                    **_plain_options(query, value, dropout),
+                )
+        return tuple(target.to(dtype or torch.float32) for target in targets)
 
-    for lists in _query_lists(work, tile, block, query.device):
-        launch(
-            add_query_gradients_on_hopper,
-            add_query_gradients,
-            lists,
-            lists.steps.row,
-            lists.steps.column,
-            tile // 2 if on_hopper else tile,
-            block,
-            batch * num_heads,
-            (grad_query,),
-            (num_heads, num_queries, head_dim, scale),
-        )
-    for lists in _key_lists(work, tile, block, query.device):
-        launch(
-            add_key_gradients_on_hopper,
-            add_key_gradients,
-            lists,
-            lists.steps.column,
-            lists.steps.row,
-            block,
-            tile // 2 if on_hopper else tile,
-            batch * num_kv_heads,
-            (grad_key, grad_value),
-            (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
-        )
+    of_queries = compute(
+        query_gradients_on_hopper,
+        query_gradients,
+        _query_lists(work, tile, block, query.device),
+        (query,),
+        (num_heads, num_queries, head_dim, scale),
+    )
+    of_keys = compute(
+        key_gradients_on_hopper,
+        key_gradients,
+        _key_lists(work, tile, block, query.device),
+        (key, value),
+        (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
+    )
+    return Gradients(*of_queries, *of_keys)
+
+
+def _row_statistics(grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return lse and delta as the kernels want them; see ``row_statistics``."""
+    batch, num_heads, num_rows, value_dim = output.shape
+    lse_log2, delta = (lse.new_empty(lse.shape) for _ in range(2))
+    num_blocks = triton.cdiv(num_rows, _STATISTICS_ROWS)
+    row_statistics[(num_blocks * batch * num_heads,)](
+        output,
+        grad_output,
+        lse.contiguous(),
+        lse_log2,
+        delta,
+        output.stride(),
+        grad_output.stride(),
+        num_blocks,
+        num_heads,
+        num_rows,
+        value_dim,
+        BLOCK_ROWS=_STATISTICS_ROWS,
+        BLOCK_V=triton.next_power_of_2(value_dim),
+    )
+    return lse_log2, delta
 
 
 def _plain_options(query: Tensor, value: Tensor, dropout: Dropout | None) -> dict[str, Any]:
@@ -319,6 +352,13 @@ class _Lists(NamedTuple):
     has_bits: bool
     num_rows: int
     """Of all tiles together."""
+    blocks: np.ndarray
+    """int64 ``[num_tiles]``: blocks that tiles visit, most first."""
+
+    def num_long(self, num_heads: int, num_programs: int) -> int:
+        """Return the number of tiles that are long beside what each program has to do."""
+        limit = int(self.blocks.sum()) * num_heads // (4 * num_programs)
+        return int(np.searchsorted(-self.blocks, -limit))
 
 
 @lru_cache(maxsize=256)
@@ -345,7 +385,7 @@ def _make_lists(
         has_bits = len(launch.words) > 0
         arrays = found.tiles, found.runs, launch.words if has_bits else np.zeros(1, np.int32)
         tiles, runs, bits = (torch.from_numpy(each).to(device) for each in arrays)
-        lists.append(_Lists(launch.steps, tiles, runs, bits, has_bits, num_rows))
+        lists.append(_Lists(launch.steps, tiles, runs, bits, has_bits, num_rows, found.blocks))
     return lists
 
 

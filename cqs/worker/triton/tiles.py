@@ -82,6 +82,8 @@ class TileList:
     """int32 ``[num_tiles, TILE_FIELDS]``, most work first."""
     runs: np.ndarray
     """int32 ``[num_runs, RUN_FIELDS]``, none empty; those of a tile adjacent, banded first."""
+    blocks: np.ndarray
+    """int64 ``[num_tiles]``: blocks that each tile visits."""
 
 
 def query_launches(work: Work, *, packed: bool) -> list[Launch]:
@@ -173,7 +175,7 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
     order = np.argsort(-blocks, kind="stable")[: np.count_nonzero(blocks)]
     runs = np.zeros((len(run), RUN_FIELDS), np.int32)
     runs[:, :6] = run[:, 2:]
-    return TileList(found[order], runs)
+    return TileList(found[order], runs, blocks[order].astype(np.int64))
 
 
 def _launches(groups: Iterable[tuple[int, Iterable[View]]]) -> list[Launch]:
