@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING, Any
 from cqs.scheduler import Plan, make_plan
 
 if TYPE_CHECKING:
+    from cqs import patterns as patterns
     from cqs.api import attention as attention
     from cqs.executors.ray import Cluster as Cluster
 
-__all__ = ["Cluster", "Plan", "attention", "make_plan"]
+__all__ = ["Cluster", "Plan", "attention", "make_plan", "patterns"]
 __version__ = "0.1.0"
 
 _LAZY = {"attention": "cqs.api", "Cluster": "cqs.executors.ray"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch or ray only when it is used: planning needs neither."""
+    """Import what needs numpy, torch or ray only when it is used: planning needs none."""
+    if name == "patterns":
+        return import_module("cqs.patterns")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'cqs' has no attribute {name!r}")

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+import cqs.patterns as patterns
 from cqs.__main__ import main
+from cqs.commands.pattern_text import parse_pattern
 from cqs.commands.tensor_files import create_tensor
 from cqs.problem import Problem, check_problem
+from cqs.scheduler import Plan
 from cqs.testing import attend
 
 
@@ -119,10 +122,116 @@ def test_attend_finds_a_wrong_answer(files, monkeypatch, capsys):
 
 @pytest.mark.ray
 def test_attend_on_ray_writes_into_the_file(files, ray_session, monkeypatch):
+    text = "per_head([[strided(4), causal(), fixed(8, 1), block_diagonal(16)]])"
+    options = "--executor", "ray", "--verify", "--lse", "lse.npy", "--pattern", text
     with monkeypatch.context() as patch:
         patch.delattr(Problem, "empty_answer")
-        assert run_attend("--executor", "ray", "--verify", "--lse", "lse.npy") == 0
-    output, lse = attend(files, num_workers=7)
+        assert run_attend(*options) == 0
+    pattern = parse_pattern(text) & patterns.causal()
+    problem = check_problem(files.query, files.key, files.value, pattern=pattern)
+    output, lse = attend(problem, num_workers=7)
     torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output)
     torch.testing.assert_close(torch.from_numpy(np.load("lse.npy")), lse)
     assert sorted(os.listdir()) == ["k.npy", "lse.npy", "o.npy", "q.npy", "v.npy"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        patterns.causal(),
+        patterns.sliding_window(None, 3),
+        patterns.dilated(3, 0, 4) & patterns.causal(),
+        patterns.strided(8) - (patterns.fixed(8, 1) | patterns.block_diagonal(4)),
+        patterns.global_tokens([0, 1, 2]),
+        patterns.longformer(6, [0, 70]),
+        patterns.bigbird(block=16, seed=5),
+        patterns.documents([0, 3, 9], is_causal=False),
+        patterns.from_deepspeed({"mode": "variable", "local_window_blocks": [2, 4]}),
+    ],
+    ids=repr,
+)
+def test_patterns_are_read_as_they_print(pattern):
+    assert parse_pattern(repr(pattern)) == pattern
+
+
+def test_patterns_of_arrays_and_of_heads_are_read():
+    layout = [[1, 0], [1, 1]]
+    for text, expected in (
+        (f"block_sparse({layout}, 4)", patterns.block_sparse(layout, 4)),
+        ("from_mask([[True], [False]])", patterns.from_mask(np.array([[True], [False]]))),
+        ("acsr([0, 1], (1, 1), [1, 1])", patterns.acsr([0, 1], [1, 1], [1, 1])),
+        (
+            "per_head([[causal(), strided(3)]])",
+            patterns.per_head([[patterns.causal(), patterns.strided(3)]]),
+        ),
+    ):
+        assert parse_pattern(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no expression"),
+        ("strided(", "is no expression"),
+        ("x = causal()", "is no expression"),
+        ("5", "is no pattern but 5"),
+        ("[causal()]", r"is no pattern but \[causal"),
+        ("causal", "'causal' is neither a literal nor a call of"),
+        ("__import__('os').abort()", "is neither a literal nor a call of"),
+        ("open('owned', 'w')", "is neither a literal nor a call of"),
+        ("causal().__class__", "is neither a literal nor a call of"),
+        ("patterns.causal()", "is neither a literal nor a call of"),
+        ("from_block_mask(3)", "is neither a literal nor a call of"),
+        ("(lambda: causal())()", "is neither a literal nor a call of"),
+        ("strided([i for i in [3]][0])", "is neither a literal nor a call of"),
+        ("strided(*[3])", "is neither a literal nor a call of"),
+        ("strided(**{'stride': 3})", "is neither a literal nor a call of"),
+        ("strided(2 ** 3)", "is neither a literal nor a call of"),
+        ("from_deepspeed({'mode': causal()})", "is neither a literal nor a call of"),
+        ("causal() | 3", "is neither a literal nor a call of"),
+        ("causal() + causal()", "is neither a literal nor a call of"),
+        ("~causal()", "is neither a literal nor a call of"),
+        ("causal() if 1 else strided(2)", "is neither a literal nor a call of"),
+        ("strided(0)", "stride must be at least 1, got 0"),
+        ("strided()", "missing 1 required positional argument"),
+        ("|".join(["causal()"] * 10_000), "nested too deeply|is no expression"),
+    ],
+)
+def test_everything_else_is_refused_in_one_line(tmp_path, monkeypatch, capsys, text, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        parse_pattern(text)
+    assert main(["plan", f"--pattern={text}"]) == 2
+    output, error = capsys.readouterr()
+    assert output == "" and error.startswith("cqs plan: ") and error.count("\n") == 1
+    assert os.listdir() == []
+
+
+def test_plans_of_patterns_are_shown(tmp_path, capsys):
+    path = tmp_path / "plan.png"
+    options = ["--tokens", "700", "--pattern", "sliding_window(9, 5)", "--causal"]
+    assert main(["plan", *options, "--picture", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "sliding_window(9, 5) & causal() attention" in capsys.readouterr().out
+    assert main(["plan", *options, "--json"]) == 0
+    plan = Plan.from_json(
+        capsys.readouterr().out, patterns.sliding_window(9, 5) & patterns.causal()
+    )
+    assert plan.live_pairs == 700 * 10 - 45
+    assert main(["plan", "--pattern", "per_head([[causal(), strided(2)]])"]) == 2
+    assert "differs by head" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sliding_window(20, 5) | global_tokens(2)",
+        "per_head([[strided(4), causal(), fixed(8, 1), block_diagonal(16)]])",
+    ],
+)
+def test_attend_takes_patterns(files, assert_right, text):
+    assert run_attend("--pattern", text, "--verify", "--lse", "lse.npy") == 0
+    pattern = parse_pattern(text) & patterns.causal()
+    problem = check_problem(files.query, files.key, files.value, pattern=pattern)
+    found = (torch.from_numpy(np.load(f"{name}.npy")) for name in ("o", "lse"))
+    assert_right(problem, tuple(found))

@@ -59,10 +59,15 @@ def test_attention_is_loaded_when_it_is_used():
     assert {"torch", "cqs.api"} <= imported and "ray" not in imported
 
 
+def test_patterns_are_loaded_when_they_are_used():
+    imported = modules_after("import cqs; cqs.patterns.sliding_window(3, 0)")
+    assert "cqs.patterns" in imported and "torch" not in imported
+
+
 def test_an_unknown_name_is_refused():
     import cqs
 
     with pytest.raises(AttributeError, match="'cqs' has no attribute 'flash'"):
         _ = cqs.flash
-    for name in ("attention", "make_plan", "Plan", "Cluster"):
+    for name in ("attention", "make_plan", "Plan", "Cluster", "patterns"):
         assert name in cqs.__all__

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import torch
 from tqdm import tqdm
 
+from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.tensor_files import create_tensor, load_tensor
 from cqs.executors.local import run_local
 from cqs.partial import Partial, lse_dtype
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT", help="FILE.npy or FILE.safetensors to write")
     parser.add_argument("--lse", metavar="FILE", help="also write the log of the denominators")
     parser.add_argument("--is-causal", "--causal", action="store_true")
+    parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument("--scale", type=float)
     parser.add_argument("--num-workers", "--workers", type=int, metavar="W")
     parser.add_argument("--backend", choices=list(WHY_NOT))
@@ -38,6 +40,7 @@ def run(options: argparse.Namespace) -> None:
     problem = check_problem(
         *(load_tensor(getattr(options, name), name) for name in ("query", "key", "value")),
         is_causal=options.is_causal,
+        pattern=None if options.pattern is None else parse_pattern(options.pattern),
         scale=options.scale,
     )
     shape = (*problem.query.shape[:3], problem.value.shape[3])
@@ -60,13 +63,21 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _attend_here(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:
-    plan = problem.make_plan(1 if options.num_workers is None else options.num_workers)
-    with tqdm(total=plan.num_workers, unit="task", disable=None) as bar:
+    num_workers = 1 if options.num_workers is None else options.num_workers
+    parts = list(problem.parts())
+    with tqdm(total=len(parts) * num_workers, unit="task", disable=None) as bar:
 
         def advance(done: int, total: int) -> None:
             bar.update(1)
 
-        run_local(problem, plan, backend=options.backend, answer=answer, progress=advance)
+        for where, part in parts:
+            run_local(
+                part,
+                part.make_plan(num_workers),
+                backend=options.backend,
+                answer=Partial(answer.output[where], answer.lse[where]),
+                progress=advance,
+            )
 
 
 def _attend_on_ray(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:
@@ -74,10 +85,11 @@ def _attend_on_ray(problem: Problem, options: argparse.Namespace, answer: Partia
 
     with Cluster() as cluster:
         number = len(cluster.pids) if options.num_workers is None else options.num_workers
-        cluster.submit_plan(
-            problem,
-            problem.make_plan(number),
-            backend=options.backend,
-            answer=answer,
-            progress=True,
-        ).result()
+        for where, part in problem.parts():
+            cluster.submit_plan(
+                part,
+                part.make_plan(number),
+                backend=options.backend,
+                answer=Partial(answer.output[where], answer.lse[where]),
+                progress=True,
+            ).result()

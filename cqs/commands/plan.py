@@ -2,6 +2,7 @@
 
 import argparse
 
+from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape, Plan, make_plan
 
@@ -12,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen-kv", type=int, metavar="N", help="default: as many as queries")
     parser.add_argument("--num-workers", "--workers", type=int, default=7, metavar="W")
     parser.add_argument("--is-causal", "--causal", action="store_true")
+    parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument(
         "--interest-set", metavar="A,B,...", help="default: the best known; integers with commas"
     )
@@ -42,6 +44,7 @@ def run(options: argparse.Namespace) -> None:
         num_workers=options.num_workers,
         is_causal=options.is_causal,
         interest_set=interest_set,
+        pattern=None if options.pattern is None else parse_pattern(options.pattern),
     )
     shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
     if options.json:

@@ -1,16 +1,7 @@
-"""Patterns need neither torch nor ray, and their examples are true."""
+"""Patterns need neither torch nor ray."""
 
-import doctest
-import importlib
-import pkgutil
 import subprocess
 import sys
-
-import pytest
-
-import cqs.patterns
-
-MODULES = [module.name for module in pkgutil.iter_modules(cqs.patterns.__path__, "cqs.patterns.")]
 
 
 def test_patterns_need_neither_torch_nor_ray():
@@ -28,9 +19,3 @@ def test_patterns_need_neither_torch_nor_ray():
     imported = set(done.stdout.split())
     assert "cqs.patterns.piece" in imported
     assert not imported & {"torch", "ray", "triton", "matplotlib"}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_examples_are_true(module):
-    failed, _ = doctest.testmod(importlib.import_module(module))
-    assert not failed

@@ -1,0 +1,87 @@
+"""Patterns as text: the calls that make them, read without running any code."""
+
+import ast
+import operator
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from cqs import patterns
+from cqs.patterns import Pattern
+
+PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4)'"
+_CALLS: dict[str, Callable[..., Any]] = {
+    "range": range,
+    **{
+        name: getattr(patterns, name)
+        for name in (
+            "acsr",
+            "bigbird",
+            "block_diagonal",
+            "block_sparse",
+            "causal",
+            "dilated",
+            "documents",
+            "fixed",
+            "from_deepspeed",
+            "from_mask",
+            "global_tokens",
+            "longformer",
+            "per_head",
+            "sliding_window",
+            "strided",
+        )
+    },
+}
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.BitOr: operator.or_,
+    ast.BitAnd: operator.and_,
+    ast.Sub: operator.sub,
+}
+
+
+def parse_pattern(text: str) -> Pattern:
+    """Return the pattern that an expression names, as patterns print.
+
+    Calls of what makes patterns in :mod:`cqs.patterns`, with literals, ranges and patterns as
+    arguments, combined by ``|``, ``&`` and ``-``. Nothing else is evaluated.
+
+    Raises:
+        ValueError: if the text is anything else, or a call in it is refused; the message says why.
+
+    Example:
+        >>> parse_pattern("sliding_window(256, 0) | global_tokens(4)")
+        sliding_window(256, 0) | global_tokens(range(0, 4))
+    """
+    try:
+        found = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"pattern {text!r} is no expression: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("the pattern is nested too deeply") from None
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"pattern {text!r}: {error}") from error
+    if not isinstance(found, Pattern):
+        raise ValueError(f"pattern {text!r} is no pattern but {found!r}")
+    return found
+
+
+def _evaluate(node: ast.expr) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=options) if name in _CALLS:
+            given = {option.arg: _evaluate(option.value) for option in options if option.arg}
+            if len(given) == len(options):
+                return _CALLS[name](*map(_evaluate, arguments), **given)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+            sides = _evaluate(left), _evaluate(right)
+            if all(isinstance(side, Pattern) for side in sides):
+                return _OPERATORS[type(sign)](*sides)
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_evaluate(element) for element in elements]
+        case ast.Constant() | ast.UnaryOp() | ast.Dict():
+            with suppress(ValueError):
+                return ast.literal_eval(node)
+    raise ValueError(
+        f"{ast.unparse(node)!r} is neither a literal nor a call of {', '.join(_CALLS)}, "
+        "nor patterns combined by | & -"
+    )
