@@ -64,13 +64,18 @@ def publish(
         columns: Header of a column and what it shows of a row.
         out: The file, which is never overwritten, or ``None``.
     """
+    append_rows(rows, out)
+    print(f"{rows[0].device}, {rows[0].dtype}, torch {rows[0].torch_version}")
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    print(format_table(list(columns), cells))
+
+
+def append_rows(rows: list[Measurement], out: str | None) -> None:
+    """Append rows to a file of one JSON object per line, unless ``out`` is None."""
     if out is not None:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         with open(out, "a") as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
-    print(f"{rows[0].device}, {rows[0].dtype}, torch {rows[0].torch_version}")
-    cells = [[show(row) for show in columns.values()] for row in rows]
-    print(format_table(list(columns), cells))
 
 
 def describe_device() -> str:

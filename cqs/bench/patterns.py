@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cqs
-from cqs.bench.measurement import Measurement, publish, summarize
+from cqs.bench.measurement import Measurement, append_rows, publish, summarize
 from cqs.bench.timing import time_calls, time_in_turn
 from cqs.cases import Case
 from cqs.patterns import (
@@ -58,7 +58,14 @@ def run(
         only: Measure the patterns whose names contain one of these, separated by commas; ``None``
             means all.
         out: File to append rows to, or ``None``.
+
+    Raises:
+        ValueError: if no pattern has such a name.
     """
+    parts = only.split(",") if only else [""]
+    names = [name for name, *_ in _patterns(1024) if any(part in name for part in parts)]
+    if not names:
+        raise ValueError(f"only must name patterns, got {only!r}")
     rows: list[Measurement] = []
     columns: dict[str, Callable[[Measurement], object]] = {
         "pattern": lambda row: row.case,
@@ -73,9 +80,11 @@ def run(
     if torch.cuda.is_available():
         columns["call ms"] = lambda row: f"{row.details['call_ms']:.2f}"
     for length in [tokens] if tokens else [1024 << i for i in range(7)]:
-        found = _measure_length(length, repeats, only.split(",") if only else [""])
-        publish(found, columns, out)
-        rows += found
+        for found in _measure_length(length, repeats, names):
+            append_rows(found, out)
+            rows += found
+    publish(rows, columns, None)
+    _summarize(rows)
     if out is not None and tokens is None:
         from cqs.plotting import plot_speedups
 
@@ -155,21 +164,22 @@ def _layout_mask(layout: Tensor) -> MaskFunction:
     return lambda b, h, q, k: layout[q // _BLOCK, k // _BLOCK]
 
 
-def _measure_length(tokens: int, repeats: int | None, names: list[str]) -> list[Measurement]:
-    """Measure the patterns whose names contain one of ``names``."""
+def _measure_length(
+    tokens: int, repeats: int | None, names: list[str]
+) -> Iterator[list[Measurement]]:
+    """Measure patterns of these names, one after another."""
     on_gpu = torch.cuda.is_available()
     heads, head_dim = (16, 128) if on_gpu else (8, 64)
     dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
     repeats = repeats or (9 if on_gpu else 3 if tokens <= _NAIVE_TOKENS else 1)
     problem = Case("patterns", tokens, tokens, heads, heads, head_dim).make(dtype, device)
     dense: list[float] | None = None
-    rows = []
     for name, pattern, mask in _patterns(tokens):
-        if not any(part in name for part in names):
+        if name not in names:
             continue
-        passes = _contenders(replace(problem, pattern=pattern), mask)
         pairs = pattern.bind(tokens).num_pairs
-        for what, computations in passes.items():
+        rows = []
+        for what, computations in _contenders(replace(problem, pattern=pattern), mask).items():
             if dense is not None:
                 del computations["dense"]
             calls = time_calls(computations) if on_gpu else {}
@@ -178,7 +188,13 @@ def _measure_length(tokens: int, repeats: int | None, names: list[str]) -> list[
             assert dense is not None
             for by, own in seconds.items():
                 flops = {"forward": 4.0, "backward": 10.0}[what] * pairs * head_dim * heads
-                ratios = (a / b for a, b in zip(own, dense, strict=True))
+                details = {
+                    "tokens": tokens,
+                    "density": pairs / tokens**2,
+                    "useful_tflops": flops / statistics.median(own) / 1e12,
+                }
+                if on_gpu:
+                    details["call_ms"] = 1e3 * calls[by]
                 rows.append(
                     Measurement(
                         benchmark=f"patterns {what}",
@@ -187,20 +203,33 @@ def _measure_length(tokens: int, repeats: int | None, names: list[str]) -> list[
                         num_workers=1,
                         executor=by,
                         dtype=str(dtype).removeprefix("torch."),
-                        ratio=statistics.median(ratios),
+                        ratio=statistics.median(a / b for a, b in zip(own, dense, strict=True)),
                         repeats=repeats,
-                        details={
-                            "tokens": tokens,
-                            "density": pairs / tokens**2,
-                            "useful_tflops": flops / statistics.median(own) / 1e12,
-                            **({"call_ms": 1e3 * calls[by]} if on_gpu else {}),
-                        },
+                        details=details,
                         **summarize(own),  # type: ignore[arg-type]
                     )
                 )
             if on_gpu or tokens <= _NAIVE_TOKENS:
                 dense = None  # measured anew beside every pattern; else once, it takes minutes
-    return rows
+        yield rows
+
+
+def _summarize(rows: list[Measurement]) -> None:
+    """Print how much faster than each other contender we are, over all patterns."""
+    times = {(row.benchmark, row.case, row.executor): row.median_ms for row in rows}
+    for what, other in sorted({(row.benchmark, row.executor) for row in rows}):
+        ratios = {
+            case: time / times[what, case, "cqs"]
+            for (benchmark, case, by), time in times.items()
+            if (benchmark, by) == (what, other) and by not in ("cqs", "dense")
+        }
+        if ratios:
+            least = min(ratios, key=ratios.__getitem__)
+            print(
+                f"{what}, times {other}: geometric mean "
+                f"{statistics.geometric_mean(ratios.values()):.3g}, least {ratios[least]:.3g} "
+                f"({least})"
+            )
 
 
 def _contenders(problem: Problem, mask: MaskFunction) -> dict[str, dict[str, Callable[[], Any]]]:

@@ -69,18 +69,17 @@ def attend_tiles_on_hopper(
     BLOCK_D: gl.constexpr = query.block_shape[4]
     BLOCK_V: gl.constexpr = value.block_shape[4]
     dtype: gl.constexpr = query.dtype
-    q = gl.allocate_shared_memory(dtype, [4, 1, 1, 1, HALF_Q, BLOCK_D], query.layout)
+    q = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, HALF_Q, BLOCK_D], query.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_D], key.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_V], value.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=2)
+    mbarrier.init(q_ready.index(0), count=1)
+    mbarrier.init(q_free.index(0), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
@@ -122,13 +121,11 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
         batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
         query_start = gl.load(tile)
         query_lane = gl.load(tile + 7)
-        arrived = q_ready.index(turn & 1)
-        mbarrier.wait(q_free.index(turn & 1), turn >> 1 & 1 ^ 1)
-        mbarrier.expect(arrived, 2 * query.block_type.nbytes)
+        mbarrier.wait(q_free.index(0), turn & 1 ^ 1)
+        mbarrier.expect(q_ready.index(0), 2 * query.block_type.nbytes)
         for half in gl.static_range(2):
             place = [batch, head % num_heads, query_lane, query_start + half * HALF_Q, 0]
-            buffer = q.index((turn & 1) * 2 + half)
-            tma.async_copy_global_to_shared(query, place, arrived, buffer)
+            tma.async_copy_global_to_shared(query, place, q_ready.index(0), q.index(half))
         for run in range(gl.load(tile + 3), gl.load(tile + 5)):
             start, stop, lane = load_place(runs, run)
             for k0 in range(start, stop, TILE_K):
@@ -161,6 +158,10 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
     STAGES: gl.constexpr = k.shape[0]
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
+    store_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0]
+    )
+    q_half = q.index(half).reshape([HALF_Q, BLOCK_D])
     turn = 0
     i = 0
     item = next_item(queue, turn)
@@ -177,8 +178,7 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
         band = item_field(item, 10), item_field(item, 11)
         bits_of_run = item_field(item, 12)
 
-        q_half = q.index((turn & 1) * 2 + half).reshape([HALF_Q, BLOCK_D])
-        mbarrier.wait(q_ready.index(turn & 1), turn >> 1 & 1)
+        mbarrier.wait(q_ready.index(0), turn & 1)
         scores = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         run = (start, stop, band, bits_of_run)
@@ -224,21 +224,26 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
             acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
             p = _as_operand(p_next, out_layout, v.dtype)
         i = end
-        mbarrier.arrive(q_free.index(turn & 1), count=1)
+        mbarrier.arrive(q_free.index(0), count=1)
         acc, p = warpgroup_mma_wait(0, [_issue_output(p, v, v_ready, i - 1, acc), p])
         mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
 
-        row = gl.arange(0, HALF_Q, row_layout)
-        rows = item_field(item, HEAD).to(gl.int64) * num_rows + first_row + row * query_step
-        in_tile = row + query_start < query_stop
-        total = gl.convert_layout(gl.where(total == 0, 1.0, total), row_layout)
+        total = gl.convert_layout(total, row_layout)
         largest = gl.convert_layout(largest, row_layout)
-        acc = acc / gl.expand_dims(total, 1)
-        columns = gl.expand_dims(gl.arange(0, BLOCK_V, gl.SliceLayout(0, out_layout)), 0)
-        place = output + gl.expand_dims(rows, 1) * value_dim + columns
-        mask = gl.expand_dims(in_tile, 1) & (columns < value_dim)
-        gl.store(place, acc.to(output.dtype.element_ty), mask=mask)
-        gl.store(lse + rows, (largest + gl.log2(total)) * _LN2, mask=in_tile)
+        total = gl.where(total == 0, 1.0, total)
+        acc = acc * gl.expand_dims(1.0 / total, 1)
+        row = gl.arange(0, HALF_Q, row_layout)
+        in_tile = row + query_start < query_stop
+        first_place = item_field(item, HEAD).to(gl.int64) * num_rows + first_row
+        place = lse + first_place + row * query_step
+        gl.store(place, (largest + gl.log2(total)) * _LN2, mask=in_tile)
+        out = gl.convert_layout(acc.to(output.dtype.element_ty), store_layout)
+        row = gl.arange(0, HALF_Q, gl.SliceLayout(1, store_layout))
+        column = gl.arange(0, BLOCK_V, gl.SliceLayout(0, store_layout))
+        mask = gl.expand_dims(row + query_start < query_stop, 1)
+        mask &= gl.expand_dims(column < value_dim, 0)
+        place = output + first_place * value_dim + gl.expand_dims(row * (query_step * value_dim), 1)
+        gl.store(place + gl.expand_dims(column, 0), out, mask=mask)
         turn += 1
         item = next_item(queue, turn)
         index = item_field(item, INDEX)

@@ -26,9 +26,11 @@ def visible(
     start, stop, band, bits_of_run = run
     row_step, column_step = steps
     rows = row_start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = column_start + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    distance = gl.expand_dims(columns * column_step, 0) - gl.expand_dims(rows * row_step, 1)
-    live = gl.expand_dims(columns < stop, 0) & (distance >= band[0]) & (distance <= band[1])
+    columns = gl.expand_dims(column_start + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    # Columns of a row from first to last; divisions round towards 0, where columns begin.
+    first = (band[0] + rows * row_step + column_step - 1) // column_step
+    last = gl.minimum((band[1] + rows * row_step + column_step) // column_step, stop) - 1
+    live = (columns >= gl.expand_dims(first, 1)) & (columns <= gl.expand_dims(last, 1))
     if HAS_BITS:
         place = bits + bits_of_run + row_start * 4
         live &= _are_set(layout, place, bits_of_run != _NO_BITS, (column_start - start) // 4)
