@@ -1,83 +1,54 @@
-"""Attention with patterns: every pair that a pattern names once, and no other."""
+"""Attention with patterns: every pair that a pattern names once, and no other.
+
+Where a full product of patterns, numbers of workers, shapes and dtypes would take long, one of them
+goes round with the others: ``turn`` says how, and every value meets every pattern or every number
+of workers.
+"""
 
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from sparse_cases import NAMES, assert_gradients_right, random_bits, with_pattern
 
 import cqs
 from cqs.cases import Case
 from cqs.partial import Partial
 from cqs.patterns import (
-    acsr,
-    bigbird,
-    block_diagonal,
     block_sparse,
     causal,
     dilated,
-    documents,
     fixed,
     from_mask,
-    global_tokens,
-    longformer,
     per_head,
     sliding_window,
     strided,
 )
 from cqs.problem import check_problem
-from cqs.testing import assert_tracks_exact, attend, eager_output, exact_answer
+from cqs.testing import attend
 from cqs.tiler import Tiler
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 
 NUM_WORKERS = [1, 2, 3, 4, 7, 8, 13]
 EVERY_NUMBER = pytest.mark.parametrize("num_workers", NUM_WORKERS)
-
-
-def random_bits(*shape, share=0.3):
-    return torch.rand(shape, generator=torch.Generator().manual_seed(7)) < share
-
-
-PATTERNS = {
-    "causal-window": sliding_window(40, 0),
-    "window": sliding_window(9, 23),
-    "ahead": sliding_window(0, None),
-    "dilated": dilated(5, 3, 4),
-    "strided": strided(8),
-    "strided-ragged": strided(7),
-    "fixed": fixed(16, 3),
-    "fixed-wide": fixed(50, 2),
-    "block-diagonal": block_diagonal(20),
-    "global": global_tokens([0, 3, 70]),
-    "longformer": longformer(30, 5),
-    "bigbird": bigbird(block=16, window_blocks=3, global_blocks=1, random_blocks=2, seed=3),
-    "documents": documents([0, 31, 40, 41, 110]),
-    "documents-both-ways": documents([0, 31, 40, 41, 110], is_causal=False),
-    "union": dilated(3, 0, 8) | sliding_window(4, 0),
-    "difference": causal() - sliding_window(12, 0),
-    "nothing": sliding_window(0, 0) - sliding_window(0, 0),
-}
-FOR_LENGTHS = {
-    "block-sparse": lambda q, k: block_sparse(random_bits(-(-q // 16), -(-k // 16)), 16),
-    "mask": lambda q, k: from_mask(random_bits(q, k)),
-    "mostly-blind": lambda q, k: from_mask(random_bits(q, k, share=0.01)),
-    "acsr": lambda q, k: acsr([i // 3 for i in range(q)], [2] * q, [k // 8] * q),
-}
-"""For sequences of given lengths only."""
-EVERY_PATTERN = pytest.mark.parametrize("name", [*PATTERNS, *FOR_LENGTHS])
+EVERY_PATTERN = pytest.mark.parametrize("name", NAMES)
 CASES = {
     "square": Case("square", 131, 131, num_heads=2, num_kv_heads=2, batch=2),
     "gqa": Case("gqa", 128, 128, num_heads=4, num_kv_heads=2),
     "few-queries": Case("few-queries", 70, 131, num_heads=2, num_kv_heads=1),
     "many-queries": Case("many-queries", 131, 70, num_heads=2, num_kv_heads=1),
 }
-EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+ON_GPUS = {
+    "gqa": Case("gqa", 1100, 1100, num_heads=4, num_kv_heads=2, batch=2),
+    "few-queries": Case("few-queries", 500, 900, num_heads=2, num_kv_heads=1),
+}
 
 
-def with_pattern(case, name):
-    lengths = case.seqlen_q, case.seqlen_kv
-    pattern = PATTERNS[name] if name in PATTERNS else FOR_LENGTHS[name](*lengths)
-    return replace(case, pattern=pattern)
+def turn(values, *places):
+    """Go round: the value whose turn it is at these places of the other parameters."""
+    values = list(values)
+    return values[sum(places) % len(values)]
 
 
 def run_tasks(problem, num_workers, backend):
@@ -99,62 +70,25 @@ def run_tasks(problem, num_workers, backend):
     return tiler.finish()
 
 
-def gradients(problem, output_of):
-    tensors = [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
-    output = output_of(*tensors)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-    return torch.autograd.grad(output, tensors, grad.to(output))
-
-
-def assert_gradients_right(problem, **options):
-    def of(problem, function):
-        def output_of(*tensors):
-            query, key, value = tensors
-            return function(replace(problem, query=query, key=key, value=value))
-
-        return gradients(problem, output_of)
-
-    wide = replace(problem, **{n: getattr(problem, n).double() for n in ("query", "key", "value")})
-    actual = of(problem, lambda problem: attend(problem, **options)[0])
-    eager = of(problem, eager_output)
-    exact = of(wide, lambda problem: exact_answer(problem).output)
-    names = "grad_query", "grad_key", "grad_value"
-    for name, *found in zip(names, actual, eager, exact, strict=True):
-        assert_tracks_exact(*found, slack=4, name=name)
-
-
 @EVERY_PATTERN
-@EVERY_CASE
 @EVERY_NUMBER
-def test_patterns_are_exact(assert_right, num_workers, case, name):
+def test_patterns_are_exact(assert_right, num_workers, name):
+    """Shapes go round: every pattern and every number of workers meets all four."""
+    case = turn(CASES.values(), NAMES.index(name), NUM_WORKERS.index(num_workers))
     problem = with_pattern(case, name).make()
     assert_right(problem, attend(problem, num_workers=num_workers, verify=True))
 
 
 @EVERY_PATTERN
-@EVERY_CASE
 @pytest.mark.parametrize("num_workers", [1, 4, 7])
-def test_gradients_of_patterns_are_exact(num_workers, case, name):
+def test_gradients_of_patterns_are_exact(num_workers, name):
+    """Shapes go round."""
+    case = turn(CASES.values(), NAMES.index(name), num_workers // 3)
     assert_gradients_right(with_pattern(case, name).make(), num_workers=num_workers)
 
 
-ON_DEVICES = pytest.mark.parametrize(
-    ("device", "dtype", "tokens"),
-    [
-        ("cpu", torch.float32, 128),
-        pytest.param("cuda", torch.float32, 1000, marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.bfloat16, 1000, marks=pytest.mark.gpu),
-    ],
-)
-
-
-@ON_DEVICES
-@EVERY_NUMBER
-@EVERY_PATTERN
-@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
-def test_every_live_pair_is_computed_once(backend, name, num_workers, device, dtype, tokens):
-    """With zero scores and one-hot values the output counts how often pairs were computed.
+def count_pairs(name, num_workers, backend, dtype, device, tokens):
+    """Count how often pairs are computed: with zero scores and one-hot values the output says it.
 
     Keys 128 apart share a column.
     """
@@ -177,23 +111,48 @@ def test_every_live_pair_is_computed_once(backend, name, num_workers, device, dt
         )
 
 
+@EVERY_NUMBER
+@EVERY_PATTERN
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_every_live_pair_is_computed_once(backend, name, num_workers):
+    count_pairs(name, num_workers, backend, torch.float32, "cpu", 128)
+
+
 @pytest.mark.gpu
 @EVERY_PATTERN
-@pytest.mark.parametrize("num_workers", [1, 4, 7])
+@pytest.mark.parametrize("each", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_live_pair_is_computed_once_by_the_kernels(dtype, each, name):
+    """Three numbers of workers for each pattern and dtype; every number meets both dtypes."""
+    num_workers = turn(NUM_WORKERS, NAMES.index(name), 2 * each, dtype.itemsize)
+    count_pairs(name, num_workers, "triton", dtype, "cuda", 1000)
+
+
+@pytest.mark.gpu
+@EVERY_PATTERN
+def test_every_live_pair_is_computed_once_by_the_reference_on_gpus(name):
+    """Numbers of workers and dtypes go round."""
+    place = NAMES.index(name)
+    dtype = turn([torch.float32, torch.bfloat16], place)
+    count_pairs(name, turn(NUM_WORKERS, place), "reference", dtype, "cuda", 1000)
+
+
+@pytest.mark.gpu
+@EVERY_PATTERN
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [(128, torch.bfloat16), (64, torch.float16), (96, torch.bfloat16), (32, torch.float32)],
     ids=str,
 )
-def test_patterns_are_exact_on_gpus(assert_right, head_dim, dtype, num_workers, name):
-    for case in (
-        Case("gqa", 1100, 1100, 4, 2, head_dim, batch=2),
-        Case("few-queries", 500, 900, 2, 1, head_dim),
-    ):
-        problem = with_pattern(case, name).make(dtype, "cuda")
-        assert_right(problem, attend(problem, num_workers=num_workers, verify=True))
-        assert_right(problem, run_tasks(problem, num_workers, None))
-        assert_gradients_right(problem, num_workers=num_workers)
+def test_patterns_are_exact_on_gpus(assert_right, head_dim, dtype, name):
+    """Numbers of workers and shapes go round."""
+    place, kind = NAMES.index(name), head_dim // 32
+    case = replace(turn(ON_GPUS.values(), place // 3, kind // 2), head_dim=head_dim)
+    num_workers = turn([1, 4, 7], place, kind)
+    problem = with_pattern(case, name).make(dtype, "cuda")
+    assert_right(problem, attend(problem, num_workers=num_workers, verify=True))
+    assert_right(problem, run_tasks(problem, num_workers, None))
+    assert_gradients_right(problem, num_workers=num_workers)
 
 
 @EVERY_PATTERN
@@ -205,9 +164,9 @@ def test_patterns_are_exact_in_every_dtype(assert_right, dtype, name):
 
 
 @EVERY_PATTERN
-@EVERY_CASE
-def test_patterns_go_with_is_causal(assert_right, case, name):
-    case = with_pattern(case, name)
+def test_patterns_go_with_is_causal(assert_right, name):
+    """Shapes go round."""
+    case = with_pattern(turn(CASES.values(), NAMES.index(name)), name)
     options = {"pattern": case.pattern, "is_causal": True}
     problem = case.make()
     tensors = problem.query, problem.key, problem.value
@@ -216,10 +175,27 @@ def test_patterns_go_with_is_causal(assert_right, case, name):
     assert_right(expected, answer)
 
 
-@EVERY_PATTERN
-@pytest.mark.parametrize("num_workers", [1, 7])
-def test_the_plain_kernels_take_patterns(assert_right, num_workers, name):
-    problem = with_pattern(CASES["gqa"], name).make()
+@pytest.mark.parametrize(
+    ("name", "num_workers", "tokens"),
+    [
+        ("causal-window", 7, 131),
+        ("dilated", 3, 90),
+        ("strided-ragged", 1, 131),
+        ("fixed", 4, 90),
+        ("global", 2, 131),
+        ("bigbird", 3, 60),
+        ("documents-both-ways", 4, 131),
+        ("difference", 8, 90),
+        ("nothing", 3, 60),
+        ("mostly-blind", 2, 131),
+        ("block-sparse", 7, 60),
+        ("acsr", 2, 60),
+    ],
+)
+def test_the_plain_kernels_take_patterns(assert_right, name, num_workers, tokens):
+    """Every kind of run; all patterns and numbers are counted on GPUs."""
+    case = Case("plain", tokens - 10, tokens, num_heads=2, num_kv_heads=1)
+    problem = with_pattern(case, name).make()
     if reason := WHY_NOT["triton"](problem.query, problem.key, problem.value):
         pytest.skip(reason)
     assert_right(problem, attend(problem, num_workers=num_workers, backend="triton"))
@@ -228,9 +204,9 @@ def test_the_plain_kernels_take_patterns(assert_right, num_workers, name):
 
 
 PER_HEAD = {
-    "layouts": lambda: block_sparse(random_bits(4, 9, 9), 16),
-    "masks": lambda: from_mask(random_bits(2, 1, 131, 131)),
-    "both": lambda: from_mask(random_bits(2, 4, 131, 131)),
+    "layouts": lambda: block_sparse(random_bits(4, 5, 5), 16),
+    "masks": lambda: from_mask(random_bits(2, 1, 70, 70)),
+    "both": lambda: from_mask(random_bits(2, 4, 70, 70)),
     "mixed": lambda: per_head([[strided(4), fixed(8, 1), sliding_window(20, 0), causal()]]),
 }
 
@@ -238,7 +214,7 @@ PER_HEAD = {
 @pytest.mark.parametrize("make", PER_HEAD.values(), ids=PER_HEAD)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_heads_may_have_patterns_of_their_own(assert_right, num_kv_heads, make):
-    case = Case("heads", 131, 131, 4, num_kv_heads, batch=2, pattern=make())
+    case = Case("heads", 70, 70, 4, num_kv_heads, batch=2, pattern=make())
     problem = case.make()
     assert_right(problem, attend(problem, num_workers=4, verify=True))
     assert_gradients_right(problem, num_workers=3)

@@ -1,0 +1,94 @@
+"""Patterns and problems that tests of attention with patterns share."""
+
+from dataclasses import replace
+
+import torch
+
+import cqs
+from cqs.patterns import (
+    acsr,
+    bigbird,
+    block_diagonal,
+    block_sparse,
+    causal,
+    dilated,
+    documents,
+    fixed,
+    from_mask,
+    global_tokens,
+    longformer,
+    sliding_window,
+    strided,
+)
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+
+
+def random_bits(*shape, share=0.3):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(7)) < share
+
+
+PATTERNS = {
+    "causal-window": sliding_window(40, 0),
+    "window": sliding_window(9, 23),
+    "ahead": sliding_window(0, None),
+    "dilated": dilated(5, 3, 4),
+    "strided": strided(8),
+    "strided-ragged": strided(7),
+    "fixed": fixed(16, 3),
+    "fixed-wide": fixed(50, 2),
+    "block-diagonal": block_diagonal(20),
+    "global": global_tokens([0, 3, 70]),
+    "longformer": longformer(30, 5),
+    "bigbird": bigbird(block=16, window_blocks=3, global_blocks=1, random_blocks=2, seed=3),
+    "documents": documents([0, 31, 40, 41, 110]),
+    "documents-both-ways": documents([0, 31, 40, 41, 110], is_causal=False),
+    "union": dilated(3, 0, 8) | sliding_window(4, 0),
+    "difference": causal() - sliding_window(12, 0),
+    "nothing": sliding_window(0, 0) - sliding_window(0, 0),
+}
+FOR_LENGTHS = {
+    "block-sparse": lambda q, k: block_sparse(random_bits(-(-q // 16), -(-k // 16)), 16),
+    "mask": lambda q, k: from_mask(random_bits(q, k)),
+    "mostly-blind": lambda q, k: from_mask(random_bits(q, k, share=0.01)),
+    "acsr": lambda q, k: acsr([i // 3 for i in range(q)], [2] * q, [k // 8] * q),
+}
+"""For sequences of given lengths only."""
+NAMES = [*PATTERNS, *FOR_LENGTHS]
+
+
+def with_pattern(case, name):
+    lengths = case.seqlen_q, case.seqlen_kv
+    pattern = PATTERNS[name] if name in PATTERNS else FOR_LENGTHS[name](*lengths)
+    return replace(case, pattern=pattern)
+
+
+def assert_gradients_right(problem, **options):
+    """Compare gradients by :func:`cqs.attention` with float64; in the dtype of the problem."""
+
+    def eager(query, key, value):
+        return eager_output(replace(problem, query=query, key=key, value=value))
+
+    def exact(query, key, value):
+        return exact_answer(replace(problem, query=query, key=key, value=value)).output
+
+    def actual(query, key, value):
+        given = {"is_causal": problem.is_causal, "pattern": problem.pattern, "scale": problem.scale}
+        return cqs.attention(query, key, value, **given, **options)
+
+    tensors = problem.query, problem.key, problem.value
+    found = zip(
+        gradients(actual, *tensors),
+        gradients(eager, *tensors),
+        gradients(exact, *(tensor.double() for tensor in tensors)),
+        strict=True,
+    )
+    for name, grads in zip(("grad_query", "grad_key", "grad_value"), found, strict=True):
+        assert_tracks_exact(*grads, slack=4, name=name)
+
+
+def gradients(compute, *tensors):
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = compute(*tensors)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    return torch.autograd.grad(output, tensors, grad.to(output))
