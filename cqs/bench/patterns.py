@@ -3,10 +3,9 @@
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cqs
 from cqs.bench.measurement import Measurement, append_rows, publish, summarize
 from cqs.bench.timing import time_calls, time_in_turn
-from cqs.cases import Case
 from cqs.patterns import (
     Pattern,
     bigbird,
@@ -29,8 +27,11 @@ from cqs.patterns import (
     sliding_window,
     strided,
 )
-from cqs.problem import Problem
+from cqs.problem import Problem, check_problem
 from cqs.testing import assert_tracks_exact, exact_rows, visible_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _BLOCK = 128
 _NAIVE_TOKENS = 8192
@@ -168,22 +169,24 @@ def _measure_length(
     tokens: int, repeats: int | None, names: list[str]
 ) -> Iterator[list[Measurement]]:
     """Measure patterns of these names, one after another."""
-    on_gpu = torch.cuda.is_available()
-    heads, head_dim = (16, 128) if on_gpu else (8, 64)
-    dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    tensors = _draw(tokens)
+    on_gpu, (_, heads, _, head_dim) = tensors[0].is_cuda, tensors[0].shape
     repeats = repeats or (9 if on_gpu else 3 if tokens <= _NAIVE_TOKENS else 1)
-    problem = Case("patterns", tokens, tokens, heads, heads, head_dim).make(dtype, device)
     dense: list[float] | None = None
     for name, pattern, mask in _patterns(tokens):
         if name not in names:
             continue
         pairs = pattern.bind(tokens).num_pairs
         rows = []
-        for what, computations in _contenders(replace(problem, pattern=pattern), mask).items():
+        for what, computations in _contenders(
+            check_problem(*tensors, pattern=pattern), mask
+        ).items():
             if dense is not None:
                 del computations["dense"]
             calls = time_calls(computations) if on_gpu else {}
-            seconds = time_in_turn(computations, repeats, device, behind_work=on_gpu)
+            seconds = time_in_turn(
+                computations, repeats, tensors[0].device.type, behind_work=on_gpu
+            )
             dense = seconds.get("dense", dense)
             assert dense is not None
             for by, own in seconds.items():
@@ -202,7 +205,7 @@ def _measure_length(
                         baseline="dense",
                         num_workers=1,
                         executor=by,
-                        dtype=str(dtype).removeprefix("torch."),
+                        dtype=str(tensors[0].dtype).removeprefix("torch."),
                         ratio=statistics.median(a / b for a, b in zip(own, dense, strict=True)),
                         repeats=repeats,
                         details=details,
@@ -232,20 +235,33 @@ def _summarize(rows: list[Measurement]) -> None:
             )
 
 
+def _draw(tokens: int) -> tuple[Tensor, ...]:
+    """Draw query, key and value; on a GPU they are to be differentiated."""
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    shape = (1, 16, tokens, 128) if on_gpu else (1, 8, tokens, 64)
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = (
+        torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(3)
+    )
+    return tuple(tensor.requires_grad_(on_gpu) for tensor in tensors)
+
+
 def _contenders(problem: Problem, mask: MaskFunction) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return what computes each pass, checked."""
     forward: dict[str, Callable[[], Tensor]] = {"cqs": lambda: _attend(problem)}
-    if problem.query.is_cuda:
+    if problem.query.requires_grad:
         forward["flex"] = _flex(problem, mask)
     elif problem.query.shape[2] <= _NAIVE_TOKENS:
         forward["naive"] = lambda: _naive(problem, visible_mask(problem))
     _check(problem, forward)
     forward["dense"] = lambda: _dense(problem.query, problem.key, problem.value)
-    if not problem.query.is_cuda:
+    if not problem.query.requires_grad:
         return {"forward": forward}
     return {"forward": forward, "backward": _backward(problem, forward)}
 
 
+@torch.no_grad()
 def _check(problem: Problem, forward: dict[str, Callable[[], Tensor]]) -> None:
     """Compare sampled rows of every contender with float64 attention."""
     tokens = problem.query.shape[2]
@@ -263,20 +279,11 @@ def _backward(
 ) -> dict[str, Callable[[], Any]]:
     """Return backward passes, each from the answer of its own forward pass, checked."""
     tensors = problem.query, problem.key, problem.value
-    passes: dict[str, Callable[[], Any]] = {}
-    for tensor in tensors:
-        tensor.requires_grad_()
-    for name, compute in forward.items():
-        output = compute()
-        grad_output = torch.randn(
-            output.shape,
-            generator=torch.Generator(output.device).manual_seed(0),
-            dtype=output.dtype,
-            device=output.device,
-        )
-        passes[name] = partial(torch.autograd.grad, output, tensors, grad_output, retain_graph=True)
-    for tensor in tensors:
-        tensor.requires_grad_(False)
+    grad_output = torch.randn_like(problem.query)
+    passes: dict[str, Callable[[], Any]] = {
+        name: partial(torch.autograd.grad, compute(), tensors, grad_output, retain_graph=True)
+        for name, compute in forward.items()
+    }
     for ours, theirs in zip(passes["cqs"](), passes["flex"](), strict=True):
         assert (ours - theirs).norm() < 1e-2 * theirs.norm()
     return passes
@@ -304,11 +311,10 @@ def _naive(problem: Problem, visible: Tensor | None) -> Tensor:
 
 
 def _flex(problem: Problem, mask: MaskFunction) -> Callable[[], Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
-    tokens = problem.query.shape[2]
     torch._dynamo.reset()
-    block_mask = create_block_mask(mask, None, None, tokens, tokens, device="cuda", _compile=True)
+    block_mask = _make_block_mask(mask, problem.query.shape[2], problem.query.device)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend() -> Tensor:
@@ -316,3 +322,30 @@ def _flex(problem: Problem, mask: MaskFunction) -> Callable[[], Tensor]:
         return output
 
     return attend
+
+
+def _make_block_mask(mask: MaskFunction, tokens: int, device: torch.device) -> "BlockMask":
+    """Do what ``create_block_mask`` does, a row of blocks at a time, with nothing to compile."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    keys = torch.arange(tokens, device=device)
+    counts = torch.stack(
+        [
+            mask(0, 0, queries[:, None], keys).sum(0).unflatten(0, (-1, _BLOCK)).sum(1)
+            for queries in keys.split(_BLOCK)
+        ]
+    )
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        order = chosen.int().argsort(dim=1, descending=True, stable=True)
+        return chosen.sum(1).int()[None, None], order.int()[None, None]
+
+    is_full = counts == _BLOCK * _BLOCK
+    partial_blocks, full_blocks = listed((counts > 0) & ~is_full), listed(is_full)
+    return BlockMask.from_kv_blocks(
+        *partial_blocks,
+        *full_blocks,
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask,
+        seq_lengths=(tokens, tokens),
+    )
