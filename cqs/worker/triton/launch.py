@@ -410,6 +410,12 @@ def _describe(tensor: Tensor, step: int, rows: int, descriptor: type = TensorDes
     block = [1, 1, 1, rows, triton.next_power_of_2(tensor.shape[-1])]
     if descriptor is TensorDescriptor:
         return TensorDescriptor(tensor, list(tensor.shape), strides, block)
-    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    layout = _shared_layout(tuple(block), tensor.dtype)
     return GluonDescriptor(tensor, list(tensor.shape), strides, block, layout)
+
+
+@lru_cache(maxsize=64)
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return how a block lies in shared memory."""
+    of_element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), of_element)
