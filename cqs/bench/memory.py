@@ -64,7 +64,8 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
     worker.run(task, query, key, value)  # compiles, and allocates what stays
     _, peak = measure_peak_bytes(lambda: worker.run(task, query, key, value), problem.query.device)
     held = sum(tokens.joined().nbytes for tokens in (query, key, value))
-    return predict_cost(task, problem.shape, backend).peak_bytes, held + peak
+    cost = predict_cost(task, problem.shape, backend, problem.bound_pattern)
+    return cost.peak_bytes, held + peak
 
 
 def _measure_worst(problem: Problem, backend: str, num_workers: int, repeats: int) -> Measurement:

@@ -1,13 +1,28 @@
-"""How much memory a computation takes, as the allocator saw it."""
+"""How much memory a computation takes: measured, and predicted of tasks with a pattern."""
 
 import os
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile
 
+from cqs.patterns import BoundPattern
+from cqs.scheduler import AttentionShape, Task
+from cqs.worker.backends import ATTEND_SHARES, IN_BATCHES
+from cqs.worker.calls import Call, make_calls
+from cqs.worker.cpu import _FEW_KEYS
+from cqs.worker.share import Share, Work, make_work
+from cqs.worker.triton.tiles import make_tile_list, query_launches
+
 Result = TypeVar("Result")
+
+_TILE = 128
+"""Rows and columns of the tiles that lists are predicted for."""
+_LSES_OF_A_MERGE = 6
+"""Tensors like an lse that a merge holds at once."""
 
 
 def memory_of(device: torch.device) -> int:
@@ -40,3 +55,127 @@ def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> t
         held += event.nbytes()
         peak = max(peak, held)
     return result, peak
+
+
+def predict_sparse_bytes(
+    task: Task, pattern: BoundPattern, shape: AttentionShape, backend: str
+) -> int:
+    """Predict the most bytes that a task with a pattern holds at once beside its inputs.
+
+    Counts tensors on the device, but not a kernel's own scratch.
+
+    Args:
+        task: Of a plan with this pattern.
+        pattern: At the lengths of the plan.
+        shape: Of the tensors.
+        backend: Name of the one that computes.
+    """
+    work = make_work(task.steps, pattern, task.held_queries, task.held_keys)
+    if backend in ATTEND_SHARES:
+        return _bytes_of_launches(task, work, shape)
+    returned = peak = 0
+    for share in work.shares:
+        peak = max(peak, returned + _bytes_of_share(share, shape, backend))
+        returned += shape.result_bytes(len(share.queries))
+    return peak
+
+
+def _bytes_of_share(share: Share, shape: AttentionShape, backend: str) -> int:
+    """Return the most bytes that the calls of a share take, with the result that they merge into.
+
+    While a call computes, what the one before returned is still there.
+    """
+    has_result = np.zeros(len(share.queries), dtype=bool)
+    before = peak = 0
+    for call in make_calls(share.views, in_batches=backend in IN_BATCHES):
+        is_first = not _mark(has_result, call, share.queries.start)
+        rows = shape.batch * shape.num_heads * len(call.view.queries)
+        num_calls = 1
+        if call.number > 1:
+            num_calls = shape.batch * shape.num_heads // shape.kv_heads
+            rows = rows // num_calls * call.number
+        computing, found = _bytes_of_call(call, rows, shape, backend)
+        sums = rows * shape.value_columns * shape.sum_itemsize
+        lse = rows * shape.sum_itemsize
+        for _ in range(num_calls):
+            peak = max(peak, before + computing)
+            before = found
+            if not is_first:
+                converted = sums * shape.sums_apart
+                peak = max(peak, found + converted + sums + _LSES_OF_A_MERGE * lse)
+                before = sums + lse
+    rows = shape.batch * shape.num_heads * len(share.queries)
+    if shape.sums_apart:
+        peak = max(peak, rows * shape.value_columns * shape.itemsize)
+    return rows * (shape.value_columns + 1) * shape.sum_itemsize + peak
+
+
+def _mark(has_result: NDArray[np.bool_], call: Call, first: int) -> bool:
+    """Mark the rows of a call, ``first`` being row 0, and say whether one was marked before."""
+    marked = False
+    for i in range(call.number):
+        tokens = call.view.moved(i * call.stride - first, 0).queries
+        rows = has_result[tokens.start : tokens.stop : tokens.step]
+        marked |= bool(rows.any())
+        rows[:] = True
+    return marked
+
+
+def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -> tuple[int, int]:
+    """Return the most bytes that a call takes beside its arguments, and those of its results.
+
+    Args:
+        call: One that :func:`make_calls` made.
+        rows: Query rows of all heads and views that it takes at once.
+        shape: Of the tensors.
+        backend: One of single calls.
+    """
+    num_keys = len(call.view.keys)
+    area = len(call.view.queries) * num_keys
+    has_mask = not (call.is_causal or call.view.is_full)
+    output, lse = rows * shape.value_columns * shape.itemsize, rows * shape.sum_itemsize
+    found = output + lse
+    if backend != "reference":  # what is hidden, twice as bool and once to add to the scores
+        mask = (2 + shape.itemsize) * area * has_mask
+        repaired = (output + lse) * (num_keys < _FEW_KEYS)
+        return mask + found + lse * has_mask + repaired, found
+
+    size, width = shape.sum_itemsize, shape.batch * shape.kv_heads
+    is_repeated = 1 < width < shape.batch * shape.num_heads  # a single one need not be copied
+    key_rows = num_keys * (shape.batch * shape.num_heads * is_repeated + width * shape.sums_apart)
+    scores = rows * num_keys * size
+    sums = rows * shape.value_columns * size
+    scoring = (rows * (1 + shape.sums_apart) + key_rows) * shape.head_dim * size + scores
+    scoring += area * max(2 * call.is_causal, has_mask)
+    lots = rows * num_keys * shape.has_dropout
+    weighing = 2 * scores + lse + max(sums + key_rows * shape.value_columns * size, 2 * sums, lots)
+    return area * has_mask + lots + max(scoring, weighing, sums + found), found
+
+
+def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
+    """Return what launches take, one for each pair of steps: lists, results, and their merge.
+
+    A launch copies the side whose rows are no multiple of its step.
+    """
+    launches = query_launches(work, packed=True)
+    num_rows = sum(len(share.queries) for share in work.shares)
+    answer = part = shape.result_bytes(num_rows)
+    if len(launches) > 1:
+        rows = shape.batch * shape.num_heads * num_rows
+        part = rows * (shape.value_columns + 1) * shape.sum_itemsize
+    lists = peak = 0
+    for number, launch in enumerate(launches, 1):
+        found = make_tile_list(launch, _TILE, _TILE)
+        lists += found.tiles.nbytes + found.runs.nbytes + launch.words.nbytes
+        copied = sum(
+            bytes_of(rows + -rows % step)
+            for bytes_of, ranges, step in (
+                (shape.query_bytes, task.held_queries, launch.steps.row),
+                (shape.key_bytes, task.held_keys, launch.steps.column),
+            )
+            if (rows := sum(map(len, ranges))) % step
+        )
+        peak = max(peak, number * part + copied)
+    if len(launches) > 1:
+        peak = max(peak, len(launches) * part + answer)
+    return lists + peak

@@ -1,5 +1,6 @@
 import pytest
 
+from cqs.patterns import longformer, sliding_window
 from cqs.scheduler import AttentionShape, make_plan, predict_cost
 
 PLANS = {
@@ -10,6 +11,8 @@ PLANS = {
     "more-queries-causal": make_plan(801, 300, num_workers=6, is_causal=True),
     "more-workers-than-tokens": make_plan(9, num_workers=31),
     "one-worker": make_plan(100, num_workers=1, is_causal=True),
+    "window": make_plan(701, num_workers=7, pattern=sliding_window(50, 0)),
+    "cross-longformer": make_plan(300, 801, num_workers=8, pattern=longformer(64, 3)),
 }
 SHAPES = {
     "plain": AttentionShape(num_heads=8, head_dim=64),
@@ -72,6 +75,18 @@ def test_peak_holds_inputs_and_results_at_once(plan, shape):
     for worker in range(plan.num_workers):
         cost = plan.predict_cost(worker, shape)
         assert cost.peak_bytes >= cost.bytes_in + cost.bytes_out
+
+
+@every_shape
+@pytest.mark.parametrize("name", ["window", "cross-longformer"])
+def test_a_backend_that_computes_a_pattern_needs_more_than_inputs_and_results(name, shape):
+    plan = PLANS[name]
+    bound = plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
+    for task in filter(lambda task: task.steps, plan.tasks):
+        least = predict_cost(task, shape, pattern=bound)
+        assert least.peak_bytes == least.bytes_in + least.bytes_out
+        for backend in ("cpu", "triton", "reference"):
+            assert predict_cost(task, shape, backend, bound).peak_bytes > least.peak_bytes
 
 
 def test_workers_send_and_receive_about_one_share_of_their_quorum():
