@@ -9,6 +9,8 @@ import cqs
 from cqs.cases import Case
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.shortage import explain_shortage
+from cqs.patterns import longformer, sliding_window
+from cqs.scheduler import predict_cost
 
 PROBLEM = Case("long", 4096, 4096, 8, 8, 64).make()
 TENSORS = PROBLEM.query, PROBLEM.key, PROBLEM.value
@@ -32,6 +34,44 @@ def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
     assert "num_workers=21" in smaller
     hopeless = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, 1000, worker=1)
     assert hopeless.endswith("No number of tasks up to 993 would help")
+
+
+SPARSE = Case("long", 4096, 4096, 8, 8, 64, pattern=longformer(512, 16)).make()
+
+
+def sparse_peaks(num_workers, backend):
+    return [
+        predict_cost(task, SPARSE.shape, backend, SPARSE.bound_pattern).peak_bytes
+        for task in SPARSE.make_plan(num_workers).tasks
+    ]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+def test_the_advice_knows_the_pattern(backend):
+    plan, needed = SPARSE.make_plan(3), sparse_peaks(3, backend)
+    limit = max(sparse_peaks(13, backend))
+    message = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) + 1, worker=1)
+    assert f"task 1 of 3 needs {needed[1] / 2**30:.3g} GiB" in message
+    assert f"13 tasks, each would need {limit / 2**30:.3g} GiB: " in message
+    smaller = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) - 8, worker=1)
+    assert "num_workers=13" not in smaller and "num_workers=" in smaller
+    whole = explain_shortage(SPARSE, plan, "triton", 2**40)
+    assert f"this call needs {sparse_peaks(1, 'triton')[0] / 2**30:.3g} GiB" in whole
+
+
+def test_plans_that_cannot_fit_are_not_made(monkeypatch):
+    """Levelling the work of many tasks takes long; some task holds its share of everything."""
+    made = []
+    monkeypatch.setattr(
+        "cqs.problem.make_plan",
+        lambda *lengths, num_workers, **options: (
+            made.append(num_workers) or cqs.make_plan(*lengths, num_workers=num_workers, **options)
+        ),
+    )
+    problem = Case("long", 4096, 4096, pattern=sliding_window(64, 0)).make()
+    message = explain_shortage(problem, problem.make_plan(3), "triton", 1000, worker=0)
+    assert message.endswith("No number of tasks up to 993 would help")
+    assert max(made) == 3
 
 
 def test_in_this_process(monkeypatch):

@@ -1,8 +1,9 @@
 """What to say, and to advise, when a GPU runs out of memory."""
 
 from cqs.problem import Problem
-from cqs.scheduler import Plan, predict_cost
+from cqs.scheduler import Plan, Task, TaskCost, predict_cost
 from cqs.scheduler.difference_covers import singer_order
+from cqs.worker import ATTEND_SHARES
 
 _FEWEST_TOKENS = (3, *(number for number in range(4, 1000) if singer_order(number)))
 """Numbers of tasks that hold the fewest tokens for their number: of perfect difference sets."""
@@ -25,13 +26,16 @@ def explain_shortage(
         worker: The task that found too little memory, alone on its device; ``None`` means that all
             tasks share the device.
     """
-    if worker is None:
-        whole = problem.make_plan(1).predict_cost(0, problem.shape)
-        needed = whole.bytes_in + whole.bytes_out + _beside(problem, plan, backend)
+    if worker is not None:
+        needed = _cost(problem, plan.task(worker), backend).peak_bytes
+        what = f"task {worker} of {plan.num_workers}"
+    elif backend in ATTEND_SHARES:
+        needed = _cost(problem, problem.make_plan(1).task(0), backend).peak_bytes
         what = "this call"
     else:
-        needed = plan.predict_cost(worker, problem.shape, backend).peak_bytes
-        what = f"task {worker} of {plan.num_workers}"
+        costs = [_cost(problem, task, backend) for task in plan.tasks]
+        beside = max(cost.peak_bytes - cost.bytes_in - cost.bytes_out for cost in costs)
+        needed, what = _bytes_of_all(problem) + beside, "this call"
     by = "" if backend is None else f", backend {backend!r}"
     message = (
         f"out of memory: {what} needs {_gibibytes(needed)} by prediction (forward pass{by}) "
@@ -39,10 +43,13 @@ def explain_shortage(
     )
     if needed < capacity / 2:
         message += ", of which other tensors or processes hold most"
+    enough = min(_USABLE * capacity, _LESS * needed)
     for num_workers in _FEWEST_TOKENS:
+        if _bytes_of_all(problem) > num_workers * enough:
+            continue  # some task holds that share of it, or more
         finer = problem.make_plan(num_workers)
-        each = max(predict_cost(task, problem.shape, backend).peak_bytes for task in finer.tasks)
-        if each <= min(_USABLE * capacity, _LESS * needed):
+        each = max(_cost(problem, task, backend).peak_bytes for task in finer.tasks)
+        if each <= enough:
             return (
                 f"{message}. Cut into {num_workers} tasks, each would need {_gibibytes(each)}: "
                 f"cqs.Cluster(...).attention(..., num_workers={num_workers}), whose actors hold a "
@@ -51,10 +58,14 @@ def explain_shortage(
     return f"{message}. No number of tasks up to {_FEWEST_TOKENS[-1]} would help"
 
 
-def _beside(problem: Problem, plan: Plan, backend: str | None) -> int:
-    """Return what the task that needs most holds beside inputs and results."""
-    costs = (predict_cost(task, problem.shape, backend) for task in plan.tasks)
-    return max(cost.peak_bytes - cost.bytes_in - cost.bytes_out for cost in costs)
+def _cost(problem: Problem, task: Task, backend: str | None) -> TaskCost:
+    return predict_cost(task, problem.shape, backend, problem.bound_pattern)
+
+
+def _bytes_of_all(problem: Problem) -> int:
+    """Return the bytes of all inputs and results that count."""
+    cost = _cost(problem, problem.make_plan(1).task(0), None)
+    return cost.bytes_in + cost.bytes_out
 
 
 def _gibibytes(count: int) -> str:
