@@ -73,13 +73,20 @@ class TaskActor:
             (task.held_keys, groups[len(task.held_queries) :]),
         ]
         bytes_in = sum(blob.nbytes for group in groups for blob in group)
+        held_bytes = sum(
+            blob.nbytes
+            for ranges, blobs_of_ranges in sides
+            if self._stay_in_store(ranges, worker)
+            for group in blobs_of_ranges
+            for blob in group
+        )
         started = seconds = 0.0
         backend = worker.backend
 
         def computed() -> TensorGroups:
             nonlocal started, seconds, backend
             held = [
-                [self._hold(ranges, blobs) for blobs in zip(*blobs_of_ranges, strict=True)]
+                [self._hold(ranges, blobs, worker) for blobs in zip(*blobs_of_ranges, strict=True)]
                 for ranges, blobs_of_ranges in sides
             ]
             query, (key, value) = held[0][0], held[1]
@@ -95,8 +102,7 @@ class TaskActor:
             tensors, peak_bytes = measure_peak_bytes(computed, self._device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(str(error), backend, memory_of(self._device)) from error
-        if self._device.type == "cpu":
-            peak_bytes += bytes_in  # mapped from the store, not allocated
+        peak_bytes += held_bytes  # mapped, not allocated
         results = [tuple(map(Blob, group)) for group in tensors]
         report = TaskReport(
             worker=task.worker,
@@ -111,10 +117,14 @@ class TaskActor:
         )
         return results, report
 
-    def _hold(self, ranges: Sequence[range], blobs: Sequence[Blob]) -> HeldTokens:
-        """Bring one tensor of each range to the device: on a CPU as it lies in the store."""
+    def _stay_in_store(self, ranges: Sequence[range], worker: Worker) -> bool:
+        """Say whether tensors are used where they lie, which patterns take in one piece only."""
+        return self._device.type == "cpu" and (worker.pattern is None or len(ranges) == 1)
+
+    def _hold(self, ranges: Sequence[range], blobs: Sequence[Blob], worker: Worker) -> HeldTokens:
+        """Bring one tensor of each range to the device."""
         tensors = [blob.tensor() for blob in blobs]
-        if self._device.type == "cpu":
+        if self._stay_in_store(ranges, worker):
             return HeldTokens(zip(ranges, tensors, strict=True))
         batch, heads, _, *dim = tensors[0].shape
         rows = sum(map(len, ranges))

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -348,19 +349,19 @@ def attend_on(
         progress: Likewise.
     """
 
-    def forward(problem: Problem) -> Partial:
-        with scope() as cluster:
-            plan = cluster.make_plan(problem, num_workers, interest_set)
-            return cluster.submit_plan(
-                problem, plan, backend=backend, verify=verify, progress=progress
-            ).wait()
+    def forward(cluster: Cluster, problem: Problem) -> Partial:
+        plan = cluster.make_plan(problem, num_workers, interest_set)
+        return cluster.submit_plan(
+            problem, plan, backend=backend, verify=verify, progress=progress
+        ).wait()
 
     def backward(problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
         with scope() as cluster:
             plan = cluster.make_plan(problem, num_workers, interest_set)
             return cluster.differentiate_plan(problem, plan, answer, grad_output, backend=backend)
 
-    return attend_differentiably(problem, forward, backward)
+    with scope() as cluster:
+        return attend_differentiably(problem, partial(forward, cluster), backward)
 
 
 def _positive_or_none(name: str, number: int | None) -> int | None:

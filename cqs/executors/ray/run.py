@@ -75,6 +75,8 @@ class Run:
         self._queries: dict[range, Any] = {}
         self._keys: dict[range, Any] = {}
         """Token groups in the object store."""
+        self._shared_worker: Any = None
+        """There too, once for all tasks: its pattern may be large."""
         self._in_flight: dict[Any, tuple[Actor, int]] = {}
         self._queues: dict[int, deque[Any]] = {}
         """Actor -> the results it owes, in the order in which it computes them."""
@@ -95,6 +97,7 @@ class Run:
         finally:
             self._queries.clear()
             self._keys.clear()
+            self._shared_worker = None
         result = self._job.finish()
         self.report = RunReport(
             started=self._started,
@@ -111,6 +114,11 @@ class Run:
         return result
 
     def _compute(self) -> None:
+        """Hand out tasks, those with most live pairs first, until all results are there.
+
+        Actors keep nothing from task to task, and the store lends a group to every task of a host,
+        so it does not matter who gets which.
+        """
         for task in self._plan.tasks:
             if task.worker not in self._tasks:
                 self._job.accept(task, [])
@@ -121,6 +129,8 @@ class Run:
         self._pings = {actor.ping(): actor for actor in self._pool.actors.values()}
         self._originals = set(self._pool.actors)
         self._last_sign = dict.fromkeys(self._originals, time.monotonic())
+        with self._clock("put"):
+            self._shared_worker = self._ray.put(self._worker)
         try:
             while len(self._reports) < len(self._tasks):
                 if self.cancelled.is_set() or self._closing.is_set():
@@ -147,7 +157,7 @@ class Run:
             actor = self._pool.actors[index]
             task = self._tasks[self._todo.popleft()]
             groups = self._put_groups(task)
-            ref = actor.handle.run.remote(task, self._job.compute, self._worker, *groups)
+            ref = actor.handle.run.remote(task, self._job.compute, self._shared_worker, *groups)
             if not self._queues[index]:
                 self._last_sign[index] = time.monotonic()
             self._queues[index].append(ref)

@@ -1,0 +1,201 @@
+"""Attention with patterns on a cluster of three actors, whatever the number of tasks."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from sparse_cases import assert_gradients_right, random_bits, with_pattern
+
+import cqs
+from cqs.cases import Case
+from cqs.patterns import (
+    block_sparse,
+    causal,
+    fixed,
+    from_mask,
+    per_head,
+    sliding_window,
+    strided,
+)
+from cqs.patterns.block_list import BlockList
+from cqs.scheduler import predict_cost
+from cqs.testing import attend
+
+pytestmark = pytest.mark.ray
+
+CASES = {
+    "square": Case("square", 131, 131, num_heads=2, num_kv_heads=2, batch=2),
+    "gqa": Case("gqa", 128, 128, num_heads=4, num_kv_heads=2),
+    "few-queries": Case("few-queries", 70, 131, num_heads=2, num_kv_heads=1),
+    "many-queries": Case("many-queries", 131, 70, num_heads=2, num_kv_heads=1),
+}
+EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SOME_PATTERNS = pytest.mark.parametrize(
+    "name", ["causal-window", "strided", "longformer", "documents", "block-sparse", "mask"]
+)
+PER_HEAD = {
+    "layouts": lambda: block_sparse(random_bits(4, 9, 9), 16),
+    "masks": lambda: from_mask(random_bits(2, 1, 131, 131)),
+    "mixed": lambda: per_head([[strided(4), fixed(8, 1), sliding_window(20, 0), causal()]]),
+}
+EVERY_PER_HEAD = pytest.mark.parametrize("make", PER_HEAD.values(), ids=PER_HEAD)
+LONG = Case("long", 4000, 4000, num_heads=8, num_kv_heads=8, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def three(ray_session):
+    with cqs.Cluster(num_workers=3, use_gpus=False, stall_timeout=30) as cluster:
+        yield cluster
+
+
+@SOME_PATTERNS
+@EVERY_CASE
+@pytest.mark.parametrize("num_workers", [4, 7])
+def test_patterns_are_exact(three, assert_right, num_workers, case, name):
+    problem = with_pattern(case, name).make()
+    assert_right(problem, attend(problem, executor=three, num_workers=num_workers, verify=True))
+
+
+@SOME_PATTERNS
+def test_gradients_of_patterns_are_exact(three, name):
+    problem = with_pattern(CASES["gqa"], name).make()
+    assert_gradients_right(problem, executor=three, num_workers=7)
+
+
+@EVERY_CASE
+def test_patterns_go_with_is_causal(three, assert_right, case):
+    case = with_pattern(case, "window")
+    problem = case.make()
+    answer = three.attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        pattern=case.pattern,
+        is_causal=True,
+        num_workers=7,
+        return_lse=True,
+    )
+    assert_right(replace(case, pattern=case.pattern & causal()).make(), answer)
+
+
+@EVERY_PER_HEAD
+def test_heads_may_have_patterns_of_their_own(three, assert_right, make):
+    problem = Case("heads", 131, 131, 4, 2, batch=2, pattern=make()).make()
+    assert_right(problem, attend(problem, executor=three, num_workers=4, verify=True))
+
+
+def test_gradients_of_heads_with_patterns_of_their_own_are_exact(three):
+    problem = Case("heads", 131, 131, 4, 2, pattern=PER_HEAD["mixed"]()).make()
+    assert_gradients_right(problem, executor=three, num_workers=3)
+
+
+def test_a_private_cluster_serves_all_heads(ray_session, monkeypatch):
+    started = []
+    start = cqs.Cluster.__init__
+    monkeypatch.setattr(
+        cqs.Cluster, "__init__", lambda self: started.append(1) or start(self, 1, use_gpus=False)
+    )
+    problem = Case("heads", 64, 64, 4, 4, pattern=per_head([[causal(), strided(4)] * 2])).make()
+    torch.testing.assert_close(
+        attend(problem, executor="ray", num_workers=2), attend(problem, num_workers=2)
+    )
+    assert started == [1]
+
+
+def test_submit_takes_patterns_that_all_heads_share(three, assert_right):
+    problem = with_pattern(CASES["gqa"], "longformer").make()
+    tensors = problem.query, problem.key, problem.value
+    future = three.submit(*tensors, pattern=problem.pattern, num_workers=7, return_lse=True)
+    assert_right(problem, future.result())
+    with pytest.raises(NotImplementedError, match="submit takes one pattern for all heads"):
+        three.submit(*tensors, pattern=block_sparse(random_bits(4, 8, 8), 16))
+
+
+@pytest.mark.parametrize("name", ["longformer", "mask"])
+def test_dropout_is_that_of_this_process(three, name):
+    problem = with_pattern(CASES["gqa"], name).make()
+    options = {"dropout_p": 0.3, "seed": 5}
+    expected = attend(problem, num_workers=1, **options)
+    actual = attend(problem, executor=three, num_workers=7, **options)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_tasks_without_live_work_are_handed_to_nobody(three, assert_right):
+    pattern = sliding_window(1, 0)
+    problem = Case("idle", 3, 3, pattern=pattern).make()
+    tensors = problem.query, problem.key, problem.value
+    idle = [task.worker for task in problem.make_plan(7).tasks if not task.steps]
+    future = three.submit(*tensors, pattern=pattern, num_workers=7, return_lse=True)
+    assert_right(problem, future.result())
+    assert 0 < len(idle) < 7
+    assert [task.worker for task in future.report.tasks] == sorted({*range(7)} - {*idle})
+
+
+def test_a_pattern_without_pairs_needs_no_actor(three):
+    problem = with_pattern(CASES["square"], "nothing").make()
+    output, lse = attend(problem, executor=three, num_workers=7)
+    assert not output.any() and (lse == -torch.inf).all()
+    tensors = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
+    output = three.attention(*tensors, pattern=problem.pattern, num_workers=7)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(output.sum(), tensors))
+
+
+def test_a_pattern_travels_once_for_all_tasks(three, monkeypatch):
+    pickled = []
+
+    def spy(self, protocol):
+        pickled.append(1)
+        return object.__reduce_ex__(self, protocol)
+
+    monkeypatch.setattr(BlockList, "__reduce_ex__", spy)
+    problem = with_pattern(CASES["gqa"], "mask").make()
+    attend(problem, executor=three, num_workers=13)
+    assert len(pickled) == 1
+
+
+def test_a_killed_worker_does_not_change_a_bit(three):
+    problem = with_pattern(LONG, "longformer").make()
+    tensors = problem.query, problem.key, problem.value
+    undisturbed = three.attention(*tensors, pattern=problem.pattern, num_workers=13, verify=True)
+    victim = three.pids[0]
+
+    def strike(done, total):
+        if done == 2:
+            os.kill(victim, signal.SIGKILL)
+
+    future = three.submit(*tensors, pattern=problem.pattern, num_workers=13, progress=strike)
+    assert torch.equal(future.result(timeout=120), undisturbed)
+    assert future.report.deaths == 1 and future.report.reruns >= 1
+    assert victim not in three.pids
+
+
+def test_tasks_with_most_live_pairs_come_first(ray_session):
+    pattern = from_mask(torch.ones(9, 9, dtype=torch.bool).tril())
+    problem = Case("uneven", 9, 9, pattern=pattern).make()
+    live = [task.live_pairs for task in problem.make_plan(7).tasks]
+    assert live != sorted(live, reverse=True)
+    with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
+        future = cluster.submit(
+            problem.query, problem.key, problem.value, pattern=pattern, num_workers=7
+        )
+        future.result()
+    in_order = sorted(future.report.tasks, key=lambda task: task.started)
+    assert [live[task.worker] for task in in_order] == sorted(filter(None, live), reverse=True)
+
+
+@pytest.mark.parametrize("name", ["causal-window", "longformer", "dilated"])
+@pytest.mark.parametrize("num_workers", [1, 7])
+def test_predicted_bytes_are_those_measured(three, num_workers, name):
+    problem = with_pattern(LONG, name).make()
+    tensors = problem.query, problem.key, problem.value
+    future = three.submit(*tensors, pattern=problem.pattern, num_workers=num_workers)
+    future.result()
+    plan = problem.make_plan(num_workers)
+    for task in future.report.tasks:
+        cost = predict_cost(
+            plan.task(task.worker), problem.shape, task.backend, problem.bound_pattern
+        )
+        assert (task.bytes_in, task.bytes_out) == (cost.bytes_in, cost.bytes_out)
+        assert 0.95 * cost.peak_bytes <= task.peak_bytes <= 1.05 * cost.peak_bytes
