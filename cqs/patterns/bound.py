@@ -104,7 +104,8 @@ class BoundPattern:
         rows, columns = np.arange(queries.start, queries.stop)[:, None], np.arange(self.seqlen_kv)
         mask = np.zeros((len(queries), self.seqlen_kv), dtype=bool)
         for piece in self.pieces:
-            mask |= piece.allows(rows, columns)
+            if meets(queries, piece.queries.tokens):
+                mask |= piece.allows(rows, columns)
         if self.blocks is not None:
             mask |= self.blocks.to_mask(queries)
         return mask
