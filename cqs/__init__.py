@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 from cqs.scheduler import Plan, make_plan
 
 if TYPE_CHECKING:
+    from cqs import distributed as distributed
     from cqs import patterns as patterns
     from cqs.api import attention as attention
     from cqs.executors.ray import Cluster as Cluster
 
-__all__ = ["Cluster", "Plan", "attention", "make_plan", "patterns"]
+__all__ = ["Cluster", "Plan", "attention", "distributed", "make_plan", "patterns"]
 __version__ = "0.1.0"
 
 _LAZY = {"attention": "cqs.api", "Cluster": "cqs.executors.ray"}
@@ -18,8 +19,8 @@ _LAZY = {"attention": "cqs.api", "Cluster": "cqs.executors.ray"}
 
 def __getattr__(name: str) -> Any:
     """Import what needs numpy, torch or ray only when it is used: planning needs none."""
-    if name == "patterns":
-        return import_module("cqs.patterns")
+    if name in ("distributed", "patterns"):
+        return import_module(f"cqs.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'cqs' has no attribute {name!r}")

@@ -47,6 +47,10 @@ class Dropout:
         """Return the same dropout for tensors that begin with this batch element and head."""
         return replace(self, first_batch=batch, first_head=head)
 
+    def further(self, num_heads: int) -> "Dropout":
+        """Return the same dropout for tensors that begin so many heads later."""
+        return replace(self, first_head=self.first_head + num_heads)
+
     @property
     def threshold(self) -> int:
         """Lots below it, of 2^32, are dropped."""

@@ -15,7 +15,7 @@ from cqs.patterns import BoundPattern, Pattern, causal, sliding_window
 from cqs.scheduler import AttentionShape, Plan, make_plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
 
-_GPU_TILE = 128
+GPU_TILE = 128
 """Tokens of a tile of the fast kernels."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -95,7 +95,7 @@ class Problem:
             num_workers=num_workers,
             is_causal=self.is_causal,
             interest_set=interest_set,
-            tile=_GPU_TILE if self.query.is_cuda else 1,
+            tile=GPU_TILE if self.query.is_cuda else 1,
             pattern=self.pattern,
         )
 
@@ -175,7 +175,10 @@ def check_problem(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} "
             f"and {num_kv_heads}"
         )
-    is_causal, pattern = _check_pattern(query, key, as_bool("is_causal", is_causal), pattern)
+    batch, _, seqlen_q, _ = query.shape
+    is_causal, pattern = check_pattern(
+        pattern, as_bool("is_causal", is_causal), batch, num_heads, seqlen_q, key.shape[2]
+    )
     if scale is None:
         scale = query.shape[3] ** -0.5
     factor = to_float(scale, "scale must be a number or None")
@@ -185,22 +188,36 @@ def check_problem(
     return Problem(query, key, value, is_causal, factor, dropout, pattern)
 
 
-def _check_pattern(
-    query: Tensor, key: Tensor, is_causal: bool, pattern: Pattern | None
+def check_pattern(
+    pattern: Pattern | None,
+    is_causal: bool,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_kv: int,
 ) -> tuple[bool, Pattern | None]:
+    """Return whether attention is causal and nothing else, and otherwise its pattern, if any.
+
+    Raises:
+        TypeError: if ``pattern`` is none.
+        ValueError: if it is for other lengths, heads or batch elements.
+        NotImplementedError: for patterns that combine into nothing known.
+    """
     if pattern is None or pattern == sliding_window(None, None):
         return is_causal, None
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
     if pattern == causal():
         return True, None
-    for name, has, needed in zip(("batch", "num_heads"), query.shape, pattern.heads, strict=False):
+    for name, has, needed in zip(
+        ("batch", "num_heads"), (batch, num_heads), pattern.heads, strict=True
+    ):
         if needed not in (1, has):
-            raise ValueError(f"{pattern!r} needs {name} {needed}, got query {tuple(query.shape)}")
+            raise ValueError(f"{pattern!r} needs {name} {needed}, got {has}")
     if is_causal:
         pattern = pattern & causal()
-    for batch, head in product(*map(range, pattern.heads)):
-        pattern.head(batch, head).bind(query.shape[2], key.shape[2])  # raises if it cannot
+    for batch_element, head in product(*map(range, pattern.heads)):
+        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # raises if it cannot
     return False, pattern
 
 

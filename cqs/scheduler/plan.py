@@ -177,7 +177,7 @@ class Plan:
         self, worker: int, shape: AttentionShape, backend: str | None = None
     ) -> TaskCost:
         """Predict FLOPs, bytes in and out and peak bytes of one task's forward pass."""
-        return predict_cost(self.task(worker), shape, backend)
+        return predict_cost(self.task(worker), shape, backend, self._bound_pattern)
 
     def validate(self) -> None:
         """Prove that every live pair is owned exactly once and nothing dead is owned.
@@ -278,9 +278,14 @@ class Plan:
         return max(self.seqlen_kv - self.seqlen_q, 0) if has_diagonal else 0
 
     @property
+    def _bound_pattern(self) -> Any:
+        """The pattern at these lengths, a :class:`cqs.patterns.BoundPattern`, or None."""
+        return None if self.pattern is None else self.pattern.bind(self.seqlen_q, self.seqlen_kv)
+
+    @property
     def _count(self) -> Count:
         """Counts live pairs of the pattern."""
-        count: Count = self.pattern.bind(self.seqlen_q, self.seqlen_kv).count
+        count: Count = self._bound_pattern.count
         return count
 
     @cached_property

@@ -7,7 +7,7 @@ from cqs.partial import Partial
 from cqs.worker.operands import with_adjacent_columns, with_positive_scale, with_sign_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FEW_KEYS = 64
+FEW_KEYS = 64
 """Below one vector of keys (16, seen with AVX-512) the kernel loses NaN; this leaves a margin."""
 
 
@@ -48,7 +48,7 @@ def attend_cpu(
     )
     if visible is not None:
         lse = lse.masked_fill(~visible.any(dim=-1), -torch.inf)
-    if key.shape[2] < _FEW_KEYS:
+    if key.shape[2] < FEW_KEYS:
         smallest, largest = query.aminmax(dim=-1)
         broken = ~(smallest.isfinite() & largest.isfinite())
         output = output.masked_fill(broken.unsqueeze(-1), torch.nan)

@@ -87,6 +87,11 @@ class HeldTokens:
         batch, heads, _, *dim = self.sample.shape
         return self.sample.new_zeros((batch, heads, sum(map(len, self.ranges)), *dim), dtype=dtype)
 
+    def empty_like(self, part: Tensor) -> Tensor:
+        """Return a tensor like ``[batch, heads, rows, ...]``, with a row for each token held."""
+        batch, heads, _, *dim = part.shape
+        return part.new_empty((batch, heads, sum(map(len, self.ranges)), *dim))
+
     def take(self, ranges: Iterable[range]) -> Tensor:
         """Return the tokens of ``ranges`` in order: a view if one piece holds them all.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cqs.dropout import Dropout
 from cqs.gradients import Gradients
-from cqs.partial import Partial, lse_dtype, merge_partials
+from cqs.partial import Partial, lse_dtype, merge_partials, merge_rows
 from cqs.patterns import BoundPattern
 from cqs.problem import Problem
 from cqs.scheduler import Step, Task
@@ -91,30 +91,12 @@ class Worker:
         Raises:
             NotImplementedError: if the named backend cannot take the tensors.
         """
-        if not task.steps:
-            return []
-        name = self.choose_backend(query.sample, key.sample, value.sample, task.steps)
-        if name not in ATTEND_SHARES and self.pattern is None:
-            return [self._run_step(step, query, key, value) for step in task.steps]
-        work = self._work(task.steps, query, key)
-        if name not in ATTEND_SHARES:
-            tensors, drop = _join(query, key, value), self._drop_rows(query, key)
-            options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
-            return [attend_calls(share, ATTEND[name], *tensors, **options) for share in work.shares]
-        whole = ATTEND_SHARES[name](
-            *_join(query, key, value),
-            work,
-            scale=self.scale,
-            dtype=dtype,
-            **self._drop_rows(query, key),
-        )
-        lengths = [len(step.queries) for step in task.steps]
-        return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
+        return self._run_steps(task.steps, query, key, value, dtype)
 
     def run_together(
         self, steps: Sequence[Step], query: HeldTokens, key: HeldTokens, value: HeldTokens
     ) -> Partial:
-        """Compute steps of any number of tasks in one launch, into one partial result.
+        """Compute steps of any number of tasks into one partial result, at best in one launch.
 
         Args:
             steps: What to compute; no pair twice.
@@ -125,14 +107,20 @@ class Worker:
         Returns:
             A row for each query held, in the dtype of the query.
         """
-        name = self.choose_backend(query.sample, key.sample, value.sample)
-        return ATTEND_SHARES[name](
-            *_join(query, key, value),
-            self._work(steps, query, key),
-            scale=self.scale,
-            is_united=True,
-            **self._drop_rows(query, key),
-        )
+        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        if name in ATTEND_SHARES:
+            return ATTEND_SHARES[name](
+                *_join(query, key, value),
+                self._work(steps, query, key),
+                scale=self.scale,
+                is_united=True,
+                **self._drop_rows(query, key),
+            )
+        parts = self._run_steps(steps, query, key, value)
+        rows = [_slice(step.queries, query) for step in steps]
+        answer = Partial(*(query.empty_like(part) for part in parts[0]))
+        merge_rows(answer, list(zip(parts, rows, strict=True)))
+        return answer
 
     def run_backward(
         self,
@@ -197,6 +185,34 @@ class Worker:
                     gradients.value[:, :, rows] += found[2][:, :, part]
                     first += len(tokens)
         return gradients
+
+    def _run_steps(
+        self,
+        steps: Sequence[Step],
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
+        dtype: torch.dtype | None = None,
+    ) -> list[Partial]:
+        if not steps:
+            return []
+        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        if name not in ATTEND_SHARES and self.pattern is None:
+            return [self._run_step(step, query, key, value) for step in steps]
+        work = self._work(steps, query, key)
+        if name not in ATTEND_SHARES:
+            tensors, drop = _join(query, key, value), self._drop_rows(query, key)
+            options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
+            return [attend_calls(share, ATTEND[name], *tensors, **options) for share in work.shares]
+        whole = ATTEND_SHARES[name](
+            *_join(query, key, value),
+            work,
+            scale=self.scale,
+            dtype=dtype,
+            **self._drop_rows(query, key),
+        )
+        lengths = [len(step.queries) for step in steps]
+        return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
 
     def _run_step(
         self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens

@@ -1,0 +1,5 @@
+"""Attention inside a torch.distributed group: every rank passes its shard and gets its shard."""
+
+from cqs.distributed.attention import attention
+
+__all__ = ["attention"]

@@ -1,0 +1,87 @@
+"""One cheap collective by which ranks find out that they do not ask for the same."""
+
+import hashlib
+import pickle
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cqs.patterns import Pattern
+
+
+class Shards(NamedTuple):
+    """What ranks learn of each other."""
+
+    seqlens_q: tuple[int, ...]
+    seqlens_kv: tuple[int, ...]
+    seed: int
+    """That of rank 0."""
+
+
+def agree(
+    group: Any,
+    request: Mapping[str, Any] | None,
+    error: Exception | None,
+    *,
+    seqlen_q: int = 0,
+    seqlen_kv: int = 0,
+    seed: int = 0,
+) -> Shards:
+    """Compare requests; every rank of the group must call this.
+
+    Args:
+        group: The process group.
+        request: What must be the same everywhere, by name; ``None`` where this rank has an error.
+        error: What is wrong with this rank's arguments, if anything.
+        seqlen_q: Queries of this rank's shard.
+        seqlen_kv: Its keys.
+        seed: What this rank would draw dropout from; less than 2^63.
+
+    Raises:
+        Exception: ``error``, if there is one.
+        ValueError: if another rank has an error or another request; names the rank.
+    """
+    request = {name: _comparable(value) for name, value in (request or {}).items()}
+    digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
+    mine = [error is not None, int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
+    on_gpu = "nccl" in dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    own = torch.tensor(mine, dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    table = torch.stack(gathered).tolist()
+    if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
+        _explain(group, request, error)
+    return Shards(tuple(row[2] for row in table), tuple(row[3] for row in table), table[0][4])
+
+
+def _explain(group: Any, request: dict[str, Any], error: Exception | None) -> None:
+    """Gather what was asked and raise the error that says whose differs."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (request, None if error is None else repr(error)), group=group)
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(found):
+        if message is not None:
+            raise ValueError(f"rank {rank} of the group failed: {message}")
+    first = found[0][0]
+    for rank, (other, _) in enumerate(found):
+        for name, value in other.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"rank {rank} of the group has {name} {value}, rank 0 has {first[name]}"
+                )
+
+
+def _comparable(value: Any) -> Any:
+    """Return what equal values share in every process."""
+    return _describe_pattern(value) if isinstance(value, Pattern) else value
+
+
+@lru_cache(maxsize=64)
+def _describe_pattern(pattern: Pattern) -> str:
+    digest = hashlib.blake2b(pickle.dumps(pattern), digest_size=8).hexdigest()
+    return f"{pattern!r} (digest {digest})"

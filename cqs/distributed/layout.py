@@ -1,0 +1,177 @@
+"""Who computes what in a group of ranks, and which rows of whose shard that takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+from cqs.scheduler import Plan, Task, make_plan
+from cqs.scheduler.interest_sets import load_interest_set
+
+Lengths = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the rows of one side of the problem go, as one rank sees it, and come back from."""
+
+    sends: tuple[tuple[range, ...], ...]
+    """For every rank, the rows of this rank's shard that it needs: ascending ranges."""
+    receives: tuple[int, ...]
+    """Number of rows that come from every rank. Together, in the order of ranks, they are..."""
+    held: tuple[range, ...]
+    """... these tokens, ascending."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of rows that go to every rank."""
+        return [sum(map(len, ranges)) for ranges in self.sends]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What follows from numbers that all ranks know.
+
+    Rank r computes task ``r // head_parallel`` of the plan for the ``r % head_parallel``-th of
+    ``head_parallel`` equal slices of the heads.
+    """
+
+    plan: Plan
+    task: Task
+    """Of this rank."""
+    of_queries: Route
+    of_keys: Route
+    query_heads: tuple[range, ...]
+    """For every rank, the heads that it computes."""
+    kv_heads: tuple[range, ...]
+    """For every rank, the key heads that those need; fewer than slices are needed by several."""
+
+
+@lru_cache(maxsize=32)
+def lay_out(
+    seqlens_q: Lengths,
+    seqlens_kv: Lengths,
+    rank: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_parallel: int,
+    is_causal: bool,
+    pattern: Any,
+    interest_set: tuple[int, ...] | None,
+    tile: int,
+) -> Layout:
+    """Lay out attention over shards of these lengths.
+
+    Args:
+        seqlens_q: Queries of every rank's shard.
+        seqlens_kv: Its keys.
+        rank: Whose part to describe.
+        num_heads: Heads of the queries.
+        num_kv_heads: Of the keys.
+        head_parallel: See :func:`check_head_parallel`.
+        is_causal: See :func:`cqs.make_plan`, as for the rest.
+        pattern: Likewise.
+        interest_set: Likewise.
+        tile: Likewise.
+    """
+    num_ranks = len(seqlens_q)
+    plan = make_plan(
+        sum(seqlens_q),
+        sum(seqlens_kv),
+        num_workers=num_ranks // head_parallel,
+        is_causal=is_causal,
+        interest_set=interest_set,
+        tile=tile,
+        pattern=pattern,
+    )
+    tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
+    slices = [r % head_parallel for r in range(num_ranks)]
+    return Layout(
+        plan,
+        tasks[rank],
+        make_route(cut_shards(seqlens_q), [task.held_queries for task in tasks], rank),
+        make_route(cut_shards(seqlens_kv), [task.held_keys for task in tasks], rank),
+        tuple(_slice(num_heads, head_parallel, i) for i in slices),
+        tuple(_slice(num_kv_heads, head_parallel, i) for i in slices),
+    )
+
+
+def cut_shards(lengths: Sequence[int]) -> list[range]:
+    """Return the tokens of every shard.
+
+    Example:
+        >>> cut_shards([2, 0, 3])
+        [range(0, 2), range(2, 2), range(2, 5)]
+    """
+    return [range(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
+
+
+def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], rank: int) -> Route:
+    """Return where the rows of a rank's shard go, and whose come to it.
+
+    Args:
+        shards: The tokens that every rank has.
+        wanted: Those that every rank needs, in ascending ranges.
+        rank: Whose route.
+
+    Example:
+        >>> shards = [range(0, 4), range(4, 8)]
+        >>> make_route(shards, [(range(0, 2), range(6, 8)), (range(2, 8),)], 1)
+        Route(sends=((range(2, 4),), (range(0, 4),)), receives=(2, 4), held=(range(2, 8),))
+    """
+    own = shards[rank]
+    return Route(
+        sends=tuple(
+            tuple(range(r.start - own.start, r.stop - own.start) for r in _common(own, ranges))
+            for ranges in wanted
+        ),
+        receives=tuple(sum(map(len, _common(shard, wanted[rank]))) for shard in shards),
+        held=wanted[rank],
+    )
+
+
+def choose_head_parallel(num_ranks: int, num_heads: int, num_kv_heads: int) -> int:
+    """Return the number of slices of the heads for which a rank holds the fewest bytes.
+
+    A rank holds ``m / W`` of the tokens, where W ranks with a quorum of m groups share a slice.
+    Of equals the smallest is taken.
+    """
+
+    def held(head_parallel: int) -> float:
+        num_workers = num_ranks // head_parallel
+        groups = len(load_interest_set(num_workers)) / num_workers
+        return groups * (num_heads / head_parallel + max(num_kv_heads / head_parallel, 1))
+
+    possible = [
+        h
+        for h in range(1, num_ranks + 1)
+        if why_not_head_parallel(h, num_ranks, num_heads, num_kv_heads) is None
+    ]
+    return min(possible, key=held)
+
+
+def why_not_head_parallel(
+    head_parallel: int, num_ranks: int, num_heads: int, num_kv_heads: int
+) -> str | None:
+    """Say why the heads cannot be cut into so many slices, or return None if they can."""
+    if num_ranks % head_parallel:
+        return f"it must divide the number of ranks, {num_ranks}"
+    if num_heads % head_parallel:
+        return f"it must divide num_heads, {num_heads}"
+    if num_kv_heads % head_parallel and head_parallel % num_kv_heads:
+        return f"it must divide num_kv_heads, {num_kv_heads}, or be a multiple of it"
+    return None
+
+
+def _slice(num_heads: int, head_parallel: int, i: int) -> range:
+    """Return the heads of slice i; where heads are fewer than slices, the one it needs."""
+    first = i * num_heads // head_parallel
+    return range(first, first + max(num_heads // head_parallel, 1))
+
+
+def _common(tokens: range, ranges: Sequence[range]) -> list[range]:
+    """Return what of the ranges lies in ``tokens``."""
+    found = (range(max(tokens.start, r.start), min(tokens.stop, r.stop)) for r in ranges)
+    return [each for each in found if each]

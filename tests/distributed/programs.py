@@ -1,0 +1,108 @@
+"""What ranks run: attention on their shards, compared with the whole."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+import cqs.distributed
+from cqs.problem import check_problem
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+
+
+def shards_of(problem, cuts, rank):
+    """Cut queries and keys at their own marks; return a rank's tensors and rows of queries."""
+    rows, columns = (slice(*marks[rank : rank + 2]) for marks in cuts)
+    tensors = problem.query[:, :, rows], problem.key[:, :, columns], problem.value[:, :, columns]
+    return [tensor.clone().requires_grad_() for tensor in tensors], rows, columns
+
+
+def run(group, case, dtype, cuts, options):
+    """Return output, lse and gradients of this rank, and those of the whole in float64."""
+    problem = case.make(dtype)
+    tensors, rows, columns = shards_of(problem, cuts, dist.get_rank(group))
+    output, lse = cqs.distributed.attention(
+        *tensors,
+        group=group,
+        is_causal=case.is_causal,
+        pattern=case.pattern,
+        scale=case.scale,
+        return_lse=True,
+        **options,
+    )
+    generator = torch.Generator().manual_seed(1)
+    shape = *problem.query.shape[:3], problem.value.shape[3]
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+    found = torch.autograd.grad(output, tensors, grad[:, :, rows].to(dtype))
+
+    def whole(problem, output_of):
+        full = problem.query, problem.key, problem.value
+        query, key, value = (tensor.detach().requires_grad_() for tensor in full)
+        answer = output_of(replace(problem, query=query, key=key, value=value))
+        gradients = torch.autograd.grad(answer, (query, key, value), grad.to(answer))
+        return answer, gradients
+
+    wide = replace(problem, **{n: getattr(problem, n).double() for n in ("query", "key", "value")})
+    exact = whole(wide, lambda problem: exact_answer(problem).output)
+    eager = whole(problem, eager_output)
+    parts = rows, rows, columns, columns
+    of_rank = [
+        [each[:, :, part] for each, part in zip((answer, *gradients), parts, strict=True)]
+        for answer, gradients in (eager, exact)
+    ]
+    return (output, *found), lse, *of_rank, exact_answer(wide).lse[:, :, rows]
+
+
+def largest_error(group, case, cuts, options):
+    """Return by how much float64 results stray from those of the whole."""
+    found, lse, _, exact, exact_lse = run(group, case, torch.float64, cuts, options)
+    assert torch.equal(lse.isinf(), exact_lse.isinf())
+    pairs = [
+        *zip(found, exact, strict=True),
+        (lse.nan_to_num(0, 0, 0), exact_lse.nan_to_num(0, 0, 0)),
+    ]
+    return max(float((a - b).abs().max()) for a, b in pairs if a.numel()) if lse.numel() else 0.0
+
+
+def check_tracks_exact(group, case, dtype, cuts, options):
+    """Compare with float64 by the rule for rounding."""
+    found, _, eager, exact, _ = run(group, case, dtype, cuts, options)
+    names = "output", "grad_query", "grad_key", "grad_value"
+    for name, *each in zip(names, found, eager, exact, strict=True):
+        assert_tracks_exact(*each, slack=4, name=name)
+
+
+def bits(group, case, cuts, options):
+    """Return output and gradients as they are."""
+    found, *_ = run(group, case, torch.float32, cuts, options)
+    return [each.detach() for each in found]
+
+
+def dropped(group, case, cuts, options):
+    """Return the output with dropout."""
+    problem = case.make()
+    tensors, *_ = shards_of(problem, cuts, dist.get_rank(group))
+    return cqs.distributed.attention(*tensors, group=group, **options).detach()
+
+
+def complaint(group, of_rank, changed, options):
+    """Return what is raised where one rank passes other options, tensors or nothing at all."""
+    tensors = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    mine = dict(options)
+    if dist.get_rank(group) == of_rank:
+        mine |= {name: value for name, value in changed.items() if name != "tensors"}
+        tensors = changed.get("tensors", tensors)
+    try:
+        cqs.distributed.attention(*tensors, group=group, **mine)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def check_local(group, case, options):
+    """One rank alone gives what one process gives."""
+    problem = case.make()
+    tensors = problem.query, problem.key, problem.value
+    check_problem(*tensors)
+    output = cqs.distributed.attention(*tensors, group=group, **options)
+    assert torch.equal(output, cqs.attention(*tensors, **options))

@@ -1,0 +1,168 @@
+"""Attention over shards is that over the whole, whoever holds what."""
+
+import random
+
+import pytest
+import torch
+from programs import bits, check_local, check_tracks_exact, complaint, dropped, largest_error
+from sparse_cases import NAMES, with_pattern
+
+import cqs.distributed
+from cqs.cases import Case
+from cqs.patterns import block_sparse, documents, from_mask, sliding_window
+
+WORLDS = range(1, 9)
+SHAPES = (
+    Case("square", 67, 67, num_heads=4, num_kv_heads=4, batch=2),
+    Case("gqa", 67, 67, num_heads=8, num_kv_heads=2),
+    Case("few-queries", 40, 90, num_heads=4, num_kv_heads=2),
+    Case("many-queries", 90, 40, num_heads=4, num_kv_heads=1),
+    Case("tiny", 3, 3, num_heads=2, num_kv_heads=2),
+    Case("no-keys", 5, 0, num_heads=2, num_kv_heads=2),
+)
+
+
+def cut(case, num_ranks, seed):
+    """Cut both sides at random: some shards are empty."""
+    generator = random.Random(seed)
+
+    def marks(length):
+        return [0, *sorted(generator.randint(0, length) for _ in range(num_ranks - 1)), length]
+
+    return marks(case.seqlen_q), marks(case.seqlen_kv)
+
+
+def slices(case, num_ranks):
+    """The numbers of slices that the heads can be cut into."""
+    fits = cqs.distributed.layout.why_not_head_parallel
+    heads = case.num_heads, case.num_kv_heads
+    return ["auto", *(h for h in WORLDS if fits(h, num_ranks, *heads) is None)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_every_world_is_exact(ranks, num_ranks, case, is_causal):
+    case = Case(**{**vars(case), "is_causal": is_causal})
+    for seed, head_parallel in enumerate(slices(case, num_ranks)):
+        options = {"head_parallel": head_parallel}
+        errors = ranks.run(num_ranks, largest_error, case, cut(case, num_ranks, seed), options)
+        assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
+def test_patterns_are_exact(ranks, number):
+    for num_ranks in (2 + number % 3, 5 + number % 4):
+        case = with_pattern(SHAPES[(number + num_ranks) % 4], NAMES[number])
+        errors = ranks.run(num_ranks, largest_error, case, cut(case, num_ranks, number), {})
+        assert max(errors) < 1e-10
+
+
+def test_heads_may_have_patterns_of_their_own(ranks):
+    layouts = torch.rand(4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    case = Case("heads", 67, 67, 4, 2, batch=2, pattern=block_sparse(layouts, 16))
+    assert max(ranks.run(3, largest_error, case, cut(case, 3, 0), {})) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_ranks", [3, 8])
+def test_every_dtype_tracks_exact(ranks, num_ranks, dtype):
+    for case in (
+        Case("causal", 130, 130, 8, 2, 32, is_causal=True),
+        Case("documents", 130, 130, 8, 8, 32, pattern=documents([0, 31, 90, 130])),
+    ):
+        for head_parallel in ("auto", 1):
+            options = {"head_parallel": head_parallel}
+            cuts = cut(case, num_ranks, 1)
+            ranks.run(num_ranks, check_tracks_exact, case, dtype, cuts, options)
+
+
+def test_every_run_has_the_same_bits(ranks):
+    case = Case("bits", 130, 130, 4, 2, is_causal=True)
+    runs = [ranks.run(7, bits, case, cut(case, 7, 2), {}) for _ in range(3)]
+    for other in runs[1:]:
+        for ours, theirs in zip(runs[0], other, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("head_parallel", [1, 2, 4])
+def test_dropout_is_that_of_one_process(ranks, head_parallel):
+    case = Case("dropout", 67, 67, 4, 2, batch=2)
+    problem = case.make()
+    options = {"is_causal": True, "dropout_p": 0.3, "seed": 5}
+    whole = cqs.attention(problem.query, problem.key, problem.value, **options)
+    options["head_parallel"] = head_parallel
+    found = ranks.run(4, dropped, case, cut(case, 4, 3), options)
+    torch.testing.assert_close(torch.cat(found, dim=2), whole)
+
+
+def test_ranks_drop_out_alike_without_a_seed(ranks):
+    case = Case("dropout", 64, 64, 4, 4)
+    cuts = ([0, 32, 64], [0, 32, 64])
+    found = ranks.run(2, dropped, case, cuts, {"dropout_p": 0.5})
+    again = ranks.run(2, dropped, case, cuts, {"dropout_p": 0.5})
+    assert not torch.equal(torch.cat(found, dim=2), torch.cat(again, dim=2))
+
+
+def test_one_rank_is_one_process(ranks):
+    ranks.run(1, check_local, Case("alone", 50, 50), {"is_causal": True})
+
+
+TENSORS = {
+    "heads": [torch.zeros(1, 2, 8, 16) for _ in range(3)],
+    "dtype": [torch.zeros(1, 4, 8, 16, dtype=torch.float64) for _ in range(3)],
+    "shape": [torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 9, 16)],
+    "gradient": [torch.zeros(1, 4, 8, 16).requires_grad_() for _ in range(3)],
+    "none": [None, None, None],
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"is_causal": True}, "rank 2 of the group has is_causal True, rank 0 has False"),
+        ({"pattern": sliding_window(3, 3)}, "rank 2 of the group has pattern sliding_window"),
+        ({"scale": 2.0}, "rank 2 of the group has scale 2.0"),
+        ({"dropout_p": 0.1}, "rank 2 of the group has dropout_p 0.1"),
+        ({"head_parallel": 1}, "rank 2 of the group has head_parallel 1"),
+        ({"backend": "reference"}, "rank 2 of the group has backend"),
+        ({"tensors": TENSORS["heads"]}, "rank 2 of the group has num_heads 2"),
+        ({"tensors": TENSORS["dtype"]}, "rank 2 of the group has dtype torch.float64"),
+        ({"tensors": TENSORS["gradient"]}, "rank 2 of the group has requires_grad True"),
+        ({"tensors": TENSORS["shape"]}, "rank 2 of the group failed: ValueError"),
+        ({"tensors": TENSORS["none"]}, "rank 2 of the group failed: TypeError"),
+        ({"head_parallel": 3}, "rank 2 of the group failed: ValueError"),
+        ({"backend": "fastest"}, "rank 2 of the group failed: ValueError"),
+        ({"pattern": "causal"}, "rank 2 of the group failed: TypeError"),
+    ],
+    ids=str,
+)
+def test_ranks_that_disagree_find_out(ranks, changed, message):
+    found = ranks.run(4, complaint, 2, changed, {})
+    own = found.pop(2)
+    assert all(error is ValueError and text.startswith(message) for error, text in found)
+    if "failed" in message:
+        assert own[0].__name__ in message
+    else:
+        assert own == found[0]
+    assert ranks.run(4, complaint, 2, {}, {}) == [None] * 4  # and the group still works
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_parallel": 3}, "it must divide the number of ranks, 4"),
+        ({"head_parallel": "all"}, "an integer or 'auto'"),
+        ({"interest_set": [0, 1]}, "no difference cover modulo"),
+        ({"pattern": from_mask(torch.ones(5, 5, dtype=torch.bool))}, "is for those lengths"),
+    ],
+)
+def test_wrong_options_are_refused_on_every_rank(ranks, options, message):
+    found = ranks.run(4, complaint, 0, {}, {"head_parallel": 1, **options})
+    assert all(error is ValueError and message in text for error, text in found)
+
+
+def test_without_a_group_there_is_an_error():
+    tensors = (torch.zeros(1, 1, 2, 4) for _ in range(3))
+    with pytest.raises(RuntimeError, match="not initialized"):
+        cqs.distributed.attention(*tensors)
