@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,27 +168,26 @@ def _layout_mask(layout: Tensor) -> MaskFunction:
 def _measure_length(
     tokens: int, repeats: int | None, names: list[str]
 ) -> Iterator[list[Measurement]]:
-    """Measure patterns of these names, one after another."""
+    """Measure patterns of these names, one after another.
+
+    On a CPU what takes long whatever the pattern is measured beside the first of them only.
+    """
     tensors = _draw(tokens)
     on_gpu, (_, heads, _, head_dim) = tensors[0].is_cuda, tensors[0].shape
     repeats = repeats or (9 if on_gpu else 3 if tokens <= _NAIVE_TOKENS else 1)
-    dense: list[float] | None = None
+    known: dict[str, list[float]] = {}
     for name, pattern, mask in _patterns(tokens):
         if name not in names:
             continue
         pairs = pattern.bind(tokens).num_pairs
         rows = []
-        for what, computations in _contenders(
-            check_problem(*tensors, pattern=pattern), mask
-        ).items():
-            if dense is not None:
-                del computations["dense"]
+        problem = check_problem(*tensors, pattern=pattern)
+        for what, computations in _contenders(problem, mask, known).items():
             calls = time_calls(computations) if on_gpu else {}
             seconds = time_in_turn(
                 computations, repeats, tensors[0].device.type, behind_work=on_gpu
             )
-            dense = seconds.get("dense", dense)
-            assert dense is not None
+            seconds |= known
             for by, own in seconds.items():
                 flops = {"forward": 4.0, "backward": 10.0}[what] * pairs * head_dim * heads
                 details = {
@@ -206,14 +205,16 @@ def _measure_length(
                         num_workers=1,
                         executor=by,
                         dtype=str(tensors[0].dtype).removeprefix("torch."),
-                        ratio=statistics.median(a / b for a, b in zip(own, dense, strict=True)),
+                        ratio=statistics.median(
+                            a / b for a, b in zip(own, seconds["dense"], strict=True)
+                        ),
                         repeats=repeats,
                         details=details,
                         **summarize(own),  # type: ignore[arg-type]
                     )
                 )
-            if on_gpu or tokens <= _NAIVE_TOKENS:
-                dense = None  # measured anew beside every pattern; else once, it takes minutes
+            if not on_gpu:
+                known = {name: seconds[name] for name in _slow(tokens) if name in seconds}
         yield rows
 
 
@@ -247,15 +248,23 @@ def _draw(tokens: int) -> tuple[Tensor, ...]:
     return tuple(tensor.requires_grad_(on_gpu) for tensor in tensors)
 
 
-def _contenders(problem: Problem, mask: MaskFunction) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return what computes each pass, checked."""
+def _slow(tokens: int) -> tuple[str, ...]:
+    """Name what takes seconds on a CPU for so many tokens."""
+    return ("naive",) if tokens <= _NAIVE_TOKENS else ("dense",)
+
+
+def _contenders(
+    problem: Problem, mask: MaskFunction, known: Container[str] = ()
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Return what computes each pass, checked, but for those that are known."""
     forward: dict[str, Callable[[], Tensor]] = {"cqs": lambda: _attend(problem)}
     if problem.query.requires_grad:
         forward["flex"] = _flex(problem, mask)
-    elif problem.query.shape[2] <= _NAIVE_TOKENS:
+    elif "naive" not in known and problem.query.shape[2] <= _NAIVE_TOKENS:
         forward["naive"] = lambda: _naive(problem, visible_mask(problem))
     _check(problem, forward)
-    forward["dense"] = lambda: _dense(problem.query, problem.key, problem.value)
+    if "dense" not in known:
+        forward["dense"] = lambda: _dense(problem.query, problem.key, problem.value)
     if not problem.query.requires_grad:
         return {"forward": forward}
     return {"forward": forward, "backward": _backward(problem, forward)}

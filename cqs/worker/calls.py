@@ -1,14 +1,14 @@
 """Sparse shares by backends that take one call at a time.
 
-A view that is full, or a causal square, is one call. Others are cut into strips of a few queries
-and the keys that these see, with a mask. Calls of one shape that follow each other at equal
-distances, strips of a window or lanes of a stride, become one call on overlapping or interleaved
-views of the tensors: nothing is copied.
+A view that is full, or a causal square, is one call. Others are cut into such and into strips of a
+few queries and the keys that these see, with a mask. Calls of one shape that follow each other at
+equal distances, strips of a window or lanes of a stride, become one call on overlapping or
+interleaved views of the tensors: nothing is copied.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ w     32    64    128   256   512
 2048  0.88  0.87  0.83  0.80  0.75
 ====  ====  ====  ====  ====  ====
 """
+_LEAST_SQUARE = 64
+"""Rows from which on a causal square is worth a call of its own."""
 
 
 class _Place(NamedTuple):
@@ -237,26 +239,55 @@ def _options(
 
 
 def _cut(view: View) -> Iterator[Call]:
+    """Cut a view at the rows from which on an end of its band leaves out keys."""
+    queries, keys = view.queries, view.keys
     if view.bits is not None or view.is_full:
         yield Call(view)
-    elif _is_causal_square(view):
-        yield Call(view, is_causal=True)
-    else:
-        for first in range(0, len(view.queries), _STRIP):
-            queries = view.queries[first : first + _STRIP]
-            keys = _between(view.keys, queries[0] + view.low, queries[-1] + view.high)
-            if keys:
-                yield Call(view._replace(queries=queries, keys=keys))
+    elif queries.step != keys.step:
+        yield from _strips(view)
+    else:  # row a sees the keys numbered from low + a to high + a
+        apart = queries.start - keys.start
+        low, high = -((-view.low - apart) // keys.step), (view.high + apart) // keys.step
+        first, last = max(0, -high), min(len(queries), len(keys) - low)
+        marks = (min(max(mark, first), last) for mark in (1 - low, len(keys) - high))
+        for start, stop in pairwise(sorted({first, *marks, last})):
+            yield from _cut_alike(view._replace(queries=queries[start:stop]), start, low, high)
 
 
-def _is_causal_square(view: View) -> bool:
+def _cut_alike(view: View, start: int, low: int, high: int) -> Iterator[Call]:
+    """Cut a view whose rows all have a key left out on one end of the band, or none has.
+
+    What is bounded on one end is a rectangle, with a causal square or with strips.
+
+    Args:
+        view: Row ``i`` of it sees the keys numbered ``start + i + low`` to ``start + i + high``.
+        start: Number of its first row.
+        low: Where the band begins.
+        high: Where it ends.
+    """
     queries, keys = view.queries, view.keys
-    apart = keys[0] - queries[0]
-    return (
-        (len(queries), queries.step) == (len(keys), keys.step)
-        and view.low <= keys[0] - queries[-1]
-        and apart <= view.high < apart + keys.step
-    )
+    begins_late, ends_early = start + low > 0, start < len(keys) - high
+    if not (begins_late or ends_early):
+        yield Call(View(queries, keys))
+    elif begins_late == ends_early or len(queries) < _LEAST_SQUARE:
+        yield from _strips(view)
+    elif ends_early:
+        split = start + high
+        if split:
+            yield Call(View(queries, keys[:split]))
+        yield Call(view._replace(keys=keys[split : split + len(queries)]), is_causal=True)
+    else:
+        split = start + low + len(queries) - 1
+        yield Call(View(queries, keys[split:]))
+        yield from _strips(view._replace(keys=keys[:split]))
+
+
+def _strips(view: View) -> Iterator[Call]:
+    for first in range(0, len(view.queries), _STRIP):
+        queries = view.queries[first : first + _STRIP]
+        keys = _between(view.keys, queries[0] + view.low, queries[-1] + view.high)
+        if keys:
+            yield Call(view._replace(queries=queries, keys=keys))
 
 
 def _between(tokens: range, first: int, last: int) -> range:

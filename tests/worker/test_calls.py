@@ -1,0 +1,53 @@
+"""Cutting views into calls: every pair once, in rectangles, causal squares and strips."""
+
+import random
+
+import numpy as np
+import pytest
+
+from cqs.patterns.piece import FAR
+from cqs.patterns.views import View
+from cqs.worker import calls
+
+
+def random_view(generator):
+    step = generator.choice([1, 1, 2, 3])
+    other = step if generator.random() < 0.8 else generator.choice([1, 2, 5])
+    queries, keys = (
+        range(first, first + each * generator.randint(1, 14), each)
+        for first, each in zip(generator.choices(range(10), k=2), (step, other), strict=True)
+    )
+    low = generator.choice([-FAR, generator.randint(-25, 20)])
+    width = generator.randint(0, 20)
+    high = generator.choice([FAR, (generator.randint(-20, 20) if low == -FAR else low) + width])
+    return View(queries, keys, low, high)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_calls_have_every_pair_of_a_view_once(monkeypatch, in_batches):
+    monkeypatch.setattr(calls, "_LEAST_SQUARE", 2)
+    monkeypatch.setattr(calls, "_STRIP", 3)
+    generator = random.Random(0)
+    kinds = set()
+    for _ in range(4000):
+        view = random_view(generator)
+        counts, expected = np.zeros((2, 70, 90), int)
+        expected[np.ix_(view.queries, view.keys)] = view.to_mask()
+        for call in calls.make_calls([view], in_batches=in_batches):
+            kinds.add((call.is_causal, call.view.is_full, call.number > 1))
+            for i in range(call.number):
+                part = call.view.moved(i * call.stride, i * call.stride)
+                mask = part.to_mask()
+                if call.is_causal:
+                    assert np.array_equal(mask, np.tri(len(part.queries), len(part.keys)))
+                counts[np.ix_(part.queries, part.keys)] += mask
+        assert np.array_equal(counts, expected), view
+    assert len(kinds) == (5 if in_batches else 3)
+
+
+def test_a_window_is_few_calls():
+    view = View(range(4096), range(4096), -500, 500)
+    found = calls.make_calls([view], in_batches=True)
+    assert sum(call.is_causal for call in found) == 1
+    assert max(call.number for call in found) > 90
+    assert len(found) < 25
