@@ -1,8 +1,10 @@
-"""The code in README.md and docs/patterns.md does what they say."""
+"""The code in README.md and docs does what they say."""
 
 import doctest
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,18 @@ def test_the_commands_of_the_patterns_page_run(tmp_path, monkeypatch, capsys):
         name, *arguments = shlex.split(command)
         assert name == "cqs" and main(arguments) == 0
     assert (tmp_path / "owners-longformer-w7.png").exists() and capsys.readouterr().out
+
+
+def test_the_script_of_the_distributed_page_runs(tmp_path):
+    (script,) = blocks_of("docs/distributed.md", "python")
+    (tmp_path / "shards.py").write_text(script)
+    (command,) = blocks_of("docs/distributed.md", "bash")
+    name, *arguments = shlex.split(command)
+    assert name == "torchrun"
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": ""},
+        check=True,
+        timeout=120,
+    )
