@@ -149,7 +149,9 @@ def attention(
         )
         dropout = part.dropout and part.dropout.further(layout.query_heads[rank].start)
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
-        return _Share(group, layout, Worker(part.scale, backend, dropout, bound))
+        worker = Worker(part.scale, backend, dropout, bound)
+        worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks, or on none
+        return _Share(group, layout, worker)
 
     answer = attend_differentiably(
         problem,

@@ -1,6 +1,6 @@
 """Rows of tokens from the shards to who computes with them, and results back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ def send_out(shard: Tensor, heads: Sequence[range], route: Route, group: Any) ->
     return received.movedim(0, 2)
 
 
-def send_back(held: Tensor, route: Route, group: Any) -> Iterator[Piece]:
+def send_back(held: Tensor, route: Route, group: Any) -> list[Piece]:
     """Return results for the tokens held to whose they are; list what came, rank by rank.
 
     Args:
@@ -57,11 +57,12 @@ def send_back(held: Tensor, route: Route, group: Any) -> Iterator[Piece]:
     received = packed.new_empty((sum(route.lengths), *packed.shape[1:]))
     dist.all_to_all_single(received, packed, route.lengths, list(route.receives), group=group)
     whole, first = received.movedim(0, 2), 0
+    pieces = []
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
-            part = whole[:, :, first : first + len(rows)]
-            yield Piece(rank, rows, part)
+            pieces.append(Piece(rank, rows, whole[:, :, first : first + len(rows)]))
             first += len(rows)
+    return pieces
 
 
 def _tokens_first(tensor: Tensor) -> Tensor:

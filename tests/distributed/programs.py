@@ -85,9 +85,9 @@ def dropped(group, case, cuts, options):
     return cqs.distributed.attention(*tensors, group=group, **options).detach()
 
 
-def complaint(group, of_rank, changed, options):
+def complaint(group, of_rank, changed, options, rows=8):
     """Return what is raised where one rank passes other options, tensors or nothing at all."""
-    tensors = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    tensors = [torch.randn(1, 4, rows, 16) for _ in range(3)]
     mine = dict(options)
     if dist.get_rank(group) == of_rank:
         mine |= {name: value for name, value in changed.items() if name != "tensors"}

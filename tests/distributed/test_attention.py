@@ -162,6 +162,14 @@ def test_wrong_options_are_refused_on_every_rank(ranks, options, message):
     assert all(error is ValueError and message in text for error, text in found)
 
 
+def test_a_backend_that_declines_does_so_on_every_rank(ranks):
+    """Also on ranks that have nothing to compute."""
+    tensors = [torch.zeros(1, 4, 1, 16) for _ in range(3)]
+    options = {"backend": "cudnn", "is_causal": True, "head_parallel": 1}
+    found = ranks.run(8, complaint, 0, {"tensors": tensors}, options, 0)
+    assert {error for error, _ in found} == {NotImplementedError}
+
+
 def test_without_a_group_there_is_an_error():
     tensors = (torch.zeros(1, 1, 2, 4) for _ in range(3))
     with pytest.raises(RuntimeError, match="not initialized"):
