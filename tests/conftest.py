@@ -89,3 +89,13 @@ def ray_session():
 def cluster(ray_session):
     with cqs.Cluster(num_workers=4, use_gpus=False, stall_timeout=5) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Eight processes of one torch.distributed group."""
+    from ranks import Ranks
+
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()
