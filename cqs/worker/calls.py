@@ -31,6 +31,8 @@ w     32    64    128   256   512
 2048  0.88  0.87  0.83  0.80  0.75
 ====  ====  ====  ====  ====  ====
 """
+_AREA = 2**20
+"""Pairs of a call on a full view where calls are not joined: the backend keeps their scores."""
 _LEAST_SQUARE = 64
 """Rows from which on a causal square is worth a call of its own."""
 
@@ -103,10 +105,12 @@ def make_calls(views: Iterable[View], *, in_batches: bool) -> list[Call]:
 
     Args:
         views: No pair in two.
-        in_batches: Whether to join calls of one shape.
+        in_batches: Whether to join calls of one shape. If not, none is of more pairs than a strip
+            of the longest view, or an area, and none is causal.
     """
-    calls = [call for view in views for call in _cut(view)]
-    return list(_join(calls)) if in_batches else calls
+    if in_batches:
+        return list(_join(call for view in views for call in _cut(view)))
+    return [call for view in views for call in _strips(view)]
 
 
 def attend_calls(
@@ -248,7 +252,8 @@ def _cut(view: View) -> Iterator[Call]:
     else:  # row a sees the keys numbered from low + a to high + a
         apart = queries.start - keys.start
         low, high = -((-view.low - apart) // keys.step), (view.high + apart) // keys.step
-        first, last = max(0, -high), min(len(queries), len(keys) - low)
+        first = max(0, -high)
+        last = max(min(len(queries), len(keys) - low), first)
         marks = (min(max(mark, first), last) for mark in (1 - low, len(keys) - high))
         for start, stop in pairwise(sorted({first, *marks, last})):
             yield from _cut_alike(view._replace(queries=queries[start:stop]), start, low, high)
@@ -283,8 +288,13 @@ def _cut_alike(view: View, start: int, low: int, high: int) -> Iterator[Call]:
 
 
 def _strips(view: View) -> Iterator[Call]:
-    for first in range(0, len(view.queries), _STRIP):
-        queries = view.queries[first : first + _STRIP]
+    """Cut a view into a few queries each, of a full one as many as make up an area."""
+    if view.bits is not None:
+        yield Call(view)
+        return
+    number = max(_AREA // len(view.keys), _STRIP) if view.is_full else _STRIP
+    for first in range(0, len(view.queries), number):
+        queries = view.queries[first : first + number]
         keys = _between(view.keys, queries[0] + view.low, queries[-1] + view.high)
         if keys:
             yield Call(view._replace(queries=queries, keys=keys))

@@ -116,6 +116,7 @@ def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors
     class Poisoned(TaskActor):
         def run(self, task, *arguments):
             if task.worker == 3:
+                time.sleep(0.5)  # what was computed before arrives
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().run(task, *arguments)
 
