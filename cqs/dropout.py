@@ -44,12 +44,10 @@ class Dropout:
     """Likewise."""
 
     def moved(self, batch: int, head: int) -> "Dropout":
-        """Return the same dropout for tensors that begin with this batch element and head."""
-        return replace(self, first_batch=batch, first_head=head)
-
-    def further(self, num_heads: int) -> "Dropout":
-        """Return the same dropout for tensors that begin so many heads later."""
-        return replace(self, first_head=self.first_head + num_heads)
+        """Return the same dropout for tensors that begin so many batch elements and heads later."""
+        return replace(
+            self, first_batch=self.first_batch + batch, first_head=self.first_head + head
+        )
 
     @property
     def threshold(self) -> int:

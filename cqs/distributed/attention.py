@@ -147,7 +147,7 @@ def attention(
             interest_set=request["interest_set"],
             tile=GPU_TILE if part.query.is_cuda else 1,
         )
-        dropout = part.dropout and part.dropout.further(layout.query_heads[rank].start)
+        dropout = part.dropout and part.dropout.moved(0, layout.query_heads[rank].start)
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
         worker = Worker(part.scale, backend, dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks, or on none
