@@ -12,21 +12,21 @@ from cqs.problem import check_problem
 from cqs.testing import visible_mask
 
 TOKENS = 1024
-FOUND = {name: (pattern, mask) for name, pattern, mask in patterns._patterns(TOKENS)}
+FOUND = {case.name: case for case in patterns._cases(TOKENS)}
 EVERY_PATTERN = pytest.mark.parametrize("name", FOUND)
 
 
 @EVERY_PATTERN
 def test_pattern_and_mask_function_name_the_same_pairs(name):
-    pattern, mask = FOUND[name]
+    case = FOUND[name]
     tokens = torch.arange(TOKENS)
-    allowed = mask(0, 0, tokens[:, None], tokens)
-    assert np.array_equal(pattern.to_mask(TOKENS), allowed.numpy())
+    allowed = case.mask(0, 0, tokens[:, None], tokens)
+    assert np.array_equal(case.pattern.to_mask(TOKENS), allowed.numpy())
 
 
 @pytest.mark.parametrize("name", ["window-25", "documents-32", "bigbird-128", "every-2"])
 def test_block_mask_is_that_of_pytorch(name):
-    mask = FOUND[name][1]
+    mask = FOUND[name].mask
     expected = create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu")
     ours = patterns._make_block_mask(mask, TOKENS, torch.device("cpu"))
     assert torch.equal(ours.to_dense(), expected.to_dense())
@@ -44,8 +44,8 @@ def test_passes_of_all_contenders_agree(monkeypatch):
 
     monkeypatch.setattr(patterns, "_flex", by_definition)
     tensors = (torch.randn(1, 2, TOKENS, 16).requires_grad_() for _ in range(3))
-    pattern, mask = FOUND["causal-window-25"]
-    found = patterns._contenders(check_problem(*tensors, pattern=pattern), mask)
+    case = FOUND["causal-window-25"]
+    found = patterns._contenders(check_problem(*tensors, pattern=case.pattern), case)
     assert {what: set(passes) for what, passes in found.items()} == {
         "forward": {"cqs", "flex", "dense"},
         "backward": {"cqs", "flex", "dense"},

@@ -1,11 +1,11 @@
-"""What sparsity saves: patterns beside dense attention and, on a GPU, beside FlexAttention."""
+"""What sparsity saves: patterns beside dense attention and, on a GPU, beside other libraries."""
 
 import math
 import statistics
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from cqs.patterns import (
 )
 from cqs.problem import Problem, check_problem
 from cqs.testing import assert_tracks_exact, exact_rows, visible_mask
+from cqs.worker import WHY_NOT
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -38,6 +39,16 @@ _NAIVE_TOKENS = 8192
 """Up to so many tokens the whole score matrix is also computed naively, with a mask."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+class _Case(NamedTuple):
+    """The same pairs, as each library wants to be told of them."""
+
+    name: str
+    pattern: Pattern
+    mask: MaskFunction
+    for_flash: Mapping[str, Any] | None = None
+    """Arguments of ``flash_attn_func``, or with ``ends`` of ``flash_attn_varlen_func``."""
 
 
 def run(
@@ -64,7 +75,7 @@ def run(
         ValueError: if no pattern has such a name.
     """
     parts = only.split(",") if only else [""]
-    names = [name for name, *_ in _patterns(1024) if any(part in name for part in parts)]
+    names = [case.name for case in _cases(1024) if any(part in case.name for part in parts)]
     if not names:
         raise ValueError(f"only must name patterns, got {only!r}")
     rows: list[Measurement] = []
@@ -93,42 +104,58 @@ def run(
         figure.savefig(Path(out).with_suffix(".png"), dpi=120)
 
 
-def _patterns(tokens: int) -> list[tuple[str, Pattern, MaskFunction]]:
-    """Return name, pattern and mask function: the same set said twice."""
-    found: list[tuple[str, Pattern, MaskFunction]] = []
+def _cases(tokens: int) -> list[_Case]:
+    found: list[_Case] = []
     for share in (10, 25, 50):
         side = round(tokens * (1 - math.sqrt(1 - share / 100)))
-        left = tokens * share // 100
         found += [
-            (f"window-{share}", sliding_window(side, side), _window_mask(side, side)),
-            (f"causal-window-{share}", sliding_window(left, 0), _window_mask(left, 0)),
+            _window_case(f"window-{share}", side, side),
+            _window_case(f"causal-window-{share}", tokens * share // 100, 0),
         ]
     for step in (2, 4, 8, 16):
-        found.append((f"every-{step}", dilated(tokens, tokens, step), _every_mask(step)))
+        found.append(_Case(f"every-{step}", dilated(tokens, tokens, step), _every_mask(step)))
     for stride in (128, 512):
         found += [
-            (f"strided-{stride}", strided(stride), _strided_mask(stride)),
-            (f"fixed-{stride}", fixed(stride, 8), _fixed_mask(stride, 8)),
+            _Case(f"strided-{stride}", strided(stride), _strided_mask(stride)),
+            _Case(f"fixed-{stride}", fixed(stride, 8), _fixed_mask(stride, 8)),
         ]
     found += [
-        ("block-diagonal-512", block_diagonal(512), lambda b, h, q, k: q // 512 == k // 512),
-        ("longformer-512-64", longformer(512, 64), _longformer_mask(256, 64)),
+        _Case(
+            "block-diagonal-512",
+            block_diagonal(512),
+            lambda b, h, q, k: q // 512 == k // 512,
+            {"ends": [*range(0, tokens + 1, 512)]},
+        ),
+        _Case("longformer-512-64", longformer(512, 64), _longformer_mask(256, 64)),
     ]
     generator = torch.Generator().manual_seed(0)
     ends = torch.randint(1, tokens, (31,), generator=generator).sort().values.tolist()
     number = torch.bucketize(torch.arange(tokens), torch.tensor(ends), right=True)
-    found.append(("documents-32", documents([0, *ends, tokens]), _documents_mask(_there(number))))
+    ends = [0, *ends, tokens]
+    found.append(
+        _Case(
+            "documents-32",
+            documents(ends),
+            _documents_mask(_there(number)),
+            {"ends": ends, "causal": True},
+        )
+    )
     if (blocks := tokens // _BLOCK) >= 8:
         birds = bigbird(block=_BLOCK, window_blocks=3, global_blocks=2, random_blocks=3, seed=0)
         in_blocks = bigbird(block=1, window_blocks=3, global_blocks=2, random_blocks=3, seed=0)
         layout = torch.from_numpy(in_blocks.to_mask(blocks))
-        found.append(("bigbird-128", birds, _layout_mask(_there(layout))))
+        found.append(_Case("bigbird-128", birds, _layout_mask(_there(layout))))
         for share in (10, 25, 50):
             layout = torch.rand(blocks, blocks, generator=generator) < share / 100
             layout.fill_diagonal_(True)
             pattern = block_sparse(layout, _BLOCK)
-            found.append((f"random-blocks-{share}", pattern, _layout_mask(_there(layout))))
+            found.append(_Case(f"random-blocks-{share}", pattern, _layout_mask(_there(layout))))
     return found
+
+
+def _window_case(name: str, left: int, right: int) -> _Case:
+    mask = _window_mask(left, right)
+    return _Case(name, sliding_window(left, right), mask, {"window_size": (left, right)})
 
 
 def _window_mask(left: int, right: int) -> MaskFunction:
@@ -176,13 +203,13 @@ def _measure_length(
     on_gpu, (_, heads, _, head_dim) = tensors[0].is_cuda, tensors[0].shape
     repeats = repeats or (9 if on_gpu else 3 if tokens <= _NAIVE_TOKENS else 1)
     known: dict[str, list[float]] = {}
-    for name, pattern, mask in _patterns(tokens):
-        if name not in names:
+    for case in _cases(tokens):
+        if case.name not in names:
             continue
-        pairs = pattern.bind(tokens).num_pairs
+        pairs = case.pattern.bind(tokens).num_pairs
         rows = []
-        problem = check_problem(*tensors, pattern=pattern)
-        for what, computations in _contenders(problem, mask, known).items():
+        problem = check_problem(*tensors, pattern=case.pattern)
+        for what, computations in _contenders(problem, case, known).items():
             calls = time_calls(computations) if on_gpu else {}
             seconds = time_in_turn(
                 computations, repeats, tensors[0].device.type, behind_work=on_gpu
@@ -200,7 +227,7 @@ def _measure_length(
                 rows.append(
                     Measurement(
                         benchmark=f"patterns {what}",
-                        case=f"{name}-{tokens}",
+                        case=f"{case.name}-{tokens}",
                         baseline="dense",
                         num_workers=1,
                         executor=by,
@@ -254,12 +281,14 @@ def _slow(tokens: int) -> tuple[str, ...]:
 
 
 def _contenders(
-    problem: Problem, mask: MaskFunction, known: Container[str] = ()
+    problem: Problem, case: _Case, known: Container[str] = ()
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return what computes each pass, checked, but for those that are known."""
     forward: dict[str, Callable[[], Tensor]] = {"cqs": lambda: _attend(problem)}
     if problem.query.requires_grad:
-        forward["flex"] = _flex(problem, mask)
+        forward["flex"] = _flex(problem, case.mask)
+        if case.for_flash and not WHY_NOT["flash"](problem.query, problem.key, problem.value):
+            forward["flash"] = _flash(problem, **case.for_flash)
     elif "naive" not in known and problem.query.shape[2] <= _NAIVE_TOKENS:
         forward["naive"] = lambda: _naive(problem, visible_mask(problem))
     _check(problem, forward)
@@ -293,8 +322,10 @@ def _backward(
         name: partial(torch.autograd.grad, compute(), tensors, grad_output, retain_graph=True)
         for name, compute in forward.items()
     }
-    for ours, theirs in zip(passes["cqs"](), passes["flex"](), strict=True):
-        assert (ours - theirs).norm() < 1e-2 * theirs.norm()
+    expected = passes["flex"]()
+    for name in passes.keys() - {"flex", "dense"}:
+        for ours, theirs in zip(passes[name](), expected, strict=True):
+            assert (ours - theirs).norm() < 1e-2 * theirs.norm(), name
     return passes
 
 
@@ -331,6 +362,19 @@ def _flex(problem: Problem, mask: MaskFunction) -> Callable[[], Tensor]:
         return output
 
     return attend
+
+
+def _flash(problem: Problem, ends: list[int] | None = None, **options: Any) -> Callable[[], Tensor]:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    tensors = [tensor.transpose(1, 2) for tensor in (problem.query, problem.key, problem.value)]
+    if ends is None:
+        return lambda: flash_attn_func(*tensors, **options)[0].transpose(1, 2)
+    lengths = torch.tensor(ends, dtype=torch.int32, device=problem.query.device)
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lengths)
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), int(lengths.diff().max()))
+    packed = [tensor[0] for tensor in tensors]
+    return lambda: flash_attn_varlen_func(*packed, **options)[0][None].transpose(1, 2)
 
 
 def _make_block_mask(mask: MaskFunction, tokens: int, device: torch.device) -> "BlockMask":
