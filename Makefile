@@ -8,7 +8,7 @@ demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
 
 test: $(INSTALLED)
-	$(VENV)/python -m pytest
+	$(VENV)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(INSTALLED)
 	$(VENV)/ruff check

@@ -128,9 +128,9 @@ def query_gradients(
     positions = query_start + tl.arange(0, TILE_Q)
     in_tile = positions < query_stop
     rows = head.to(tl.int64) * num_queries + query_lane + positions * query_step
-    place = [batch, head % num_heads, query_lane, query_start, 0]
-    q = query.load(place).reshape(TILE_Q, BLOCK_D)
-    grad_out = grad_output.load(place).reshape(TILE_Q, BLOCK_V)
+    corner = [batch, head % num_heads, query_lane, query_start, 0]
+    q = query.load(corner).reshape(TILE_Q, BLOCK_D)
+    grad_out = grad_output.load(corner).reshape(TILE_Q, BLOCK_V)
     lses = tl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
     deltas = tl.load(delta + rows, mask=in_tile, other=0.0)
     if words is not None:
@@ -209,9 +209,9 @@ def key_gradients(
     positions = key_start + tl.arange(0, TILE_K)
     in_tile = positions < key_stop
     tokens = key_lane + positions * key_step
-    place = [batch, kv_head % num_kv_heads, key_lane, key_start, 0]
-    k = key.load(place).reshape(TILE_K, BLOCK_D)
-    v = value.load(place).reshape(TILE_K, BLOCK_V)
+    corner = [batch, kv_head % num_kv_heads, key_lane, key_start, 0]
+    k = key.load(corner).reshape(TILE_K, BLOCK_D)
+    v = value.load(corner).reshape(TILE_K, BLOCK_V)
     if words is not None:
         key_word = key_words(words, tokens, in_tile)[:, None]
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)

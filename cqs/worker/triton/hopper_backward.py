@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -17,6 +16,7 @@ from cqs.worker.triton.hopper_pairs import visible
 from cqs.worker.triton.hopper_queue import (
     HEAD,
     INDEX,
+    async_load,
     item_field,
     load_place,
     load_run,
@@ -203,8 +203,8 @@ def _copy(
         for half in gl.static_range(2):
             place = [batch, head, gl.load(tile + 7), gl.load(tile) + half * ROWS, 0]
             buffer = (turn & 1) * 2 + half
-            tma.async_copy_global_to_shared(fixed_a, place, arrived, a.index(buffer))
-            tma.async_copy_global_to_shared(fixed_b, place, arrived, b.index(buffer))
+            async_load(fixed_a, place, arrived, a.index(buffer))
+            async_load(fixed_b, place, arrived, b.index(buffer))
         for member in range(num_members):
             other_head = head // GROUP_SIZE
             if TILES_ARE_KEYS:
@@ -217,8 +217,8 @@ def _copy(
                     mbarrier.expect(ready.index(stage), BLOCK_BYTES)
                     place = [batch, other_head, lane, row, 0]
                     arrived = ready.index(stage)
-                    tma.async_copy_global_to_shared(moving_a, place, arrived, ring_a.index(stage))
-                    tma.async_copy_global_to_shared(moving_b, place, arrived, ring_b.index(stage))
+                    async_load(moving_a, place, arrived, ring_a.index(stage))
+                    async_load(moving_b, place, arrived, ring_b.index(stage))
                     i += 1
         index = following
         turn += 1

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -17,6 +16,7 @@ from cqs.worker.triton.hopper_pairs import visible
 from cqs.worker.triton.hopper_queue import (
     HEAD,
     INDEX,
+    async_load,
     item_field,
     load_place,
     load_run,
@@ -125,7 +125,7 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
         mbarrier.expect(q_ready.index(0), 2 * query.block_type.nbytes)
         for half in gl.static_range(2):
             place = [batch, head % num_heads, query_lane, query_start + half * HALF_Q, 0]
-            tma.async_copy_global_to_shared(query, place, q_ready.index(0), q.index(half))
+            async_load(query, place, q_ready.index(0), q.index(half))
         for run in range(gl.load(tile + 3), gl.load(tile + 5)):
             start, stop, lane = load_place(runs, run)
             for k0 in range(start, stop, TILE_K):
@@ -134,10 +134,10 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
                 place = [batch, kv_head, lane, k0, 0]
                 mbarrier.wait(k_free.index(stage), parity ^ 1)
                 mbarrier.expect(k_ready.index(stage), key.block_type.nbytes)
-                tma.async_copy_global_to_shared(key, place, k_ready.index(stage), k.index(stage))
+                async_load(key, place, k_ready.index(stage), k.index(stage))
                 mbarrier.wait(v_free.index(stage), parity ^ 1)
                 mbarrier.expect(v_ready.index(stage), value.block_type.nbytes)
-                tma.async_copy_global_to_shared(value, place, v_ready.index(stage), v.index(stage))
+                async_load(value, place, v_ready.index(stage), v.index(stage))
                 i += 1
         index = following
         turn += 1

@@ -6,12 +6,15 @@ compute read them from shared memory.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 INDEX = gl.constexpr(14)
 """The field of an item, after those of its tile and its first run, that is its number."""
 HEAD = gl.constexpr(15)
 """The field that is its head, counted through all batch elements."""
+
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""Copy a tile to shared memory; Triton has changed the name."""
 
 
 @gluon.jit

@@ -1,0 +1,71 @@
+"""Compile every kernel for Hopper GPUs as the launches ask for it, where no GPU is.
+
+The tensors are of the CPU and the driver claims a GPU, but nothing is launched. To be run as a
+program: Triton either compiles kernels or interprets them in all of a process.
+"""
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from cqs.dropout import Dropout
+from cqs.patterns import Pattern, dilated, from_mask, sliding_window
+from cqs.scheduler import make_plan
+from cqs.worker.share import make_work
+from cqs.worker.triton import launch
+
+TOKENS = 384
+
+
+class Driver:
+    """Of a GPU that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_both_passes(
+    dtype: torch.dtype,
+    head_dim: int,
+    pattern: Pattern,
+    *,
+    on_hopper: bool = False,
+    dropout: Dropout | None = None,
+) -> None:
+    launch._is_for_hopper = lambda query, value: on_hopper
+    whole = (range(TOKENS),)
+    query = torch.randn(1, 2, TOKENS, head_dim, dtype=dtype)
+    key, value = (torch.randn(1, 1, TOKENS, head_dim, dtype=dtype) for _ in range(2))
+    steps = make_plan(TOKENS, num_workers=1, pattern=pattern).task(0).steps
+    work = make_work(steps, pattern.bind(TOKENS), whole, whole)
+    options = {"scale": 0.1, "dropout": dropout}
+    if dropout is not None:
+        options["dropout_words"] = dropout.words(query, whole, whole)
+    answer = launch.attend_shares(query, key, value, work, **options)
+    launch.gradients_of_shares(query, key, value, query, *answer, work, **options)
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Driver())
+    compile_or_run = JITFunction.run
+    JITFunction.run = lambda *args, warmup, **options: compile_or_run(
+        *args, warmup=True, **options
+    )
+    launch._persistent = lambda num_items, device: (num_items,)
+    window, lanes = sliding_window(100, 100), dilated(TOKENS, TOKENS, 2)
+    irregular = from_mask(np.random.default_rng(0).random((TOKENS, TOKENS)) < 0.5)
+    for dtype in (torch.float32, torch.bfloat16):
+        compile_both_passes(dtype, 64, window | lanes)
+        compile_both_passes(dtype, 80, irregular)
+        compile_both_passes(dtype, 256, window, dropout=Dropout(0.5, seed=0))
+    for head_dim in (64, 128):
+        for pattern in (window, lanes, irregular):
+            compile_both_passes(torch.bfloat16, head_dim, pattern, on_hopper=True)
