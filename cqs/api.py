@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cqs.autograd import attend_differentiably
+from cqs.autograd import attend_differentiably, keeping_operands
 from cqs.executors.local import run_local, run_local_backward
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem
@@ -107,13 +107,13 @@ def attention(
     for _, part in problem.parts():
         make_plan(part)  # before Ray starts, whatever is wrong with the options
     if executor is None or executor == "local":
-        answer = attend_differentiably(
-            problem,
+        attend = keeping_operands(
             lambda problem: run_local(problem, make_plan(problem), backend=backend),
             lambda problem, answer, grad_output: run_local_backward(
                 problem, make_plan(problem), answer, grad_output, backend=backend
             ),
         )
+        answer = attend_differentiably(problem, attend)
         if verify:
             verify_rows(problem, answer)
         return (answer.output, answer.lse) if return_lse else answer.output

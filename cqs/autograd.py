@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,22 +12,29 @@ from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.problem import Problem
 
+Kept = tuple[Tensor, ...]
 
-def attend_differentiably(
-    problem: Problem,
-    forward: Callable[[Problem], Partial],
-    backward: Callable[[Problem, Partial, Tensor], Gradients],
-) -> Partial:
-    """Compute ``forward(problem)`` so that its output can be differentiated, once.
+
+class Attended(NamedTuple):
+    """An answer, and how to differentiate it."""
+
+    answer: Partial
+    kept: Kept
+    """What the backward pass needs: saved as autograd saves, so that checkpoints drop it."""
+    differentiate: Callable[[Kept, Tensor], Gradients]
+    """Computes the gradients from what was kept and the gradient of the output."""
+
+
+def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended]) -> Partial:
+    """Compute ``attend(problem).answer`` so that its output can be differentiated, once.
 
     Args:
         problem: The checked problem. One whose pattern differs by head is computed in parts.
-        forward: Computes the answer.
-        backward: Computes the gradients from the answer and the gradient of its output. The lse is
-            a constant to autograd.
+        attend: Computes a problem all of whose heads have one pattern. The lse is a constant to
+            autograd.
     """
     if problem.differs_by_head:
-        answers = [attend_differentiably(part, forward, backward) for _, part in problem.parts()]
+        answers = [attend_differentiably(part, attend) for _, part in problem.parts()]
         assert problem.pattern is not None
         _, heads = problem.pattern.heads
         rows = [answers[first : first + heads] for first in range(0, len(answers), heads)]
@@ -35,8 +42,32 @@ def attend_differentiably(
     tensors = problem.query, problem.key, problem.value
     with torch.autocast(problem.query.device.type, enabled=False):  # dtypes are the caller's
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return Partial(*_Attention.apply(*tensors, problem, forward, backward))
-        return forward(problem)
+            return Partial(*_Attention.apply(*tensors, problem, attend))
+        return attend(problem).answer
+
+
+def keeping_operands(
+    forward: Callable[[Problem], Partial],
+    backward: Callable[[Problem, Partial, Tensor], Gradients],
+) -> Callable[[Problem], Attended]:
+    """Return what attends by ``forward`` and keeps the problem's tensors and its answer.
+
+    Args:
+        forward: Computes the answer.
+        backward: Computes the gradients from the answer and the gradient of its output.
+    """
+
+    def attend(problem: Problem) -> Attended:
+        answer = forward(problem)
+
+        def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
+            query, key, value, *saved = kept
+            whole = replace(problem, query=query, key=key, value=value)
+            return backward(whole, Partial(*saved), grad_output)
+
+        return Attended(answer, (problem.query, problem.key, problem.value, *answer), differentiate)
+
+    return attend
 
 
 def _join(answers: Sequence[Partial], dim: int) -> Partial:
@@ -51,22 +82,19 @@ class _Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         problem: Problem,
-        forward: Callable[[Problem], Partial],
-        backward: Callable[[Problem, Partial, Tensor], Gradients],
+        attend: Callable[[Problem], Attended],
     ) -> Partial:
-        answer = forward(replace(problem, query=query, key=key, value=value))
-        ctx.save_for_backward(query, key, value, *answer)
-        ctx.mark_non_differentiable(answer.lse)
-        ctx.options = problem.is_causal, problem.scale, problem.dropout, problem.pattern
-        ctx.compute = backward
-        return answer
+        attended = attend(replace(problem, query=query, key=key, value=value))
+        ctx.save_for_backward(*attended.kept)
+        ctx.mark_non_differentiable(attended.answer.lse)
+        ctx.differentiate, ctx.dtype = attended.differentiate, query.dtype
+        return attended.answer
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *answer = ctx.saved_tensors
-        problem = Problem(query, key, value, *ctx.options)
-        compute = partial(ctx.compute, problem, Partial(*answer))
-        return *_Gradients.apply(query, key, value, grad_output, compute), None, None, None
+        compute = partial(ctx.differentiate, ctx.saved_tensors)
+        seen = grad_output.detach().requires_grad_()  # whatever derives the gradients meets them
+        return *_Gradients.apply(seen, ctx.dtype, compute), None, None
 
 
 class _Gradients(torch.autograd.Function):
@@ -74,15 +102,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        grad_output: Tensor,
-        compute: Callable[[Tensor], Gradients],
+        ctx: Any, grad_output: Tensor, dtype: torch.dtype, compute: Callable[[Tensor], Gradients]
     ) -> tuple[Tensor, ...]:
-        with torch.autocast(query.device.type, enabled=False):
-            return tuple(gradient.to(query.dtype) for gradient in compute(grad_output))
+        with torch.autocast(grad_output.device.type, enabled=False):
+            return tuple(gradient.to(dtype) for gradient in compute(grad_output))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

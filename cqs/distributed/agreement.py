@@ -5,11 +5,14 @@ import pickle
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from cqs.patterns import Pattern
+
+_control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
 
 class Shards(NamedTuple):
@@ -30,7 +33,7 @@ def agree(
     seqlen_kv: int = 0,
     seed: int = 0,
 ) -> Shards:
-    """Compare requests; every rank of the group must call this.
+    """Compare requests; every rank of the group must call this. GPUs are not waited for.
 
     Args:
         group: The process group.
@@ -47,15 +50,27 @@ def agree(
     request = {name: _comparable(value) for name, value in (request or {}).items()}
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
     mine = [error is not None, int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
-    on_gpu = "nccl" in dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    own = torch.tensor(mine, dtype=torch.int64, device=device)
+    own = torch.tensor(mine, dtype=torch.int64)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
+    control = _control_group(group)
+    dist.all_gather(gathered, own, group=control)
     table = torch.stack(gathered).tolist()
     if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
-        _explain(group, request, error)
+        _explain(control, request, error)
     return Shards(tuple(row[2] for row in table), tuple(row[3] for row in table), table[0][4])
+
+
+def _control_group(group: Any) -> Any:
+    """Return a group of the same ranks that takes tensors of the CPU."""
+    group = group or dist.group.WORLD
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    if group not in _control_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _control_groups[group] = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True
+        )
+    return _control_groups[group]
 
 
 def _explain(group: Any, request: dict[str, Any], error: Exception | None) -> None:

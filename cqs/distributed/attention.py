@@ -1,18 +1,20 @@
 """The one call that training code needs: shards in, shards out, gradients too."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial as bind
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.autograd import attend_differentiably
+from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.distributed.agreement import agree
-from cqs.distributed.exchange import send_back, send_out
+from cqs.distributed.exchange import Piece, Transfer, pieces, send_back, send_out
 from cqs.distributed.layout import (
     Layout,
+    Stage,
     choose_head_parallel,
     lay_out,
     why_not_head_parallel,
@@ -133,8 +135,7 @@ def attention(
         dropout=problem.dropout and replace(problem.dropout, seed=shards.seed),
     )
 
-    def share_of(part: Problem) -> _Share:
-        """Return what this rank does of a problem all of whose heads have one pattern."""
+    def attend(part: Problem) -> Attended:
         layout = lay_out(
             shards.seqlens_q,
             shards.seqlens_kv,
@@ -147,17 +148,12 @@ def attention(
             interest_set=request["interest_set"],
             tile=GPU_TILE if part.query.is_cuda else 1,
         )
-        dropout = part.dropout and part.dropout.moved(0, layout.query_heads[rank].start)
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
-        worker = Worker(part.scale, backend, dropout, bound)
+        worker = Worker(part.scale, backend, part.dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks, or on none
-        return _Share(group, layout, worker)
+        return _Share(group, rank, layout, worker).attend(part, with_lse=return_lse)
 
-    answer = attend_differentiably(
-        problem,
-        lambda part: share_of(part).attend(part),
-        lambda part, answer, grad_output: share_of(part).differentiate(part, answer, grad_output),
-    )
+    answer = attend_differentiably(problem, attend)
     return (answer.output, answer.lse) if return_lse else answer.output
 
 
@@ -166,67 +162,157 @@ class _Share:
     """What one rank does."""
 
     group: Any
+    rank: int
     layout: Layout
     worker: Worker
+    """Of all heads."""
 
-    def attend(self, problem: Problem) -> Partial:
-        """Send tokens out, compute this rank's task, and merge what comes back for its shard."""
-        query = self._of_queries(problem.query)
-        key, value = self._of_keys(problem.key), self._of_keys(problem.value)
-        partial = self._compute(query, key, value)
+    def attend(self, problem: Problem, *, with_lse: bool) -> Attended:
+        """Send tokens out, compute this rank's task, and merge what comes back for its shard.
+
+        Args:
+            problem: The shard.
+            with_lse: Whether the lse of the answer matters. If not, it may be left unwritten.
+        """
+        layout = self.layout
+        coming = [
+            [
+                self._send_queries(stage, problem.query),
+                self._send_keys(stage, problem.key),
+                self._send_keys(stage, problem.value),
+            ]
+            for stage in layout.stages
+        ]
+        kept: list[Tensor] = []
+        returning = []
+        for stage, transfers in zip(layout.stages, coming, strict=True):
+            held = [transfer.wait() for transfer in transfers]
+            partial = self._compute(stage, *held)
+            needed = partial if with_lse or not layout.is_final else partial[:1]
+            returning.append([send_back(part, layout.of_queries, self.group) for part in needed])
+            kept += [*held, *partial] if layout.is_final else held
         answer = problem.empty_answer()
-        outputs, lses = (send_back(part, self.layout.of_queries, self.group) for part in partial)
-        parts: dict[range, list[tuple[Partial, slice]]] = {
-            heads: [] for heads in self.layout.query_heads
-        }
-        for output, lse in zip(outputs, lses, strict=True):
-            rows = slice(output.rows.start, output.rows.stop)
-            parts[self.layout.query_heads[output.rank]].append(
-                (Partial(output.tensor, lse.tensor), rows)
-            )
-        for heads, found in parts.items():
-            of_heads = Partial(*(part[:, heads.start : heads.stop] for part in answer))
-            merge_rows(of_heads, found)
-        return answer
+        for stage, transfers in zip(layout.stages, returning, strict=True):
+            self._merge(answer, stage, transfers)
+        if not layout.is_final:
+            kept += answer
+        shapes = problem.query.shape, problem.key.shape, problem.value.shape
+        return Attended(answer, tuple(kept), bind(self._differentiate, shapes))
 
-    def differentiate(self, problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
-        """Send tokens out again, and add up the gradients that come back for this shard."""
-        query, grad, output, lse = map(self._of_queries, (problem.query, grad_output, *answer))
-        key, value = self._of_keys(problem.key), self._of_keys(problem.value)
-        if self.layout.task.steps:
-            held = self._hold_queries(query), self._hold_keys(key), self._hold_keys(value)
-            of_queries = map(self._hold_queries, (grad, output, lse))
-            found = self.worker.run_backward(self.layout.task.steps, *held, *of_queries)
-        else:
-            found = Gradients.zeros(query, key, value)
-        gradients = Gradients.zeros(problem.query, problem.key, problem.value)
-        sides = self.layout.of_queries, self.layout.of_keys, self.layout.of_keys
-        of_sides = self.layout.query_heads, self.layout.kv_heads, self.layout.kv_heads
-        for total, part, route, heads in zip(gradients, found, sides, of_sides, strict=True):
-            for rank, rows, piece in send_back(part, route, self.group):
-                first, last = heads[rank].start, heads[rank].stop
-                total[:, first:last, rows.start : rows.stop] += piece
+    def _differentiate(
+        self, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
+    ) -> Gradients:
+        """Send the gradient out, and add up what comes back for this shard.
+
+        Args:
+            shapes: Of the shards of query, key and value.
+            kept: By :meth:`attend`.
+            grad_output: Gradient of the shard of the output.
+        """
+        layout, of_shard = self.layout, [grad_output]
+        routes = layout.of_queries, layout.of_keys, layout.of_keys
+        if not layout.is_final:
+            kept, answer = kept[:-2], kept[-2:]
+            of_shard += answer
+        coming = [[self._send_queries(stage, each) for each in of_shard] for stage in layout.stages]
+        returning = []
+        each_kept = len(kept) // len(layout.stages)
+        for i, (stage, transfers) in enumerate(zip(layout.stages, coming, strict=True)):
+            query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
+            came = [transfer.wait() for transfer in transfers]
+            found = self._compute_gradients(stage, query, key, value, *came, *own)
+            returning.append(
+                [send_back(*each, self.group) for each in zip(found, routes, strict=True)]
+            )
+        gradients = Gradients(*map(grad_output.new_empty, shapes))
+        for stage, transfers in zip(layout.stages, returning, strict=True):
+            heads_of_sides = stage.query_heads, stage.kv_heads, stage.kv_heads
+            for total, heads, transfer, route in zip(
+                gradients, heads_of_sides, transfers, routes, strict=True
+            ):
+                for of_heads, parts in _by_heads(pieces(transfer, route), heads).items():
+                    _add_up(total[:, of_heads.start : of_heads.stop], parts)
         return gradients
 
-    def _compute(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
-        if self.layout.task.steps:
-            held = self._hold_queries(query), self._hold_keys(key), self._hold_keys(value)
-            return self.worker.run_together(self.layout.task.steps, *held)
+    def _send_queries(self, stage: Stage, shard: Tensor) -> Transfer:
+        return send_out(shard, stage.query_heads, self.layout.of_queries, self.group)
+
+    def _send_keys(self, stage: Stage, shard: Tensor) -> Transfer:
+        return send_out(shard, stage.kv_heads, self.layout.of_keys, self.group)
+
+    def _compute(self, stage: Stage, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+        if steps := self.layout.task.steps:
+            held = self._hold(query, key, value)
+            return self._worker_of(stage).run_together(steps, *held)
         shape = query.shape[:3]
         lse = query.new_full(shape, -torch.inf, dtype=lse_dtype(query.dtype))
         return Partial(query.new_zeros((*shape, value.shape[3])), lse)
 
-    def _of_queries(self, shard: Tensor) -> Tensor:
-        return send_out(shard, self.layout.query_heads, self.layout.of_queries, self.group)
+    def _compute_gradients(
+        self, stage: Stage, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return gradients in the dtype of the query, as they travel."""
+        dtype = query.dtype
+        if not (steps := self.layout.task.steps):
+            return tuple(map(torch.zeros_like, (query, key, value)))
+        held = self._hold(query, key, value, *of_queries)
+        found = self._worker_of(stage).run_backward(steps, *held, dtype=dtype)
+        return tuple(gradient.to(dtype) for gradient in found)
 
-    def _of_keys(self, shard: Tensor) -> Tensor:
-        return send_out(shard, self.layout.kv_heads, self.layout.of_keys, self.group)
+    def _hold(
+        self, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
+    ) -> list[HeldTokens]:
+        queries, keys = self.layout.of_queries.held, self.layout.of_keys.held
+        ranges = queries, keys, keys, *(queries for _ in of_queries)
+        return list(map(HeldTokens.packed, (query, key, value, *of_queries), ranges))
 
-    def _hold_queries(self, tokens: Tensor) -> HeldTokens:
-        return HeldTokens.packed(tokens, self.layout.of_queries.held)
+    def _worker_of(self, stage: Stage) -> Worker:
+        first = stage.query_heads[self.rank].start
+        dropout = self.worker.dropout and self.worker.dropout.moved(0, first)
+        return replace(self.worker, dropout=dropout)
 
-    def _hold_keys(self, tokens: Tensor) -> HeldTokens:
-        return HeldTokens.packed(tokens, self.layout.of_keys.held)
+    def _merge(self, answer: Partial, stage: Stage, transfers: Sequence[Transfer]) -> None:
+        """Write what came back of a stage, the output and perhaps the lse, into the answer."""
+        heads, route = stage.query_heads, self.layout.of_queries
+        found = [_by_heads(pieces(transfer, route), heads) for transfer in transfers]
+        for of_heads, outputs in found[0].items():
+            into = Partial(*(part[:, of_heads.start : of_heads.stop] for part in answer))
+            if self.layout.is_final:
+                for part, of_stage, nothing in zip(into, found, (0, -torch.inf), strict=False):
+                    _write(part, of_stage[of_heads], nothing)
+                continue
+            parts = [
+                (Partial(output.tensor, lse.tensor), slice(output.rows.start, output.rows.stop))
+                for output, lse in zip(outputs, found[1][of_heads], strict=True)
+            ]
+            merge_rows(into, parts)
+
+
+def _by_heads(found: Iterable[Piece], heads: Sequence[range]) -> dict[range, list[Piece]]:
+    """Sort pieces by the heads that they are of, given those of every rank."""
+    sorted_pieces: dict[range, list[Piece]] = {of_rank: [] for of_rank in heads}
+    for piece in found:
+        sorted_pieces[heads[piece.rank]].append(piece)
+    return sorted_pieces
+
+
+def _write(target: Tensor, parts: Sequence[Piece], nothing: float) -> None:
+    """Write rows of which each is in one part at most; ``nothing`` to those in none."""
+    if sum(len(part.rows) for part in parts) < target.shape[2]:
+        target.fill_(nothing)
+    for part in parts:
+        target[:, :, part.rows.start : part.rows.stop].copy_(part.tensor)
+
+
+def _add_up(target: Tensor, parts: Sequence[Piece]) -> None:
+    """Write the sum of parts, each of some rows."""
+    if len({part.rank for part in parts}) <= 1:
+        _write(target, parts, 0)
+        return
+    total = target.new_zeros(target.shape, dtype=lse_dtype(target.dtype))
+    for part in parts:
+        total[:, :, part.rows.start : part.rows.stop] += part.tensor
+    target.copy_(total)
 
 
 def _check_head_parallel(

@@ -1,6 +1,6 @@
 """Rows of tokens from the shards to who computes with them, and results back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,40 @@ class Piece(NamedTuple):
     """``[batch, heads, rows, ...]``."""
 
 
-def send_out(shard: Tensor, heads: Sequence[range], route: Route, group: Any) -> Tensor:
-    """Send every rank the rows that it needs, of its heads; return those that this one needs.
+class Transfer:
+    """One collective under way; a GPU goes on with what it has been given."""
 
-    One collective. Its buffers begin with the tokens, so that what comes from different ranks is
-    one tensor in the order of tokens.
+    def __init__(
+        self, packed: Tensor, lengths: Sequence[int], expected: Sequence[int], group: Any
+    ) -> None:
+        """Send rows to every rank.
+
+        Args:
+            packed: ``[rows, batch, heads, ...]``, contiguous.
+            lengths: Number of rows for every rank.
+            expected: Number of rows from every rank.
+            group: The process group.
+        """
+        self._packed = packed  # until it has left
+        self._received = packed.new_empty((sum(expected), *packed.shape[1:]))
+        self._work = dist.all_to_all_single(
+            self._received, packed, list(expected), list(lengths), group=group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        """Return what came, ``[batch, heads, rows, ...]``, rows first in memory.
+
+        On a GPU it is there for what is launched from now on.
+        """
+        self._work.wait()
+        return self._received.movedim(0, 2)
+
+
+def send_out(shard: Tensor, heads: Sequence[range], route: Route, group: Any) -> Transfer:
+    """Send every rank the rows that it needs, of its heads; get those that this one needs.
+
+    Rows come first in memory, so that what comes from different ranks is one tensor in the order
+    of tokens.
 
     Args:
         shard: ``[batch, heads, rows, ...]``.
@@ -32,38 +61,33 @@ def send_out(shard: Tensor, heads: Sequence[range], route: Route, group: Any) ->
         group: The process group.
 
     Returns:
-        ``[batch, heads of a slice, tokens held, ...]``, tokens first in memory.
+        Of ``[batch, heads of a rank, tokens held, ...]``.
     """
+    by_row = shard.movedim(2, 0)
     pieces = [
-        shard[:, of_rank.start : of_rank.stop, rows.start : rows.stop]
+        by_row[rows.start : rows.stop, :, of_rank.start : of_rank.stop]
         for of_rank, ranges in zip(heads, route.sends, strict=True)
         for rows in ranges
     ]
-    packed = _tokens_first(torch.cat([shard[:, : len(heads[0]), :0], *pieces], dim=2))
-    received = packed.new_empty((sum(route.receives), *packed.shape[1:]))
-    dist.all_to_all_single(received, packed, list(route.receives), route.lengths, group=group)
-    return received.movedim(0, 2)
+    packed = torch.cat(pieces or [by_row[:0, :, : len(heads[0])]])
+    return Transfer(packed, route.lengths, route.receives, group)
 
 
-def send_back(held: Tensor, route: Route, group: Any) -> list[Piece]:
-    """Return results for the tokens held to whose they are; list what came, rank by rank.
+def send_back(held: Tensor, route: Route, group: Any) -> Transfer:
+    """Return results for the tokens held to whose they are; see :func:`pieces`.
 
     Args:
-        held: ``[batch, heads of a slice, tokens held, ...]``.
+        held: ``[batch, heads of a rank, tokens held, ...]``.
         route: That by which the tokens came.
         group: The process group.
     """
-    packed = _tokens_first(held)
-    received = packed.new_empty((sum(route.lengths), *packed.shape[1:]))
-    dist.all_to_all_single(received, packed, route.lengths, list(route.receives), group=group)
-    whole, first = received.movedim(0, 2), 0
-    pieces = []
+    return Transfer(held.movedim(2, 0).contiguous(), route.receives, route.lengths, group)
+
+
+def pieces(transfer: Transfer, route: Route) -> Iterator[Piece]:
+    """Wait for what was sent back to this rank, and tell it apart, rank by rank."""
+    received, first = transfer.wait(), 0
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
-            pieces.append(Piece(rank, rows, whole[:, :, first : first + len(rows)]))
+            yield Piece(rank, rows, received[:, :, first : first + len(rows)])
             first += len(rows)
-    return pieces
-
-
-def _tokens_first(tensor: Tensor) -> Tensor:
-    return tensor.movedim(2, 0).contiguous()

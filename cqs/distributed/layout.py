@@ -11,6 +11,9 @@ from cqs.scheduler.interest_sets import load_interest_set
 
 Lengths = tuple[int, ...]
 
+MAX_STAGES = 4
+"""More stages hide more of the exchange, but their kernels are shorter and more are launched."""
+
 
 @dataclass(frozen=True)
 class Route:
@@ -30,6 +33,16 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Heads that every rank computes at one time, while those of other stages travel."""
+
+    query_heads: tuple[range, ...]
+    """For every rank, some of the heads of its slice; equally many for each."""
+    kv_heads: tuple[range, ...]
+    """For every rank, the key heads that those need; fewer than slices are needed by several."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """What follows from numbers that all ranks know.
 
@@ -42,10 +55,13 @@ class Layout:
     """Of this rank."""
     of_queries: Route
     of_keys: Route
-    query_heads: tuple[range, ...]
-    """For every rank, the heads that it computes."""
-    kv_heads: tuple[range, ...]
-    """For every rank, the key heads that those need; fewer than slices are needed by several."""
+    stages: tuple[Stage, ...]
+    """Together, all heads."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether ranks compute with all keys of a query, so that nothing is to be merged."""
+        return self.plan.num_workers == 1
 
 
 @lru_cache(maxsize=32)
@@ -70,7 +86,7 @@ def lay_out(
         rank: Whose part to describe.
         num_heads: Heads of the queries.
         num_kv_heads: Of the keys.
-        head_parallel: See :func:`check_head_parallel`.
+        head_parallel: See :func:`why_not_head_parallel`.
         is_causal: See :func:`cqs.make_plan`, as for the rest.
         pattern: Likewise.
         interest_set: Likewise.
@@ -87,14 +103,27 @@ def lay_out(
         pattern=pattern,
     )
     tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
-    slices = [r % head_parallel for r in range(num_ranks)]
+    kv_heads = max(num_kv_heads // head_parallel, 1)
+    num_stages = max(n for n in range(1, MAX_STAGES + 1) if kv_heads % n == 0)
+    if num_ranks == 1:
+        num_stages = 1
     return Layout(
         plan,
         tasks[rank],
         make_route(cut_shards(seqlens_q), [task.held_queries for task in tasks], rank),
         make_route(cut_shards(seqlens_kv), [task.held_keys for task in tasks], rank),
-        tuple(_slice(num_heads, head_parallel, i) for i in slices),
-        tuple(_slice(num_kv_heads, head_parallel, i) for i in slices),
+        tuple(
+            Stage(
+                *(
+                    tuple(
+                        _part(_slice(heads, head_parallel, r % head_parallel), num_stages, i)
+                        for r in range(num_ranks)
+                    )
+                    for heads in (num_heads, num_kv_heads)
+                )
+            )
+            for i in range(num_stages)
+        ),
     )
 
 
@@ -169,6 +198,12 @@ def _slice(num_heads: int, head_parallel: int, i: int) -> range:
     """Return the heads of slice i; where heads are fewer than slices, the one it needs."""
     first = i * num_heads // head_parallel
     return range(first, first + max(num_heads // head_parallel, 1))
+
+
+def _part(heads: range, number: int, i: int) -> range:
+    """Return the i-th of so many equal parts."""
+    length = len(heads) // number
+    return heads[i * length : (i + 1) * length]
 
 
 def _common(tokens: range, ranges: Sequence[range]) -> list[range]:

@@ -62,10 +62,35 @@ def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
                 head_parallel=head_parallel,
                 **options,
             )
-            heads, kv_heads = layout.query_heads[rank], layout.kv_heads[rank]
-            group_size = len(heads) // len(kv_heads)
-            needed = [head * num_kv_heads // num_heads for head in heads]
-            assert needed == [kv_heads[i // group_size] for i in range(len(heads))]
+            for stage in layout.stages:
+                heads, kv_heads = stage.query_heads[rank], stage.kv_heads[rank]
+                group_size = len(heads) // len(kv_heads)
+                needed = [head * num_kv_heads // num_heads for head in heads]
+                assert needed == [kv_heads[i // group_size] for i in range(len(heads))]
+
+
+@pytest.mark.parametrize(("num_ranks", "head_parallel"), [(1, 1), (6, 1), (6, 2), (6, 6), (8, 4)])
+def test_stages_have_every_head_once(num_ranks, head_parallel):
+    layout = lay_out(
+        (4,) * num_ranks,
+        (4,) * num_ranks,
+        0,
+        num_heads=24,
+        num_kv_heads=12,
+        head_parallel=head_parallel,
+        is_causal=False,
+        pattern=None,
+        interest_set=None,
+        tile=1,
+    )
+    for side, number in (("query_heads", 24), ("kv_heads", 12)):
+        found = [
+            head
+            for rank in range(head_parallel)
+            for stage in layout.stages
+            for head in getattr(stage, side)[rank]
+        ]
+        assert sorted(found) == list(range(number))
 
 
 def test_heads_are_cut_where_that_spares_most():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cqs.autograd import attend_differentiably
+from cqs.autograd import attend_differentiably, keeping_operands
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.future import DISPATCHER, AttentionFuture, is_dispatcher, wait_or_cancel
@@ -361,7 +361,8 @@ def attend_on(
             return cluster.differentiate_plan(problem, plan, answer, grad_output, backend=backend)
 
     with scope() as cluster:
-        return attend_differentiably(problem, partial(forward, cluster), backward)
+        attend = keeping_operands(partial(forward, cluster), backward)
+        return attend_differentiably(problem, attend)
 
 
 def _positive_or_none(name: str, number: int | None) -> int | None:
