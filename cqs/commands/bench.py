@@ -3,23 +3,42 @@
 import argparse
 from importlib import import_module
 
-_BENCHMARKS = ("tasks", "kernels", "accuracy", "memory", "ray", "patterns")
+_BENCHMARKS = ("tasks", "kernels", "accuracy", "memory", "ray", "patterns", "peers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and their options."""
     parser.add_argument("benchmark", choices=_BENCHMARKS)
-    parser.add_argument("--tokens", type=int, metavar="N", help="default: as published")
+    parser.add_argument(
+        "--tokens", type=_lengths, metavar="N", help="default: as published; peers: N,N"
+    )
     parser.add_argument("--repeats", type=int, metavar="R", help="default: as published")
-    parser.add_argument("--only", metavar="NAME,NAME", help="patterns: those with such names")
     parser.add_argument("--out", metavar="FILE.jsonl", help="append the rows to this file")
+    parser.add_argument(
+        "--only", metavar="NAME,NAME", help="patterns: those with such names; peers: these methods"
+    )
+    peers = parser.add_argument_group("peers", "started by torchrun, a process for each GPU")
+    peers.add_argument("--heads", type=int, metavar="H", help="default: 16")
+    peers.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
+    peers.add_argument("--head-dim", type=int, metavar="D", help="default: 128")
+    peers.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
+    peers.add_argument("--backward", choices=("yes", "no"), help="default: yes")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run one benchmark."""
-    benchmark = import_module(f"cqs.bench.{options.benchmark}")
-    given = {name: getattr(options, name) for name in ("repeats", "only")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if "only" in given and options.benchmark != "patterns":
-        raise ValueError("--only goes with patterns")
-    benchmark.run(tokens=options.tokens, out=options.out, **given)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    name, tokens = given.pop("benchmark"), given.pop("tokens", None)
+    for option in given.keys() - {"repeats", "out"}:
+        allowed = ("patterns", "peers") if option == "only" else ("peers",)
+        if name not in allowed:
+            raise ValueError(f"--{option.replace('_', '-')} goes with {' or '.join(allowed)}")
+    if tokens is not None and name != "peers":
+        if len(tokens) > 1:
+            raise ValueError(f"several --tokens go with peers, got {tokens}")
+        (tokens,) = tokens
+    import_module(f"cqs.bench.{name}").run(tokens=tokens, **given)
+
+
+def _lengths(text: str) -> list[int]:
+    return [int(length) for length in text.split(",")]

@@ -1,0 +1,312 @@
+"""Ways to spread attention over GPUs, side by side in one process group around one kernel."""
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.bench.measurement import Measurement, append_rows, publish, summarize
+from cqs.bench.peer_methods import METHODS, Method, attend_alone, differentiate_alone
+from cqs.bench.timing import time_in_turn
+from cqs.partial import lse_dtype
+from cqs.problem import Problem, check_problem
+from cqs.testing import exact_rows
+from cqs.verify import VerificationError
+from cqs.worker import Worker
+
+_ROWS = 48
+"""How many of its rows a rank compares with float64."""
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Norm of an error, over that of what is right."""
+
+Passes = dict[str, dict[str, Callable[[], Any]]]
+"""Name of a pass -> name of a method -> what computes it."""
+
+
+def run(
+    *,
+    tokens: Sequence[int] | None = None,
+    heads: int = 16,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    causal: str = "both",
+    backward: str = "yes",
+    repeats: int = 9,
+    only: str | None = None,
+    out: str | None = None,
+) -> None:
+    """Check and time all methods on the ranks that torchrun started: one GPU each, or CPUs.
+
+    A time is that of the slowest rank, from a barrier on. Rates count ``4 N^2 d`` operations per
+    head forward and 2.5 times that backward, half of it if causal. Efficiency is the time of one
+    GPU alone, over the number of ranks times this time.
+
+    Args:
+        tokens: Sequence lengths; ``None`` means 32K and 128K, or 2K on CPUs.
+        heads: Of the queries.
+        kv_heads: Of the keys; ``None`` means as many.
+        head_dim: Of all.
+        causal: ``"yes"``, ``"no"`` or ``"both"``.
+        backward: ``"yes"`` or ``"no"``: whether to time the backward pass too.
+        repeats: How often each is timed.
+        only: Names of methods, separated by commas; ``None`` means all.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        ValueError: if torchrun did not start this, or no method has such a name.
+        VerificationError: on every rank, if a method is wrong.
+    """
+    names = only.split(",") if only else list(METHODS)
+    if unknown := [name for name in names if name not in METHODS]:
+        raise ValueError(f"only must name some of {', '.join(METHODS)}; got {unknown[0]!r}")
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "peers are processes, one for each GPU: start them by "
+            "torchrun --nproc-per-node 4 -m cqs bench peers"
+        )
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    rows: list[Measurement] = []
+    for length in tokens or ([32768, 131072] if on_gpu else [2048]):
+        for is_causal in {"no": [False], "yes": [True], "both": [False, True]}[causal]:
+            *tensors, grad_output = _draw(length, heads, kv_heads or heads, head_dim, device)
+            rows += measure(
+                dist.group.WORLD,
+                names,
+                check_problem(*tensors, is_causal=is_causal),
+                grad_output if backward == "yes" else None,
+                repeats=repeats,
+                out=out,
+            )
+    if rows:
+        publish(rows, _COLUMNS, None)
+    dist.destroy_process_group()
+
+
+def measure(
+    group: Any,
+    names: Sequence[str],
+    problem: Problem,
+    grad_output: Tensor | None,
+    *,
+    repeats: int,
+    out: str | None = None,
+) -> list[Measurement]:
+    """Check and time methods; every rank of the group calls this.
+
+    Args:
+        group: The process group.
+        names: Of methods; those that cannot take the problem are left out, with a line why.
+        problem: The same on every rank.
+        grad_output: Likewise; ``None`` means that there is no backward pass.
+        repeats: How often each is timed.
+        out: File to append rows to, or ``None``.
+
+    Returns:
+        The rows, on the first rank; on others none.
+
+    Raises:
+        VerificationError: on every rank, if a method is wrong.
+    """
+    worker = Worker.of(problem, "triton" if problem.query.is_cuda else None)
+    rows = []
+    with torch.set_grad_enabled(grad_output is not None):
+        for what, passes in _prepare(group, names, worker, problem, grad_output).items():
+            peaks = {name: _peak_bytes(compute, group) for name, compute in passes.items()}
+            seconds = _time(passes, repeats, group, problem.query.device)
+            if dist.get_rank(group) == 0:
+                found = _rows(what, problem, seconds, peaks, dist.get_world_size(group))
+                append_rows(found, out)
+                rows += found
+    return rows
+
+
+def _draw(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+) -> list[Tensor]:
+    """Draw query, key, value and the gradient of the output, the same on every rank."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [
+        torch.randn(
+            (tokens, 1, number, head_dim), generator=generator, dtype=dtype, device=device
+        ).movedim(0, 2)
+        for number in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def _prepare(
+    group: Any,
+    names: Sequence[str],
+    worker: Worker,
+    problem: Problem,
+    grad_output: Tensor | None,
+) -> Passes:
+    """Return what computes each pass by each method, checked."""
+    tensors, is_causal = (problem.query, problem.key, problem.value), problem.is_causal
+    expected: tuple[Tensor, ...] = ()
+    if grad_output is not None:
+        answer = attend_alone(worker, *tensors, is_causal=is_causal)
+        saved = *tensors, *answer
+        expected = differentiate_alone(worker, saved, grad_output, is_causal=is_causal)
+        del answer, saved
+    passes: Passes = {what: {} for what in ("forward", "backward")[: 2 if expected else 1]}
+    for name in names:
+        method = METHODS[name](group, worker, is_causal=is_causal)
+        if reason := method.why_not(problem):
+            if method.rank == 0:
+                print(f"{name} is left out: it {reason}")
+            continue
+        shard = [method.shard(tensor) for tensor in tensors]
+        output, saved = method.forward(*shard)
+        errors = {"output": _stray_of_rows(method, problem, output)}
+        passes["forward"][name] = partial(method.forward, *shard)
+        if grad_output is not None:
+            grad = method.shard(grad_output)
+            found = method.backward(saved, grad)
+            for side, ours, theirs in zip(("query", "key", "value"), found, expected, strict=True):
+                errors[f"gradient of the {side}"] = _stray(ours, method.shard(theirs))
+            passes["backward"][name] = partial(method.backward, saved, grad)
+            del found
+        _judge(name, errors, problem.query.dtype, group)
+    return passes
+
+
+def _stray_of_rows(method: Method, problem: Problem, output: Tensor) -> Tensor:
+    """Return the largest error of sampled rows of a shard."""
+    device = output.device
+    tokens = torch.cat(
+        [
+            torch.arange(r.start, r.stop, device=device)
+            for r in method.tokens(problem.query.shape[2])
+        ]
+    )
+    if not len(tokens):
+        return torch.zeros((), dtype=torch.float64, device=device)
+    rows = torch.linspace(0, len(tokens) - 1, _ROWS, device=device).long()
+    exact = exact_rows(problem, tokens[rows])
+    errors = (output[:, :, rows].double() - exact).norm(dim=-1)
+    worst: Tensor = (errors / exact.norm(dim=-1)).max()
+    return worst
+
+
+def _stray(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the norm of the difference, beside that of the right one."""
+    if not theirs.numel():
+        return torch.zeros((), dtype=torch.float64, device=theirs.device)
+    ours, theirs = (tensor.to(lse_dtype(tensor.dtype)) for tensor in (ours, theirs))
+    error: Tensor = (ours - theirs).norm() / theirs.norm()
+    return error.double()
+
+
+def _judge(name: str, errors: dict[str, Tensor], dtype: torch.dtype, group: Any) -> None:
+    """Raise on every rank if an error of any is too large, or not a number."""
+    worst = torch.stack(list(errors.values())).nan_to_num(nan=torch.inf)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    for what, error in zip(errors, worst.tolist(), strict=True):
+        if error > _TOLERANCES[dtype]:
+            raise VerificationError(
+                f"{name} is wrong: its {what} strays by {error:.2g}, "
+                f"allowed are {_TOLERANCES[dtype]:.2g}"
+            )
+
+
+def _peak_bytes(compute: Callable[[], Any], group: Any) -> int:
+    """Return the most bytes that a rank allocates meanwhile; 0 without GPUs."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    compute()
+    torch.cuda.synchronize()
+    peak = torch.tensor(torch.cuda.max_memory_allocated() - before, device="cuda")
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    return int(peak)
+
+
+def _time(
+    passes: dict[str, Callable[[], Any]], repeats: int, group: Any, device: torch.device
+) -> dict[str, list[float]]:
+    """Time methods in turn; return for each the seconds of the slowest rank, repeat by repeat."""
+    names = list(passes)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier(group)
+            seconds[name] += time_in_turn({name: passes[name]}, 1, device.type)[name]
+    table = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return dict(zip(names, table.tolist(), strict=True))
+
+
+def _rows(
+    what: str,
+    problem: Problem,
+    seconds: dict[str, list[float]],
+    peaks: dict[str, int],
+    num_ranks: int,
+) -> list[Measurement]:
+    _, heads, tokens, head_dim = problem.query.shape
+    kv_heads = problem.key.shape[1]
+    flops = {"forward": 4.0, "backward": 10.0}[what] * tokens**2 * head_dim * heads
+    flops /= 2 if problem.is_causal else 1
+    baseline = "one" if "one" in seconds else next(iter(seconds))
+    rows = []
+    for name, own in seconds.items():
+        ranks = 1 if name == "one" else num_ranks
+        ratio = statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True))
+        details: dict[str, float] = {
+            "tokens": tokens,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ranks": num_ranks,
+            "tflops_per_rank": flops / ranks / statistics.median(own) / 1e12,
+        }
+        if baseline == "one":
+            details["efficiency"] = 1 / (ratio * ranks)
+        if problem.query.is_cuda:
+            details["peak_bytes"] = peaks[name]
+        rows.append(
+            Measurement(
+                benchmark=f"peers {what}",
+                case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
+                f"-h{heads}-kv{kv_heads}-d{head_dim}",
+                baseline=baseline,
+                num_workers=num_ranks,
+                executor=name,
+                dtype=str(problem.query.dtype).removeprefix("torch."),
+                ratio=ratio,
+                repeats=len(own),
+                details=details,
+                **summarize(own),  # type: ignore[arg-type]
+            )
+        )
+    return rows
+
+
+_COLUMNS: dict[str, Callable[[Measurement], object]] = {
+    "case": lambda row: row.case,
+    "pass": lambda row: row.benchmark.partition(" ")[2],
+    "by": lambda row: row.executor,
+    "ranks": lambda row: row.num_workers,
+    "median ms": lambda row: f"{row.median_ms:.3f}",
+    "TFLOP/s per rank": lambda row: f"{row.details['tflops_per_rank']:.3g}",
+    "efficiency": lambda row: (
+        f"{100 * row.details['efficiency']:.1f} %" if "efficiency" in row.details else "-"
+    ),
+    "MiB per rank": lambda row: (
+        f"{row.details['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row.details else "-"
+    ),
+}
