@@ -4,6 +4,7 @@ A shard is ``[batch, heads, rows, dim]`` with rows first in memory, as projectio
 batch of one, and of as many rows on every rank: then tokens need no copy to travel, but between
 heads. Whatever can travel beside a computation is launched before it.
 """
+# ruff: noqa: D102, what methods do stands in Method
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -61,16 +62,16 @@ class Method(ABC):
 class One(Method):
     """The first rank computes all, alone; the others have nothing."""
 
-    def tokens(self, seqlen: int) -> tuple[range, ...]:  # noqa: D102
+    def tokens(self, seqlen: int) -> tuple[range, ...]:
         return (range(0 if self.rank else seqlen),)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:  # noqa: D102
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         if self.rank:
             return query, (query, key, value)
         answer = attend_alone(self.worker, query, key, value, is_causal=self.is_causal)
         return answer.output, (query, key, value, *answer)
 
-    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         if self.rank:
             return tuple(saved)
         return differentiate_alone(self.worker, saved, grad_output, is_causal=self.is_causal)
@@ -106,11 +107,11 @@ class Cqs(_Differentiable):
         super().__init__(*arguments, **options)
         self.head_parallel = head_parallel
 
-    def tokens(self, seqlen: int) -> tuple[range, ...]:  # noqa: D102
+    def tokens(self, seqlen: int) -> tuple[range, ...]:
         first, stop = (seqlen * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
         return (range(first, stop),)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = cqs.distributed.attention(
             query,
             key,
@@ -180,7 +181,7 @@ class Ring(_Chunked):
     the last hop, to where they are handed back.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:  # noqa: D102
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         held = [_rows_first(key), _rows_first(value)]
         buffers = [list(map(torch.empty_like, held)) for _ in range(min(2, self.num_ranks - 1))]
         parts = []
@@ -194,7 +195,7 @@ class Ring(_Chunked):
         answer = _merge(parts)
         return answer.output, (query, key, value, *answer)
 
-    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         query, key, value, *_ = saved
         held = [_rows_first(key), _rows_first(value)]
         buffers = [list(map(torch.empty_like, held)) for _ in range(min(2, self.num_ranks - 1))]
@@ -250,11 +251,12 @@ class AllGather(_Chunked):
     """Every rank gathers all keys and values; gradients of keys are reduced and scattered.
 
     As in the training of Llama 3 (arXiv 2407.21783), but overlapped: the rank's own keys are
-    attended to while the others come. In the backward pass they come again; the first half of the
-    own keys is computed meanwhile, the second while the sums travel, in float32.
+    attended to while the others come. In the backward pass they come again; the second half of the
+    own keys, if causal the one that fewer see, is computed meanwhile, the first while the sums
+    travel, in float32.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:  # noqa: D102
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         gathered, transfers = self._gather(key, value)
         own, rest = self._own(query), self._rest(query)
         parts = [self.compute(own, query, key, value)]
@@ -264,29 +266,33 @@ class AllGather(_Chunked):
         answer = _merge(parts)
         return answer.output, (query, key, value, *answer)
 
-    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         query, key, value, *_ = saved
         gathered, transfers = self._gather(key, value)
         first, second = (self._own(query, [half]) for half in (0, 1))
-        found = self.differentiate(first, saved, grad_output, key, value)
+        of_second = self.differentiate(second, saved, grad_output, key, value)
         _wait(transfers)
-        grad_query = found.query
         batch, num_kv_heads, num_rows, head_dim = key.shape
-        packed = found.key.new_zeros((self.num_ranks * num_rows, batch, 2 * num_kv_heads, head_dim))
+        packed = of_second.key.new_zeros(
+            (self.num_ranks * num_rows, batch, 2 * num_kv_heads, head_dim)
+        )
+        found = [(second, of_second)]
         if rest := self._rest(query):
             of_rest = self.differentiate(rest, saved, grad_output, *gathered)
-            grad_query[:, :, rest.rows] += of_rest.query
             heads = _heads_first(packed)[:, :, rest.columns].split(num_kv_heads, dim=1)
             for target, part in zip(heads, of_rest[1:], strict=True):
                 target.copy_(part)
+            found.append((rest, of_rest))
         sums = packed.new_empty((num_rows, *packed.shape[1:]))
         transfer = _reduce_scatter(sums, packed, group=self.group, async_op=True)
-        of_second = self.differentiate(second, saved, grad_output, key, value)
-        grad_query[:, :, second.rows] += of_second.query
+        of_first = self.differentiate(first, saved, grad_output, key, value)
+        grad_query = of_first.query  # of all rows
+        for call, gradients in found:
+            grad_query[:, :, call.rows] += gradients.query
         transfer.wait()
         grads = _heads_first(sums).split(num_kv_heads, dim=1)
-        for call, parts in ((first, found), (second, of_second)):
-            for total, part in zip(grads, parts[1:], strict=True):
+        for call, gradients in ((first, of_first), (second, of_second)):
+            for total, part in zip(grads, gradients[1:], strict=True):
                 total[:, :, call.columns] += part
         return tuple(gradient.to(query.dtype) for gradient in (grad_query, *grads))
 
@@ -325,7 +331,7 @@ class Ulysses(Method):
         super().__init__(*arguments, **options)
         self.num_parts = num_parts
 
-    def why_not(self, problem: Problem) -> str | None:  # noqa: D102
+    def why_not(self, problem: Problem) -> str | None:
         (_, num_heads, seqlen, _), num_kv_heads = problem.query.shape, problem.key.shape[1]
         numbers = num_heads, max(num_kv_heads, self.num_ranks)
         if any(number % (self.num_ranks * self.num_parts) for number in numbers):
@@ -339,10 +345,10 @@ class Ulysses(Method):
             return f"needs tokens in multiples of {self.num_ranks}, got {seqlen}"
         return None
 
-    def tokens(self, seqlen: int) -> tuple[range, ...]:  # noqa: D102
+    def tokens(self, seqlen: int) -> tuple[range, ...]:
         return _ranges([self.rank], seqlen // self.num_ranks)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:  # noqa: D102
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         times = max(self.num_ranks // key.shape[1], 1)
         tensors = [query, *(_repeat_heads(tensor, times) for tensor in (key, value))]
         coming = [self._send_rows(tensors, part) for part in range(self.num_parts)]
@@ -355,7 +361,7 @@ class Ulysses(Method):
         (output,) = self._receive(going)
         return output, (saved, times)
 
-    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         parts, times = saved
         coming = [self._send_rows([grad_output], part) for part in range(self.num_parts)]
         going = []
@@ -420,7 +426,7 @@ class Torch(_Chunked, _Differentiable):
         super().__init__(*arguments, **options)
         self.rotate = rotate
 
-    def why_not(self, problem: Problem) -> str | None:  # noqa: D102
+    def why_not(self, problem: Problem) -> str | None:
         if not problem.query.is_cuda:
             return "needs GPUs"
         if reason := super().why_not(problem):
@@ -435,10 +441,10 @@ class Torch(_Chunked, _Differentiable):
             return f"fails: {error!r}"
         return None
 
-    def shard(self, whole: Tensor) -> Tensor:  # noqa: D102
+    def shard(self, whole: Tensor) -> Tensor:
         return super().shard(whole).contiguous()
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._set_options()
         output: Tensor = _context_parallel_attention(self.num_ranks)(
             query,
@@ -450,7 +456,7 @@ class Torch(_Chunked, _Differentiable):
         )
         return output
 
-    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         self._set_options()
         return super().backward(saved, grad_output)
 

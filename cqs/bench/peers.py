@@ -21,8 +21,8 @@ from cqs.worker import Worker
 
 _ROWS = 48
 """How many of its rows a rank compares with float64."""
-_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Norm of an error, over that of what is right."""
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Norm of an error, over that of what is right; of gradients, both are rounded."""
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
 """Name of a pass -> name of a method -> what computes it."""
