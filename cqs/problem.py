@@ -230,5 +230,10 @@ def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:
     if not probability:
         return None
     if seed is None:
-        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        seed = draw_seed()
     return Dropout(probability, seed)
+
+
+def draw_seed() -> int:
+    """Draw a seed for dropout from PyTorch's generator."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))

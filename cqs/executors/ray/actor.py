@@ -10,6 +10,7 @@ import torch
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.job import TensorGroups
+from cqs.executors.ray.member import Member
 from cqs.executors.ray.report import TaskReport
 from cqs.scheduler import Task
 from cqs.worker import HeldTokens, Worker
@@ -32,14 +33,15 @@ def host_name() -> str:
     return f"{socket.gethostname()}/{inode}"
 
 
-class TaskActor:
-    """Computes one task at a time on one device."""
+class TaskActor(Member):
+    """Computes one task at a time on one device, and keeps shards there."""
 
     def __init__(self, use_gpu: bool, num_threads: int):
         """Take the GPU that the process was given, if there is one, else ``num_threads`` cores."""
-        self._device = torch.device("cuda" if use_gpu and torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if use_gpu and torch.cuda.is_available() else "cpu")
+        super().__init__(device)
         torch.set_num_threads(num_threads)
-        measure_peak_bytes(lambda: torch.ones(1, device=self._device), self._device)  # warm up
+        measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
         """Answer as soon as the actor can work."""

@@ -3,10 +3,11 @@
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,14 +16,23 @@ from tqdm import tqdm
 from cqs.autograd import attend_differentiably, keeping_operands
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
-from cqs.executors.ray.future import DISPATCHER, AttentionFuture, is_dispatcher, wait_or_cancel
+from cqs.executors.ray.future import (
+    DISPATCHER,
+    AttentionFuture,
+    check_may_wait,
+    is_dispatcher,
+    wait_or_cancel,
+)
+from cqs.executors.ray.group import Group
 from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import ActorPool, start_pool
+from cqs.executors.ray.recipe import AttendShards, Load, Make, Recipe
 from cqs.executors.ray.run import Patience, Run
+from cqs.executors.ray.sharded import Sharded, Step
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.patterns import Pattern
-from cqs.problem import Problem, check_problem
+from cqs.problem import Problem, check_problem, draw_seed
 from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
 from cqs.worker import Worker
@@ -117,6 +127,7 @@ class Cluster:
             disconnect()
             raise
         self._patience = Patience(num_workers, stall_timeout, start_timeout, max_attempts)
+        self._group = Group(self._pool, self._patience, self._closing)
         self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=DISPATCHER)
         self._close = weakref.finalize(
             self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
@@ -138,11 +149,47 @@ class Cluster:
         actors = list(self._pool.actors.values())
         return tuple(actor.info.pid for actor in actors if actor.info is not None)
 
+    @overload
     def attention(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        *,
+        is_causal: bool = ...,
+        pattern: Pattern | None = ...,
+        scale: float | None = ...,
+        dropout_p: float = ...,
+        seed: int | None = ...,
+        num_workers: int | None = ...,
+        interest_set: Iterable[int] | None = ...,
+        backend: str | None = ...,
+        return_lse: bool = ...,
+        verify: bool = ...,
+        progress: bool | Callable[[int, int], None] = ...,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+    @overload
+    def attention(
+        self,
+        query: Sharded,
+        *,
+        is_causal: bool = ...,
+        pattern: Pattern | None = ...,
+        scale: float | None = ...,
+        dropout_p: float = ...,
+        seed: int | None = ...,
+        head_parallel: int | str = ...,
+        interest_set: Iterable[int] | None = ...,
+        backend: str | None = ...,
+        return_lse: bool = ...,
+    ) -> Sharded: ...
+
+    def attention(
+        self,
+        query: Tensor | Sharded,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
         *,
         is_causal: bool = False,
         pattern: Pattern | None = None,
@@ -150,16 +197,21 @@ class Cluster:
         dropout_p: float = 0.0,
         seed: int | None = None,
         num_workers: int | None = None,
+        head_parallel: int | str = "auto",
         interest_set: Iterable[int] | None = None,
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
         progress: bool | Callable[[int, int], None] = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor] | Sharded:
         """Compute exact attention on the workers; see :func:`cqs.attention`.
 
+        A sharded sequence stays on the workers: they send each other what their tasks need, as in
+        :func:`cqs.distributed.attention`, and each keeps the answer for its own queries.
+
         Args:
-            query: ``[batch, num_heads, seqlen_q, head_dim]``.
+            query: ``[batch, num_heads, seqlen_q, head_dim]``; or a sharded sequence whose shards
+                are query, key and value.
             key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
             value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
             is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
@@ -167,22 +219,59 @@ class Cluster:
             scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
             dropout_p: Chance that a probability is zeroed, see :func:`cqs.attention`.
             seed: For dropout.
-            num_workers: Number of tasks, any number; ``None`` means one per actor.
-            interest_set: See :func:`cqs.make_plan`.
+            num_workers: Number of tasks, any number; ``None`` means one per actor. Shards have one
+                task each.
+            head_parallel: Of shards, see :func:`cqs.distributed.attention`.
+            interest_set: See :func:`cqs.make_plan`; of shards, see
+                :func:`cqs.distributed.attention`.
             backend: Name of a backend, or ``None`` for the best of each worker.
             return_lse: Also return the log of the softmax denominators.
-            verify: Recompute sampled rows in float64 and raise if they disagree.
+            verify: Recompute sampled rows in float64 and raise if they disagree; not of shards.
             progress: True draws a progress bar; a function is called with (tasks done, tasks in
-                all).
+                all). Not of shards.
+
+        Returns:
+            ``output``, with ``return_lse`` also ``lse``; of a sharded sequence, sharded like its
+            queries and without gradients.
 
         Raises:
-            TypeError: as :func:`cqs.attention`.
-            ValueError: as :func:`cqs.attention`, and if the cluster is closed.
+            TypeError: as :func:`cqs.attention`, and for options that the kind of sequence has not.
+            ValueError: as :func:`cqs.attention`, and if the cluster is closed or a sharded sequence
+                is of another.
             NotImplementedError: as :func:`cqs.attention`.
             torch.OutOfMemoryError: as :func:`cqs.attention`.
-            WorkersDiedError: if all workers are dead.
+            WorkersDiedError: if all workers are dead; with shards, if none could be started in the
+                place of one that died.
             TaskFailedError: if a task kills every worker that it meets.
         """
+        if isinstance(query, Sharded):
+            if not (key is value is num_workers is None and verify is progress is False):
+                raise TypeError(
+                    "attention of a sharded sequence takes neither key, value and num_workers nor "
+                    "verify and progress"
+                )
+            if (number := len(query.shapes[0])) != 3:
+                raise ValueError(
+                    f"attention needs shards of query, key and value, got {number} tensors"
+                )
+            if dropout_p and seed is None:
+                seed = draw_seed()  # lost shards are made again with the same
+            options = {
+                "is_causal": is_causal,
+                "pattern": pattern,
+                "scale": scale,
+                "dropout_p": dropout_p,
+                "seed": seed,
+                "head_parallel": head_parallel,
+                "interest_set": None if interest_set is None else tuple(interest_set),
+                "backend": backend,
+                "return_lse": return_lse,
+            }
+            return self.make_shards(AttendShards(options), [query])
+        if head_parallel != "auto":
+            raise TypeError("head_parallel is for sharded sequences")
+        if key is None or value is None:
+            raise TypeError("attention takes query, key and value, or one sharded sequence")
         problem = check_problem(
             query,
             key,
@@ -203,6 +292,52 @@ class Cluster:
             progress=progress,
         )
         return (answer.output, answer.lse) if return_lse else answer.output
+
+    def shard(self, *tensors: Tensor, dim: int = 2) -> Sharded:
+        """Cut tensors into contiguous parts, one for each worker, and put them there.
+
+        Args:
+            tensors: Usually query, key and value. Copies remain in the object store, from which
+                lost shards are taken.
+            dim: The dimension that is cut: into equal parts, up to one.
+
+        Raises:
+            TypeError: if there are no tensors, or what is passed is none.
+            ValueError: if a tensor has no dimension ``dim``, or the cluster is closed.
+            WorkersDiedError: as :meth:`attention`.
+            TaskFailedError: likewise.
+        """
+        self._check_alive()
+        if not tensors:
+            raise TypeError("shard takes one tensor or several")
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"shard takes tensors, got {type(tensor).__name__}")
+            if not -tensor.ndim <= dim < tensor.ndim:
+                raise ValueError(f"no dimension {dim} in shape {tuple(tensor.shape)}")
+        parts = [tensor.tensor_split(self._group.num_ranks, dim) for tensor in tensors]
+        stored = tuple(tuple(map(self._group.store, shard)) for shard in zip(*parts, strict=True))
+        return self.make_shards(Load(), stored=stored)
+
+    def make_sharded(self, function: Callable[[int, int], Any]) -> Sharded:
+        """Make a sharded sequence on the workers; nothing of it passes through this process.
+
+        Args:
+            function: Called on each worker as ``function(rank, num_ranks)``; returns the tensors of
+                that rank's shard, usually query, key and value. Shards are contiguous, rank 0 has
+                the first tokens; they may differ in length. For a shard that is lost it is called
+                again, on another worker, and must return the same.
+
+        Raises:
+            TypeError: if ``function``, or what it returns, is of the wrong type.
+            ValueError: if shards have different numbers of tensors, or the cluster is closed.
+            WorkersDiedError: as :meth:`attention`.
+            TaskFailedError: likewise.
+            Exception: what the function raises, with a note that names the rank.
+        """
+        if not callable(function):
+            raise TypeError(f"make_sharded takes a function, got {function!r}")
+        return self.make_shards(Make(function))
 
     def submit(
         self,
@@ -273,7 +408,7 @@ class Cluster:
         """
         self._check_alive()
         run = self._make_run(Attend(problem, plan, answer), plan, backend, verify, progress)
-        return AttentionFuture(self, self._dispatcher.submit(run), run, return_lse)
+        return AttentionFuture(self, self._dispatch(run), run, return_lse)
 
     def differentiate_plan(
         self,
@@ -291,7 +426,7 @@ class Cluster:
         self._check_alive()
         job = Differentiate(problem, plan, answer, grad_output)
         run = self._make_run(job, plan, backend, verify=False, progress=False)
-        gradients: Gradients = wait_or_cancel(self._dispatcher.submit(run), run)
+        gradients: Gradients = wait_or_cancel(self._dispatch(run), run.cancelled)
         return gradients
 
     def make_plan(
@@ -300,6 +435,54 @@ class Cluster:
         """Plan a problem; ``num_workers`` of ``None`` means a task for each worker."""
         default = self._patience.num_workers
         return problem.make_plan(default if num_workers is None else num_workers, interest_set)
+
+    def make_shards(
+        self,
+        recipe: Recipe,
+        sources: Sequence[Sharded] = (),
+        stored: tuple[tuple[Any, ...], ...] = (),
+    ) -> Sharded:
+        """Make a sharded sequence and wait until it is there.
+
+        Args:
+            recipe: How its shards are made.
+            sources: Sequences of this cluster whose shards the recipe is given.
+            stored: For each rank, blobs in the object store that it is given after them.
+        """
+        self._check_alive()
+        for source in sources:
+            if not isinstance(source, Sharded):
+                raise TypeError(f"expected a sharded sequence, got {type(source).__name__}")
+            if source.cluster is not self:
+                raise ValueError(f"{source!r} belongs to another cluster")
+        step = self._group.begin(recipe, tuple(source.step for source in sources), stored)
+        self._wait_for(self._group.make, step)
+        return Sharded(self, step, self._group.forget)
+
+    def fetch_shards(self, sharded: Sharded) -> list[tuple[Tensor, ...]]:
+        """Return the tensors of each shard, which must not be written to."""
+        shards = self._wait_for(self._group.fetch, sharded.step)
+        return [tuple(blob.tensor() for blob in shard) for shard in shards]
+
+    def replicate_shards(self, sharded: Sharded) -> None:
+        """Copy shards into the object store; see :meth:`Sharded.replicate`."""
+        self._wait_for(self._group.replicate, sharded.step)
+
+    def _wait_for(self, work: Callable[[Step, threading.Event], Any], step: Step) -> Any:
+        """Have the dispatcher work on a step, and wait until it has."""
+        self._check_alive()
+        check_may_wait()
+        cancelled = threading.Event()
+        return wait_or_cancel(self._dispatch(partial(work, step, cancelled)), cancelled)
+
+    def _dispatch(self, work: Callable[[], Any]) -> "Future[Any]":
+        """Have the dispatcher free what was forgotten, then work."""
+
+        def sweep_and_work() -> Any:
+            self._group.sweep()
+            return work()
+
+        return self._dispatcher.submit(sweep_and_work)
 
     def _make_run(
         self,

@@ -29,13 +29,13 @@ class AttentionFuture:
             TimeoutError: if it is not there after ``timeout`` seconds; the run goes on.
             concurrent.futures.CancelledError: if it was cancelled.
         """
-        _check_may_wait(self._future)
+        _check_may_wait_for(self._future)
         answer = self._future.result(timeout)
         return (answer.output, answer.lse) if self._return_lse else answer.output
 
     def wait(self) -> Partial:
         """Wait for output and lse; cancels the run if the wait is interrupted."""
-        answer: Partial = wait_or_cancel(self._future, self._run)
+        answer: Partial = wait_or_cancel(self._future, self._run.cancelled)
         return answer
 
     def cancel(self) -> bool:
@@ -55,13 +55,13 @@ class AttentionFuture:
         return self._run.report
 
 
-def wait_or_cancel(future: "Future[Any]", run: Run) -> Any:
-    """Wait for a run's result, and cancel the run if the wait is interrupted."""
-    _check_may_wait(future)
+def wait_or_cancel(future: "Future[Any]", cancelled: threading.Event) -> Any:
+    """Wait for a result; if the wait is interrupted, set what makes the work end."""
+    _check_may_wait_for(future)
     try:
         return future.result()
     except BaseException:
-        run.cancelled.set()
+        cancelled.set()
         future.cancel()
         raise
 
@@ -71,6 +71,12 @@ def is_dispatcher() -> bool:
     return threading.current_thread().name.startswith(DISPATCHER)
 
 
-def _check_may_wait(future: "Future[Any]") -> None:
-    if is_dispatcher() and not future.done():
+def check_may_wait() -> None:
+    """Raise RuntimeError in the thread that would have to do what is waited for."""
+    if is_dispatcher():
         raise RuntimeError("a progress function cannot wait for another run of its cluster")
+
+
+def _check_may_wait_for(future: "Future[Any]") -> None:
+    if not future.done():
+        check_may_wait()

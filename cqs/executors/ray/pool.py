@@ -9,6 +9,8 @@ from typing import Any
 
 from cqs.executors.ray.actor import ActorInfo, host_name
 
+CONTROL = "control"
+"""Calls of this concurrency group are answered while the actor computes."""
 _RELEASE_SECONDS = 5.0
 """How long what ended actors held may take to be free again."""
 
@@ -29,11 +31,21 @@ class Actor:
 
 
 class ActorPool:
-    """Equal actors on a Ray cluster."""
+    """Equal actors on a Ray cluster, on as few of its nodes as can hold them."""
 
-    def __init__(self, ray: Any, actor_class: type, *, use_gpus: bool, cpus_per_worker: int):
-        """Describe the actors; none is started yet."""
+    def __init__(
+        self,
+        ray: Any,
+        actor_class: type,
+        num_workers: int,
+        *,
+        use_gpus: bool,
+        cpus_per_worker: int,
+    ):
+        """Reserve room for ``num_workers`` actors and their successors; none is started yet."""
         self.ray = ray
+        room = {"GPU": 1} if use_gpus else {"CPU": cpus_per_worker}
+        self._room = ray.util.placement_group([room] * num_workers, strategy="PACK")
         self.actors: dict[int, Actor] = {}
         self._num_started = 0
         self._abandoned: list[Any] = []
@@ -43,6 +55,10 @@ class ActorPool:
             num_gpus=int(use_gpus),
             max_restarts=0,
             max_task_retries=0,
+            concurrency_groups={CONTROL: 1},
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._room
+            ),
         )(actor_class)
 
     def start(self, number: int) -> list[Actor]:
@@ -80,11 +96,12 @@ class ActorPool:
                 self.ray.get(ref)
 
     def close(self) -> None:
-        """End all actors."""
+        """End all actors and give back their room."""
         self.abandon([])
         for actor in self.actors.values():
             self.ray.kill(actor.handle, no_restart=True)
         self.actors.clear()
+        self.ray.util.remove_placement_group(self._room)
 
 
 def start_pool(
@@ -110,7 +127,9 @@ def start_pool(
                 f"cluster has {free:g} of {total.get(kind, 0):g}"
             )
         time.sleep(0.1)
-    pool = ActorPool(ray, actor_class, use_gpus=use_gpus, cpus_per_worker=cpus_per_worker)
+    pool = ActorPool(
+        ray, actor_class, num_workers, use_gpus=use_gpus, cpus_per_worker=cpus_per_worker
+    )
     try:
         pings = [(actor, actor.ping()) for actor in pool.start(num_workers)]
         for actor, ping in pings:
@@ -124,3 +143,15 @@ def start_pool(
         pool.close()
         raise
     return pool, num_workers
+
+
+def deaths_of_actors(ray: Any) -> tuple[type[Exception], ...]:
+    """List what says that a machine failed, as opposed to the computation."""
+    errors = ray.exceptions
+    return (
+        errors.RayActorError,
+        errors.OutOfMemoryError,
+        errors.ObjectLostError,
+        errors.NodeDiedError,
+        errors.WorkerCrashedError,
+    )

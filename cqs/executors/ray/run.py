@@ -13,7 +13,7 @@ import torch
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.job import Attend, Differentiate
-from cqs.executors.ray.pool import Actor, ActorPool
+from cqs.executors.ray.pool import Actor, ActorPool, deaths_of_actors
 from cqs.executors.ray.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
 from cqs.partial import Partial
@@ -194,7 +194,7 @@ class Run:
         actor = self._pings.pop(ping)
         try:
             actor.info = self._ray.get(ping)
-        except self._deaths_of_actors as error:
+        except deaths_of_actors(self._ray) as error:
             self._bury(actor, is_shot=self._is_shot(error))
             return
         self._queues[actor.index] = deque()
@@ -206,7 +206,7 @@ class Run:
                 results, report = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:  # the computation itself: no re-run
             raise self._explain(error.cause, worker) from error
-        except self._deaths_of_actors as error:
+        except deaths_of_actors(self._ray) as error:
             self._bury(actor, is_shot=self._is_shot(error))
             return
         del self._in_flight[ref]
@@ -282,15 +282,3 @@ class Run:
             return ""
         task, deaths = self._attempts.most_common(1)[0]
         return f"; task {task} was running on {deaths} of them when they died"
-
-    @property
-    def _deaths_of_actors(self) -> tuple[type[Exception], ...]:
-        """What says that a machine failed, as opposed to the computation."""
-        errors = self._ray.exceptions
-        return (
-            errors.RayActorError,
-            errors.OutOfMemoryError,
-            errors.ObjectLostError,
-            errors.NodeDiedError,
-            errors.WorkerCrashedError,
-        )

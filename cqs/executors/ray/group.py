@@ -1,0 +1,392 @@
+"""The actors of a cluster as the ranks of a group: what they hold, and making it again."""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, deaths_of_actors
+from cqs.executors.ray.recipe import Load, Recipe
+from cqs.executors.ray.run import Patience, TaskFailedError, WorkersDiedError
+from cqs.executors.ray.sharded import Step
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 1.0
+"""In which the ranks of a group are expected to fail after one has."""
+_ABORT_SECONDS = 5.0
+"""In which an actor that is not hung answers an abort, and then ends what it aborted."""
+
+
+class _BrokenError(Exception):
+    """A call must be made again: an actor died or hung, or the group broke."""
+
+
+class Group:
+    """Ranks 0 to n - 1 and the actors that take their places.
+
+    Used by one thread at a time, the dispatcher of the cluster, except :meth:`begin` and
+    :meth:`forget`. Whatever fails, no actor is left in the middle of a call: each has answered, or
+    is dead and its place will be taken by another.
+    """
+
+    def __init__(self, pool: ActorPool, patience: Patience, closing: threading.Event):
+        """Give the actors of the pool their ranks, those of a host side by side."""
+        self._pool, self._ray = pool, pool.ray
+        self._patience, self._closing = patience, closing
+        actors = [(actor.info.host, actor.index) for actor in pool.actors.values() if actor.info]
+        self._members: list[Actor] = [pool.actors[index] for _, index in sorted(actors)]
+        self._numbers = itertools.count()
+        self._generation = 0
+        self._is_formed = False
+        self._cancelled = threading.Event()
+        self._forgotten: deque[Step] = deque()
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of shards of every sequence."""
+        return len(self._members)
+
+    def store(self, tensor: Tensor) -> Any:
+        """Put a tensor into the object store, for the recipe of a step."""
+        return self._ray.put(Blob(tensor))
+
+    def begin(
+        self,
+        recipe: Recipe,
+        sources: tuple[Step, ...] = (),
+        stored: tuple[tuple[Any, ...], ...] = (),
+    ) -> Step:
+        """Number a step that :meth:`make` will carry out; see :class:`Step`."""
+        return Step(
+            next(self._numbers),
+            recipe.name,
+            self._ray.put(recipe),
+            recipe.is_collective,
+            self.num_ranks,
+            sources,
+            stored,
+        )
+
+    def forget(self, step: Step) -> None:
+        """Note that the shards of a step are needed no more; safe in garbage collection."""
+        self._forgotten.append(step)
+
+    def sweep(self) -> None:
+        """Free what was forgotten."""
+        steps = []
+        while self._forgotten:
+            steps.append(self._forgotten.popleft())
+            steps[-1].is_wanted = False
+        self._free(steps)
+
+    def make(self, step: Step, cancelled: threading.Event) -> None:
+        """Make those shards of a step that no actor has, and what they are made from.
+
+        Raises:
+            CancelledError: if ``cancelled`` is set meanwhile, or the cluster is closed.
+            WorkersDiedError: if no actor can be started in the place of a dead one.
+            TaskFailedError: if a step fails ``max_attempts`` times because of deaths.
+            Exception: what a recipe raises, with a note of the rank.
+        """
+        self._cancelled = cancelled
+        made: set[Step] = set()
+        attempts: Counter[Step] = Counter()
+        try:
+            self._take_places()
+            while todo := self._missing(step):
+                (first, ranks), *rest = todo
+                made.add(first)
+                try:
+                    self._compute(first, ranks)
+                except _BrokenError as error:
+                    self._count(attempts, first, error)
+                    self._take_places()
+                    continue
+                in_use = {step, *(source for later, _ in rest for source in later.sources)}
+                self._free(found for found in made - in_use if not found.is_wanted)
+        except BaseException:
+            self._free(found for found in made if not found.is_wanted)
+            raise
+
+    def fetch(self, step: Step, cancelled: threading.Event) -> list[tuple[Blob, ...]]:
+        """Return the shards of a step by rank; raises as :meth:`make` does."""
+        attempts: Counter[Step] = Counter()
+        while True:
+            self.make(step, cancelled)
+            try:
+                found = self._call(
+                    "fetch",
+                    lambda rank: (step.number,),
+                    range(self.num_ranks),
+                    self._patience.stall_timeout,
+                )
+            except _BrokenError as error:
+                self._count(attempts, step, error)
+            else:
+                return [found[rank] for rank in range(self.num_ranks)]
+
+    def replicate(self, step: Step, cancelled: threading.Event) -> None:
+        """Put the shards of a step into the object store, and make them from there henceforth."""
+        shards = self.fetch(step, cancelled)
+        step.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
+        step.recipe, step.is_collective, step.sources = self._ray.put(Load()), False, ()
+
+    def _missing(self, step: Step) -> list[tuple[Step, list[int]]]:
+        """List what must be made for a step, in order, and on which ranks."""
+        needed = {step: set(range(self.num_ranks))}
+        todo = []
+        while needed:
+            last = max(needed, key=lambda step: step.number)
+            wanted = needed.pop(last)
+            ranks = sorted(rank for rank in wanted if not self._has(rank, last))
+            if ranks:
+                todo.append((last, ranks))
+                for source in last.sources:
+                    on_ranks = range(self.num_ranks) if last.is_collective else ranks
+                    needed.setdefault(source, set()).update(on_ranks)
+        return todo[::-1]
+
+    def _has(self, rank: int, step: Step) -> bool:
+        return step.holders[rank] == self._members[rank].index
+
+    def _compute(self, step: Step, ranks: Collection[int]) -> None:
+        """Make some shards of a step, all of whose sources are there."""
+        if step.is_collective and not self._is_formed:
+            self._form()
+        sources = tuple(source.number for source in step.sources)
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            place, keep = (rank, self.num_ranks), rank in ranks
+            stored = step.stored[rank] if step.stored else ()
+            return step.number, step.recipe, place, sources, keep, *stored
+
+        try:
+            if step.is_collective:
+                found = self._call_together("compute", arguments, self._patience.stall_timeout)
+            else:
+                found = self._call("compute", arguments, ranks, self._patience.stall_timeout)
+            for rank in sorted(ranks):
+                self._check_shapes(step, rank, found[rank])
+        except BaseException:
+            for rank in ranks:  # whatever is there under this number is garbage
+                self._free_on(rank, [step.number])
+            raise
+        for rank in ranks:
+            step.holders[rank] = self._members[rank].index
+            step.shapes[rank] = found[rank]
+
+    def _check_shapes(self, step: Step, rank: int, shapes: Any) -> None:
+        before = step.shapes.get(rank, shapes)
+        if shapes != before:
+            raise ValueError(
+                f"{step.name} gave rank {rank} a shard of shapes {before}, and of {shapes} when "
+                "it was made again"
+            )
+        if len(shapes) != (number := len(step.shapes.get(0, shapes))):
+            raise ValueError(
+                f"{step.name} gave rank {rank} {len(shapes)} tensors, and rank 0 {number}"
+            )
+
+    def _form(self) -> None:
+        """Have all members join a group of the next generation."""
+        self._generation += 1
+        timeout, call_timeout = self._patience.start_timeout, 2 * self._patience.stall_timeout
+        address = self._call("bind", lambda rank: (timeout,), [0], timeout)[0]
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            return self._generation, rank, self.num_ranks, address, timeout, call_timeout
+
+        self._call_together("join", arguments, timeout)
+
+    def _take_places(self) -> None:
+        """Put actors in the places of those that died, and wait until they answer."""
+        deadline = time.monotonic() + self._patience.start_timeout
+        vacant: list[int] = []
+        for _ in range(self._patience.max_attempts):
+            vacant = [rank for rank, actor in enumerate(self._members) if not self._is_known(actor)]
+            spare = [actor for actor in self._pool.actors.values() if actor not in self._members]
+            for rank in vacant:
+                self._members[rank] = spare.pop() if spare else self._pool.start(1)[0]
+                self._is_formed = False
+            fresh = [rank for rank, actor in enumerate(self._members) if actor.info is None]
+            if not fresh:
+                return
+            with contextlib.suppress(_BrokenError):
+                infos = self._call("describe", lambda rank: (), fresh, deadline - time.monotonic())
+                for rank, info in infos.items():
+                    self._members[rank].info = info
+                return
+            if time.monotonic() >= deadline:
+                break
+        raise WorkersDiedError(
+            f"no worker could be started within {self._patience.start_timeout:g} s in the place of "
+            f"rank {', '.join(map(str, vacant))}, which died"
+        )
+
+    def _is_known(self, actor: Actor) -> bool:
+        return actor.index in self._pool.actors
+
+    def _call(
+        self,
+        method: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        ranks: Iterable[int],
+        timeout: float,
+    ) -> dict[int, Any]:
+        """Call members that do not wait for each other; return what they do by rank.
+
+        Raises:
+            _BrokenError: if some died, or took more than ``timeout`` seconds and were killed.
+            Exception: what the method raised, if none died.
+        """
+        calls = self._begin_calls(method, arguments, ranks)
+        self._wait(calls, timeout)
+        self._bury_the_hung(calls)
+        return self._conclude(calls, calls.errors)
+
+    def _call_together(
+        self, method: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float
+    ) -> dict[int, Any]:
+        """Call all members, which wait for each other; return what they do by rank.
+
+        After a failure the group is no more and no result counts.
+
+        Raises:
+            _BrokenError: also if the connections between members failed.
+            Exception: as :meth:`_call`.
+        """
+        calls = self._begin_calls(method, arguments, range(self.num_ranks))
+        self._is_formed = False
+        self._wait(calls, timeout, until_failure=True)
+        if calls.errors and not calls.dead:
+            self._wait(calls, _GRACE_SECONDS)
+        errors = dict(calls.errors)  # those that come later are of the abort
+        if calls.pending:
+            self._abort(calls)
+            if not errors and not calls.dead:
+                raise _BrokenError(f"{method} took more than {timeout:g} s")
+        found = self._conclude(calls, errors)
+        self._is_formed = True
+        return found
+
+    def _begin_calls(
+        self, method: str, arguments: Callable[[int], tuple[Any, ...]], ranks: Iterable[int]
+    ) -> "_Calls":
+        return _Calls(
+            {
+                getattr(self._members[rank].handle, method).remote(*arguments(rank)): rank
+                for rank in ranks
+            }
+        )
+
+    def _wait(self, calls: "_Calls", seconds: float, *, until_failure: bool = False) -> None:
+        """Sort out the answers that come within some seconds, or until the first failure."""
+        deadline = time.monotonic() + seconds
+        while calls.pending and not (until_failure and (calls.errors or calls.dead)):
+            if self._cancelled.is_set() or self._closing.is_set():
+                self._is_formed = False
+                self._pool.abandon(list(calls.pending))
+                raise CancelledError
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            refs = list(calls.pending)
+            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=min(left, _POLL_SECONDS))
+            for ref in ready:
+                rank = calls.pending.pop(ref)
+                try:
+                    calls.found[rank] = self._ray.get(ref)
+                except self._ray.exceptions.RayTaskError as error:
+                    calls.errors[rank] = error
+                except deaths_of_actors(self._ray) as error:
+                    calls.dead[rank] = error
+                    self._bury(rank)
+
+    def _abort(self, calls: "_Calls") -> None:
+        """End calls that wait for each other; kill those that cannot be ended."""
+        answers = {
+            self._members[rank]
+            .handle.abort.options(concurrency_group=CONTROL)
+            .remote(self._generation): rank
+            for rank in calls.pending.values()
+        }
+        ready, silent = self._ray.wait(
+            list(answers), num_returns=len(answers), timeout=_ABORT_SECONDS
+        )
+        for ref in silent:
+            self._bury(answers[ref], is_hung=True)
+        self._pool.abandon(ready)
+        self._wait(calls, _ABORT_SECONDS)
+        self._bury_the_hung(calls)
+
+    def _bury_the_hung(self, calls: "_Calls") -> None:
+        for rank in calls.pending.values():
+            calls.dead[rank] = TimeoutError(f"rank {rank} did not answer in time")
+            self._bury(rank, is_hung=True)
+        self._pool.abandon(list(calls.pending))
+
+    def _bury(self, rank: int, *, is_hung: bool = False) -> None:
+        """Let go of a member; its place is taken later."""
+        if self._is_known(self._members[rank]):
+            self._pool.remove(self._members[rank], is_hung=is_hung)
+        self._is_formed = False
+
+    def _conclude(self, calls: "_Calls", errors: dict[int, Any]) -> dict[int, Any]:
+        """Return what was found, or raise what was not."""
+        if calls.dead:
+            rank, death = min(calls.dead.items())
+            raise _BrokenError(f"rank {rank} died or hung") from death
+        for rank, error in sorted(errors.items()):
+            if not _is_of_connections(error.cause):
+                error.cause.add_note(f"raised on rank {rank} of {self.num_ranks}")
+                raise error.cause from error
+        for rank, error in sorted(errors.items()):
+            raise _BrokenError(f"rank {rank}: {error.cause}") from error
+        return calls.found
+
+    def _count(self, attempts: "Counter[Step]", step: Step, error: _BrokenError) -> None:
+        """Note that a step failed through no fault of its own; raise if that is hard to believe."""
+        attempts[step] += 1
+        if attempts[step] >= self._patience.max_attempts:
+            raise TaskFailedError(
+                f"{step.name} failed {attempts[step]} times, the last time because {error}"
+            ) from error
+
+    def _free(self, steps: Iterable[Step]) -> None:
+        """Have the members let go of their shards."""
+        steps = list(steps)
+        for rank in range(self.num_ranks):
+            self._free_on(rank, [step.number for step in steps if self._has(rank, step)])
+        for step in steps:
+            step.holders = [None] * self.num_ranks
+
+    def _free_on(self, rank: int, numbers: list[int]) -> None:
+        actor = self._members[rank]
+        if numbers and self._is_known(actor):
+            self._pool.abandon([actor.handle.free.remote(numbers)])
+
+
+@dataclass
+class _Calls:
+    """One method called on several members."""
+
+    pending: dict[Any, int]
+    """Ranks by the references that they owe."""
+    found: dict[int, Any] = field(default_factory=dict)
+    """By rank, as the others."""
+    errors: dict[int, Any] = field(default_factory=dict)
+    dead: dict[int, Exception] = field(default_factory=dict)
+
+
+def _is_of_connections(error: Exception) -> bool:
+    """Say whether an error may only mean that another rank has failed."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)

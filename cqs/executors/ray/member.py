@@ -1,0 +1,179 @@
+"""An actor as a rank: it keeps shards of sequences, and computes together with other actors."""
+
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.recipe import Recipe
+from cqs.executors.ray.session import import_ray
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Those of the tensors of a shard."""
+
+
+class Member:
+    """Keeps shards on one device, and is a rank of a torch.distributed group.
+
+    Groups are numbered by generation. Nothing that a broken one computed may be used: a receive
+    through NCCL that is aborted returns garbage as if nothing had happened.
+    """
+
+    def __init__(self, device: torch.device):
+        """Hold nothing and be in no group."""
+        self._device = device
+        self._shards: dict[int, tuple[Tensor, ...]] = {}
+        self._generation: int | None = None
+        self._leaving = threading.Lock()
+
+    def bind(self, timeout: float) -> tuple[str, int]:
+        """Open the store through which a group will meet; return its host and port.
+
+        It listens on the address that Ray uses on this host, and on no other.
+        """
+        host = import_ray().util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return host, port
+
+    def join(
+        self,
+        generation: int,
+        rank: int,
+        num_ranks: int,
+        address: tuple[str, int],
+        timeout: float,
+        call_timeout: float,
+    ) -> None:
+        """Leave the group that this process is in, if any, and meet the ranks of another.
+
+        Args:
+            generation: Number of the group, never used before.
+            rank: Of this process; rank 0 has opened the store.
+            num_ranks: Size of the group.
+            address: Of the store.
+            timeout: Seconds for meeting.
+            call_timeout: Seconds after which a collective fails by itself.
+        """
+        self._leave()
+        seconds = timedelta(seconds=timeout)
+        store = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
+        if interface := _interface_of(import_ray().util.get_node_ip_address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the driver aborts; PyTorch would exit
+        on_gpu = self._device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore(f"{generation}/", store),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=call_timeout),
+            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+        )
+        self._generation = generation
+
+    def abort(self, generation: int) -> None:
+        """Break a group, so that a call which waits for its other ranks ends if it can.
+
+        Called on a thread of its own. Does nothing if this process has gone on to another group.
+        """
+        if generation == self._generation:
+            self._leave()
+
+    def compute(
+        self,
+        number: int,
+        recipe: Recipe,
+        place: tuple[int, int],
+        sources: tuple[int, ...],
+        keep: bool,
+        *blobs: Blob,
+    ) -> Shapes:
+        """Make a shard, and keep it if asked to; return the shapes of its tensors.
+
+        Args:
+            number: Of the sharded sequence.
+            recipe: How; given this rank, the number of ranks and tensors.
+            place: Rank and number of ranks.
+            sources: Sequences whose shards on this rank the recipe is given.
+            keep: False if the shard is here already and only other ranks need theirs.
+            blobs: Tensors that it is given after them, copied to the device.
+        """
+        generation = self._generation
+        tensors = [tensor for source in sources for tensor in self._shards[source]]
+        tensors += [blob.tensor().to(self._device, copy=True) for blob in blobs]
+        try:
+            with torch.no_grad():
+                shard = self._as_shard(recipe.name, recipe(*place, *tensors))
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            if recipe.is_collective and self._generation != generation:
+                raise RuntimeError(f"generation {generation} of the group was aborted")
+        except BaseException:
+            if recipe.is_collective:
+                self._leave()  # other ranks may wait for this one: their connections close
+            raise
+        if keep:
+            self._shards[number] = shard
+        return tuple(tuple(tensor.shape) for tensor in shard)
+
+    def fetch(self, number: int) -> tuple[Blob, ...]:
+        """Return the tensors of a shard."""
+        return tuple(map(Blob, self._shards[number]))
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """Let go of shards, whether they are here or not."""
+        for number in numbers:
+            self._shards.pop(number, None)
+
+    def _as_shard(self, name: str, found: Any) -> tuple[Tensor, ...]:
+        several = found if isinstance(found, (tuple, list)) else (found,)
+        for tensor in several:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"the function of {name} must return a tensor or several, "
+                    f"got {type(tensor).__name__}"
+                )
+        return tuple(tensor.detach().to(self._device) for tensor in several)
+
+    def _leave(self) -> None:
+        with self._leaving:
+            self._generation = None
+            if dist.is_initialized():
+                dist.distributed_c10d._abort_process_group()
+
+
+def _interface_of(host: str) -> str | None:
+    """Name the network interface that has an IPv4 address, or return None."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # has no such address
+                found = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return name
+    return None

@@ -1,0 +1,77 @@
+"""How the shards of a sequence are made, told to the actors that make them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.distributed import attention
+
+
+class Recipe(Protocol):
+    """Makes a shard on a rank; called again for a shard that was lost, to give the same bits."""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks must call it together."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+
+    def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
+        """Return one tensor or several, from those that were put or those of other shards."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Takes what the driver put into the object store."""
+
+    is_collective = False
+    name = "shard"
+
+    def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors."""
+        return tensors
+
+
+@dataclass(frozen=True)
+class Make:
+    """Calls a function of the user, which makes the shard of a rank."""
+
+    function: Callable[[int, int], Any]
+    is_collective = False
+    name = "make_sharded"
+
+    def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
+        """Return what the function returns."""
+        return self.function(rank, num_ranks)
+
+
+@dataclass(frozen=True)
+class Map:
+    """Calls a function of the user with the tensors of a shard."""
+
+    function: Callable[..., Any]
+    is_collective = False
+    name = "map"
+
+    def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
+        """Return what the function returns."""
+        return self.function(*tensors)
+
+
+@dataclass(frozen=True)
+class AttendShards:
+    """Computes attention with all other ranks."""
+
+    options: dict[str, Any]
+    is_collective = True
+    name = "attention"
+
+    def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
+        """Return the output, and the lse if the options ask for it."""
+        query, key, value = tensors
+        return attention(query, key, value, group=dist.group.WORLD, **self.options)
