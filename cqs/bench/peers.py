@@ -177,7 +177,7 @@ def _prepare(
             passes["backward"][name] = partial(method.backward, saved, grad)
             del found
         _judge(name, errors, problem.query.dtype, group)
-    return passes
+    return passes if passes["forward"] else {}
 
 
 def _stray_of_rows(method: Method, problem: Problem, output: Tensor) -> Tensor:

@@ -121,6 +121,15 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     ]
 
 
+def left_out(group):
+    """Return the rows of a benchmark of what cannot take the problem."""
+    return peers.measure(group, ["ring"], Case("uneven", 51, 51).make(), None, repeats=1)
+
+
+def test_without_a_method_that_can_there_are_no_rows(ranks):
+    assert ranks.run(2, left_out) == [[], []]
+
+
 def test_a_wrong_method_stops_every_rank(ranks):
     first, *others = ranks.run(3, measured, None, True)
     assert first.startswith("ring is wrong: its output strays by ") and others == [first] * 2
