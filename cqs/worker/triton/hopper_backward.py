@@ -226,6 +226,28 @@ def _copy(
 
 
 @gluon.jit
+def _tile_of(memory, turn, half: gl.constexpr):
+    """Return this half of the tile at work: what the rows of its two tensors are read from."""
+    a, b, _, _, _, _, _, _ = memory
+    buffer = (turn & 1) * 2 + half
+    rows_a = a.index(buffer).reshape([a.shape[4], a.shape[5]])
+    return rows_a, b.index(buffer).reshape([b.shape[4], b.shape[5]])
+
+
+@gluon.jit
+def _same_tile(memory, turn, half: gl.constexpr, count):
+    """Return what :func:`_tile_of` does, in a way that no compiler knows to be the same.
+
+    Where two loops share the tile's addresses, ptxas 12.8 computes them on the way into the first
+    alone: the second reads anywhere if the first is skipped.
+
+    Args:
+        count: Any number that is not negative.
+    """
+    return _tile_of(memory, turn + (count >> 31), half)
+
+
+@gluon.jit
 def _gather_query_gradients(
     context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, half: gl.constexpr
 ):
@@ -262,8 +284,7 @@ def _gather_query_gradients(
         lses = gl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
         deltas = gl.load(delta + rows, mask=in_tile, other=0.0)
         of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), scale_log2)
-        buffer = (turn & 1) * 2 + half
-        tile = (a.index(buffer).reshape([ROWS, BLOCK_D]), b.index(buffer).reshape([ROWS, BLOCK_V]))
+        tile = _tile_of(memory, turn, half)
         mbarrier.wait(tile_ready.index(turn & 1), turn >> 1 & 1)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
         first = i
@@ -276,6 +297,7 @@ def _gather_query_gradients(
                     tile, ring, i, first, acc, grad_scores, of_rows, place, True, HAS_BITS
                 )
                 i += 1
+        tile = _same_tile(memory, turn, half, num_full)
         for j in range(i, i + num_full):
             place = (bits, (0, 0, (0, 0), 0), steps, query_start, 0)
             acc, grad_scores = _query_step(
@@ -374,8 +396,8 @@ def _gather_key_gradients(
         banded_stop = item_field(item, 4)
         run_stop = item_field(item, 5)
         kv_head = item_field(item, HEAD)
-        buffer = (turn & 1) * 2 + half
-        tile = (a.index(buffer).reshape([ROWS, BLOCK_D]), b.index(buffer).reshape([ROWS, BLOCK_V]))
+        tile = _tile_of(memory, turn, half)
+        tile_again = _same_tile(memory, turn, half, run_stop - banded_stop)
         mbarrier.wait(tile_ready.index(turn & 1), turn >> 1 & 1)
         acc_k = gl.zeros([ROWS, BLOCK_D], gl.float32, key_layout)
         acc_v = gl.zeros([ROWS, BLOCK_V], gl.float32, value_layout)
@@ -396,7 +418,7 @@ def _gather_key_gradients(
                 for q0 in range(start, stop, BLOCK):
                     place = (bits, (start, stop, (0, 0), 0), steps, key_start, q0, lane)
                     acc_k, acc_v = _key_step(
-                        tile, ring, i, acc_k, acc_v, of_columns, place, False, False
+                        tile_again, ring, i, acc_k, acc_v, of_columns, place, False, False
                     )
                     i += 1
         mbarrier.arrive(tile_free.index(turn & 1), count=1)
