@@ -275,7 +275,7 @@ def test_ray_client_without_grpcio_is_named(tmp_path):
 
 def test_a_killed_node_does_not_change_a_bit(tmp_path):
     script = """
-        import torch, cqs, ray
+        import os, torch, cqs, ray
         from ray.cluster_utils import Cluster as Nodes
         from cqs.cases import Case
 
@@ -287,6 +287,12 @@ def test_a_killed_node_does_not_change_a_bit(tmp_path):
         nodes.wait_for_nodes()
         with cqs.Cluster(num_workers=4, address=nodes.address, stall_timeout=30) as cluster:
             expected = cluster.attention(*tensors, is_causal=True, num_workers=13, verify=True)
+            sharded = cluster.attention(cluster.shard(*tensors), is_causal=True)
+            before = sharded.to_local()
+            torch.testing.assert_close(before, expected)
+            raylets = sharded.map(lambda _: torch.tensor([os.getppid()])).to_local(dim=0).tolist()
+            first, second, third, fourth = raylets
+            assert first == second != third == fourth, "ranks of a node are neighbours"
 
             def strike(done, total):
                 if done == 2:
@@ -295,6 +301,8 @@ def test_a_killed_node_does_not_change_a_bit(tmp_path):
             assert torch.equal(future.result(timeout=150), expected)
             assert future.report.deaths >= 2, future.report
             print("same bits after", future.report.deaths, "deaths")
+            nodes.add_node(**{**node, "num_cpus": 3})
+            assert torch.equal(sharded.to_local(), before)
         assert not ray.is_initialized(), "it connected, so it disconnects"
         nodes.shutdown()
     """

@@ -12,6 +12,7 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.job import TensorGroups
 from cqs.executors.ray.member import Member
 from cqs.executors.ray.report import TaskReport
+from cqs.executors.ray.session import import_ray
 from cqs.scheduler import Task
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes, memory_of
@@ -23,6 +24,8 @@ class ActorInfo(NamedTuple):
     pid: int
     host: str
     """Processes of equal host can signal each other by pid."""
+    node: str
+    """Id of the Ray node that it runs on."""
     device: str
 
 
@@ -45,7 +48,8 @@ class TaskActor(Member):
 
     def describe(self) -> ActorInfo:
         """Answer as soon as the actor can work."""
-        return ActorInfo(os.getpid(), host_name(), str(self._device))
+        node = import_ray().get_runtime_context().get_node_id()
+        return ActorInfo(os.getpid(), host_name(), node, str(self._device))
 
     def run(
         self,

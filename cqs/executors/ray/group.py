@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.member import Shapes
 from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, deaths_of_actors
 from cqs.executors.ray.recipe import Load, Recipe
 from cqs.executors.ray.run import Patience, TaskFailedError, WorkersDiedError
@@ -39,10 +40,10 @@ class Group:
     """
 
     def __init__(self, pool: ActorPool, patience: Patience, closing: threading.Event):
-        """Give the actors of the pool their ranks, those of a host side by side."""
+        """Give the actors of the pool their ranks, those of a node side by side."""
         self._pool, self._ray = pool, pool.ray
         self._patience, self._closing = patience, closing
-        actors = [(actor.info.host, actor.index) for actor in pool.actors.values() if actor.info]
+        actors = [(actor.info.node, actor.index) for actor in pool.actors.values() if actor.info]
         self._members: list[Actor] = [pool.actors[index] for _, index in sorted(actors)]
         self._numbers = itertools.count()
         self._generation = 0
@@ -174,8 +175,7 @@ class Group:
                 found = self._call_together("compute", arguments, self._patience.stall_timeout)
             else:
                 found = self._call("compute", arguments, ranks, self._patience.stall_timeout)
-            for rank in sorted(ranks):
-                self._check_shapes(step, rank, found[rank])
+            _check_shapes(step, {rank: found[rank] for rank in ranks})
         except BaseException:
             for rank in ranks:  # whatever is there under this number is garbage
                 self._free_on(rank, [step.number])
@@ -183,18 +183,6 @@ class Group:
         for rank in ranks:
             step.holders[rank] = self._members[rank].index
             step.shapes[rank] = found[rank]
-
-    def _check_shapes(self, step: Step, rank: int, shapes: Any) -> None:
-        before = step.shapes.get(rank, shapes)
-        if shapes != before:
-            raise ValueError(
-                f"{step.name} gave rank {rank} a shard of shapes {before}, and of {shapes} when "
-                "it was made again"
-            )
-        if len(shapes) != (number := len(step.shapes.get(0, shapes))):
-            raise ValueError(
-                f"{step.name} gave rank {rank} {len(shapes)} tensors, and rank 0 {number}"
-            )
 
     def _form(self) -> None:
         """Have all members join a group of the next generation."""
@@ -390,3 +378,18 @@ class _Calls:
 def _is_of_connections(error: Exception) -> bool:
     """Say whether an error may only mean that another rank has failed."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def _check_shapes(step: Step, found: dict[int, Shapes]) -> None:
+    """Raise ValueError if shards differ from each other, or from what they were, in kind."""
+    for rank, shapes in found.items():
+        before = step.shapes.get(rank, shapes)
+        if shapes != before:
+            raise ValueError(
+                f"{step.name} gave rank {rank} a shard of shapes {before}, and of {shapes} when "
+                "it was made again"
+            )
+        if len(shapes) != (number := len((found | step.shapes)[0])):
+            raise ValueError(
+                f"{step.name} gave rank {rank} {len(shapes)} tensors, and rank 0 {number}"
+            )
