@@ -1,0 +1,319 @@
+"""Sequences that live on the actors: the answers are those of one process, whoever dies."""
+
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+
+import cqs
+from cqs.cases import CASES, Case
+from cqs.executors.ray import TaskFailedError
+from cqs.executors.ray.actor import TaskActor
+from cqs.patterns import global_tokens, sliding_window
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+
+pytestmark = pytest.mark.ray
+
+LONG = Case("long", 3001, 3001, num_heads=8, num_kv_heads=2, head_dim=64)
+LENGTHS = 40, 0, 3, 70
+
+
+@pytest.fixture(scope="module", autouse=True)
+def functions_travel(ray_session):
+    """Actors cannot import this file."""
+    this = sys.modules[__name__]
+    ray_session.cloudpickle.register_pickle_by_value(this)
+    yield
+    ray_session.cloudpickle.unregister_pickle_by_value(this)
+
+
+@pytest.fixture(scope="module")
+def pair(ray_session):
+    with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=5, max_attempts=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=[2, 4])
+def some(request, cluster):
+    return cluster if request.param == 4 else request.getfixturevalue("pair")
+
+
+def tensors(problem):
+    return problem.query, problem.key, problem.value
+
+
+def make(rank, num_ranks):
+    """Shards of uneven lengths, one of them empty."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = 1, 4, LENGTHS[rank], 16
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def whole(num_ranks=4):
+    parts = zip(*(make(rank, num_ranks) for rank in range(num_ranks)), strict=True)
+    return [torch.cat(part, dim=2) for part in parts]
+
+
+def triple(output):
+    return output, output.flip(1), output + 1
+
+
+def count_shards(*_):
+    """Runs on an actor: how many shards it keeps."""
+    (actor,) = (found for found in gc.get_objects() if isinstance(found, TaskActor))
+    return torch.tensor([len(actor._shards)])
+
+
+def shards_on(cluster):
+    counted = cluster.make_sharded(count_shards)
+    return counted.to_local(dim=0).tolist()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_exact(some, case):
+    problem = case.make(torch.float64)
+    sharded = some.shard(*tensors(problem))
+    options = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True}
+    output, lse = some.attention(sharded, **options).to_local()
+    exact = exact_answer(problem)
+    torch.testing.assert_close(output, exact.output, atol=1e-10, rtol=0)
+    torch.testing.assert_close(lse, exact.lse, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_dtype_tracks_exact(cluster, dtype):
+    problem = CASES[5].make(dtype)
+    options = {"is_causal": problem.is_causal}
+    output = cluster.attention(cluster.shard(*tensors(problem)), **options).to_local()
+    assert output.dtype == dtype
+    assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output, slack=4)
+
+
+@pytest.mark.parametrize("head_parallel", ["auto", 1, 2, 4])
+def test_patterns_and_dropout_are_those_of_one_process(cluster, head_parallel):
+    pattern = sliding_window(30, 0) | global_tokens(4)
+    options = {"pattern": pattern, "dropout_p": 0.3, "seed": 5}
+    sharded = cluster.make_sharded(make)
+    output = cluster.attention(sharded, head_parallel=head_parallel, **options).to_local()
+    expected = cqs.attention(*whole(), backend="reference", **options)
+    torch.testing.assert_close(output, expected, atol=1e-10, rtol=0)
+
+
+def test_layers_follow_each_other_without_the_driver(cluster):
+    sharded = cluster.make_sharded(make)
+    assert [shapes[0][2] for shapes in sharded.shapes] == list(LENGTHS)
+    output = cluster.attention(sharded, is_causal=True)
+    added = output.map(lambda output, query, key, value: output + query, sharded)
+    twice = cluster.attention(added.map(triple), is_causal=True)
+
+    query, key, value = whole()
+    expected = cqs.attention(query, key, value, is_causal=True) + query
+    torch.testing.assert_close(added.to_local(), expected, atol=1e-10, rtol=0)
+    expected = cqs.attention(*triple(expected), is_causal=True)
+    torch.testing.assert_close(twice.to_local(), expected, atol=1e-10, rtol=0)
+
+
+def test_any_dimension_and_number_of_tensors(cluster):
+    hidden, positions = torch.randn(2, 10, 6), torch.arange(10).expand(2, 10)
+    sharded = cluster.shard(hidden, positions, dim=1)
+    assert all(map(torch.equal, sharded.to_local(dim=1), (hidden, positions)))
+    doubled = sharded.map(lambda hidden, positions: 2 * hidden * positions.unsqueeze(-1))
+    assert torch.equal(doubled.to_local(dim=1), 2 * hidden * positions.unsqueeze(-1))
+
+
+def test_what_nothing_refers_to_is_freed(cluster):
+    gc.collect()
+    (before, *_) = shards_on(cluster)
+    sharded = cluster.make_sharded(make)
+    output = cluster.attention(sharded)
+    mapped = output.map(triple)
+    assert shards_on(cluster) == [before + 3] * 4
+    del output
+    assert shards_on(cluster) == [before + 2] * 4
+    with pytest.raises(ZeroDivisionError):
+        mapped.map(lambda *_: 1 / 0)
+    del sharded, mapped
+    gc.collect()  # the error's traceback refers to itself
+    assert shards_on(cluster) == [before] * 4
+
+
+def test_sharding_copies(cluster):
+    tensor = torch.zeros(8)
+    sharded = cluster.shard(tensor, dim=0)
+    tensor += 1
+    local = sharded.to_local(dim=0)
+    local += 1
+    assert not sharded.to_local(dim=0).any()
+
+
+def test_a_maker_that_raises_is_reported_with_its_rank_and_not_retried(cluster, tmp_path):
+    def raise_on_two(rank, num_ranks):
+        (tmp_path / f"{rank}-{time.monotonic_ns()}").touch()
+        if rank == 2:
+            raise KeyError("no such file")
+        return torch.ones(1)
+
+    pids = cluster.pids
+    with pytest.raises(KeyError, match="no such file") as caught:
+        cluster.make_sharded(raise_on_two)
+    assert caught.value.__notes__ == ["raised on rank 2 of 4"]
+    assert len(os.listdir(tmp_path)) == 4 and cluster.pids == pids
+
+
+def test_one_rank_that_fails_in_attention_ends_the_others(cluster):
+    """Only one shard has another head_dim: its rank fails, and the group goes on."""
+    sharded = cluster.make_sharded(make)
+    expected = cluster.attention(sharded).to_local()
+    odd = cluster.make_sharded(
+        lambda rank, num_ranks: [torch.ones(1, 4, 5, 8 if rank == 3 else 16)] * 3
+    )
+    with pytest.raises(ValueError, match="rank 3 of the group has head_dim 8, rank 0 has 16"):
+        cluster.attention(odd)
+    assert torch.equal(cluster.attention(sharded).to_local(), expected)
+
+
+def test_wrong_arguments_are_named(cluster, pair):
+    sharded = cluster.make_sharded(make)
+    single = cluster.attention(sharded)
+    wrong = [
+        (lambda: cluster.shard(), TypeError, "one tensor or several"),
+        (lambda: cluster.shard(1), TypeError, "takes tensors, got int"),
+        (lambda: cluster.shard(torch.ones(3)), ValueError, "no dimension 2"),
+        (lambda: cluster.make_sharded(3), TypeError, "takes a function, got 3"),
+        (lambda: cluster.make_sharded(lambda *_: 3), TypeError, "a tensor or several, got int"),
+        (
+            lambda: cluster.make_sharded(lambda rank, _: [torch.ones(1)] * (1 + rank % 2)),
+            ValueError,
+            "gave rank 1 2 tensors, and rank 0 1",
+        ),
+        (lambda: sharded.map(3), TypeError, "takes a function, got 3"),
+        (lambda: sharded.map(triple, 3), TypeError, "a sharded sequence, got int"),
+        (lambda: pair.attention(sharded), ValueError, "belongs to another cluster"),
+        (lambda: pair.make_sharded(make).map(min, sharded), ValueError, "to another cluster"),
+        (lambda: cluster.attention(single), ValueError, "query, key and value, got 1 tensors"),
+        (lambda: cluster.attention(sharded, verify=True), TypeError, "neither key, value"),
+        (lambda: cluster.attention(sharded, num_workers=4), TypeError, "neither key, value"),
+        (lambda: cluster.attention(*whole(), head_parallel=2), TypeError, "for sharded"),
+        (lambda: cluster.attention(whole()[0]), TypeError, "or one sharded sequence"),
+        (lambda: cluster.attention(sharded, scale="a"), TypeError, "scale must be a number"),
+        (lambda: cluster.attention(sharded, backend="fast"), ValueError, "backend must be"),
+        (lambda: cluster.attention(sharded, backend="cudnn"), NotImplementedError, "CUDA"),
+        (lambda: cluster.attention(sharded, head_parallel=3), ValueError, "cannot be 3"),
+    ]
+    for call, error, message in wrong:
+        with pytest.raises(error, match=message):
+            call()
+    assert torch.equal(cluster.attention(sharded).to_local(), single.to_local())
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return LONG.make()
+
+
+def answers(cluster, problem):
+    """Two layers, and what is between them."""
+    sharded = cluster.shard(*tensors(problem))
+    first = cluster.attention(sharded, is_causal=True, dropout_p=0.1, seed=1, backend="reference")
+    second = cluster.attention(
+        first.map(lambda output: (output, output[:, ::4], output[:, 1::4])), is_causal=True
+    )
+    return first, second
+
+
+def bits(sharded):
+    return [each.to_local() for each in sharded]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, pair, problem):
+    return {each: bits(answers(each, problem)) for each in (cluster, pair)}
+
+
+def test_lost_shards_are_made_again(cluster, problem, undisturbed, tmp_path):
+    """In all ways in which they were made, though the sequences between are gone."""
+
+    def log(rank, num_ranks):
+        (tmp_path / f"{rank}-{time.monotonic_ns()}").touch()
+        return make(rank, num_ranks)
+
+    def change(rank, num_ranks):
+        mark = tmp_path.parent / f"{tmp_path.name}-{rank}"
+        length = 2 if mark.exists() else 1
+        mark.touch()
+        return torch.ones(length)
+
+    first, second = answers(cluster, problem)
+    made, changing = cluster.make_sharded(log), cluster.make_sharded(change)
+    copied = made.map(lambda *shard: shard)
+    copied.replicate()
+    del first
+    assert len(os.listdir(tmp_path)) == 4
+    os.kill(cluster.pids[1], signal.SIGKILL)
+    assert torch.equal(second.to_local(), undisturbed[cluster][1])
+    assert all(map(torch.equal, copied.to_local(), whole()))
+    assert len(os.listdir(tmp_path)) == 4, "a replica needs no maker"
+    assert all(map(torch.equal, made.to_local(), whole()))
+    assert len(os.listdir(tmp_path)) == 5, "only the lost shard is made again"
+    with pytest.raises(ValueError, match=r"shapes \(\(1,\),\), and of \(\(2,\),\) when"):
+        changing.to_local(dim=0)
+    gc.collect()
+    del made, changing, copied, second
+    assert len(set(shards_on(cluster))) == 1, "nothing is left of what was between"
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
+def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, number, seed):
+    """At a random moment of two layers, or between calls."""
+    cluster = request.getfixturevalue(of)
+    generator = random.Random(seed)
+    victims = generator.sample(cluster.pids, number)
+
+    def strike():
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+
+    timer = threading.Timer(generator.uniform(0, 1), strike)
+    timer.start()
+    found = answers(cluster, problem)
+    timer.join()
+    assert all(map(torch.equal, bits(found), undisturbed[cluster]))
+    assert not set(victims) & set(cluster.pids)
+
+
+def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed):
+    """It hangs while the others wait for it in the exchange."""
+    sharded = cluster.shard(*tensors(problem))
+    victim, start = cluster.pids[2], time.monotonic()
+    os.kill(victim, signal.SIGSTOP)
+    output = cluster.attention(
+        sharded, is_causal=True, dropout_p=0.1, seed=1, backend="reference"
+    ).to_local()
+    assert torch.equal(output, undisturbed[cluster][0])
+    assert time.monotonic() - start < 60
+    assert victim not in cluster.pids and not os.path.exists(f"/proc/{victim}")
+
+
+def test_a_function_that_kills_its_workers_is_named(pair):
+    with pytest.raises(TaskFailedError, match=r"make_sharded failed 2 times.*rank 1 died"):
+        pair.make_sharded(lambda rank, num_ranks: os._exit(1) if rank else torch.ones(1))
+    assert pair.make_sharded(lambda rank, num_ranks: torch.ones(1)).to_local(dim=0).sum() == 2
+
+
+def test_closing_ends_a_call_and_everything_after(ray_session):
+    cluster = cqs.Cluster(num_workers=1, use_gpus=False)
+    sharded = cluster.shard(torch.ones(1), dim=0)
+    timer = threading.Timer(0.5, cluster.close)
+    timer.start()
+    with pytest.raises(CancelledError):
+        sharded.map(lambda _: time.sleep(60))
+    with pytest.raises(ValueError, match="closed"):
+        sharded.to_local()
