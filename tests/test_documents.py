@@ -45,7 +45,7 @@ def test_the_commands_of_the_patterns_page_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_script_of_the_distributed_page_runs(tmp_path):
-    (script,) = blocks_of("docs/distributed.md", "python")
+    script, _ = blocks_of("docs/distributed.md", "python")
     (tmp_path / "shards.py").write_text(script)
     (command,) = blocks_of("docs/distributed.md", "bash")
     name, *arguments = shlex.split(command)
@@ -57,3 +57,10 @@ def test_the_script_of_the_distributed_page_runs(tmp_path):
         check=True,
         timeout=120,
     )
+
+
+@pytest.mark.ray
+def test_the_cluster_of_the_distributed_page_runs(tmp_path):
+    _, script = blocks_of("docs/distributed.md", "python")
+    (tmp_path / "cluster.py").write_text(script)
+    subprocess.run([sys.executable, tmp_path / "cluster.py"], check=True, timeout=240)
