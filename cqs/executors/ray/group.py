@@ -1,6 +1,5 @@
 """The actors of a cluster as the ranks of a group: what they hold, and making it again."""
 
-import contextlib
 import itertools
 import threading
 import time
@@ -199,6 +198,7 @@ class Group:
         """Put actors in the places of those that died, and wait until they answer."""
         deadline = time.monotonic() + self._patience.start_timeout
         vacant: list[int] = []
+        death: BaseException | None = None
         for _ in range(self._patience.max_attempts):
             vacant = [rank for rank, actor in enumerate(self._members) if not self._is_known(actor)]
             spare = [actor for actor in self._pool.actors.values() if actor not in self._members]
@@ -208,17 +208,20 @@ class Group:
             fresh = [rank for rank, actor in enumerate(self._members) if actor.info is None]
             if not fresh:
                 return
-            with contextlib.suppress(_BrokenError):
+            try:
                 infos = self._call("describe", lambda rank: (), fresh, deadline - time.monotonic())
+            except _BrokenError as error:
+                death = error.__cause__
+            else:
                 for rank, info in infos.items():
                     self._members[rank].info = info
                 return
             if time.monotonic() >= deadline:
                 break
         raise WorkersDiedError(
-            f"no worker could be started within {self._patience.start_timeout:g} s in the place of "
-            f"rank {', '.join(map(str, vacant))}, which died"
-        )
+            f"rank {', '.join(map(str, vacant))} died, and within start_timeout="
+            f"{self._patience.start_timeout:g} s no worker could be started in its place: {death}"
+        ) from death
 
     def _is_known(self, actor: Actor) -> bool:
         return actor.index in self._pool.actors
