@@ -9,7 +9,7 @@ import numpy as np
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.masks import as_array
-from cqs.patterns.pattern import Lengths, Pattern
+from cqs.patterns.pattern import Lengths, Pattern, content_digest
 from cqs.patterns.piece import FAR, Axis, Piece
 
 
@@ -79,7 +79,8 @@ class _Rows(Pattern):
         return BoundPattern(*lengths, self.pieces)
 
     def __repr__(self) -> str:
-        return f"acsr(<{self.num_rows} rows, {len(self.pieces)} pieces>)"
+        digest = content_digest(repr(self.pieces).encode())
+        return f"acsr(<{self.num_rows} rows, {len(self.pieces)} pieces, {digest}>)"
 
 
 def _as_pieces(rows: list[_Row]) -> Iterator[Piece]:

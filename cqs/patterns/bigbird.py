@@ -104,17 +104,18 @@ def _draw(rows: Integers, choices: Integers, number: int, seed: int) -> Integers
     was drawn before (Bentley and Floyd, Communications of the ACM 30, 1987).
 
     Returns:
-        ``[number, len(rows)]``
+        ``[min(number, largest of choices), len(rows)]``
     """
-    drawn = np.full((number, len(rows)), -1)
+    most = min(number, int(choices.max(initial=0)))
+    drawn = np.full((most, len(rows)), -1)
     key = _mix(np.full(1, seed, np.uint64))
-    for n in range(number):
+    for place, n in enumerate(range(number - most, number)):
         bound = choices - number + n
         counter = rows.astype(np.uint64) * np.uint64(number) + np.uint64(n)
         word = _mix(key + counter)
         value = (word % np.maximum(bound + 1, 1).astype(np.uint64)).astype(np.int64)
-        value = np.where((drawn[:n] == value).any(axis=0), bound, value)
-        drawn[n] = np.where(bound >= 0, value, -1)
+        value = np.where((drawn[:place] == value).any(axis=0), bound, value)
+        drawn[place] = np.where(bound >= 0, value, -1)
     return drawn
 
 

@@ -102,17 +102,18 @@ class BlockList:
         return cls(grid, ids[live], index[live], bits)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockList) and self._key == other._key
+        return isinstance(other, BlockList) and self.digest == other.digest
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self.digest)
 
     @cached_property
-    def _key(self) -> tuple[Grid, bytes]:
-        digest = blake2b()
+    def digest(self) -> bytes:
+        """What equal lists share, in every process, and others do not."""
+        digest = blake2b(repr(self.grid).encode())
         for array in (self.ids, self.bit_index, self.bits):
             digest.update(array.tobytes())
-        return self.grid, digest.digest()
+        return digest.digest()
 
     @cached_property
     def counts(self) -> Integers:
@@ -224,7 +225,61 @@ class BlockList:
 
     def on(self, grid: Grid) -> "BlockList":
         """Return the same mask cut along another grid of the same score matrix."""
-        return self if grid == self.grid else BlockList.from_strips(grid, self.to_mask)
+        if grid == self.grid:
+            return self
+        blocks, tiles, *box = self._overlaps(grid)
+        ids, place = np.unique(tiles, return_inverse=True)
+        areas = np.where(self.bit_index[blocks] < 0, (box[1] - box[0]) * (box[3] - box[2]), 0)
+        is_full = np.bincount(place, areas, len(ids)) == grid.areas(ids)
+        bits, index = _no_bits(grid, int((~is_full).sum())), np.cumsum(~is_full) - 1
+        for part in np.flatnonzero(~is_full[place]).tolist():
+            row, column = grid.corner(int(tiles[part]))
+            first, last, key_first, key_last = (int(edge[part]) for edge in box)
+            packed = bits[index[place[part]]]
+            live = np.unpackbits(packed, axis=-1, count=grid.block)
+            live[first - row : last - row, key_first - column : key_last - column] = self._block(
+                int(blocks[part]), range(first, last), range(key_first, key_last)
+            )
+            packed[:] = np.packbits(live, axis=-1)
+        cut = BlockList.from_bits(grid, ids[~is_full], bits)
+        return _concatenate([BlockList.full(grid, ids[is_full]), cut]).sorted()
+
+    def _overlaps(self, grid: Grid) -> tuple[Integers, ...]:
+        """List where the blocks meet those of another grid.
+
+        Returns:
+            Of every meeting the index of the block, the number of the other, and the rectangle in
+            common: first query, last + 1, first key, last + 1.
+        """
+        start, stop, key_start, key_stop = self.grid.spans(self.ids)
+        row, row_stop = (start - grid.origin) // grid.block, -((grid.origin - stop) // grid.block)
+        column, column_stop = key_start // grid.block, -(-key_stop // grid.block)
+        width = column_stop - column
+        number = (row_stop - row) * width
+        found = np.repeat(np.arange(len(self.ids)), number)
+        nth = np.arange(len(found)) - np.repeat(np.cumsum(number) - number, number)
+        ids = (row[found] + nth // width[found]) * grid.num_columns
+        ids += column[found] + nth % width[found]
+        first, last, key_first, key_last = grid.spans(ids)
+        return (
+            found,
+            ids,
+            np.maximum(first, start[found]),
+            np.minimum(last, stop[found]),
+            np.maximum(key_first, key_start[found]),
+            np.minimum(key_last, key_stop[found]),
+        )
+
+    def _block(self, block: int, queries: range, keys: range) -> Any:
+        """Return what a rectangle of one block, of an index in the list, holds."""
+        if self.bit_index[block] < 0:
+            return True
+        row, column = self.grid.corner(int(self.ids[block]))
+        rows, columns = (
+            slice(each.start - corner, each.stop - corner)
+            for each, corner in ((queries, row), (keys, column))
+        )
+        return self.unpack(self.bit_index[block])[rows, columns]
 
     def transposed(self) -> "BlockList":
         """Return the list with queries and keys exchanged, its blocks counted from the first."""

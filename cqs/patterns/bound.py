@@ -164,12 +164,14 @@ def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
 def _on_one_grid(one: BoundPattern, other: BoundPattern) -> tuple[BlockList, BlockList] | None:
     """Return the block lists of two patterns on one grid, empty for None; or None for none at all.
 
-    Lists of different grids are cut anew, along blocks of the usual size.
+    Lists of different grids, or of larger blocks, are cut anew, along blocks of the usual size.
     """
     grids = {each.blocks.grid for each in (one, other) if each.blocks is not None}
     if not grids:
         return None
-    grid = grids.pop() if len(grids) == 1 else Grid(one.seqlen_q, one.seqlen_kv)
+    usual = Grid(one.seqlen_q, one.seqlen_kv)
+    grid = grids.pop() if len(grids) == 1 else usual
+    grid = usual if grid.block > usual.block else grid
     first, second = (
         empty_list(grid) if each.blocks is None else each.blocks.on(grid) for each in (one, other)
     )

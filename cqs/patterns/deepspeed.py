@@ -6,21 +6,22 @@ blocks on the diagonal are whole unless the pattern is combined with :func:`~cqs
 """
 
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cqs.patterns import algebra
 from cqs.patterns.bound import BoundPattern, unite
+from cqs.patterns.grid import Integers
 from cqs.patterns.masks import bind_layout
 from cqs.patterns.pattern import Lengths, Pattern, per_head
 from cqs.patterns.piece import FAR, Axis, Piece, overlap
-from cqs.scheduler.arguments import as_integer
-
-Layout = NDArray[np.bool_]
+from cqs.patterns.tokens import as_list
+from cqs.scheduler.arguments import as_bool, as_integer
 
 _COMMON: dict[str, Any] = {"block": 16, "different_layout_per_head": False}
 _GLOBAL: dict[str, Any] = {"global_block_indices": (0,), "global_block_end_indices": None}
@@ -42,6 +43,9 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     "local": _COMMON | {"num_sliding_window_blocks": 3, "attention": "unidirectional"},
 }
 """What each mode reads, and the defaults of its class."""
+_LEAST = {"block": 1, "num_local_blocks": 1, "num_different_global_patterns": 1}
+_FLAGS = ("different_layout_per_head", "horizontal_global_attention")
+_LISTS = ("local_window_blocks", "global_block_indices", "global_block_end_indices")
 _CLASSES = {
     "DenseSparsityConfig": "dense",
     "FixedSparsityConfig": "fixed",
@@ -60,14 +64,15 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
     Args:
         config: An object of one of the six classes, known by its class name and attributes; or the
             ``"sparse_attention"`` section of a configuration file, or the whole file, as a dict.
-            Keys that its mode does not read are ignored, as DeepSpeed does.
+            Keys that its mode does not read are ignored, as DeepSpeed does. The name of a class is
+            a mode too: then the dict gives what its constructor takes.
         num_heads: Number of heads; ``None`` takes that of the object. A file has none, and needs
             one if layouts differ by head.
         seed: Random blocks are those that DeepSpeed draws right after ``random.seed(seed)``.
 
     Raises:
-        TypeError: if it is none of these.
-        ValueError: if a parameter has a value that DeepSpeed refuses.
+        TypeError: if it is none of these, or a parameter is of another type.
+        ValueError: if a parameter has a value that DeepSpeed refuses, or cannot mean.
 
     Example:
         >>> from_deepspeed({"mode": "fixed", "block": 64}).density(4096)
@@ -75,15 +80,20 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
     """
     if isinstance(config, Mapping):
         section = config.get("sparse_attention", config)
-        mode = section.get("mode", "fixed")
-        if mode not in set(_PARAMETERS) - {"local"}:
-            raise ValueError(
-                f"mode must be one of {sorted(set(_PARAMETERS) - {'local'})}, got {mode!r}"
-            )
-        given = {name: section[name] for name in _PARAMETERS[mode] if name in section}
-        for name in _NOT_IN_FILES.get(mode, ()):
-            given.pop(name, None)
-        given.setdefault("num_random_blocks", 0)
+        if not isinstance(section, Mapping):
+            raise TypeError(f"sparse_attention must be a dict, got {section!r}")
+        mode, modes = section.get("mode", "fixed"), [*_PARAMETERS, *_CLASSES]
+        modes.remove("local")
+        if mode not in modes:
+            raise ValueError(f"mode must be one of {modes}, got {mode!r}")
+        of_file = {} if mode in _CLASSES else {"num_random_blocks": 0}
+        unread = _NOT_IN_FILES.get(mode, ())
+        mode = str(_CLASSES.get(mode, mode))
+        given = of_file | {
+            name: section[name]
+            for name in _PARAMETERS[mode]
+            if name in section and name not in unread
+        }
     else:
         names = [kind.__name__ for kind in type(config).__mro__ if kind.__name__ in _CLASSES]
         if not names:
@@ -91,15 +101,17 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
         mode = _CLASSES[names[0]]
         given = {name: getattr(config, name) for name in _PARAMETERS[mode] if hasattr(config, name)}
         num_heads = getattr(config, "num_heads", None) if num_heads is None else num_heads
-    parameters = {name: given.get(name, default) for name, default in _PARAMETERS[mode].items()}
+    parameters = {
+        name: _parameter(name, given.get(name, default))
+        for name, default in _PARAMETERS[mode].items()
+    }
     _check(parameters)
     heads = 1
     if parameters["different_layout_per_head"]:
         if num_heads is None:
             raise ValueError("num_heads is needed: layouts differ by head")
         heads = as_integer("num_heads", num_heads, 1)
-    items = tuple((name, _frozen(value)) for name, value in parameters.items())
-    seed = as_integer("seed", seed, 0)
+    items, seed = tuple(parameters.items()), as_integer("seed", seed, 0)
     return per_head([[_DeepSpeed(mode, items, head, seed) for head in range(heads)]])
 
 
@@ -124,12 +136,15 @@ class _DeepSpeed(Pattern):
         if not blocks.parameters.get("num_random_blocks"):
             return bound
         layout = blocks.random_layout(random.Random(self.seed), self.index)
-        return unite(bound, bind_layout(lengths, layout, blocks.block))
+        return unite(bound, bind_layout(lengths, *layout, blocks.block))
 
     def __repr__(self) -> str:
-        parameters = {"mode": self.mode} | dict(self.parameters)
-        head = f".head(0, {self.index})" if parameters["different_layout_per_head"] else ""
-        return f"from_deepspeed({parameters}, seed={self.seed}){head}"
+        (name,) = (name for name, mode in _CLASSES.items() if mode == self.mode)
+        config = {"mode": name} | dict(self.parameters)
+        if not config["different_layout_per_head"]:
+            return f"from_deepspeed({config}, seed={self.seed})"
+        heads = f"num_heads={self.index + 1}, seed={self.seed}"
+        return f"from_deepspeed({config}, {heads}).head(0, {self.index})"
 
 
 class _Blocks:
@@ -167,16 +182,17 @@ class _Blocks:
                 for axes in ((0, self.num_blocks, start, stop), (start, stop, 0, self.num_blocks)):
                     yield from self._past(self._rectangle(*axes))
 
-    def random_layout(self, rng: random.Random, head: int) -> Layout:
-        """Draw the random blocks of heads ``0 .. head``; return those of the last."""
+    def random_layout(self, rng: random.Random, head: int) -> tuple[Integers, Integers]:
+        """Draw the random blocks of heads ``0 .. head``; return rows and columns of the last's."""
         everywhere = self.mode == "variable" or not self.is_causal
         number = self.parameters["num_random_blocks"]
         for _ in range(head + 1):
-            layout = np.zeros((self.num_blocks, self.num_blocks), dtype=bool)
+            drawn: list[list[int]] = []
             for row in range(self.num_blocks):
                 choices = range(self.num_blocks if everywhere else row + 1)
-                layout[row, rng.sample(choices, min(number, len(choices)))] = True
-        return layout
+                drawn.append(rng.sample(choices, min(number, len(choices))))
+        rows = np.repeat(np.arange(len(drawn)), [len(columns) for columns in drawn])
+        return rows, np.array(list(chain(*drawn)), dtype=np.int64)
 
     def _groups(self, start: int, size: int, stop: int | None = None) -> Iterator[Piece]:
         """Let blocks of a group see each other; groups of ``size`` begin at ``start``."""
@@ -199,8 +215,8 @@ class _Blocks:
             rows = self._cells(size, first, width, 0, size)
             yield rows._replace(queries=self._clip(rows.queries, 0, whole))
         if whole < self.num_blocks:
-            start = max(min(whole + first, self.num_blocks - width), 0)
-            yield from self._global(start, start + width)
+            start = min(whole + first, self.num_blocks - width)
+            yield from self._global(*self._sliced(start, start + width))
 
     def _global(self, start: int, stop: int) -> Iterator[Piece]:
         """Let all rows, or if causal those from ``start`` on, see these columns."""
@@ -209,12 +225,26 @@ class _Blocks:
             yield self._rectangle(start, stop, 0, self.num_blocks)
 
     def _global_runs(self) -> list[tuple[int, int]]:
-        """Return the first and the last + 1 of the global blocks that are named."""
+        """Return the first and the last + 1 of the global blocks that are named.
+
+        Negative ones are counted from the end, as indices of a layout are.
+        """
         if self.mode == "bigbird":
             return [(0, self.parameters["num_global_blocks"])]
         starts = self.parameters.get("global_block_indices", ())
         stops = self.parameters.get("global_block_end_indices")
-        return list(zip(starts, [a + 1 for a in starts] if stops is None else stops, strict=True))
+        if stops is not None:
+            return [self._sliced(*run) for run in zip(starts, stops, strict=True)]
+        if min(starts, default=0) < -self.num_blocks:
+            raise ValueError(
+                f"global_block_indices must be at least {-self.num_blocks}, got {list(starts)}"
+            )
+        blocks = (start % self.num_blocks if start < 0 else start for start in starts)
+        return [(block, block + 1) for block in blocks]
+
+    def _sliced(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the first and the last + 1 of the blocks of a slice."""
+        return slice(start, stop).indices(self.num_blocks)[:2]
 
     def _cells(
         self,
@@ -259,17 +289,32 @@ class _Blocks:
             )
 
 
+def _parameter(name: str, value: Any) -> Any:
+    """Return a parameter as what it must be, or raise TypeError or ValueError."""
+    if name == "attention":
+        if value not in ("unidirectional", "bidirectional"):
+            raise ValueError(f"attention must be unidirectional or bidirectional, got {value!r}")
+        return str(value)
+    if name in _FLAGS:
+        return as_bool(name, value)
+    if name not in _LISTS:
+        return as_integer(name, value, _LEAST.get(name, 0))
+    if value is None and name == "global_block_end_indices":
+        return None
+    least = 1 if name == "local_window_blocks" else -sys.maxsize
+    return tuple(as_integer(name, each, least) for each in as_list(name, value))
+
+
 def _check(parameters: dict[str, Any]) -> None:
-    """Raise ValueError where DeepSpeed would."""
-    as_integer("block", parameters["block"], 1)
+    """Raise ValueError where DeepSpeed would, and where it would end with another error."""
     attention = parameters.get("attention", "bidirectional")
-    if attention not in ("unidirectional", "bidirectional"):
-        raise ValueError(f"attention must be unidirectional or bidirectional, got {attention!r}")
     if attention == "unidirectional" and parameters.get("horizontal_global_attention"):
         raise ValueError("horizontal_global_attention must be False if attention is unidirectional")
+    if parameters.get("local_window_blocks") == ():
+        raise ValueError("local_window_blocks must have an element, got []")
     if "num_local_blocks" in parameters:
         local, width = parameters["num_local_blocks"], parameters["num_global_blocks"]
-        if local % width:
+        if not width or local % width:
             raise ValueError(
                 f"num_global_blocks must divide num_local_blocks, got {width}, {local}"
             )
@@ -285,7 +330,3 @@ def _check(parameters: dict[str, Any]) -> None:
                 f"global_block_end_indices must be one above each of {list(starts)}, "
                 f"got {list(stops)}"
             )
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -37,6 +37,11 @@ class Grid:
         """Return the keys of one column of blocks."""
         return range(column * self.block, min((column + 1) * self.block, self.seqlen_kv))
 
+    def corner(self, block: int) -> tuple[int, int]:
+        """Return where the block of a number begins: a query, which may be negative, and a key."""
+        row, column = divmod(block, self.num_columns)
+        return self.origin + row * self.block, column * self.block
+
     def spans(self, ids: Integers) -> tuple[Integers, Integers, Integers, Integers]:
         """Return first query, last + 1, first key, last + 1 of the blocks of these numbers."""
         rows, columns = ids // self.num_columns, ids % self.num_columns

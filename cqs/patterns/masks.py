@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.grid import Grid
-from cqs.patterns.pattern import Lengths, Pattern, per_head
+from cqs.patterns.grid import Grid, Integers
+from cqs.patterns.pattern import Lengths, Pattern, content_digest, per_head
 from cqs.scheduler.arguments import as_integer
 
 _BLOCK = 128
@@ -137,7 +137,8 @@ class Listed(Pattern):
     def __repr__(self) -> str:
         share = self.blocks.counts.sum() / max(np.prod(self.default_lengths), 1)
         lengths = "{} x {}".format(*self.default_lengths)
-        return f"{self.origin}(<{lengths}, {100 * share:.3g} %>)"
+        digest = content_digest(self.blocks.digest)
+        return f"{self.origin}(<{lengths}, {100 * share:.3g} %, {digest}>)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,36 +161,34 @@ class _BlockSparse(Pattern):
         size = int(np.prod(self.shape))
         bits = np.unpackbits(np.frombuffer(self.packed, np.uint8), count=size)
         layout = bits.reshape(self.shape).view(bool)
-        return bind_layout(lengths, layout, self.block)
+        rows, columns = layout.nonzero()
+        return bind_layout(lengths, rows, columns, self.block)
 
     def __repr__(self) -> str:
-        return "block_sparse(<{} x {} blocks>, {})".format(*self.shape, self.block)
+        rows, columns = self.shape
+        digest = content_digest(self.packed)
+        return f"block_sparse(<{rows} x {columns} blocks, {digest}>, {self.block})"
 
 
-def bind_layout(lengths: Lengths, layout: NDArray[np.bool_], block: int) -> BoundPattern:
-    """Return the bound pattern of the blocks that a layout marks, on a grid of 128 if it fits."""
-    if block % _BLOCK == 0:
-        times = block // _BLOCK
-        layout = layout.repeat(times, axis=0).repeat(times, axis=1)
-        grid = Grid(*lengths, _BLOCK)
-        layout = layout[: grid.num_rows, : grid.num_columns]
-    elif _BLOCK % block == 0:
-        return BoundPattern(*lengths, (), _gather(Grid(*lengths, _BLOCK), layout, block))
+def bind_layout(lengths: Lengths, rows: Integers, columns: Integers, block: int) -> BoundPattern:
+    """Return the bound pattern of these blocks, on a grid of 128 if it fits."""
+    if block < _BLOCK and _BLOCK % block == 0:
+        blocks = _gather(Grid(*lengths, _BLOCK), rows, columns, block)
     else:
         grid = Grid(*lengths, block)
-    return BoundPattern(*lengths, (), BlockList.full(grid, np.flatnonzero(layout)))
+        blocks = BlockList.full(grid, np.unique(rows * grid.num_columns + columns))
+        blocks = blocks.on(Grid(*lengths, _BLOCK)) if block % _BLOCK == 0 else blocks
+    return BoundPattern(*lengths, (), blocks)
 
 
-def _gather(grid: Grid, layout: NDArray[np.bool_], block: int) -> BlockList:
+def _gather(grid: Grid, rows: Integers, columns: Integers, block: int) -> BlockList:
     """Gather small blocks into those of a grid; bits say which are live."""
     times = grid.block // block
-    rows, columns = grid.num_rows, grid.num_columns
-    padding = [(0, rows * times - layout.shape[0]), (0, columns * times - layout.shape[1])]
-    tiles = np.pad(layout, padding).reshape(rows, times, columns, times).transpose(0, 2, 1, 3)
-    ids = np.flatnonzero(tiles.any(axis=(2, 3)))
-    live = tiles.reshape(rows * columns, times, times)[ids]
+    ids, place = np.unique(rows // times * grid.num_columns + columns // times, return_inverse=True)
+    live = np.zeros((len(ids), times, times), dtype=bool)
+    live[place, rows % times, columns % times] = True
     whole = live.all(axis=(1, 2))
-    bits = np.packbits(live[~whole].repeat(block, axis=1).repeat(block, axis=2), axis=-1)
+    bits = np.packbits(live[~whole].repeat(block, axis=2), axis=-1).repeat(block, axis=1)
     cut = BlockList.from_bits(grid, ids[~whole], bits & grid.full_bits(ids[~whole]))
     return cut.combine(BlockList.full(grid, ids[whole]), np.bitwise_or)
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -38,8 +39,10 @@ class Lengths(NamedTuple):
 class Pattern(ABC):
     """Which queries may attend to which keys, for sequences of any length or of one.
 
-    Immutable, hashable, picklable, compared by value; prints as the call that makes it. Patterns
-    combine: ``a | b`` (either), ``a & b`` (both), ``a - b`` (the first but not the second).
+    Immutable, hashable, picklable, compared by value; equal patterns print alike in every process,
+    others differently: as the call that makes them or, if made from arrays, with a digest in angle
+    brackets. Patterns combine: ``a | b`` (either), ``a & b`` (both), ``a - b`` (the first but not
+    the second).
 
     Unless a pattern says otherwise it speaks of positions, and query i of ``seqlen_q`` is at
     position ``i + seqlen_kv - seqlen_q``.
@@ -218,7 +221,8 @@ class PerHead(Pattern):
 
     def __repr__(self) -> str:
         batches, heads = self.heads
-        return f"<{batches} x {heads} patterns, the first {self.patterns[0][0]!r}>"
+        digest = content_digest(repr(self.patterns).encode())
+        return f"<{batches} x {heads} patterns, the first {self.patterns[0][0]!r}, {digest}>"
 
 
 def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
@@ -231,6 +235,11 @@ def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
     if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
         raise ValueError(f"patterns must be rows of one length, at least 1, got {patterns!r}")
     return rows[0][0] if (len(rows), len(rows[0])) == (1, 1) else PerHead(rows)
+
+
+def content_digest(content: bytes) -> str:
+    """Return what tells patterns of other content apart when they print."""
+    return blake2b(content, digest_size=6).hexdigest()
 
 
 def _combine(operator: str, left: Pattern, right: Pattern) -> Pattern:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from cqs.patterns.bound import BoundPattern
@@ -10,6 +10,9 @@ from cqs.patterns.pattern import Lengths, Pattern
 from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.regular import bind_pieces, sliding_window
 from cqs.scheduler.arguments import as_bool, as_integer, to_integer
+
+_MOST = 2**20
+"""Numbers in a row; more are better said otherwise, and may be an endless range."""
 
 
 def global_tokens(indices: int | Iterable[int]) -> Pattern:
@@ -63,7 +66,7 @@ def documents(cumulative_lengths: Any, is_causal: bool = True) -> Pattern:
     """
     rule = "cumulative_lengths must be integers"
     ends = tuple(
-        to_integer(each, rule) for each in _as_list("cumulative_lengths", cumulative_lengths)
+        to_integer(each, rule) for each in as_list("cumulative_lengths", cumulative_lengths)
     )
     if not ends or ends[0] != 0 or any(end < start for start, end in pairwise(ends)):
         raise ValueError(
@@ -126,7 +129,7 @@ def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
     if not isinstance(indices, Sequence) and not hasattr(indices, "__iter__"):
         number = as_integer(name, indices, 0)
         return ((0, number),) if number else ()
-    tokens = sorted({as_integer(name, each, 0) for each in _as_list(name, indices)})
+    tokens = sorted({as_integer(name, each, 0) for each in as_list(name, indices)})
     runs: list[tuple[int, int]] = []
     for token in tokens:
         if runs and runs[-1][1] == token:
@@ -136,9 +139,13 @@ def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def _as_list(name: str, values: Any) -> list[Any]:
-    """Return the elements of an iterable; of an array, as Python numbers."""
+def as_list(name: str, values: Any) -> list[Any]:
+    """Return the elements of an iterable, not too many; of an array, as Python numbers."""
     try:
-        return list(values.tolist() if hasattr(values, "tolist") else values)
+        elements = values.tolist() if hasattr(values, "tolist") else values
+        found = list(islice(elements, _MOST + 1))
     except TypeError:
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
+    if len(found) > _MOST:
+        raise ValueError(f"{name} must have at most {_MOST} elements")
+    return found

@@ -196,7 +196,7 @@ class Plan:
     def to_json(self) -> str:
         """Write the plan as one JSON object; :meth:`from_json` reads it back.
 
-        Of a pattern only how it prints is written.
+        Of a pattern only how it prints is written, with a digest where it is made from arrays.
         """
         return json.dumps(self._as_dict())
 

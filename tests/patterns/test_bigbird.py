@@ -100,6 +100,22 @@ def test_a_million_tokens_are_one_entry_per_random_block():
     assert not len(bound.blocks.bits)
 
 
+def test_no_more_blocks_are_drawn_than_there_are():
+    for length in (64, 1000):
+        all_of_them = bigbird(block=16, random_blocks=10**8).bind(length)
+        assert all_of_them.density == 1
+    assert bigbird(random_blocks=10**8).bind(0).num_pairs == 0
+
+
+def test_large_blocks_combine_as_blocks_of_128():
+    pattern = bigbird(block=8192, window_blocks=0, global_blocks=0, random_blocks=2) & causal()
+    blocks = pattern.bind(65536).blocks
+    assert blocks.grid.block == 128 and len(blocks.bits) <= 512
+    mask = bigbird(block=300, random_blocks=1).to_mask(1000) & causal().to_mask(1000)
+    combined = bigbird(block=300, random_blocks=1) & causal()
+    assert_is(random.Random(2), combined.bind(1000), mask)
+
+
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="random_blocks must be at least 0, got -1"):
         bigbird(random_blocks=-1)

@@ -69,7 +69,7 @@ def in_fixed(c, head, n):
     starts = [group + first for group in range(0, n - n % size, size)]
     if n % size:
         starts.append(min(n - n % size + first, n - width))
-    summaries = [range(start, start + width) for start in starts]
+    summaries = [range(n)[start : start + width] for start in starts]
 
     def rule(row, column):
         local = row // size == column // size and (column <= row or not is_causal(c))
@@ -80,9 +80,13 @@ def in_fixed(c, head, n):
     return rule
 
 
-def global_runs(c):
+def global_runs(c, n):
+    """First and last + 1, as indices and slices of an array of n blocks have them."""
     starts = c.global_block_indices
-    return list(zip(starts, c.global_block_end_indices or [s + 1 for s in starts], strict=True))
+    if c.global_block_end_indices is None:
+        return [(s % n, s % n + 1) for s in starts if s < n]
+    ends = zip(starts, c.global_block_end_indices, strict=True)
+    return [slice(*run).indices(n)[:2] for run in ends]
 
 
 def in_variable(c, head, n):
@@ -93,8 +97,9 @@ def in_variable(c, head, n):
 
     def rule(row, column):
         local = group[row] == group[column] and (column <= row or not is_causal(c))
-        seen = any(a <= column < b and (row >= a or not is_causal(c)) for a, b in global_runs(c))
-        sees = c.horizontal_global_attention and any(a <= row < b for a, b in global_runs(c))
+        runs = global_runs(c, n)
+        seen = any(a <= column < b and (row >= a or not is_causal(c)) for a, b in runs)
+        sees = c.horizontal_global_attention and any(a <= row < b for a, b in runs)
         return local or seen or sees
 
     return rule
@@ -112,7 +117,7 @@ def in_bigbird(c, head, n):
 def in_bslongformer(c, head, n):
     def rule(row, column):
         near = abs(row - column) <= c.num_sliding_window_blocks // 2
-        named = any(a <= row < b or a <= column < b for a, b in global_runs(c))
+        named = any(a <= row < b or a <= column < b for a, b in global_runs(c, n))
         return (near or named) and (column <= row or not is_causal(c))
 
     return rule
@@ -146,6 +151,8 @@ CASES = [
     (Fixed(3, **UNIDIRECTIONAL), in_fixed),
     (Fixed(3, block=8, num_local_blocks=6, num_global_blocks=2), in_fixed),
     (Fixed(3, horizontal_global_attention=True), in_fixed),
+    (Fixed(3, num_local_blocks=12, num_global_blocks=12, **UNIDIRECTIONAL), in_fixed),
+    (Fixed(3, num_local_blocks=48, num_global_blocks=16, **UNIDIRECTIONAL), in_fixed),
     (Fixed(5, **BY_HEAD, num_different_global_patterns=4), in_fixed),
     (Variable(3, local_window_blocks=[1, 3, 2], global_block_indices=[0, 5, 90]), in_variable),
     (Variable(3, num_random_blocks=2, **UNIDIRECTIONAL), in_variable),
@@ -158,6 +165,11 @@ CASES = [
         ),
         in_variable,
     ),
+    (Variable(3, global_block_indices=[-1, 3, -4], **UNIDIRECTIONAL), in_variable),
+    (
+        Variable(3, global_block_indices=[-3, 2, -5], global_block_end_indices=[-1, 4, 9]),
+        in_variable,
+    ),
     (BigBird(3), in_bigbird),
     (BigBird(3, num_sliding_window_blocks=5, num_global_blocks=2, **UNIDIRECTIONAL), in_bigbird),
     (BigBird(3, num_random_blocks=2, **BY_HEAD), in_bigbird),
@@ -167,6 +179,7 @@ CASES = [
         BSLongformer(3, global_block_indices=[2], global_block_end_indices=[5]),
         in_bslongformer,
     ),
+    (BSLongformer(3, global_block_indices=[-2]), in_bslongformer),
     (Local(3), in_local),
     (Local(3, block=32, num_sliding_window_blocks=4, attention="bidirectional"), in_local),
 ]
@@ -215,6 +228,31 @@ def test_regular_modes_of_a_billion_tokens_are_a_few_pieces():
         assert 0 < bound.num_pairs < n * n
 
 
+def test_random_modes_list_their_blocks_alone():
+    blocks = from_deepspeed({"mode": "bigbird", "num_random_blocks": 1}).bind(200_000).blocks
+    assert blocks.counts.sum() <= 12_500 * 256 and len(blocks.ids) <= 12_500
+
+
+def test_a_summary_wider_than_the_sequence_hides_the_future():
+    layout = {"mode": "fixed", "block": 1, "num_local_blocks": 3, "num_global_blocks": 3}
+    pattern = from_deepspeed({**layout, **UNIDIRECTIONAL})
+    assert pattern.to_mask(2).astype(int).tolist() == [[1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("config", [config for config, _ in CASES])
+def test_what_is_read_prints_as_the_call_that_makes_it(config):
+    for pattern in (from_deepspeed(config, seed=5), from_deepspeed({"mode": "bigbird"})):
+        for head in range(pattern.heads[1]):
+            assert eval(repr(pattern.head(0, head))) == pattern.head(0, head)
+
+
+def test_parameters_may_be_arrays():
+    arrays = {"local_window_blocks": np.array([2, 3]), "global_block_indices": np.array([1])}
+    lists = {"local_window_blocks": [2, 3], "global_block_indices": (1,)}
+    mode = {"mode": "variable"}
+    assert from_deepspeed(mode | arrays) == from_deepspeed(mode | lists)
+
+
 def test_subclasses_are_read_as_their_base():
     class Mine(Fixed):
         pass
@@ -250,6 +288,41 @@ def test_a_unidirectional_layout_combines_with_causal():
             lambda: from_deepspeed(BSLongformer(1, global_block_end_indices=[0])),
             "global_block_end_indices must be",
         ),
+        (lambda: from_deepspeed({"mode": "local"}), "mode must be one of .*, got 'local'"),
+        (
+            lambda: from_deepspeed({"horizontal_global_attention": "false"}),
+            "horizontal_global_attention must be a bool, got 'false'",
+        ),
+        (lambda: from_deepspeed({"num_local_blocks": -4}), "num_local_blocks must be at least 1"),
+        (lambda: from_deepspeed({"num_local_blocks": "4"}), "num_local_blocks must be an integer"),
+        (lambda: from_deepspeed({"num_global_blocks": 0}), "num_global_blocks must divide"),
+        (
+            lambda: from_deepspeed({"num_different_global_patterns": 0}),
+            "num_different_global_patterns must be at least 1, got 0",
+        ),
+        (
+            lambda: from_deepspeed({"mode": "variable", "local_window_blocks": []}),
+            r"local_window_blocks must have an element, got \[\]",
+        ),
+        (
+            lambda: from_deepspeed({"mode": "variable", "local_window_blocks": [2, 0]}),
+            "local_window_blocks must be at least 1, got 0",
+        ),
+        (
+            lambda: from_deepspeed({"mode": "variable", "local_window_blocks": 4}),
+            "local_window_blocks must be a sequence of integers, got 4",
+        ),
+        (
+            lambda: from_deepspeed({"mode": "variable", "global_block_indices": [0.5]}),
+            "global_block_indices must be an integer, got 0.5",
+        ),
+        (
+            lambda: from_deepspeed(BSLongformer(1, global_block_indices=[-9])).bind(128),
+            r"global_block_indices must be at least -8, got \[-9\]",
+        ),
+        (lambda: from_deepspeed({"sparse_attention": None}), "must be a dict, got None"),
+        (lambda: from_deepspeed({"sparse_attention": 5}), "must be a dict, got 5"),
+        (lambda: from_deepspeed({"mode": ["fixed"]}), "mode must be one of"),
         (lambda: from_deepspeed(Local(1)).bind(16), "num_sliding_window_blocks must be at most"),
         (lambda: from_deepspeed(Fixed(1)).bind(32, 16), r"is for self-attention, got .*\(32, 16\)"),
         (lambda: from_deepspeed(Fixed(1)).allows(0, 0), "depends on the lengths"),

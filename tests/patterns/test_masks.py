@@ -11,6 +11,8 @@ from brute_force import assert_is
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cqs.patterns import (
+    BlockList,
+    Grid,
     block_sparse,
     causal,
     fixed,
@@ -70,6 +72,28 @@ def test_block_layouts_are_what_they_mark(block):
         assert_is(rng, block_sparse(layout, block).bind(seqlen_q, seqlen_kv), mask)
 
 
+def test_lists_are_cut_along_any_grid():
+    rng = random.Random(9)
+    for _ in range(60):
+        shape = rng.randint(1, 90), rng.randint(1, 90)
+        mask = np.random.default_rng(rng.randrange(2**32)).random(shape) < 0.5
+        mask[: rng.randint(0, 90), : rng.randint(0, 90)] = True
+        whole = from_mask(mask).bind(*shape).blocks
+        grids = []
+        for _ in range(2):
+            block = rng.randint(1, 40)
+            grids.append(Grid(*shape, block, -rng.randrange(block)))
+        cut = [BlockList.from_strips(grid, whole.to_mask) for grid in grids]
+        assert cut[0].on(grids[1]) == cut[1]
+
+
+def test_large_blocks_are_cut_without_an_array_of_their_size():
+    layout = block_sparse(np.ones((7, 7)), 10_000)
+    blocks = (layout & causal()).bind(65536).blocks
+    assert blocks.grid.block == 128 and len(blocks.bits) == 512
+    assert blocks == BlockList.from_pieces(blocks.grid, causal().bind(65536).pieces)
+
+
 def test_block_layouts_and_masks_combine_with_everything():
     rng = random.Random(1)
     symbolic = [causal(), sliding_window(40, 3), strided(7), fixed(32, 5), longformer(20, [3, 200])]
@@ -99,6 +123,7 @@ def test_masks_are_values():
         again = pickle.loads(pickle.dumps(pattern))
         assert again == pattern == make(mask.copy()) and hash(again) == hash(pattern)
         assert pattern != make(other)
+        assert repr(again) == repr(pattern) != repr(make(other))
     assert from_mask(torch.from_numpy(mask)) == from_mask(mask)
 
 
@@ -138,6 +163,8 @@ def test_heads_broadcast_or_are_refused():
         by_head | per_head([[causal(), strided(2)]])
     assert per_head([[causal()]]) == causal()
     assert pickle.loads(pickle.dumps(by_head)) == by_head
+    assert repr(by_head) != repr(by_head | by_batch)
+    assert repr(by_head) != repr(per_head([[by_head.head(0, 0)] * 3]))
 
 
 MASK_MODS = {

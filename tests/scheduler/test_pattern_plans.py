@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cqs.patterns import (
+    acsr,
     bigbird,
     block_diagonal,
     block_sparse,
@@ -324,12 +325,27 @@ def test_a_plan_is_not_read_with_another_pattern(plan):
         Plan.from_json(plain.to_json(), causal())
 
 
-def test_arrays_that_print_alike_are_told_apart():
-    masks = np.tri(60, dtype=bool), np.tri(60, dtype=bool).T
-    one, other = map(from_mask, masks)
-    assert repr(one) == repr(other)
-    text = make_plan(60, num_workers=7, pattern=one).to_json()
-    with pytest.raises(ValueError, match="contradict"):
+def single_pair(key):
+    mask = np.zeros((64, 64), dtype=bool)
+    mask[3, key] = True
+    return from_mask(mask)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (single_pair(5), single_pair(6)),
+        (single_pair(5) | strided(4), single_pair(6) | strided(4)),
+        (block_sparse([[1, 0]] * 2, 32), block_sparse([[0, 1]] * 2, 32)),
+        (acsr([0] * 64, [1] * 64, [3] * 64), acsr([1] * 64, [1] * 64, [3] * 64)),
+    ],
+    ids=repr,
+)
+def test_patterns_of_arrays_are_told_apart(one, other):
+    text = make_plan(64, num_workers=2, pattern=one).to_json()
+    again = Plan.from_json(text, pickle.loads(pickle.dumps(one)))
+    assert again.pattern == one
+    with pytest.raises(ValueError, match=r"the pattern of the plan is .*, got .*: pass"):
         Plan.from_json(text, other)
 
 
