@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -127,11 +128,13 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
 
 def merges_at_once(answer: Partial) -> bool:
     """Say whether a single kernel merges all partials of ``answer``, best when all are there."""
-    return (
-        answer.output.is_cuda
-        and answer.output.dtype != torch.float64
-        and importlib.util.find_spec("triton") is not None
-    )
+    return answer.output.is_cuda and answer.output.dtype != torch.float64 and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Say whether Triton, which not every PyTorch brings, is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def check_partial(partial: Partial, expected: Partial, name: str) -> None:

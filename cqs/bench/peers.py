@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cqs.bench.measurement import Measurement, append_rows, publish, summarize
 from cqs.bench.peer_methods import METHODS, Method, attend_alone, differentiate_alone
-from cqs.bench.timing import time_in_turn
+from cqs.bench.timing import time_calls, time_in_turn
 from cqs.partial import lse_dtype
 from cqs.problem import Problem, check_problem
 from cqs.testing import exact_rows
@@ -42,7 +42,9 @@ def run(
 ) -> None:
     """Check and time all methods on the ranks that torchrun started: one GPU each, or CPUs.
 
-    A time is that of the slowest rank, from a barrier on. Rates count ``4 N^2 d`` operations per
+    A time is that of the slowest rank, from a barrier on; of a GPU that was busy when it was told
+    what to do, as in the middle of a model. "call ms" is how long the caller waits for a call to
+    return. Rates count ``4 N^2 d`` operations per
     head forward and 2.5 times that backward, half of it if causal. Efficiency is the time of one
     GPU alone, over the number of ranks times this time.
 
@@ -121,9 +123,10 @@ def measure(
     with torch.set_grad_enabled(grad_output is not None):
         for what, passes in _prepare(group, names, worker, problem, grad_output).items():
             peaks = {name: _peak_bytes(compute, group) for name, compute in passes.items()}
+            calls = time_calls(passes) if problem.query.is_cuda else {}
             seconds = _time(passes, repeats, group, problem.query.device)
             if dist.get_rank(group) == 0:
-                found = _rows(what, problem, seconds, peaks, dist.get_world_size(group))
+                found = _rows(what, problem, seconds, calls, peaks, dist.get_world_size(group))
                 append_rows(found, out)
                 rows += found
     return rows
@@ -245,7 +248,9 @@ def _time(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier(group)
-            seconds[name] += time_in_turn({name: passes[name]}, 1, device.type)[name]
+            on_gpu = device.type == "cuda"
+            own = time_in_turn({name: passes[name]}, 1, device.type, behind_work=on_gpu)
+            seconds[name] += own[name]
     table = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     return dict(zip(names, table.tolist(), strict=True))
@@ -255,6 +260,7 @@ def _rows(
     what: str,
     problem: Problem,
     seconds: dict[str, list[float]],
+    calls: dict[str, float],
     peaks: dict[str, int],
     num_ranks: int,
 ) -> list[Measurement]:
@@ -278,6 +284,7 @@ def _rows(
             details["efficiency"] = 1 / (ratio * ranks)
         if problem.query.is_cuda:
             details["peak_bytes"] = peaks[name]
+            details["call_ms"] = 1e3 * calls[name]
         rows.append(
             Measurement(
                 benchmark=f"peers {what}",
@@ -306,6 +313,7 @@ _COLUMNS: dict[str, Callable[[Measurement], object]] = {
     "efficiency": lambda row: (
         f"{100 * row.details['efficiency']:.1f} %" if "efficiency" in row.details else "-"
     ),
+    "call ms": lambda row: f"{row.details['call_ms']:.2f}" if "call_ms" in row.details else "-",
     "MiB per rank": lambda row: (
         f"{row.details['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row.details else "-"
     ),

@@ -1,6 +1,6 @@
 """The one call that training code needs: shards in, shards out, gradients too."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import Any
@@ -11,14 +11,23 @@ from torch import Tensor
 
 from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.distributed.agreement import agree
-from cqs.distributed.exchange import Piece, Transfer, pieces, send_back, send_out
+from cqs.distributed.exchange import (
+    Piece,
+    Transfer,
+    moves_back,
+    pieces,
+    send_back,
+    send_out,
+)
 from cqs.distributed.layout import (
     Layout,
+    Route,
     Stage,
     choose_head_parallel,
     lay_out,
     why_not_head_parallel,
 )
+from cqs.distributed.moves import move
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_rows
 from cqs.patterns import Pattern
@@ -174,29 +183,23 @@ class _Share:
             problem: The shard.
             with_lse: Whether the lse of the answer matters. If not, it may be left unwritten.
         """
-        layout = self.layout
-        coming = [
-            [
-                self._send_queries(stage, problem.query),
-                self._send_keys(stage, problem.key),
-                self._send_keys(stage, problem.value),
-            ]
-            for stage in layout.stages
-        ]
+        layout, routes = self.layout, self._routes
+        tensors = problem.query, problem.key, problem.value
+        coming = (send_out(tensors, stage.heads, routes, self.group) for stage in layout.stages)
         kept: list[Tensor] = []
         returning = []
-        for stage, transfers in zip(layout.stages, coming, strict=True):
-            held = [transfer.wait() for transfer in transfers]
+        for stage, transfer in zip(layout.stages, _one_ahead(coming), strict=True):
+            held = transfer.wait()
             partial = self._compute(stage, *held)
             needed = partial if with_lse or not layout.is_final else partial[:1]
-            returning.append([send_back(part, layout.of_queries, self.group) for part in needed])
+            returning.append(send_back(needed, [routes[0]] * len(needed), self.group))
             kept += [*held, *partial] if layout.is_final else held
         answer = problem.empty_answer()
-        for stage, transfers in zip(layout.stages, returning, strict=True):
-            self._merge(answer, stage, transfers)
+        for stage, transfer in zip(layout.stages, returning, strict=True):
+            self._merge(answer, stage, transfer.wait())
         if not layout.is_final:
             kept += answer
-        shapes = problem.query.shape, problem.key.shape, problem.value.shape
+        shapes = [tensor.shape for tensor in tensors]
         return Attended(answer, tuple(kept), bind(self._differentiate, shapes))
 
     def _differentiate(
@@ -210,35 +213,37 @@ class _Share:
             grad_output: Gradient of the shard of the output.
         """
         layout, of_shard = self.layout, [grad_output]
-        routes = layout.of_queries, layout.of_keys, layout.of_keys
         if not layout.is_final:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
-        coming = [[self._send_queries(stage, each) for each in of_shard] for stage in layout.stages]
+        coming = (
+            send_out(
+                of_shard,
+                [stage.query_heads] * len(of_shard),
+                [layout.of_queries] * len(of_shard),
+                self.group,
+            )
+            for stage in layout.stages
+        )
         returning = []
         each_kept = len(kept) // len(layout.stages)
-        for i, (stage, transfers) in enumerate(zip(layout.stages, coming, strict=True)):
+        for i, (stage, transfer) in enumerate(zip(layout.stages, _one_ahead(coming), strict=True)):
             query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
-            came = [transfer.wait() for transfer in transfers]
-            found = self._compute_gradients(stage, query, key, value, *came, *own)
-            returning.append(
-                [send_back(*each, self.group) for each in zip(found, routes, strict=True)]
-            )
+            found = self._compute_gradients(stage, query, key, value, *transfer.wait(), *own)
+            returning.append(send_back(found, self._routes, self.group))
         gradients = Gradients(*map(grad_output.new_empty, shapes))
-        for stage, transfers in zip(layout.stages, returning, strict=True):
-            heads_of_sides = stage.query_heads, stage.kv_heads, stage.kv_heads
-            for total, heads, transfer, route in zip(
-                gradients, heads_of_sides, transfers, routes, strict=True
+        for stage, transfer in zip(layout.stages, returning, strict=True):
+            received = transfer.wait()
+            for total, part, heads, route in zip(
+                gradients, received, stage.heads, self._routes, strict=True
             ):
-                for of_heads, parts in _by_heads(pieces(transfer, route), heads).items():
-                    _add_up(total[:, of_heads.start : of_heads.stop], parts)
+                _add_up(total, part, heads, route)
         return gradients
 
-    def _send_queries(self, stage: Stage, shard: Tensor) -> Transfer:
-        return send_out(shard, stage.query_heads, self.layout.of_queries, self.group)
-
-    def _send_keys(self, stage: Stage, shard: Tensor) -> Transfer:
-        return send_out(shard, stage.kv_heads, self.layout.of_keys, self.group)
+    @property
+    def _routes(self) -> tuple[Route, Route, Route]:
+        """Of query, key and value."""
+        return self.layout.of_queries, self.layout.of_keys, self.layout.of_keys
 
     def _compute(self, stage: Stage, query: Tensor, key: Tensor, value: Tensor) -> Partial:
         if steps := self.layout.task.steps:
@@ -271,21 +276,30 @@ class _Share:
         dropout = self.worker.dropout and self.worker.dropout.moved(0, first)
         return replace(self.worker, dropout=dropout)
 
-    def _merge(self, answer: Partial, stage: Stage, transfers: Sequence[Transfer]) -> None:
+    def _merge(self, answer: Partial, stage: Stage, received: Sequence[Tensor]) -> None:
         """Write what came back of a stage, the output and perhaps the lse, into the answer."""
         heads, route = stage.query_heads, self.layout.of_queries
-        found = [_by_heads(pieces(transfer, route), heads) for transfer in transfers]
-        for of_heads, outputs in found[0].items():
+        if self.layout.is_final:
+            for target, part, nothing in zip(answer, received, (0, -torch.inf), strict=False):
+                _place(target, part, heads, route, nothing)
+            return
+        outputs, lses = (_by_heads(pieces(part, route), heads) for part in received)
+        for of_heads in outputs:
             into = Partial(*(part[:, of_heads.start : of_heads.stop] for part in answer))
-            if self.layout.is_final:
-                for part, of_stage, nothing in zip(into, found, (0, -torch.inf), strict=False):
-                    _write(part, of_stage[of_heads], nothing)
-                continue
             parts = [
                 (Partial(output.tensor, lse.tensor), slice(output.rows.start, output.rows.stop))
-                for output, lse in zip(outputs, found[1][of_heads], strict=True)
+                for output, lse in zip(outputs[of_heads], lses[of_heads], strict=True)
             ]
             merge_rows(into, parts)
+
+
+def _one_ahead(transfers: Iterator[Transfer]) -> Iterator[Transfer]:
+    """Yield each transfer when the next is under way too."""
+    current = next(transfers, None)
+    while current is not None:
+        following = next(transfers, None)
+        yield current
+        current = following
 
 
 def _by_heads(found: Iterable[Piece], heads: Sequence[range]) -> dict[range, list[Piece]]:
@@ -296,23 +310,27 @@ def _by_heads(found: Iterable[Piece], heads: Sequence[range]) -> dict[range, lis
     return sorted_pieces
 
 
-def _write(target: Tensor, parts: Sequence[Piece], nothing: float) -> None:
-    """Write rows of which each is in one part at most; ``nothing`` to those in none."""
-    if sum(len(part.rows) for part in parts) < target.shape[2]:
-        target.fill_(nothing)
-    for part in parts:
-        target[:, :, part.rows.start : part.rows.stop].copy_(part.tensor)
+def _place(
+    target: Tensor, received: Tensor, heads: tuple[range, ...], route: Route, nothing: float
+) -> None:
+    """Write what came, each row of a head at most once; ``nothing`` to rows that did not."""
+    if any(sum(map(len, ranges)) < target.shape[2] for ranges in route.sends):
+        for of_heads in set(heads):
+            target[:, of_heads.start : of_heads.stop].fill_(nothing)
+    move([received], [target], moves_back(route, (heads,)))
 
 
-def _add_up(target: Tensor, parts: Sequence[Piece]) -> None:
-    """Write the sum of parts, each of some rows."""
-    if len({part.rank for part in parts}) <= 1:
-        _write(target, parts, 0)
+def _add_up(target: Tensor, received: Tensor, heads: tuple[range, ...], route: Route) -> None:
+    """Write the sums of what came for each row of a head."""
+    if len(set(heads)) == len(heads):
+        _place(target, received, heads, route, 0)
         return
-    total = target.new_zeros(target.shape, dtype=lse_dtype(target.dtype))
-    for part in parts:
-        total[:, :, part.rows.start : part.rows.stop] += part.tensor
-    target.copy_(total)
+    for of_heads, parts in _by_heads(pieces(received, route), heads).items():
+        of_target = target[:, of_heads.start : of_heads.stop]
+        total = of_target.new_zeros(of_target.shape, dtype=lse_dtype(target.dtype))
+        for part in parts:
+            total[:, :, part.rows.start : part.rows.stop] += part.tensor
+        of_target.copy_(total)
 
 
 def _check_head_parallel(

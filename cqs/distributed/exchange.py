@@ -1,13 +1,18 @@
 """Rows of tokens from the shards to who computes with them, and results back."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cqs.distributed.layout import Route
+from cqs.distributed.moves import Move, Moves, move
+
+HeadsOfRanks = tuple[range, ...]
+"""For every rank, some heads; equally many for each."""
 
 
 class Piece(NamedTuple):
@@ -20,74 +25,147 @@ class Piece(NamedTuple):
 
 
 class Transfer:
-    """One collective under way; a GPU goes on with what it has been given."""
+    """Tensors under way, those that go the same way in one collective.
 
-    def __init__(
-        self, packed: Tensor, lengths: Sequence[int], expected: Sequence[int], group: Any
+    A GPU goes on meanwhile with what it has been given.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._collectives: list[tuple[Any, Tensor, Tensor, list[int]]] = []
+
+    def add(
+        self, packed: Tensor, widths: list[int], sizes: tuple[Sequence[int], ...], group: Any
     ) -> None:
         """Send rows to every rank.
 
         Args:
-            packed: ``[rows, batch, heads, ...]``, contiguous.
-            lengths: Number of rows for every rank.
-            expected: Number of rows from every rank.
+            packed: ``[rows, batch, heads, ...]``, contiguous: all heads of several tensors.
+            widths: Heads of each tensor.
+            sizes: Number of rows for every rank, and from every rank.
             group: The process group.
         """
-        self._packed = packed  # until it has left
-        self._received = packed.new_empty((sum(expected), *packed.shape[1:]))
-        self._work = dist.all_to_all_single(
-            self._received, packed, list(expected), list(lengths), group=group, async_op=True
+        lengths, expected = map(list, sizes)
+        received = packed.new_empty((sum(expected), *packed.shape[1:]))
+        work = dist.all_to_all_single(
+            received, packed, expected, lengths, group=group, async_op=True
         )
+        self._collectives.append((work, packed, received, widths))
 
-    def wait(self) -> Tensor:
-        """Return what came, ``[batch, heads, rows, ...]``, rows first in memory.
+    def wait(self) -> list[Tensor]:
+        """Return what came for each tensor, ``[batch, heads, rows, ...]``, rows first in memory.
 
         On a GPU it is there for what is launched from now on.
         """
-        self._work.wait()
-        return self._received.movedim(0, 2)
+        tensors: list[Tensor] = []
+        for work, _, received, widths in self._collectives:
+            work.wait()
+            tensors += received.movedim(0, 2).split(widths, dim=1)
+        return tensors
 
 
-def send_out(shard: Tensor, heads: Sequence[range], route: Route, group: Any) -> Transfer:
+def send_out(
+    shards: Sequence[Tensor],
+    heads: Sequence[HeadsOfRanks],
+    routes: Sequence[Route],
+    group: Any,
+) -> Transfer:
     """Send every rank the rows that it needs, of its heads; get those that this one needs.
 
-    Rows come first in memory, so that what comes from different ranks is one tensor in the order
-    of tokens.
-
     Args:
-        shard: ``[batch, heads, rows, ...]``.
-        heads: For every rank, which of the heads it needs; as many for each.
-        route: Of this side of the problem.
+        shards: Each ``[batch, heads, rows, ...]``.
+        heads: Of each of them, the heads that every rank needs.
+        routes: Of each of them.
         group: The process group.
 
     Returns:
-        Of ``[batch, heads of a rank, tokens held, ...]``.
+        Of tensors ``[batch, heads of a rank, tokens held, ...]``.
     """
-    by_row = shard.movedim(2, 0)
-    pieces = [
-        by_row[rows.start : rows.stop, :, of_rank.start : of_rank.stop]
-        for of_rank, ranges in zip(heads, route.sends, strict=True)
-        for rows in ranges
-    ]
-    packed = torch.cat(pieces or [by_row[:0, :, : len(heads[0])]])
-    return Transfer(packed, route.lengths, route.receives, group)
+    transfer = Transfer()
+    for route, chosen in _by_way(shards, routes):
+        together = tuple(heads[i] for i in chosen)
+        widths = [len(of_ranks[0]) for of_ranks in together]
+        sources = [shards[i] for i in chosen]
+        batch, _, _, *dim = sources[0].shape
+        packed = sources[0].new_empty((sum(route.lengths), batch, sum(widths), *dim))
+        targets = packed.movedim(0, 2).split(widths, dim=1)
+        move(sources, targets, _moves_out(route, together))
+        transfer.add(packed, widths, (route.lengths, route.receives), group)
+    return transfer
 
 
-def send_back(held: Tensor, route: Route, group: Any) -> Transfer:
+def send_back(held: Sequence[Tensor], routes: Sequence[Route], group: Any) -> Transfer:
     """Return results for the tokens held to whose they are; see :func:`pieces`.
 
     Args:
-        held: ``[batch, heads of a rank, tokens held, ...]``.
-        route: That by which the tokens came.
+        held: Each ``[batch, heads of a rank, tokens held, ...]``.
+        routes: Of each of them, that by which the tokens came.
         group: The process group.
     """
-    return Transfer(held.movedim(2, 0).contiguous(), route.receives, route.lengths, group)
+    transfer = Transfer()
+    for route, chosen in _by_way(held, routes):
+        sources = [held[i] for i in chosen]
+        widths = [source.shape[1] for source in sources]
+        batch, _, num_rows, *dim = sources[0].shape
+        packed = sources[0].new_empty((num_rows, batch, sum(widths), *dim))
+        targets = packed.movedim(0, 2).split(widths, dim=1)
+        whole = (Move(i, 0, 0, num_rows, 0, 0, width) for i, width in enumerate(widths))
+        move(sources, targets, tuple(whole))
+        transfer.add(packed, widths, (route.receives, route.lengths), group)
+    return transfer
 
 
-def pieces(transfer: Transfer, route: Route) -> Iterator[Piece]:
-    """Wait for what was sent back to this rank, and tell it apart, rank by rank."""
-    received, first = transfer.wait(), 0
+def pieces(received: Tensor, route: Route) -> Iterator[Piece]:
+    """Tell apart what was sent back to this rank, rank by rank."""
+    first = 0
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
             yield Piece(rank, rows, received[:, :, first : first + len(rows)])
             first += len(rows)
+
+
+@lru_cache(maxsize=256)
+def moves_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
+    """Return what places tensors that were sent back in shards, if nothing is to be added up.
+
+    Args:
+        route: Of all of them.
+        heads: Of each of them, the heads that every rank sent.
+    """
+    return tuple(
+        Move(i, there, here, num_rows, 0, of_rank.start, len(of_rank))
+        for i, here, there, num_rows, of_rank in _parts(route, heads)
+    )
+
+
+@lru_cache(maxsize=256)
+def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
+    return tuple(
+        Move(i, here, there, num_rows, of_rank.start, 0, len(of_rank))
+        for i, here, there, num_rows, of_rank in _parts(route, heads)
+    )
+
+
+def _parts(
+    route: Route, heads: tuple[HeadsOfRanks, ...]
+) -> Iterator[tuple[int, int, int, int, range]]:
+    """Yield tensor, first row in the shard, first row under way, number of rows, and heads."""
+    first = 0
+    for rank, ranges in enumerate(route.sends):
+        for rows in ranges:
+            for i, of_ranks in enumerate(heads):
+                yield i, rows.start, first, len(rows), of_ranks[rank]
+            first += len(rows)
+
+
+def _by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
+    """Group neighbours that travel together: by one route, of one shape but for the heads.
+
+    Two routes that are equal on this rank may differ on another.
+    """
+
+    def way(i: int) -> Any:
+        return id(routes[i]), tensors[i].shape[3:], tensors[i].dtype
+
+    groups = [list(chosen) for _, chosen in groupby(range(len(tensors)), way)]
+    return [(routes[chosen[0]], chosen) for chosen in groups]

@@ -41,6 +41,11 @@ class Stage:
     kv_heads: tuple[range, ...]
     """For every rank, the key heads that those need; fewer than slices are needed by several."""
 
+    @property
+    def heads(self) -> tuple[tuple[range, ...], ...]:
+        """Of query, key and value."""
+        return self.query_heads, self.kv_heads, self.kv_heads
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -55,6 +60,7 @@ class Layout:
     """Of this rank."""
     of_queries: Route
     of_keys: Route
+    """The same object on every rank, or on none."""
     stages: tuple[Stage, ...]
     """Together, all heads."""
 
@@ -103,6 +109,10 @@ def lay_out(
         pattern=pattern,
     )
     tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
+    of_queries = make_route(cut_shards(seqlens_q), [task.held_queries for task in tasks], rank)
+    of_keys = make_route(cut_shards(seqlens_kv), [task.held_keys for task in tasks], rank)
+    if seqlens_q == seqlens_kv and all(task.held_queries == task.held_keys for task in tasks):
+        of_keys = of_queries
     kv_heads = max(num_kv_heads // head_parallel, 1)
     num_stages = max(n for n in range(1, MAX_STAGES + 1) if kv_heads % n == 0)
     if num_ranks == 1:
@@ -110,8 +120,8 @@ def lay_out(
     return Layout(
         plan,
         tasks[rank],
-        make_route(cut_shards(seqlens_q), [task.held_queries for task in tasks], rank),
-        make_route(cut_shards(seqlens_kv), [task.held_keys for task in tasks], rank),
+        of_queries,
+        of_keys,
         tuple(
             Stage(
                 *(

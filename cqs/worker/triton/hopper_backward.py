@@ -261,7 +261,6 @@ def _gather_query_gradients(
     ROWS: gl.constexpr = a.shape[4]
     BLOCK: gl.constexpr = ring_a.shape[4]
     BLOCK_D: gl.constexpr = a.shape[5]
-    BLOCK_V: gl.constexpr = b.shape[5]
     STAGES: gl.constexpr = ring_a.shape[0]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])

@@ -1,0 +1,79 @@
+"""All moves in a single kernel."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cqs.distributed.moves import Moves
+
+_BLOCK_ROWS = 64
+
+
+def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+    """Copy what ``moves`` say; see :func:`cqs.distributed.moves.move`.
+
+    Args:
+        sources: ``[batch, heads, rows, dim]`` with adjacent columns.
+        targets: Likewise.
+        moves: At least one.
+    """
+    batch, *_, dim = targets[0].shape
+    num_heads = max(each.num_heads for each in moves)
+    num_blocks = triton.cdiv(max(each.num_rows for each in moves), _BLOCK_ROWS)
+    with torch.cuda.device_of(targets[0]):  # where Triton launches
+        _move[(num_blocks, batch * num_heads, len(moves))](
+            tuple(sources),
+            tuple(targets),
+            tuple(source.stride()[:3] for source in sources),
+            tuple(target.stride()[:3] for target in targets),
+            _table(moves, targets[0].device),
+            num_heads,
+            dim,
+            BLOCK_ROWS=_BLOCK_ROWS,
+            BLOCK_D=triton.next_power_of_2(dim),
+            num_warps=4,
+        )
+
+
+@lru_cache(maxsize=256)
+def _table(moves: Moves, device: torch.device) -> Tensor:
+    return torch.tensor(moves, dtype=torch.int32).to(device)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _move(
+    sources,
+    targets,
+    source_strides,
+    target_strides,
+    moves,
+    num_heads,
+    dim,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copy some rows of one head of one move, if there are any."""
+    fields = moves + tl.program_id(2) * 7
+    number = tl.load(fields)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    batch = (tl.program_id(1) // num_heads).to(tl.int64)
+    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    num_rows = tl.where(head < tl.load(fields + 6), tl.load(fields + 3), 0)
+    mask = (rows < num_rows)[:, None] & (columns < dim)[None, :]
+    for i in tl.static_range(len(sources)):
+        if number == i:
+            strides = source_strides[i]
+            place = batch * strides[0] + (tl.load(fields + 4) + head) * strides[1]
+            source_rows = (tl.load(fields + 1) + rows).to(tl.int64)
+            place = place + source_rows[:, None] * strides[2] + columns[None, :]
+            values = tl.load(sources[i] + place, mask=mask)
+            strides = target_strides[i]
+            place = batch * strides[0] + (tl.load(fields + 5) + head) * strides[1]
+            target_rows = (tl.load(fields + 2) + rows).to(tl.int64)
+            place = place + target_rows[:, None] * strides[2] + columns[None, :]
+            tl.store(targets[i] + place, values, mask=mask)
