@@ -20,6 +20,7 @@ from cqs.executors.ray.run import Patience, TaskFailedError, WorkersDiedError
 from cqs.executors.ray.sharded import Step
 
 _POLL_SECONDS = 0.1
+_INLINE_BYTES = 2**16
 _GRACE_SECONDS = 1.0
 """In which the ranks of a group are expected to fail after one has."""
 _ABORT_SECONDS = 5.0
@@ -69,7 +70,7 @@ class Group:
         return Step(
             next(self._numbers),
             recipe.name,
-            self._ray.put(recipe),
+            self._pickle(recipe),
             recipe.is_collective,
             self.num_ranks,
             sources,
@@ -138,7 +139,12 @@ class Group:
         """Put the shards of a step into the object store, and make them from there henceforth."""
         shards = self.fetch(step, cancelled)
         step.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
-        step.recipe, step.is_collective, step.sources = self._ray.put(Load()), False, ()
+        step.recipe, step.is_collective, step.sources = self._pickle(Load()), False, ()
+
+    def _pickle(self, recipe: Recipe) -> Any:
+        """Pickle a recipe; what is small travels with the call, which takes less time."""
+        pickled = self._ray.cloudpickle.dumps(recipe)
+        return pickled if len(pickled) <= _INLINE_BYTES else self._ray.put(pickled)
 
     def _missing(self, step: Step) -> list[tuple[Step, list[int]]]:
         """List what must be made for a step, in order, and on which ranks."""

@@ -1,6 +1,7 @@
 """An actor as a rank: it keeps shards of sequences, and computes together with other actors."""
 
 import os
+import pickle
 import socket
 import struct
 import sys
@@ -103,7 +104,7 @@ class Member:
     def compute(
         self,
         number: int,
-        recipe: Recipe,
+        pickled: bytes,
         place: tuple[int, int],
         sources: tuple[int, ...],
         keep: bool,
@@ -113,12 +114,13 @@ class Member:
 
         Args:
             number: Of the sharded sequence.
-            recipe: How; given this rank, the number of ranks and tensors.
+            pickled: The recipe, which is given rank, number of ranks and tensors.
             place: Rank and number of ranks.
             sources: Sequences whose shards on this rank the recipe is given.
             keep: False if the shard is here already and only other ranks need theirs.
             blobs: Tensors that it is given after them, copied to the device.
         """
+        recipe: Recipe = pickle.loads(pickled)
         generation = self._generation
         tensors = [tensor for source in sources for tensor in self._shards[source]]
         tensors += [blob.tensor().to(self._device, copy=True) for blob in blobs]

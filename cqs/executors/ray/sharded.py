@@ -24,7 +24,7 @@ class Step:
     name: str
     """What errors call it."""
     recipe: Any
-    """In the object store."""
+    """Pickled, or a reference to that."""
     is_collective: bool
     num_ranks: int
     sources: "tuple[Step, ...]" = ()
