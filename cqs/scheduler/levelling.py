@@ -1,4 +1,4 @@
-"""Which worker computes which part of a pattern, so that all compute equally many live pairs.
+"""Which worker computes which part of a pattern, so that none has many live pairs above the mean.
 
 Groups of equal length are not equal work here, as they are where every pair is live. First each
 pair of groups goes to a worker whose quorum holds both: the one that owns it in a plan without a
@@ -8,11 +8,14 @@ and all who hold it may compute it against itself. What is left goes to workers 
 group beyond their quorum, again by way of others if fewer groups are held so.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import reduce
 from heapq import heappop, heappush
+from operator import or_
 from typing import NamedTuple
 
-from cqs.scheduler.shares import Shares
+from cqs.scheduler.shares import Shares, elements, set_of
 from cqs.scheduler.strips import Count, Strip, live_strips
 
 _TOLERANCE = 100
@@ -116,32 +119,44 @@ def _find_hops(shares: Shares, giver: int, load: _Load, within_quorums: bool) ->
     The fewest hops and newly held groups in all; among equals the largest strips, to workers that
     lack most. Empty if there is no way. Within quorums: only to holders of both groups.
     """
-    hops: dict[int, _Hop] = {}
-    costs, waiting = {giver: 0}, [(0, giver)]
+    live_pairs = shares.live_pairs
+    able = [worker for worker, total in enumerate(live_pairs) if total <= load.limit]
+    lacking = set_of(worker for worker in able if load.goal - live_pairs[worker] >= load.least)
+    by_step: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for worker in able:
+        for num_new in range(3):
+            by_step[shares.cost(worker, num_new), num_new] |= 1 << worker
+    steps = sorted(by_step.items())
+    givers: dict[int, tuple[int, int]] = {}
+    reached, waiting = defaultdict(int, {0: 1 << giver}), [(0, giver)]
     bound, end = 1 << 62, giver
-    lightest_first = sorted(range(shares.num_workers), key=shares.live_pairs.__getitem__)
-    able = [worker for worker in lightest_first if shares.live_pairs[worker] <= load.limit]
     while waiting and waiting[0][0] + 1 < bound:
         cost, worker = heappop(waiting)
-        if cost > costs[worker]:
-            continue
-        for strip in sorted(shares.strips[worker], key=lambda strip: -strip.live_pairs):
-            if strip.live_pairs < load.least:
+        strips = [each for each in shares.ranked(worker) if each.live_pairs >= load.least]
+        for (step, num_new), receivers in steps:
+            if (total := cost + step) >= bound:
                 break
-            groups, holders = shares.groups(strip), shares.holders(strip)
-            for receiver in filter(holders.__contains__, able) if within_quorums else able:
-                known = min(costs.get(receiver, bound), bound)
-                if cost + 1 >= known or (new := cost + shares.cost(receiver, groups)) >= known:
-                    continue
-                costs[receiver], hops[receiver] = new, _Hop(worker, strip, receiver)
-                if load.goal - shares.live_pairs[receiver] >= load.least:
-                    bound, end = new, receiver
-                else:
-                    heappush(waiting, (new, receiver))
+            for known, workers in reached.items():
+                receivers &= ~workers if known <= total else -1
+            if not receivers:
+                continue
+            by_strip = [shares.receivers(each, num_new, within_quorums) for each in strips]
+            receivers &= reduce(or_, by_strip, 0)
+            reached[total] |= receivers
+            for receiver in elements(receivers):
+                givers[receiver] = worker, num_new
+                heappush(waiting, (total, receiver))
+            if ends := receivers & lacking:
+                first = next(found for each in by_strip if (found := ends & each))
+                bound, end = total, min(elements(first), key=live_pairs.__getitem__)
     path = []
     while end != giver:
-        path.append(hops[end])
-        end = hops[end].giver
+        worker, num_new = givers[end]
+        for strip in shares.ranked(worker):
+            if shares.receivers(strip, num_new, within_quorums) >> end & 1:
+                path.append(_Hop(worker, strip, end))
+                break
+        end = worker
     return path
 
 
@@ -151,7 +166,8 @@ def _settle(shares: Shares, limit: int) -> None:
     while max(live_pairs) > limit:
         giver, receiver = live_pairs.index(max(live_pairs)), live_pairs.index(min(live_pairs))
         half = (live_pairs[giver] - live_pairs[receiver] + 1) // 2
-        costs = [shares.cost(receiver, shares.groups(strip)) for strip in shares.strips[giver]]
+        groups = map(shares.groups, shares.strips[giver])
+        costs = [shares.cost(receiver, shares.num_new(receiver, each)) for each in groups]
         ranked = sorted(zip(costs, shares.strips[giver], strict=True), key=lambda pair: pair[0])
         if not any(shares.pass_on(giver, strip, receiver, half) for _, strip in ranked):
             break

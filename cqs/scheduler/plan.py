@@ -45,8 +45,9 @@ def make_plan(
             works on tiles then meets no ragged ones, and shares of work differ by up to a tile of
             tokens.
         pattern: A :class:`cqs.patterns.Pattern`, the same for all heads: only the pairs that it
-            allows are computed, and of ``is_causal`` those that both do. Then tasks are of equal
-            work up to one part in a hundred, or to a row, or a tile of rows, where that is more.
+            allows are computed, and of ``is_causal`` those that both do. Then no task is more
+            than one part in a hundred above the mean, or a row, or a tile of rows, where that is
+            more; some may be less.
 
     Raises:
         TypeError: if a number is no integer, ``is_causal`` no bool or ``pattern`` no pattern.

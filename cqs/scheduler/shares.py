@@ -1,6 +1,6 @@
 """What every worker owns of a pattern, and what it would cost it to own more."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 
@@ -9,7 +9,10 @@ from cqs.scheduler.strips import Count, Strip, cut_strip
 
 
 class Shares:
-    """Strips of one key group each, by owner. Sets of token groups are integers, a bit for each."""
+    """Strips of one key group each, by owner.
+
+    Sets of token groups and of workers are integers, a bit for each.
+    """
 
     def __init__(
         self,
@@ -24,6 +27,9 @@ class Shares:
         self.strips: list[list[Strip]] = [[] for _ in query_groups]
         self.live_pairs = [0] * self.num_workers
         self._held = [0] * self.num_workers
+        self._holding = [0] * self.num_workers
+        """For each group the workers that hold it."""
+        self._ranked: dict[int, list[Strip]] = {}
         self._query_groups, self._key_groups = query_groups, key_groups
         self._quorum_size, self._tile, self._count = len(interest_set), tile, count
         partners, shared = pair_offsets(interest_set, self.num_workers)
@@ -59,18 +65,37 @@ class Shares:
         """Return how many of some groups a worker does not hold yet."""
         return (groups & ~self._held[worker]).bit_count()
 
-    def cost(self, worker: int, groups: int) -> int:
+    def cost(self, worker: int, num_new: int) -> int:
         """Return 1, and 1 for each group to hold newly; many for one more than in a quorum."""
-        if not (new := self.num_new(worker, groups)):
-            return 1
-        beyond = self._held[worker].bit_count() + new - self._quorum_size
-        return 1 + new + self.num_workers * max(beyond, 0)
+        beyond = self._held[worker].bit_count() + num_new - self._quorum_size
+        return 1 + num_new + (self.num_workers * max(beyond, 0) if num_new else 0)
+
+    def ranked(self, worker: int) -> list[Strip]:
+        """List the largest strip that a worker owns of every two groups, the largest first."""
+        if worker not in self._ranked:
+            largest: dict[int, Strip] = {}
+            for strip in sorted(self.strips[worker], key=lambda strip: -strip.live_pairs):
+                largest.setdefault(self.groups(strip), strip)
+            self._ranked[worker] = list(largest.values())
+        return self._ranked[worker]
+
+    def receivers(self, strip: Strip, num_new: int, within_quorums: bool) -> int:
+        """Return the workers that would hold at most so many groups newly for a strip.
+
+        Within quorums only those whose quorum holds both groups.
+        """
+        query_group, key_group = strip.query_group, strip.key_groups[0] % self.num_workers
+        quorums = set_of(self.holders(strip)) if within_quorums else -1
+        if num_new >= 1 + (query_group != key_group):
+            return quorums
+        one, other = self._holding[query_group], self._holding[key_group]
+        return quorums & (one | other if num_new else one & other)
 
     def add(self, worker: int, strip: Strip) -> None:
         """Give a strip to a worker."""
         self.strips[worker].append(strip)
         self.live_pairs[worker] += strip.live_pairs
-        self._held[worker] |= self.groups(strip)
+        self._hold(worker, self._held[worker] | self.groups(strip))
 
     def pass_on(self, giver: int, strip: Strip, receiver: int, most: int) -> int:
         """Pass on the first rows of a strip that have at most so many live pairs.
@@ -85,12 +110,31 @@ class Shares:
         if rest is not None:
             self.strips[giver].append(rest)
         self.live_pairs[giver] -= passed.live_pairs
-        self._held[giver] = reduce(or_, map(self.groups, self.strips[giver]), 0)
+        self._hold(giver, reduce(or_, map(self.groups, self.strips[giver]), 0))
         self.add(receiver, passed)
         return passed.live_pairs
+
+    def _hold(self, worker: int, groups: int) -> None:
+        for group in elements(self._held[worker] ^ groups):
+            self._holding[group] ^= 1 << worker
+        self._held[worker] = groups
+        self._ranked.pop(worker, None)
 
     def _cut(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
         """Cut off the first rows with at most so many live pairs, at a tile."""
         group = self._query_groups[strip.query_group]
         unit = self._tile if len(group) >= 2 * self._tile else 1
         return cut_strip(strip, most, unit, self._key_groups[strip.key_groups[0]], self._count)
+
+
+def set_of(numbers: Iterable[int]) -> int:
+    """Return an integer with a bit for each of some numbers."""
+    return reduce(or_, (1 << number for number in numbers), 0)
+
+
+def elements(numbers: int) -> Iterator[int]:
+    """List the numbers whose bits are set, ascending."""
+    while numbers:
+        lowest = numbers & -numbers
+        yield lowest.bit_length() - 1
+        numbers ^= lowest

@@ -1,6 +1,7 @@
 import json
 import pickle
 import random
+import time
 from dataclasses import replace
 from hashlib import sha256
 
@@ -208,6 +209,22 @@ def test_a_thousand_million_tokens_are_levelled():
         plan.validate()
         assert balance(plan) <= 1.011
         assert max(len(task.held_groups) for task in plan.tasks) <= len(plan.interest_set)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "pattern"),
+    [
+        (183, documents([0, 50577, 65536])),
+        (133, documents([0, 60000, 65536])),
+        (211, causal() - sliding_window(31219)),
+    ],
+)
+def test_much_work_for_few_is_levelled_in_seconds(num_workers, pattern):
+    """Long ways lead from those who have it to those who lack it."""
+    start = time.process_time()
+    plan = make_plan(65536, num_workers=num_workers, pattern=pattern)
+    assert balance(plan) <= 1.011
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("num_workers", [7, 8])
