@@ -42,7 +42,8 @@ def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended
     tensors = problem.query, problem.key, problem.value
     with torch.autocast(problem.query.device.type, enabled=False):  # dtypes are the caller's
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return Partial(*_Attention.apply(*tensors, problem, attend))
+            links = (tensor[..., :0].clone() for tensor in tensors)
+            return Partial(*_Attention.apply(*tensors, *links, problem, attend))
         return attend(problem).answer
 
 
@@ -75,26 +76,35 @@ def _join(answers: Sequence[Partial], dim: int) -> Partial:
 
 
 class _Attention(torch.autograd.Function):
+    """Attention and its gradients.
+
+    Links are empty tensors made of query, key and value: what derives the gradients by those meets
+    the links, without their memory being kept.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        query_link: Tensor,
+        key_link: Tensor,
+        value_link: Tensor,
         problem: Problem,
         attend: Callable[[Problem], Attended],
     ) -> Partial:
         attended = attend(replace(problem, query=query, key=key, value=value))
-        ctx.save_for_backward(*attended.kept)
+        ctx.save_for_backward(query_link, key_link, value_link, *attended.kept)
         ctx.mark_non_differentiable(attended.answer.lse)
-        ctx.differentiate, ctx.dtype = attended.differentiate, query.dtype
+        ctx.differentiate = attended.differentiate
         return attended.answer
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        compute = partial(ctx.differentiate, ctx.saved_tensors)
-        seen = grad_output.detach().requires_grad_()  # whatever derives the gradients meets them
-        return *_Gradients.apply(seen, ctx.dtype, compute), None, None
+        links, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        compute = partial(ctx.differentiate, kept)
+        return *_Gradients.apply(*links, grad_output, compute), *(None,) * 5
 
 
 class _Gradients(torch.autograd.Function):
@@ -102,10 +112,15 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, grad_output: Tensor, dtype: torch.dtype, compute: Callable[[Tensor], Gradients]
+        ctx: Any,
+        query_link: Tensor,
+        key_link: Tensor,
+        value_link: Tensor,
+        grad_output: Tensor,
+        compute: Callable[[Tensor], Gradients],
     ) -> tuple[Tensor, ...]:
         with torch.autocast(grad_output.device.type, enabled=False):
-            return tuple(gradient.to(dtype) for gradient in compute(grad_output))
+            return tuple(gradient.to(query_link.dtype) for gradient in compute(grad_output))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -49,6 +49,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     head_parallel: int | str = "auto",
+    num_stages: int | None = None,
     interest_set: Iterable[int] | None = None,
     backend: str | None = None,
     return_lse: bool = False,
@@ -77,6 +78,9 @@ def attention(
             head_parallel`` ranks that share the sequence by a cyclic quorum set. 1 is quorums
             alone; the number of ranks is what Ulysses does (Jacobs et al., arXiv 2309.14509).
             ``"auto"`` takes the number for which a rank holds the fewest bytes.
+        num_stages: Into how many parts to cut the heads of a rank, at most: one part travels while
+            another is computed. ``None`` chooses by the work; key heads that are fewer, or are not
+            a multiple, take fewer.
         interest_set: For ``ranks / head_parallel`` workers; see :func:`cqs.make_plan`.
         backend: As for :func:`cqs.attention`.
         return_lse: Likewise.
@@ -119,6 +123,7 @@ def attention(
             "scale": problem.scale,
             "dropout_p": dropout_p,
             "seed": seed,
+            "num_stages": None if num_stages is None else as_integer("num_stages", num_stages, 1),
             "head_parallel": _check_head_parallel(head_parallel, num_ranks, problem, pattern),
             "interest_set": None if interest_set is None else tuple(interest_set),
             "backend": backend,
@@ -151,7 +156,9 @@ def attention(
             rank,
             num_heads=part.query.shape[1],
             num_kv_heads=part.key.shape[1],
+            head_dim=part.query.shape[3],
             head_parallel=request["head_parallel"],
+            num_stages=request["num_stages"],
             is_causal=part.is_causal,
             pattern=part.pattern,
             interest_set=request["interest_set"],

@@ -11,8 +11,9 @@ from cqs.scheduler.interest_sets import load_interest_set
 
 Lengths = tuple[int, ...]
 
-MAX_STAGES = 4
-"""More stages hide more of the exchange, but their kernels are shorter and more are launched."""
+_STAGE_FLOPS = 1e12
+"""What a stage should have to compute, a GPU some milliseconds: to launch it takes about one."""
+_MAX_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ def lay_out(
     *,
     num_heads: int,
     num_kv_heads: int,
+    head_dim: int,
     head_parallel: int,
+    num_stages: int | None,
     is_causal: bool,
     pattern: Any,
     interest_set: tuple[int, ...] | None,
@@ -92,7 +95,9 @@ def lay_out(
         rank: Whose part to describe.
         num_heads: Heads of the queries.
         num_kv_heads: Of the keys.
+        head_dim: Of the queries.
         head_parallel: See :func:`why_not_head_parallel`.
+        num_stages: At most so many stages; ``None`` chooses by the work.
         is_causal: See :func:`cqs.make_plan`, as for the rest.
         pattern: Likewise.
         interest_set: Likewise.
@@ -113,10 +118,11 @@ def lay_out(
     of_keys = make_route(cut_shards(seqlens_kv), [task.held_keys for task in tasks], rank)
     if seqlens_q == seqlens_kv and all(task.held_queries == task.held_keys for task in tasks):
         of_keys = of_queries
+    if num_stages is None:
+        flops = 4.0 * plan.live_pairs * num_heads * head_dim / num_ranks
+        num_stages = min(int(flops / _STAGE_FLOPS), _MAX_STAGES) if num_ranks > 1 else 1
     kv_heads = max(num_kv_heads // head_parallel, 1)
-    num_stages = max(n for n in range(1, MAX_STAGES + 1) if kv_heads % n == 0)
-    if num_ranks == 1:
-        num_stages = 1
+    num_stages = max(n for n in range(1, max(num_stages, 1) + 1) if kv_heads % n == 0)
     return Layout(
         plan,
         tasks[rank],

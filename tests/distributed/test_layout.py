@@ -27,7 +27,9 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
                 rank,
                 num_heads=12,
                 num_kv_heads=2,
+                head_dim=16,
                 head_parallel=head_parallel,
+                num_stages=None,
                 is_causal=is_causal,
                 pattern=pattern,
                 interest_set=None,
@@ -50,7 +52,7 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
 
 
 def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
-    options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1}
+    options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1, "head_dim": 16}
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
         for rank in range(8):
             layout = lay_out(
@@ -60,6 +62,7 @@ def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_parallel=head_parallel,
+                num_stages=1 + rank % 3,
                 **options,
             )
             for stage in layout.stages:
@@ -77,7 +80,9 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
         0,
         num_heads=24,
         num_kv_heads=12,
+        head_dim=16,
         head_parallel=head_parallel,
+        num_stages=4,
         is_causal=False,
         pattern=None,
         interest_set=None,
@@ -91,6 +96,30 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
             for head in getattr(stage, side)[rank]
         ]
         assert sorted(found) == list(range(number))
+
+
+def test_stages_are_as_many_as_pay():
+    def number(tokens, num_kv_heads, num_stages=None, num_ranks=4):
+        layout = lay_out(
+            (tokens // num_ranks,) * num_ranks,
+            (tokens // num_ranks,) * num_ranks,
+            0,
+            num_heads=16,
+            num_kv_heads=num_kv_heads,
+            head_dim=128,
+            head_parallel=num_ranks,
+            num_stages=num_stages,
+            is_causal=False,
+            pattern=None,
+            interest_set=None,
+            tile=128,
+        )
+        return len(layout.stages)
+
+    assert [number(tokens, 16) for tokens in (1024, 32768, 131072)] == [1, 2, 4]
+    assert number(131072, 8) == 2 and number(131072, 4) == 1
+    assert number(131072, 16, num_stages=3) == 2  # three do not divide four
+    assert number(131072, 16, num_ranks=1) == 1
 
 
 def test_heads_are_cut_where_that_spares_most():
