@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cqs
 from cqs.bench.measurement import Measurement, append_rows, publish, summarize
-from cqs.bench.timing import time_calls, time_in_turn
+from cqs.bench.timing import make_busy, time_calls, time_in_turn
 from cqs.patterns import (
     Pattern,
     bigbird,
@@ -211,9 +211,8 @@ def _measure_length(
         problem = check_problem(*tensors, pattern=case.pattern)
         for what, computations in _contenders(problem, case, known).items():
             calls = time_calls(computations) if on_gpu else {}
-            seconds = time_in_turn(
-                computations, repeats, tensors[0].device.type, behind_work=on_gpu
-            )
+            busy = make_busy() if on_gpu else None
+            seconds = time_in_turn(computations, repeats, tensors[0].device.type, behind=busy)
             seconds |= known
             for by, own in seconds.items():
                 flops = {"forward": 4.0, "backward": 10.0}[what] * pairs * head_dim * heads

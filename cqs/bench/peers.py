@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cqs.bench.measurement import Measurement, append_rows, publish, summarize
 from cqs.bench.peer_methods import METHODS, Method, attend_alone, differentiate_alone
-from cqs.bench.timing import time_calls, time_in_turn
+from cqs.bench.timing import make_busy, time_calls, time_in_turn
 from cqs.partial import lse_dtype
 from cqs.problem import Problem, check_problem
 from cqs.testing import exact_rows
@@ -241,6 +241,7 @@ def _time(
 ) -> dict[str, list[float]]:
     """Time methods in turn; return for each the seconds of the slowest rank, repeat by repeat."""
     names = list(passes)
+    behind = _make_busy_together(group) if device.type == "cuda" else None
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         first = repeat % len(names)
@@ -248,12 +249,22 @@ def _time(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier(group)
-            on_gpu = device.type == "cuda"
-            own = time_in_turn({name: passes[name]}, 1, device.type, behind_work=on_gpu)
+            own = time_in_turn({name: passes[name]}, 1, device.type, behind=behind)
             seconds[name] += own[name]
     table = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     return dict(zip(names, table.tolist(), strict=True))
+
+
+def _make_busy_together(group: Any) -> Callable[[], None]:
+    """Return what keeps all GPUs busy until the last of them is done."""
+    work, signal = make_busy(), torch.zeros(1, device="cuda")
+
+    def work_together() -> None:
+        work()
+        dist.all_reduce(signal, group=group)
+
+    return work_together
 
 
 def _rows(

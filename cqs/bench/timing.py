@@ -4,9 +4,6 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
-
-_PRODUCTS_AHEAD = 4
 
 
 def time_in_turn(
@@ -14,7 +11,7 @@ def time_in_turn(
     repeats: int,
     device: str,
     *,
-    behind_work: bool = False,
+    behind: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Run every computation ``repeats`` times, in turn; return the seconds of each.
 
@@ -26,20 +23,30 @@ def time_in_turn(
         computations: What to time, by name.
         repeats: How often.
         device: ``"cuda"`` or ``"cpu"``.
-        behind_work: Whether to launch while the GPU is busy with matrix products, for about 12
-            milliseconds, as in the middle of a model: what a launch costs the caller is then no
-            part of the time.
+        behind: Launches what the GPU does before, untimed; see :func:`make_busy`.
     """
-    ahead = None
-    if behind_work:
-        ahead = torch.randn(10_240, 10_240, dtype=torch.bfloat16, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in computations}
     names = list(computations)
     for repeat in range(repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            seconds[name].append(_time(computations[name], device, ahead))
+            seconds[name].append(_time(computations[name], device, behind))
     return seconds
+
+
+def make_busy() -> Callable[[], None]:
+    """Return what keeps the GPU busy with matrix products for about 12 milliseconds.
+
+    What is launched meanwhile, as in the middle of a model, does not wait for the caller: what a
+    launch costs is no part of its time.
+    """
+    matrix = torch.randn(10_240, 10_240, dtype=torch.bfloat16, device="cuda")
+
+    def work() -> None:
+        for _ in range(4):
+            matrix @ matrix
+
+    return work
 
 
 def time_calls(computations: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -56,16 +63,15 @@ def time_calls(computations: Mapping[str, Callable[[], object]]) -> dict[str, fl
     return seconds
 
 
-def _time(compute: Callable[[], object], device: str, ahead: Tensor | None) -> float:
+def _time(compute: Callable[[], object], device: str, behind: Callable[[], object] | None) -> float:
     if device != "cuda":
         start = time.perf_counter()
         compute()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    if ahead is not None:
-        for _ in range(_PRODUCTS_AHEAD):
-            ahead @ ahead
+    if behind is not None:
+        behind()
     begin.record()
     compute()
     end.record()
