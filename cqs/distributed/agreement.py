@@ -46,6 +46,7 @@ def agree(
     Raises:
         Exception: ``error``, if there is one.
         ValueError: if another rank has an error or another request; names the rank.
+        RuntimeError: if a rank has died, or does not answer within the time-out of the group.
     """
     request = {name: _comparable(value) for name, value in (request or {}).items()}
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
@@ -53,7 +54,12 @@ def agree(
     own = torch.tensor(mine, dtype=torch.int64)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     control = _control_group(group)
-    dist.all_gather(gathered, own, group=control)
+    try:
+        dist.all_gather(gathered, own, group=control)
+    except RuntimeError as lost:
+        raise RuntimeError(
+            "not all ranks of the group answer: one has died, or does not call attention"
+        ) from lost
     table = torch.stack(gathered).tolist()
     if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
         _explain(control, request, error)

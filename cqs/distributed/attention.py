@@ -89,7 +89,8 @@ def attention(
         ``output``, ``[batch, num_heads, rows, value_dim]``; with ``return_lse`` also ``lse``.
 
     Raises:
-        RuntimeError: if torch.distributed is not initialized or this process not in the group.
+        RuntimeError: if torch.distributed is not initialized or this process not in the group, or
+            another rank has died.
         TypeError: as for :func:`cqs.attention`.
         ValueError: likewise; and if another rank's arguments are wrong or not the same, with the
             number of that rank, on every rank.
@@ -279,9 +280,10 @@ class _Share:
         return list(map(HeldTokens.packed, (query, key, value, *of_queries), ranges))
 
     def _worker_of(self, stage: Stage) -> Worker:
+        if self.worker.dropout is None:
+            return self.worker
         first = stage.query_heads[self.rank].start
-        dropout = self.worker.dropout and self.worker.dropout.moved(0, first)
-        return replace(self.worker, dropout=dropout)
+        return replace(self.worker, dropout=self.worker.dropout.moved(0, first))
 
     def _merge(self, answer: Partial, stage: Stage, received: Sequence[Tensor]) -> None:
         """Write what came back of a stage, the output and perhaps the lse, into the answer."""
