@@ -6,6 +6,8 @@ import torch
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem
 
+_NOT_FINITE = "; some scores or values are not finite, which reaches rows that do not see them"
+
 
 class VerificationError(ArithmeticError):
     """A sampled row of the answer is further from the exact one than rounding explains."""
@@ -83,6 +85,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 faint = weights.masked_fill(weights < torch.finfo(problem.query.dtype).tiny, 0)
                 may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
                 exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
+            note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
             _compare_rows(
                 "output",
                 (batch, head),
@@ -90,6 +93,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 output,
                 exact,
                 largest_factor * (16 * eps + lse_bound).unsqueeze(-1) * largest_values,
+                note,
             )
             _compare_rows(
                 "lse",
@@ -98,6 +102,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 answer.lse[batch, head, index].double().unsqueeze(-1),
                 lse.unsqueeze(-1),
                 lse_bound.unsqueeze(-1),
+                note,
             )
 
 
@@ -116,6 +121,12 @@ def visible_rows(problem: Problem, rows: torch.Tensor) -> torch.Tensor:
         return torch.ones(len(rows), seqlen_kv, dtype=torch.bool, device=rows.device)
     keys = torch.arange(seqlen_kv, device=rows.device)
     return keys <= rows.unsqueeze(1) + (seqlen_kv - seqlen_q)
+
+
+def _is_finite(problem: Problem, scores: torch.Tensor, value: torch.Tensor) -> bool:
+    """Say whether scores, as kernels accumulate them, and values are finite, hidden ones too."""
+    largest = torch.finfo(lse_dtype(problem.query.dtype)).max
+    return bool((scores.abs() <= largest).all() and value.isfinite().all())
 
 
 def _largest_of_visible(value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -139,6 +150,7 @@ def _compare_rows(
     actual: torch.Tensor,
     exact: torch.Tensor,
     bound: torch.Tensor,
+    note: str,
 ) -> None:
     error = (actual - exact).abs()
     same = (actual == exact) | (actual.isnan() & exact.isnan())
@@ -149,5 +161,5 @@ def _compare_rows(
         raise VerificationError(
             f"{name} of batch {batch_and_head[0]}, head {batch_and_head[1]}, row {rows[first]} "
             f"is off by {error[first, worst]:.3g}, more than rounding explains "
-            f"({bound[first, worst]:.3g})"
+            f"({bound[first, worst]:.3g}){note}"
         )

@@ -8,6 +8,7 @@ of workers.
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from sparse_cases import NAMES, assert_gradients_right, random_bits, with_pattern
@@ -269,3 +270,16 @@ def test_patterns_that_do_not_fit_are_refused():
     ):
         with pytest.raises(error, match=message):
             cqs.attention(*tensors, pattern=pattern)
+
+
+def test_a_query_that_sees_nothing_may_be_nan():
+    query, key, value = (torch.randn(1, 1, 64, 8) for _ in range(3))
+    query[0, 0, 5] = torch.nan
+    mask = np.ones((64, 64), dtype=bool)
+    mask[5] = False
+    value.requires_grad_()
+    output, lse = cqs.attention(query, key, value, pattern=from_mask(mask), return_lse=True)
+    assert (output[0, 0, 5] == 0).all() and lse[0, 0, 5] == -torch.inf
+    assert output.isfinite().all()
+    output.sum().backward()
+    assert value.grad.isfinite().all()

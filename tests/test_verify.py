@@ -7,6 +7,7 @@ import torch
 import cqs
 from cqs.cases import CASES
 from cqs.partial import Partial
+from cqs.patterns import sliding_window
 from cqs.problem import check_problem
 from cqs.testing import attend, exact_answer
 from cqs.verify import VerificationError, verify_rows
@@ -280,3 +281,10 @@ def test_the_error_is_an_arithmetic_error_that_quotes_error_and_bound():
         str(raised.value),
     ).groups()
     assert float(error) == pytest.approx(0.5, abs=1e-3) and 0 < float(bound) < 1e-3
+
+
+def test_what_is_hidden_and_not_finite_is_mentioned():
+    query, key, value = (torch.randn(1, 1, 64, 8) for _ in range(3))
+    value[0, 0, 60] = torch.nan
+    with pytest.raises(VerificationError, match="not finite, which reaches rows that do not see"):
+        cqs.attention(query, key, value, pattern=sliding_window(9, 9), num_workers=1, verify=True)

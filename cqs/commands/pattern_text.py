@@ -4,10 +4,13 @@ import ast
 import operator
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from cqs import patterns
 from cqs.patterns import Pattern
+from cqs.patterns.tokens import as_list
+from cqs.scheduler.arguments import as_integer
 
 PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4)'"
 _CALLS: dict[str, Callable[..., Any]] = {
@@ -44,7 +47,8 @@ def parse_pattern(text: str) -> Pattern:
     """Return the pattern that an expression names, as patterns print.
 
     Calls of what makes patterns in :mod:`cqs.patterns`, with literals, ranges and patterns as
-    arguments, combined by ``|``, ``&`` and ``-``. Nothing else is evaluated.
+    arguments, combined by ``|``, ``&`` and ``-``, and ``.head(batch, head)``. Nothing else is
+    evaluated.
 
     Raises:
         ValueError: if the text is anything else, or a call in it is refused; the message says why.
@@ -57,8 +61,10 @@ def parse_pattern(text: str) -> Pattern:
         found = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"pattern {text!r} is no expression: {error.msg}") from None
-    except (RecursionError, MemoryError):
+    except RecursionError:
         raise ValueError("the pattern is nested too deeply") from None
+    except MemoryError:
+        raise ValueError("the pattern is nested too deeply, or too large for memory") from None
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"pattern {text!r}: {error}") from error
     if not isinstance(found, Pattern):
@@ -77,7 +83,11 @@ def _evaluate(node: ast.expr) -> Any:
             if all(isinstance(side, Pattern) for side in sides):
                 return _OPERATORS[type(sign)](*sides)
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_evaluate(element) for element in elements]
+            return list(chain.from_iterable(map(_elements, elements)))
+        case ast.Call(func=ast.Attribute(value=pattern, attr="head"), args=indices, keywords=[]):
+            heads, where = _evaluate(pattern), list(map(_evaluate, indices))
+            if isinstance(heads, Pattern) and len(where) == 2:
+                return heads.head(*(as_integer("head", index, 0) for index in where))
         case ast.Constant() | ast.UnaryOp() | ast.Dict():
             with suppress(ValueError):
                 return ast.literal_eval(node)
@@ -85,3 +95,10 @@ def _evaluate(node: ast.expr) -> Any:
         f"{ast.unparse(node)!r} is neither a literal nor a call of {', '.join(_CALLS)}, "
         "nor patterns combined by | & -"
     )
+
+
+def _elements(node: ast.expr) -> list[Any]:
+    """Return what one entry of a list stands for: itself, or with a star all that it holds."""
+    if isinstance(node, ast.Starred):
+        return as_list("what a star unpacks", _evaluate(node.value))
+    return [_evaluate(node)]

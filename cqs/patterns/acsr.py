@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.masks import as_array
@@ -38,13 +36,15 @@ def acsr(start: Any, step: Any, count: Any) -> Pattern:
             raise TypeError(f"{name} must be a row of integers, got {values!r}")
         if array.size and array.min() < least:
             raise ValueError(f"{name} must be at least {least}, got {array.min()}")
-        columns.append(array.astype(np.int64).tolist())
+        columns.append(array.tolist())
     if len({len(column) for column in columns}) > 1:
         raise ValueError(
             f"start, step and count must be of one length, got {list(map(len, columns))}"
         )
     rows = [_Row(*row) for row in zip(range(len(columns[0])), *columns, strict=True)]
     seqlen_kv = max((row.last + 1 for row in rows if row.num_keys), default=0)
+    if seqlen_kv > FAR:
+        raise ValueError(f"keys must lie below {FAR}, got {seqlen_kv - 1}")
     return _Rows(len(rows), seqlen_kv, tuple(tidy_all(_as_pieces(rows))))
 
 
@@ -70,8 +70,12 @@ class _Rows(Pattern):
     def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
         return self.num_rows, max(self.num_rows, self.num_keys)
 
+    def suits(self, lengths: tuple[int, int]) -> bool:
+        """Say whether there is a query for every row, and every key that one sees."""
+        return lengths[0] == self.num_rows and lengths[1] >= self.num_keys
+
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        if lengths.seqlen_q != self.num_rows or lengths.seqlen_kv < self.num_keys:
+        if not self.suits(lengths):
             raise ValueError(
                 f"{self!r} needs {self.num_rows} queries and at least {self.num_keys} keys, "
                 f"got {tuple(lengths)}"

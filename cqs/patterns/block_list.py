@@ -101,6 +101,16 @@ class BlockList:
         live = counts > 0
         return cls(grid, ids[live], index[live], bits)
 
+    def __post_init__(self) -> None:
+        """Let nobody write into what others may share and compare."""
+        for name in ("ids", "bit_index", "bits"):
+            array = getattr(self, name).view()
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockList, (self.grid, self.ids, self.bit_index, self.bits)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockList) and self.digest == other.digest
 
@@ -121,6 +131,7 @@ class BlockList:
         counts = self.grid.areas(self.ids)
         partial = self.bit_index >= 0
         counts[partial] = _count_bits(self.bits)[self.bit_index[partial]]
+        counts.flags.writeable = False
         return counts
 
     def count_pairs(self, queries: range, keys: range) -> int:

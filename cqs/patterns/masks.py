@@ -86,7 +86,12 @@ def from_block_mask(block_mask: Any) -> Pattern:
         block_mask: Read through ``seq_lengths``, ``BLOCK_SIZE``, ``kv_num_blocks``,
             ``kv_indices``, ``full_kv_num_blocks``, ``full_kv_indices`` (both may be None) and
             ``mask_mod``.
+
+    Raises:
+        TypeError: if it has none of these.
     """
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise TypeError(f"block_mask must be a BlockMask of FlexAttention, got {block_mask!r}")
     seqlen_q, seqlen_kv = block_mask.seq_lengths
     block_q, block_kv = block_mask.BLOCK_SIZE
     rows, columns = -(-seqlen_q // block_q), -(-seqlen_kv // block_kv)
@@ -129,8 +134,12 @@ class Listed(Pattern):
         """The lengths of the grid."""
         return self.blocks.grid.seqlen_q, self.blocks.grid.seqlen_kv
 
+    def suits(self, lengths: tuple[int, int]) -> bool:
+        """Say whether these are the lengths of the grid."""
+        return lengths == self.default_lengths
+
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        if lengths != self.default_lengths:
+        if not self.suits(lengths):
             raise ValueError(f"{self!r} is for those lengths, got {tuple(lengths)}")
         return BoundPattern(*lengths, (), self.blocks)
 
@@ -152,11 +161,18 @@ class _BlockSparse(Pattern):
         rows, columns = self.shape
         return rows * self.block, columns * self.block
 
+    def suits(self, lengths: tuple[int, int]) -> bool:
+        """Say whether the lengths have as many blocks as the layout."""
+        return self._num_blocks(lengths) == self.shape
+
+    def _num_blocks(self, lengths: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(-(-length // self.block) for length in lengths)
+
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        found = tuple(-(-length // self.block) for length in lengths)
-        if found != self.shape:
+        if not self.suits(lengths):
             raise ValueError(
-                f"{self!r} needs lengths of that many blocks, got {tuple(lengths)}: {found}"
+                f"{self!r} needs lengths of that many blocks, "
+                f"got {tuple(lengths)}: {self._num_blocks(lengths)}"
             )
         size = int(np.prod(self.shape))
         bits = np.unpackbits(np.frombuffer(self.packed, np.uint8), count=size)
@@ -222,6 +238,14 @@ def _per_head(array: NDArray[Any], one: Callable[[NDArray[Any]], Pattern]) -> Pa
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """Return an array of numpy or torch, on any device, or lists, as one of numpy."""
-    values = values.detach().cpu() if hasattr(values, "detach") else values
-    return np.asarray(values)
+    """Return an array of numpy or torch, on any device, or lists, as one of numpy.
+
+    What numpy has no type for, bfloat16 say, becomes float32.
+    """
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    values = values.detach().cpu()
+    try:
+        return np.asarray(values)
+    except TypeError:
+        return np.asarray(values.float())

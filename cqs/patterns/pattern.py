@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from cqs.patterns.algebra import UnequalStepsError
 from cqs.patterns.bound import BoundPattern, check_tokens, intersect, subtract, unite
-from cqs.patterns.piece import Axis
+from cqs.patterns.piece import FAR, Axis
 from cqs.scheduler.arguments import as_integer, to_integer
 
 
@@ -54,9 +55,16 @@ class Pattern(ABC):
     heads: tuple[int, int] = (1, 1)
     """Number of batch elements and of heads that have a pattern of their own; 1: all share it."""
 
+    depth: int = 0
+    """Levels of combinations."""
+
     default_lengths: tuple[int, int] | None = None
     """Of a pattern made from arrays: the lengths they are for. Such a pattern counts query indices
     instead of positions where no lengths are given."""
+
+    def suits(self, lengths: tuple[int, int]) -> bool:
+        """Say whether the pattern can be bound to these lengths, ``(seqlen_q, seqlen_kv)``."""
+        return True
 
     @abstractmethod
     def _bind(self, lengths: Lengths) -> BoundPattern:
@@ -70,7 +78,8 @@ class Pattern(ABC):
         """Return the pattern of ``seqlen_q`` queries and ``seqlen_kv`` keys (``None``: as many).
 
         Raises:
-            ValueError: if a length is negative, or not the one that the pattern is made for.
+            ValueError: if a length is negative or above 2**62, or not the one that the pattern is
+                made for.
             NotImplementedError: if it combines patterns of which no exact result is known.
 
         Example:
@@ -78,8 +87,8 @@ class Pattern(ABC):
             >>> causal().bind(10**9).num_pairs
             500000000500000000
         """
-        seqlen_q = as_integer("seqlen_q", seqlen_q, 0)
-        seqlen_kv = seqlen_q if seqlen_kv is None else as_integer("seqlen_kv", seqlen_kv, 0)
+        seqlen_q = as_integer("seqlen_q", seqlen_q, 0, FAR)
+        seqlen_kv = seqlen_q if seqlen_kv is None else as_integer("seqlen_kv", seqlen_kv, 0, FAR)
         bound: BoundPattern = _remembered(self, seqlen_q, seqlen_kv)
         return bound
 
@@ -141,6 +150,7 @@ class Pattern(ABC):
         return _combine("-", self, other)
 
 
+_DEEPEST = 100
 _OPERATIONS = {"|": unite, "&": intersect, "-": subtract}
 _remembered = lru_cache(maxsize=32)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
 """The layers of a model and the tasks of a plan ask for the same again and again."""
@@ -154,6 +164,13 @@ class Combination(Pattern):
     left: Pattern
     right: Pattern
 
+    def __post_init__(self) -> None:
+        """Refuse what Python cannot print, hash or bind within its recursion limit."""
+        depth = 1 + max(self.left.depth, self.right.depth)
+        if depth > _DEEPEST:
+            raise ValueError(f"patterns must be combined at most {_DEEPEST} levels deep")
+        object.__setattr__(self, "depth", depth)
+
     @property
     def depends_on_length(self) -> bool:  # type: ignore[override]
         """Whether one of the two does."""
@@ -161,8 +178,14 @@ class Combination(Pattern):
 
     @property
     def default_lengths(self) -> tuple[int, int] | None:  # type: ignore[override]
-        """The lengths that one of the two is for."""
-        return self.left.default_lengths or self.right.default_lengths
+        """The lengths that one of the two is for, if possible such as suit both."""
+        sides = self.left.default_lengths, self.right.default_lengths
+        found = [lengths for lengths in sides if lengths]
+        return next(filter(self.suits, found), found[0] if found else None)
+
+    def suits(self, lengths: tuple[int, int]) -> bool:
+        """Say whether both can."""
+        return self.left.suits(lengths) and self.right.suits(lengths)
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
         left, right = self.left.bind(*lengths), self.right.bind(*lengths)
@@ -229,9 +252,13 @@ def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
     """Return the pattern of ``patterns[batch][head]``; a single one stands for all heads.
 
     Raises:
+        TypeError: if an element is no pattern, or one that differs by head itself.
         ValueError: if there is none, or rows are of unequal length.
     """
     rows = tuple(map(tuple, patterns))
+    for each in chain(*rows):
+        if not isinstance(each, Pattern) or isinstance(each, PerHead):
+            raise TypeError(f"patterns must be rows of patterns of one head, got {each!r}")
     if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
         raise ValueError(f"patterns must be rows of one length, at least 1, got {patterns!r}")
     return rows[0][0] if (len(rows), len(rows[0])) == (1, 1) else PerHead(rows)

@@ -7,18 +7,18 @@ from numbers import Real
 from typing import Any
 
 
-def as_integer(name: str, value: Any, least: int) -> int:
-    """Return an integer of at least ``least``.
+def as_integer(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
+    """Return an integer of at least ``least`` and at most ``most``.
 
     Raises:
         TypeError: if ``value`` is no integer.
-        ValueError: if it is less than ``least`` or no machine word holds it.
+        ValueError: if it is less or more.
     """
     number = to_integer(value, f"{name} must be an integer")
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
-    if number > sys.maxsize:
-        raise ValueError(f"{name} must be at most {sys.maxsize}, got {number}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
     return number
 
 

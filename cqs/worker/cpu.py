@@ -46,13 +46,15 @@ def attend_cpu(
         attn_mask=_addend(visible, query),
         scale=scale,
     )
-    if visible is not None:
-        lse = lse.masked_fill(~visible.any(dim=-1), -torch.inf)
     if key.shape[2] < FEW_KEYS:
         smallest, largest = query.aminmax(dim=-1)
         broken = ~(smallest.isfinite() & largest.isfinite())
         output = output.masked_fill(broken.unsqueeze(-1), torch.nan)
         lse = lse.masked_fill(broken, torch.nan)
+    if visible is not None:
+        blind = ~visible.any(dim=-1)
+        output = output.masked_fill(blind.unsqueeze(-1), 0)
+        lse = lse.masked_fill(blind, -torch.inf)
     return Partial(output, lse)
 
 
@@ -70,6 +72,8 @@ def gradients_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients with the fused CPU kernel; arguments as for the reference."""
     positive_query, positive_scale = with_positive_scale(query, scale)
+    if visible is not None:  # NaN in a query that sees nothing is nobody's business
+        positive_query = positive_query.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
     grad_query, grad_key, grad_value = (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *with_adjacent_columns(grad_output, positive_query, key, value, output),

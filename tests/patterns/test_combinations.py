@@ -9,6 +9,7 @@ import pytest
 from brute_force import assert_is
 
 from cqs.patterns import (
+    acsr,
     bigbird,
     block_diagonal,
     block_sparse,
@@ -118,6 +119,31 @@ def test_combinations_of_a_billion_tokens_are_a_few_pieces():
         bound.num_pairs
     )
     assert bound.num_pairs < causal().bind(n).num_pairs
+
+
+def test_a_combination_has_the_lengths_that_suit_both_sides():
+    rows, mask = acsr([0] * 3, [1] * 3, [2] * 3), from_mask(np.ones((3, 7), dtype=bool))
+    for pattern in (rows | mask, mask | rows, (rows | causal()) & mask):
+        assert pattern.default_lengths == (3, 7)
+        assert pattern.allows(0, 0)
+
+
+def test_deep_combinations_work_or_are_refused():
+    pattern = causal()
+    for _ in range(100):
+        pattern = pattern | sliding_window(3, 3)
+    assert pattern.bind(50).num_pairs == (causal() | sliding_window(3, 3)).bind(50).num_pairs
+    assert eval(repr(pattern)) == pattern == pickle.loads(pickle.dumps(pattern))
+    with pytest.raises(ValueError, match="combined at most 100 levels deep"):
+        pattern | causal()
+
+
+def test_lengths_are_bounded():
+    n = 2**62
+    assert causal().bind(n).num_pairs == n * (n + 1) // 2
+    for shape in [(n + 1, 1), (1, n + 1)]:
+        with pytest.raises(ValueError, match=f"must be at most {n}, got {n + 1}"):
+            causal().bind(*shape)
 
 
 def test_unequal_steps_are_refused_by_name():

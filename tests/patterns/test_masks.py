@@ -127,6 +127,20 @@ def test_masks_are_values():
     assert from_mask(torch.from_numpy(mask)) == from_mask(mask)
 
 
+def test_lists_of_blocks_cannot_be_written_to():
+    pattern = from_mask(random_mask(random.Random(3), 200, 200))
+    for each in (pattern, pickle.loads(pickle.dumps(pattern))):
+        blocks = each.bind(200).blocks
+        for array in (blocks.ids, blocks.bit_index, blocks.bits, blocks.counts):
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+
+
+def test_layouts_of_bfloat16_are_taken():
+    layout = torch.tensor([[1, 0], [0.5, 1]])
+    assert block_sparse(layout.bfloat16(), 4) == block_sparse(layout, 4)
+
+
 def test_masks_count_query_indices_without_lengths():
     mask = random_mask(random.Random(4), 150, 200)
     pattern = from_mask(mask)
@@ -206,7 +220,14 @@ def test_a_mask_function_may_read_tensors():
         (lambda: block_sparse([1, 0], 4), r"layout must be .* got \[2\]"),
         (lambda: block_sparse([[1]], 0), "block must be at least 1, got 0"),
         (lambda: block_sparse([[1]], 4).bind(5), r"that many blocks, got \(5, 5\): \(2, 2\)"),
+        (lambda: from_block_mask(3), "block_mask must be a BlockMask of FlexAttention, got 3"),
+        (lambda: from_mask(torch.ones(2, 2, dtype=torch.bfloat16)), "mask must be boolean"),
         (lambda: per_head([]), "patterns must be rows of one length"),
+        (lambda: per_head([[1, 2]]), "patterns must be rows of patterns of one head, got 1"),
+        (
+            lambda: per_head([[per_head([[causal(), strided(2)]])]]),
+            "patterns must be rows of patterns of one head, got <1 x 2 patterns",
+        ),
         (lambda: causal() | 3, "unsupported operand"),
     ],
 )
