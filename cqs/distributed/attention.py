@@ -195,16 +195,21 @@ class _Share:
         tensors = problem.query, problem.key, problem.value
         coming = (send_out(tensors, stage.heads, routes, self.group) for stage in layout.stages)
         kept: list[Tensor] = []
-        returning = []
+        returning: list[Transfer] = []
+        own: list[Partial | None] = []
         for stage, transfer in zip(layout.stages, _one_ahead(coming), strict=True):
+            if not own:  # while the first stage travels
+                own.append(self._compute_own(stage, tensors))
             held = transfer.wait()
             partial = self._compute(stage, *held)
             needed = partial if with_lse or not layout.is_final else partial[:1]
             returning.append(send_back(needed, [routes[0]] * len(needed), self.group))
             kept += [*held, *partial] if layout.is_final else held
+        for stage in layout.stages[1:]:  # while the last results travel
+            own.append(self._compute_own(stage, tensors))
         answer = problem.empty_answer()
-        for stage, transfer in zip(layout.stages, returning, strict=True):
-            self._merge(answer, stage, transfer.wait())
+        for stage, transfer, own_part in zip(layout.stages, returning, own, strict=True):
+            self._merge(answer, stage, transfer.wait(), own_part)
         if not layout.is_final:
             kept += answer
         shapes = [tensor.shape for tensor in tensors]
@@ -253,8 +258,20 @@ class _Share:
         """Of query, key and value."""
         return self.layout.of_queries, self.layout.of_keys, self.layout.of_keys
 
+    def _compute_own(self, stage: Stage, shards: Sequence[Tensor]) -> Partial | None:
+        """Compute the pairs of the shard for which nothing has to travel, if there are any."""
+        if not (steps := self.layout.own_steps):
+            return None
+        ranges = self.layout.queries, self.layout.keys, self.layout.keys
+        held = (
+            HeldTokens([(tokens, shard[:, of_ranks[self.rank].start : of_ranks[self.rank].stop])])
+            for shard, of_ranks, tokens in zip(shards, stage.heads, ranges, strict=True)
+        )
+        return self._worker_of(stage).run_together(steps, *held)
+
     def _compute(self, stage: Stage, query: Tensor, key: Tensor, value: Tensor) -> Partial:
-        if steps := self.layout.task.steps:
+        """Compute the rest of the task."""
+        if steps := self.layout.steps:
             held = self._hold(query, key, value)
             return self._worker_of(stage).run_together(steps, *held)
         shape = query.shape[:3]
@@ -266,7 +283,7 @@ class _Share:
     ) -> tuple[Tensor, ...]:
         """Return gradients in the dtype of the query, as they travel."""
         dtype = query.dtype
-        if not (steps := self.layout.task.steps):
+        if not (steps := self.layout.own_steps + self.layout.steps):
             return tuple(map(torch.zeros_like, (query, key, value)))
         held = self._hold(query, key, value, *of_queries)
         found = self._worker_of(stage).run_backward(steps, *held, dtype=dtype)
@@ -285,8 +302,17 @@ class _Share:
         first = stage.query_heads[self.rank].start
         return replace(self.worker, dropout=self.worker.dropout.moved(0, first))
 
-    def _merge(self, answer: Partial, stage: Stage, received: Sequence[Tensor]) -> None:
-        """Write what came back of a stage, the output and perhaps the lse, into the answer."""
+    def _merge(
+        self, answer: Partial, stage: Stage, received: Sequence[Tensor], own: Partial | None
+    ) -> None:
+        """Write what there is of a stage into the answer.
+
+        Args:
+            answer: Of all stages.
+            stage: Which.
+            received: What came back: the output and perhaps the lse.
+            own: What was computed here with the shard alone, if anything.
+        """
         heads, route = stage.query_heads, self.layout.of_queries
         if self.layout.is_final:
             for target, part, nothing in zip(answer, received, (0, -torch.inf), strict=False):
@@ -299,6 +325,8 @@ class _Share:
                 (Partial(output.tensor, lse.tensor), slice(output.rows.start, output.rows.stop))
                 for output, lse in zip(outputs[of_heads], lses[of_heads], strict=True)
             ]
+            if own is not None and of_heads == heads[self.rank]:
+                parts.append((own, slice(None)))
             merge_rows(into, parts)
 
 

@@ -6,7 +6,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from cqs.scheduler import Plan, Task, make_plan
+from cqs.distributed.locality import split_steps
+from cqs.patterns import BoundPattern
+from cqs.scheduler import Plan, Step, make_plan
 from cqs.scheduler.interest_sets import load_interest_set
 
 Lengths = tuple[int, ...]
@@ -57,8 +59,13 @@ class Layout:
     """
 
     plan: Plan
-    task: Task
-    """Of this rank."""
+    own_steps: tuple[Step, ...]
+    """What this rank computes of pairs in its own shard, if others compute for its queries too."""
+    steps: tuple[Step, ...]
+    """The rest of its task."""
+    queries: range
+    """Tokens of its shard."""
+    keys: range
     of_queries: Route
     of_keys: Route
     """The same object on every rank, or on none."""
@@ -104,6 +111,7 @@ def lay_out(
         tile: Likewise.
     """
     num_ranks = len(seqlens_q)
+    bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
     plan = make_plan(
         sum(seqlens_q),
         sum(seqlens_kv),
@@ -116,6 +124,14 @@ def lay_out(
     tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
     of_queries = make_route(cut_shards(seqlens_q), [task.held_queries for task in tasks], rank)
     of_keys = make_route(cut_shards(seqlens_kv), [task.held_keys for task in tasks], rank)
+    queries, keys = cut_shards(seqlens_q)[rank], cut_shards(seqlens_kv)[rank]
+    own_steps: tuple[Step, ...] = ()
+    steps = tasks[rank].steps
+    if plan.num_workers > 1:
+        own_steps, steps = (
+            tuple(step for step in part if bound is None or _sees_any(step, bound))
+            for part in split_steps(steps, queries, keys)
+        )
     if seqlens_q == seqlens_kv and all(task.held_queries == task.held_keys for task in tasks):
         of_keys = of_queries
     if num_stages is None:
@@ -125,7 +141,10 @@ def lay_out(
     num_stages = max(n for n in range(1, max(num_stages, 1) + 1) if kv_heads % n == 0)
     return Layout(
         plan,
-        tasks[rank],
+        own_steps,
+        steps,
+        queries,
+        keys,
         of_queries,
         of_keys,
         tuple(
@@ -141,6 +160,10 @@ def lay_out(
             for i in range(num_stages)
         ),
     )
+
+
+def _sees_any(step: Step, pattern: BoundPattern) -> bool:
+    return any(pattern.count(step.queries, keys) for keys in step.keys)
 
 
 def cut_shards(lengths: Sequence[int]) -> list[range]:

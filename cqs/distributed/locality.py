@@ -1,0 +1,79 @@
+"""What a rank can compute before anything has come: pairs of which it has both tokens itself."""
+
+from collections.abc import Iterable, Sequence
+
+from cqs.scheduler import Step
+
+
+def split_steps(
+    steps: Iterable[Step], queries: range, keys: range
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Split steps into pairs of these queries and keys, and the others.
+
+    A causal square stays whole: with the others, unless all of its tokens are among these.
+
+    Returns:
+        Steps that together have the same pairs; what they count of a pattern is not known.
+
+    Example:
+        >>> step = Step(0, range(4, 8), (range(0, 4),), range(4, 8), 26)
+        >>> own, others = split_steps([step], range(6, 9), range(5, 9))
+        >>> [(each.queries, each.keys, each.causal_keys) for each in own]
+        [(range(6, 8), (range(5, 6),), range(6, 8))]
+        >>> [(each.queries, each.keys, each.causal_keys) for each in others]
+        [(range(4, 6), (range(0, 4),), range(4, 6)), (range(6, 8), (range(0, 5),), None)]
+    """
+    own: list[Step] = []
+    others: list[Step] = []
+    for step in steps:
+        for rows in _cut(step.queries, queries):
+            seen, square = _keys_of_rows(step, rows)
+            if not _lies_in(rows, queries):
+                _add(others, step, rows, seen, square)
+                continue
+            here = [_common(each, keys) for each in seen]
+            there = [part for each in seen for part in _cut(each, keys) if not _lies_in(part, keys)]
+            is_own = square is not None and _lies_in(square, keys)
+            _add(own, step, rows, here, square if is_own else None)
+            _add(others, step, rows, there, None if is_own else square)
+    return tuple(own), tuple(others)
+
+
+def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
+    """Return the keys that all of some rows of a step see, and their own causal square."""
+    if step.causal_keys is None:
+        return list(step.keys), None
+    first, last = (
+        step.causal_keys.start + end - step.queries.start for end in (rows.start, rows.stop)
+    )
+    return [*step.keys, range(step.causal_keys.start, first)], range(first, last)
+
+
+def _add(
+    steps: list[Step], step: Step, rows: range, keys: Sequence[range], square: range | None
+) -> None:
+    """Add a step unless it is empty; its pairs are counted as if there was no pattern."""
+    joined: list[range] = []
+    for each in sorted((each for each in keys if each), key=lambda each: each.start):
+        if joined and joined[-1].stop == each.start:
+            each = range(joined.pop().start, each.stop)
+        joined.append(each)
+    if joined or square is not None:
+        pairs = len(rows) * sum(map(len, joined))
+        if square is not None:
+            pairs += len(rows) * (len(rows) + 1) // 2
+        steps.append(Step(step.query_group, rows, tuple(joined), square, pairs))
+
+
+def _cut(tokens: range, at: range) -> list[range]:
+    """Cut tokens at both ends of ``at``."""
+    marks = sorted({tokens.start, tokens.stop, *(e for e in (at.start, at.stop) if e in tokens)})
+    return [range(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def _lies_in(tokens: range, others: range) -> bool:
+    return others.start <= tokens.start and tokens.stop <= others.stop
+
+
+def _common(tokens: range, others: range) -> range:
+    return range(max(tokens.start, others.start), min(tokens.stop, others.stop))

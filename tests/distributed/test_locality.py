@@ -1,0 +1,58 @@
+"""Splitting steps: every pair once, and on the right side."""
+
+import random
+
+import numpy as np
+import pytest
+
+from cqs.distributed.locality import split_steps
+from cqs.scheduler import make_plan
+
+
+def pairs_of(steps, shape):
+    """Count how often steps have each pair."""
+    counts = np.zeros(shape, dtype=int)
+    for step in steps:
+        for block in step.blocks():
+            rows, columns = block.queries, block.keys
+            ones = np.ones((len(rows), len(columns)), dtype=int)
+            counts[rows.start : rows.stop, columns.start : columns.stop] += (
+                np.tril(ones) if block.is_causal else ones
+            )
+    return counts
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 7, 8])
+def test_every_pair_is_on_one_side(num_workers, is_causal):
+    generator = random.Random(num_workers)
+    for _ in range(40):
+        seqlen_q = generator.randint(1, 60)
+        seqlen_kv = seqlen_q + generator.randint(0, 20)
+        plan = make_plan(seqlen_q, seqlen_kv, num_workers=num_workers, is_causal=is_causal)
+        queries, keys = (
+            range(*sorted(generator.randint(0, length) for _ in range(2)))
+            for length in (seqlen_q, seqlen_kv)
+        )
+        for task in plan.tasks:
+            own, others = split_steps(task.steps, queries, keys)
+            shape = seqlen_q, seqlen_kv
+            here, there = pairs_of(own, shape), pairs_of(others, shape)
+            assert (here + there == pairs_of(task.steps, shape)).all()
+            here[queries.start : queries.stop, keys.start : keys.stop] = 0
+            assert not here.any()
+            if not is_causal:
+                assert not there[queries.start : queries.stop, keys.start : keys.stop].any()
+            for step in (*own, *others):
+                assert step.live_pairs == pairs_of([step], shape).sum()
+                assert all(a.stop < b.start for a, b in zip(step.keys, step.keys[1:], strict=False))
+
+
+def test_groups_that_are_shards_are_split_whole():
+    """As with equal shards: all of the diagonal is own work, causal or not."""
+    for is_causal in (False, True):
+        plan = make_plan(70, num_workers=7, is_causal=is_causal)
+        for task in plan.tasks:
+            shard = range(10 * task.worker, 10 * task.worker + 10)
+            own, _ = split_steps(task.steps, shard, shard)
+            assert sum(step.live_pairs for step in own) == (55 if is_causal else 100)
