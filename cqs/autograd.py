@@ -34,11 +34,10 @@ def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended
             autograd.
     """
     if problem.differs_by_head:
-        answers = [attend_differentiably(part, attend) for _, part in problem.parts()]
-        assert problem.pattern is not None
-        _, heads = problem.pattern.heads
-        rows = [answers[first : first + heads] for first in range(0, len(answers), heads)]
-        return _join([_join(row, dim=1) for row in rows], dim=0)
+        rows: dict[int | None, list[Partial]] = {}
+        for (row, _), part in problem.parts():
+            rows.setdefault(row.start, []).append(attend_differentiably(part, attend))
+        return _join([_join(row, dim=1) for row in rows.values()], dim=0)
     tensors = problem.query, problem.key, problem.value
     with torch.autocast(problem.query.device.type, enabled=False):  # dtypes are the caller's
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

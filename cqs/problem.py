@@ -51,28 +51,45 @@ class Problem:
     def parts(self) -> Iterator[tuple[tuple[slice, slice], "Problem"]]:
         """Cut the problem where its pattern differs: by batch element, in it by head.
 
+        Neighbours of one pattern stay together, as far as they have all queries of their key heads.
+
         Yields:
             The batch elements and heads of a part, and the part: all of it if there is no pattern.
         """
-        batches, heads = (1, 1) if self.pattern is None else self.pattern.heads
-        group_size = self.query.shape[1] // self.key.shape[1]
-        for batch, head in product(range(batches), range(heads)):
+        batches, _ = (1, 1) if self.pattern is None else self.pattern.heads
+        for batch in range(batches):
             row = slice(batch, batch + 1) if batches > 1 else slice(None)
-            of_query = of_key = slice(None)
-            if heads > 1:
-                of_query = slice(head, head + 1)
-                of_key = slice(head // group_size, head // group_size + 1)
-            yield (
-                (row, of_query),
-                replace(
-                    self,
-                    query=self.query[row, of_query],
-                    key=self.key[row, of_key],
-                    value=self.value[row, of_key],
-                    dropout=self.dropout and self.dropout.moved(batch, head),
-                    pattern=self.pattern and self.pattern.head(batch, head),
-                ),
-            )
+            for heads, kv_heads in self._heads_of_parts(batch):
+                yield (
+                    (row, heads),
+                    replace(
+                        self,
+                        query=self.query[row, heads],
+                        key=self.key[row, kv_heads],
+                        value=self.value[row, kv_heads],
+                        dropout=self.dropout and self.dropout.moved(batch, heads.start or 0),
+                        pattern=self.pattern and self.pattern.head(batch, heads.start or 0),
+                    ),
+                )
+
+    def _heads_of_parts(self, batch: int) -> Iterator[tuple[slice, slice]]:
+        """Yield heads that are computed together, and their key heads."""
+        num_heads = 1 if self.pattern is None else self.pattern.heads[1]
+        if self.pattern is None or num_heads == 1:
+            yield slice(None), slice(None)
+            return
+        group_size = num_heads // self.key.shape[1]
+        first = 0
+        while first < num_heads:
+            pattern, stop = self.pattern.head(batch, first), first + 1
+            while stop < num_heads and self.pattern.head(batch, stop) == pattern:
+                stop += 1
+            if first % group_size:
+                stop = min(stop, first + group_size - first % group_size)
+            elif stop - first > group_size:
+                stop -= stop % group_size
+            yield slice(first, stop), slice(first // group_size, -(-stop // group_size))
+            first = stop
 
     @property
     def shape(self) -> AttentionShape:

@@ -209,6 +209,7 @@ PER_HEAD = {
     "masks": lambda: from_mask(random_bits(2, 1, 70, 70)),
     "both": lambda: from_mask(random_bits(2, 4, 70, 70)),
     "mixed": lambda: per_head([[strided(4), fixed(8, 1), sliding_window(20, 0), causal()]]),
+    "runs": lambda: per_head([[strided(4), causal(), causal(), causal()], [causal()] * 4]),
 }
 
 
@@ -219,6 +220,25 @@ def test_heads_may_have_patterns_of_their_own(assert_right, num_kv_heads, make):
     problem = case.make()
     assert_right(problem, attend(problem, num_workers=4, verify=True))
     assert_gradients_right(problem, num_workers=3)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "expected"),
+    [
+        (8, [(0, 3), (3, 8)]),
+        (4, [(0, 2), (2, 3), (3, 4), (4, 8)]),
+        (2, [(0, 3), (3, 4), (4, 8)]),
+        (1, [(0, 3), (3, 8)]),
+    ],
+)
+def test_neighbours_of_one_pattern_are_computed_together(num_kv_heads, expected):
+    pattern = per_head([[strided(4)] * 3 + [causal()] * 5])
+    problem = Case("runs", 16, 16, 8, num_kv_heads, pattern=pattern).make()
+    found = [heads for (_, heads), _ in problem.parts()]
+    assert [(heads.start, heads.stop) for heads in found] == expected
+    for heads, (_, part) in zip(found, problem.parts(), strict=True):
+        assert part.query.shape[1] == heads.stop - heads.start
+        assert part.query.shape[1] % part.key.shape[1] == 0
 
 
 @pytest.mark.parametrize("name", ["window", "strided", "fixed", "longformer", "mask"])
