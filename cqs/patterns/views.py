@@ -59,16 +59,18 @@ def views(piece: Piece) -> Iterator[View]:
 
     There are up to four ways, and the one with the fewest tiles to visit is taken:
 
-    ================  ==========================================  ==============================
-    cut into          possible where                              best for
-    ================  ==========================================  ==============================
-    pairs of lanes    steps are equal, or there is no band        dilated windows, strided
-    lanes of keys     queries fill their cells, offsets are free  summary columns
+    ================  ==========================================  ===================  =========
+    cut into          possible where                              best for             TFLOP/s
+    ================  ==========================================  ===================  =========
+    pairs of lanes    steps are equal, or there is no band        dilated, strided     645 (405)
+    lanes of keys     queries fill their cells, offsets are free  summary columns      300 (198)
     lanes of queries  keys fill their cells, offsets are free     their transpose
-    pairs of cells    always                                      diagonal blocks
-    ================  ==========================================  ==============================
+    pairs of cells    always                                      diagonal blocks      430 (265)
+    ================  ==========================================  ===================  =========
 
-    A lane is all tokens at one offset of their cells. A plain piece is a view already.
+    A lane is all tokens at one offset of their cells. A plain piece is a view already. The rates
+    are useful ones of an H200 at 65,536 tokens, forward and backward, of every 8th key, of
+    ``fixed(128, 8)`` with its blocks, and of blocks of 512; cuDNN's dense ones are 658 (544).
 
     Example:
         >>> from cqs.patterns import dilated
