@@ -53,7 +53,7 @@ def attend_cpu(
         lse = lse.masked_fill(broken, torch.nan)
     if visible is not None:
         blind = ~visible.any(dim=-1)
-        output = output.masked_fill(blind.unsqueeze(-1), 0)
+        output.masked_fill_(blind.unsqueeze(-1), 0)
         lse = lse.masked_fill(blind, -torch.inf)
     return Partial(output, lse)
 
