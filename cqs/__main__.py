@@ -11,6 +11,7 @@ _COMMANDS = {
     "demo": "attend to a real text on a private Ray cluster, checked, tabulated and drawn",
     "attend": "attend to query, key and value files",
     "doctor": "say what this machine has and which backends can run here",
+    "simulate": "predict how ways to spread attention over many devices compare",
     "bench": "measure, after checking",
 }
 
@@ -23,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="cqs",
         description=cqs.__doc__,
-        epilog="\n".join(f"  {name:8}{summary}" for name, summary in _COMMANDS.items()),
+        epilog="\n".join(f"  {name:10}{summary}" for name, summary in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"cqs {cqs.__version__}")

@@ -1,0 +1,446 @@
+"""How long ways to spread one attention over devices should take, by arithmetic alone.
+
+A device computes, sends and receives at constant rates, and all devices do the same. Left out are
+what small kernels lose and merges cost, which flatters the ring with its many steps; and copies
+around a collective, its growing latency and links that share a switch, which flatters whatever
+exchanges with many devices at once.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from cqs.scheduler import AttentionShape
+from cqs.scheduler.interest_sets import load_interest_set
+
+_SUM_ITEMSIZE = 4
+"""Gradients are summed in float32."""
+_STAGE_FLOPS, _MAX_STAGES = 1e12, 4
+"""As :func:`cqs.distributed.layout.lay_out` chooses stages."""
+
+_PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
+"""Whether each is backward."""
+_FITTED = ("rate", "backward_rate", "bandwidth", "latency")
+_PENALTY = 1e-3
+"""Of a parameter that is e times what it was; a row that is off by a tenth costs 0.01."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What devices and their links can do."""
+
+    rate: float = 600e12
+    """Operations per second of one device, forward; the default is of an H200 and our kernels."""
+    backward_rate: float = 420e12
+    """The same of the backward pass."""
+    bandwidth: float = 300e9
+    """Bytes per second that a device sends within its node, while it receives as many."""
+    latency: float = 20e-6
+    """Seconds that a collective, or a hop of the ring, takes beside its bytes."""
+    devices_per_node: float = math.inf
+    between: float = math.inf
+    """Bytes per second and device, each way, between nodes."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless all numbers are positive, the latency at least 0."""
+        for field in fields(self):
+            number = getattr(self, field.name)
+            if not (number > 0 or field.name == "latency" and number == 0):
+                raise ValueError(f"{field.name} must be positive, got {number:g}")
+
+    def exchange(self, inside: float, outside: float = 0) -> float:
+        """Return the seconds in which a device moves bytes within its node and beyond it."""
+        if not (inside or outside):
+            return 0.0
+        return self.latency + max(inside / self.bandwidth, outside / self.between)
+
+    def hop(self, num_bytes: float, num_devices: int) -> float:
+        """Return the seconds of one step of a ring: of its slowest hop."""
+        crosses = num_devices > self.devices_per_node
+        return self.exchange(0, num_bytes) if crosses else self.exchange(num_bytes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention of a sequence to itself."""
+
+    tokens: int
+    shape: AttentionShape
+    is_causal: bool = False
+
+    def seconds(self, machine: Machine, *, is_backward: bool) -> float:
+        """Return the time of one device: 4 N^2 d operations a head, 10 backward, half if causal.
+
+        The two products of matrices of the forward pass, and the five of the backward pass of
+        FlashAttention-2 (Dao, arXiv 2307.08691).
+        """
+        shape = self.shape
+        pairs = self.tokens**2 / (2 if self.is_causal else 1)
+        flops = (10 if is_backward else 4) * pairs * shape.head_dim * shape.num_heads * shape.batch
+        return flops / (machine.backward_rate if is_backward else machine.rate)
+
+    def seconds_of_one(self, machine: Machine, passes: str) -> float:
+        """Return the time of one device; see :func:`forecast`."""
+        return sum(self.seconds(machine, is_backward=each) for each in _PASSES[passes])
+
+    def rows(self, num_devices: int) -> int:
+        """Return the tokens of a shard."""
+        return -(-self.tokens // num_devices)
+
+    def part(self, num_slices: int) -> AttentionShape:
+        """Return a slice of the heads; key heads fewer than slices go to several."""
+        kv_heads = max(self.shape.kv_heads // num_slices, 1)
+        return replace(
+            self.shape, num_heads=self.shape.num_heads // num_slices, num_kv_heads=kv_heads
+        )
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one device, the slowest."""
+
+    seconds: float
+    bytes_each_way: float
+    """What it receives, and as much that it sends."""
+    peak_bytes: float
+    """The most that it holds at once beside its shard, without a kernel's scratch: buffers,
+    results, and in a backward pass what the forward pass has kept and all gradients."""
+    num_slices: int = 1
+    """Of the heads; devices of one slice share the tokens."""
+
+
+def by_quorums(
+    case: Case,
+    num_devices: int,
+    machine: Machine,
+    num_slices: int,
+    *,
+    is_backward: bool,
+    num_stages: int | None = None,
+) -> Forecast:
+    """Forecast :func:`cqs.distributed.attention`.
+
+    A shard goes to ``num_slices`` devices for each of the m quorums that hold it, one of them its
+    own, and results come back from there: in all ``(2 + 2g)(m - 1) / W`` of N x d per head without
+    slices, with g key heads per head and W devices; with as many slices as devices, what Ulysses
+    moves. Of S stages the first one's way in and the last one's way out are exposed, the rest
+    travels beside the computation. In a causal case the devices at the ends of quorums need less.
+
+    Args:
+        case: What is computed.
+        num_devices: W, a multiple of the slices.
+        machine: On what.
+        num_slices: Of the heads.
+        is_backward: Which pass.
+        num_stages: S; ``None`` chooses as :func:`cqs.distributed.layout.lay_out`.
+    """
+    num_workers = num_devices // num_slices
+    interest_set = load_interest_set(num_workers)
+    holders = len(interest_set) * num_slices
+    near = _near(interest_set, num_workers, num_slices, machine.devices_per_node)
+    stages = num_stages or _stages(case, num_devices, num_slices)
+
+    rows, part = case.rows(num_devices), case.part(num_slices)
+    queries, keys, results = (
+        count(rows) for count in (part.query_bytes, part.key_bytes, part.result_bytes)
+    )
+    merged = results if num_workers > 1 else queries  # whole rows need no lse
+    going, coming = queries + keys, merged
+    if is_backward:
+        going, coming = queries + (merged if num_workers > 1 else 0), queries + keys
+    way_in, way_out = (
+        machine.exchange((near - 1) * each / stages, (holders - near) * each / stages)
+        for each in (going, coming)
+    )
+    compute = case.seconds(machine, is_backward=is_backward) / num_devices
+    seconds = way_in + max(compute, (stages - 1) * (way_in + way_out)) + way_out
+
+    answer = case.shape.result_bytes(rows)
+    held = holders * (queries + keys)
+    if is_backward:
+        gradients = case.shape.query_bytes(rows) + case.shape.key_bytes(rows)
+        peak = held + answer + holders * (going * (1 + 1 / stages) + 2 * coming) + gradients
+    else:
+        peak = held * (1 + 1 / stages) + 3 * holders * results + answer
+    return Forecast(seconds, (holders - 1) * (going + coming), peak, num_slices)
+
+
+def by_ring(
+    case: Case, num_devices: int, machine: Machine, num_slices: int, *, is_backward: bool
+) -> Forecast:
+    """Forecast heads for rows within groups, and a ring across them, zig-zag if causal.
+
+    One slice is a ring (Liu et al., arXiv 2310.01889), in which every step waits for the slower of
+    block and hop; as many slices as devices is Ulysses (Jacobs et al., arXiv 2309.14509), whose
+    ways are exposed; between them 2-D, or USP (Fang and Zhao, arXiv 2405.07719). Traffic in units
+    of N x d per head, with g key heads per head, U slices and R steps: ``(2 + 2g)(U - 1) / (U W)
+    + 2g (R - 1) / R / U``. Partial results are merged as they come, into float32, as in
+    github.com/zhuzilin/ring-flash-attention. Backward, sums for the keys travel behind them.
+
+    Args:
+        case: What is computed.
+        num_devices: W = U R.
+        machine: On what.
+        num_slices: U; devices of a group are neighbours, and those of a node as far as they go.
+        is_backward: Which pass.
+    """
+    num_steps = num_devices // num_slices
+    rows, part = case.rows(num_devices), case.part(num_slices)
+    queries, keys = (num_slices * count(rows) for count in (part.query_bytes, part.key_bytes))
+    answer = case.shape.result_bytes(rows)
+    sums = keys * _SUM_ITEMSIZE / part.itemsize
+    of_sums = queries * _SUM_ITEMSIZE / part.itemsize
+
+    near = min(num_slices, machine.devices_per_node)
+    swaps = [(queries + keys) / num_slices, queries / num_slices]
+    seconds = sum(machine.exchange((near - 1) * each, (num_slices - near) * each) for each in swaps)
+
+    hops = [
+        (float(keys), num_steps - 1),
+        (0.0, 1),
+    ]  # bytes that travel beside a step, and how often
+    home = 0.0
+    if is_backward and num_steps > 1:
+        hops = [(float(keys), 1), (keys + sums, num_steps - 2), (sums, 1)]
+        home = float(keys)
+    step = case.seconds(machine, is_backward=is_backward) / num_devices / num_steps
+    seconds += sum(n * max(step, machine.hop(each, num_devices)) for each, n in hops)
+    seconds += machine.hop(home, num_devices)
+
+    ring = 2 * keys + queries + of_sums if num_steps > 1 else queries
+    packed = queries + keys if num_slices > 1 else 0
+    if is_backward:
+        ring = 2 * keys + 3 * sums + 2 * of_sums if num_steps > 1 else queries + keys
+        peak = answer + packed + max(ring, queries + keys) + 2 * packed + queries + keys
+    elif num_slices > 1:
+        peak = 2 * packed + max(ring, 3 * queries) + answer
+    else:
+        peak = ring + (answer - queries)
+    moved = (num_slices - 1) * sum(swaps) + sum(n * each for each, n in hops) + home
+    return Forecast(seconds, moved, peak, num_slices)
+
+
+def by_all_gather(
+    case: Case, num_devices: int, machine: Machine, num_slices: int, *, is_backward: bool
+) -> Forecast:
+    """Forecast all keys gathered beside a device's own block, as in Llama 3 (arXiv 2407.21783).
+
+    Traffic ``2g (W - 1) / W``. Backward the keys come again beside one half of the own block, and
+    gradients are reduced and scattered in float32 beside the other. Between nodes every byte
+    enters a node once, over all its links, as in NCCL's rings.
+
+    Args:
+        case: What is computed.
+        num_devices: W.
+        machine: On what.
+        num_slices: 1.
+        is_backward: Which pass.
+    """
+    rows = case.rows(num_devices)
+    queries, keys = case.shape.query_bytes(rows), case.shape.key_bytes(rows)
+    answer = case.shape.result_bytes(rows)
+    wider = _SUM_ITEMSIZE / case.shape.itemsize
+
+    moved = (num_devices - 1) * keys
+    entering = max(num_devices / machine.devices_per_node - 1, 0) * keys
+    compute = case.seconds(machine, is_backward=is_backward) / num_devices
+    own = compute / num_devices
+    gather = machine.exchange(moved, entering)
+    if not is_backward:
+        beside = 2 * queries + num_devices * keys if num_devices > 1 else 0
+        return Forecast(max(own, gather) + compute - own, moved, answer + beside)
+    scatter = machine.exchange(wider * moved, wider * entering)
+    seconds = max(own / 2, gather) + compute - own + max(own / 2, scatter)
+    buffers = (1 + 2 * wider) * num_devices * keys + 2 * wider * keys + 3 * wider * queries
+    return Forecast(seconds, (1 + wider) * moved, answer + buffers)
+
+
+def possible_slices(num_devices: int, shape: AttentionShape) -> list[int]:
+    """List the numbers of slices into which the heads can be cut, ascending.
+
+    Example:
+        >>> possible_slices(12, AttentionShape(32, 128, num_kv_heads=8))
+        [1, 2, 4]
+    """
+    heads, kv_heads = shape.num_heads, shape.kv_heads
+    return [
+        n
+        for n in range(1, min(num_devices, heads) + 1)
+        if not (num_devices % n or heads % n or kv_heads % n and n % kv_heads)
+    ]
+
+
+class Method(NamedTuple):
+    """A way to spread attention."""
+
+    forecast: Callable[..., Forecast]
+    takes: Callable[[int, int], bool]
+    """Whether so many slices of the heads, on so many devices, are this method."""
+
+
+METHODS = {
+    "cqs quorums": Method(by_quorums, lambda n, devices: n == 1),
+    "cqs": Method(by_quorums, lambda n, devices: True),
+    "ring": Method(by_ring, lambda n, devices: n == 1),
+    "all-gather": Method(by_all_gather, lambda n, devices: n == 1),
+    "ulysses": Method(by_ring, lambda n, devices: n == devices),
+    "ulysses in two": Method(partial(by_quorums, num_stages=2), lambda n, devices: n == devices),
+    "2-D": Method(by_ring, lambda n, devices: 1 < n < devices),
+}
+"""By name, as in ``cqs bench peers``."""
+
+
+def forecast(
+    method: str, case: Case, num_devices: int, machine: Machine, passes: str = "forward"
+) -> Forecast | None:
+    """Forecast a method with as many slices of the heads as take the least time.
+
+    Args:
+        method: One of :data:`METHODS`.
+        case: What is computed.
+        num_devices: W.
+        machine: On what.
+        passes: ``"forward"``, ``"backward"`` or ``"both"``.
+
+    Returns:
+        ``None`` if the heads do not allow it.
+
+    Example:
+        >>> case = Case(2**20, AttentionShape(32, 128, num_kv_heads=8))
+        >>> forecast("cqs", case, 64, Machine()).num_slices
+        2
+        >>> forecast("ulysses", case, 64, Machine()) is None
+        True
+    """
+    chosen = METHODS[method]
+    found = []
+    for num_slices in possible_slices(num_devices, case.shape):
+        if chosen.takes(num_slices, num_devices):
+            each = [
+                chosen.forecast(case, num_devices, machine, num_slices, is_backward=is_backward)
+                for is_backward in _PASSES[passes]
+            ]
+            found.append(
+                Forecast(
+                    sum(one.seconds for one in each),
+                    sum(one.bytes_each_way for one in each),
+                    max(one.peak_bytes for one in each),
+                    num_slices,
+                )
+            )
+    return min(found, key=lambda one: one.seconds, default=None)
+
+
+class Row(NamedTuple):
+    """A measured time."""
+
+    method: str
+    case: Case
+    num_devices: int
+    passes: str
+    seconds: float
+
+    def ratio(self, machine: Machine) -> float:
+        """Return the predicted time over the measured one."""
+        found = forecast(self.method, self.case, self.num_devices, machine, self.passes)
+        assert found is not None, "it was measured"
+        return found.seconds / self.seconds
+
+
+def read_rows(path: str) -> list[Row]:
+    """Read what ``cqs bench peers --out`` wrote, but for methods that are not modelled.
+
+    Raises:
+        ValueError: if there is none, or a line is no JSON object.
+    """
+    rows = []
+    with open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                found = json.loads(line)
+                kind, _, passes = found["benchmark"].partition(" ")
+                if kind == "peers" and found["executor"] in ("one", *METHODS):
+                    rows.append(_read_row(found, passes))
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error!r}") from error
+    if not rows:
+        raise ValueError(f"{path} has no rows of `cqs bench peers`")
+    return rows
+
+
+def fit(rows: Sequence[Row], machine: Machine | None = None) -> Machine:
+    """Return the machine whose forecasts are nearest, in the squares of logs of ratios.
+
+    A search by patterns (Hooke and Jeeves, 1961) over rates, bandwidth within a node and latency.
+    Rows of few devices say little about the last two apart: a penalty holds them to where they
+    began.
+
+    Args:
+        rows: Measured.
+        machine: Where to begin, with a latency above 0; ``None`` means the default.
+    """
+    start = machine = machine or Machine()
+
+    def misfit(found: Machine) -> float:
+        strays = (getattr(found, name) / getattr(start, name) for name in _FITTED)
+        penalty = sum(math.log(stray) ** 2 for stray in strays)
+        return sum(math.log(row.ratio(found)) ** 2 for row in rows) + _PENALTY * penalty
+
+    least, factor = misfit(machine), 2.0
+    while factor > 1.002:
+        neighbours = [
+            replace(machine, **{name: getattr(machine, name) * times})
+            for name in _FITTED
+            for times in (factor, 1 / factor)
+        ]
+        found, best = min(((misfit(one), one) for one in neighbours), key=lambda pair: pair[0])
+        if found < least:
+            least, machine = found, best
+        else:
+            factor = math.sqrt(factor)
+    return machine
+
+
+def _read_row(found: dict[str, Any], passes: str) -> Row:
+    match = re.fullmatch(r"(full|causal)-(\d+)-h(\d+)-kv(\d+)-d(\d+)", found["case"])
+    if match is None:
+        raise ValueError(f"unknown case {found['case']!r}")
+    tokens, heads, kv_heads, head_dim = map(int, match.groups()[1:])
+    itemsize = 4 if found["dtype"] == "float32" else 2
+    shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=itemsize)
+    is_one = found["executor"] == "one"
+    return Row(
+        "ring" if is_one else found["executor"],
+        Case(tokens, shape, match[1] == "causal"),
+        1 if is_one else int(found["num_workers"]),
+        passes,
+        found["median_ms"] / 1e3,
+    )
+
+
+def _near(
+    interest_set: tuple[int, ...], num_workers: int, num_slices: int, devices_per_node: float
+) -> float:
+    """Return how many of the devices that hold a shard are in its node, itself among them.
+
+    The mean over nodes in which neighbours are workers, and the slices of each.
+    """
+    if num_slices * num_workers <= devices_per_node:
+        return len(interest_set) * num_slices
+    if num_slices > devices_per_node:
+        return devices_per_node
+    workers = devices_per_node // num_slices
+    distances = (min(offset, num_workers - offset) for offset in interest_set)
+    return num_slices * sum(max(workers - each, 0) for each in distances) / workers
+
+
+def _stages(case: Case, num_devices: int, num_slices: int) -> int:
+    """Return the number of stages as :func:`cqs.distributed.layout.lay_out` chooses it."""
+    flops = case.seconds(Machine(rate=1), is_backward=False) / num_devices / case.shape.batch
+    most = min(int(flops / _STAGE_FLOPS), _MAX_STAGES) if num_devices > 1 else 1
+    kv_heads = case.part(num_slices).kv_heads
+    return max(n for n in range(1, max(most, 1) + 1) if kv_heads % n == 0)

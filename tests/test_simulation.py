@@ -1,0 +1,308 @@
+"""Forecasts move the bytes that real layouts move, and behave as arithmetic says."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from cqs.__main__ import main
+from cqs.distributed.layout import lay_out, why_not_head_parallel
+from cqs.scheduler import AttentionShape, load_interest_set
+from cqs.simulation import (
+    METHODS,
+    Case,
+    Machine,
+    Row,
+    _near,
+    _stages,
+    by_quorums,
+    by_ring,
+    fit,
+    forecast,
+    possible_slices,
+    read_rows,
+)
+
+FULL = AttentionShape(32, 128)
+GROUPED = AttentionShape(32, 128, num_kv_heads=8)
+WITHOUT_NODES = Machine()
+NODES = Machine(devices_per_node=8, between=50e9)
+
+
+def layouts(case, num_devices, num_slices, num_stages=1):
+    lengths = (case.rows(num_devices),) * num_devices
+    return [
+        lay_out(
+            lengths,
+            lengths,
+            rank,
+            num_heads=case.shape.num_heads,
+            num_kv_heads=case.shape.kv_heads,
+            head_dim=case.shape.head_dim,
+            head_parallel=num_slices,
+            num_stages=num_stages,
+            is_causal=case.is_causal,
+            pattern=None,
+            interest_set=None,
+            tile=1,
+        )
+        for rank in range(num_devices)
+    ]
+
+
+def bytes_received(case, layout, num_slices, rank):
+    """What comes to a rank: tokens on the way in, results for its shard on the way out."""
+    part = case.part(num_slices)
+    queries, keys = layout.of_queries, layout.of_keys
+    there = part.query_bytes(sum(queries.receives) - queries.receives[rank])
+    there += part.key_bytes(sum(keys.receives) - keys.receives[rank])
+    returned = sum(queries.lengths) - queries.lengths[rank]
+    return there + (part.query_bytes if layout.is_final else part.result_bytes)(returned)
+
+
+@pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize(
+    ("num_devices", "num_slices"),
+    [(1, 1), (2, 1), (2, 2), (4, 2), (7, 1), (8, 1), (8, 2), (8, 8), (16, 4), (16, 16), (26, 2)],
+)
+def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, num_slices):
+    case = Case(120 * num_devices, shape, is_causal)
+    moved = by_quorums(case, num_devices, Machine(), num_slices, is_backward=False).bytes_each_way
+    real = [
+        bytes_received(case, layout, num_slices, rank)
+        for rank, layout in enumerate(layouts(case, num_devices, num_slices))
+    ]
+    if is_causal and num_slices < num_devices:  # the ends of quorums are keys or queries alone
+        assert 0.4 * moved < sum(real) / num_devices <= max(real) <= moved
+    else:
+        assert set(real) == {moved}
+
+
+def test_slices_and_stages_are_those_of_the_layout():
+    for num_devices in (1, 2, 6, 8, 24, 64, 96):
+        for heads, kv_heads in ((32, 32), (32, 8), (24, 6), (5, 5), (8, 1)):
+            shape = AttentionShape(heads, 128, num_kv_heads=kv_heads)
+            assert possible_slices(num_devices, shape) == [
+                n
+                for n in range(1, num_devices + 1)
+                if why_not_head_parallel(n, num_devices, heads, kv_heads) is None
+            ]
+    for tokens in (4096, 16384, 40000):
+        for is_causal in (False, True):
+            case = Case(tokens - tokens % 8, GROUPED, is_causal)
+            for num_slices in (1, 2, 8):
+                layout = layouts(case, 8, num_slices, num_stages=None)[0]
+                assert _stages(case, 8, num_slices) == len(layout.stages)
+
+
+@pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
+@pytest.mark.parametrize("num_devices", [1, 2, 8, 32])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_as_many_slices_as_devices_move_what_ulysses_moves(shape, num_devices, is_backward):
+    case = Case(2**20, shape)
+    for machine in (WITHOUT_NODES, NODES):
+        one = by_quorums(case, num_devices, machine, num_devices, is_backward=is_backward)
+        other = by_ring(case, num_devices, machine, num_devices, is_backward=is_backward)
+        assert one.bytes_each_way == other.bytes_each_way
+        assert one.seconds <= other.seconds  # in stages, some of it is hidden
+
+
+def test_traffic_is_that_of_the_formulas():
+    case, shard_of_all = Case(2**20, GROUPED), GROUPED.query_bytes(2**20)
+
+    def units(method, num_devices):
+        return forecast(method, case, num_devices, Machine()).bytes_each_way / shard_of_all
+
+    g = 1 / 4
+    assert units("ring", 64) == units("all-gather", 64) == 2 * g * 63 / 64
+    assert units("ulysses", 8) == (2 + 2 * g) * 7 / 64
+    with_lse = (2 + 2 * g + 4 / 256) * (len(load_interest_set(64)) - 1) / 64
+    assert math.isclose(units("cqs quorums", 64), with_lse)
+    two = by_ring(case, 64, Machine(), 4, is_backward=False).bytes_each_way / shard_of_all
+    assert math.isclose(two, (2 + 2 * g) * 3 / 4 / 64 + 2 * g * 15 / 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "even", "first", "always"), [(FULL, 6, 6, 6), (GROUPED, 21, 27, 31)]
+)
+def test_where_quorums_begin_to_move_less_than_a_ring(shape, even, first, always):
+    """With four queries per key head 21 devices move as much but for the lse."""
+    case = Case(2**20, shape)
+    ratios = {
+        num_devices: forecast("cqs quorums", case, num_devices, Machine()).bytes_each_way
+        / forecast("ring", case, num_devices, Machine()).bytes_each_way
+        for num_devices in range(2, 200)
+    }
+    assert ratios[even] < 1.01
+    less = [num_devices for num_devices, ratio in ratios.items() if ratio < 1]
+    assert less[0] == first and set(range(always, 200)) <= set(less)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("passes", ["forward", "backward", "both"])
+def test_more_of_anything_never_takes_longer(method, passes):
+    case = Case(2**20, GROUPED, is_causal=True)
+    for machine in (WITHOUT_NODES, NODES):
+        for num_devices in (1, 2, 4, 8, 16, 32, 128, 512):
+            found = forecast(method, case, num_devices, machine, passes)
+            if found is None:
+                continue
+            least = case.seconds_of_one(machine, passes) / num_devices
+            assert found.seconds >= least * (1 - 1e-12)
+            for better in (
+                replace(machine, rate=2 * machine.rate, backward_rate=2 * machine.backward_rate),
+                replace(machine, bandwidth=2 * machine.bandwidth),
+                replace(machine, between=2 * machine.between),
+                replace(machine, latency=machine.latency / 2),
+                replace(machine, devices_per_node=2 * machine.devices_per_node),
+            ):
+                again = forecast(method, case, num_devices, better, passes)
+                assert again.seconds <= found.seconds * (1 + 1e-12)
+            longer = forecast(method, replace(case, tokens=2**21), num_devices, machine, passes)
+            assert longer.seconds > found.seconds
+            if longer.num_slices == found.num_slices:
+                assert longer.bytes_each_way == 2 * found.bytes_each_way
+                assert longer.peak_bytes <= 2 * found.peak_bytes  # perhaps in more stages
+            if num_devices == 1:
+                assert found.bytes_each_way == 0 and math.isclose(found.seconds, least)
+
+
+@pytest.mark.parametrize("method", ["cqs quorums", "cqs", "ring"])
+@pytest.mark.parametrize("passes", ["forward", "both"])
+def test_more_devices_hold_less_each(method, passes):
+    case, slow = Case(2**20, GROUPED), Machine(bandwidth=1e9)
+    peaks = [
+        forecast(method, case, 4**n, machine, passes).peak_bytes
+        for machine in (Machine(), slow)
+        for n in range(1, 7)
+    ]
+    assert peaks[:6] == sorted(peaks[:6], reverse=True)
+    assert peaks[6:] == sorted(peaks[6:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens", "num_mebibytes"),
+    [
+        ("cqs", 131072, 1992),
+        ("cqs quorums", 131072, 3350),
+        ("all-gather", 32768, 451),
+        ("ulysses", 32768, 641),
+    ],
+)
+def test_memory_is_near_what_two_gpus_allocated(method, tokens, num_mebibytes):
+    found = forecast(method, Case(tokens, AttentionShape(16, 128)), 2, Machine(bandwidth=1e9))
+    by_default = {"cqs": 2}.get(method, found.num_slices)
+    assert found.num_slices == by_default
+    assert found.peak_bytes / 2**20 == pytest.approx(num_mebibytes, rel=0.12)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_devices", [16, 32, 56, 64])
+def test_holders_in_the_same_node_are_counted(num_devices, num_slices):
+    num_workers = num_devices // num_slices
+    interest_set = load_interest_set(num_workers)
+    same = 0
+    for rank in range(num_devices):
+        workers = {(rank // num_slices - offset) % num_workers for offset in interest_set}
+        holders = [w * num_slices + i for w in workers for i in range(num_slices)]
+        same += sum(other // 8 == rank // 8 for other in holders)
+    found = _near(interest_set, num_workers, num_slices, 8)
+    assert math.isclose(found, same / num_devices)
+
+
+def test_a_fit_finds_the_machine_that_rows_are_of():
+    hidden = Machine(rate=500e12, backward_rate=390e12, bandwidth=110e9, latency=60e-6)
+    rows = []
+    for tokens in (8192, 32768, 131072):
+        case = Case(tokens, AttentionShape(16, 128))
+        for method in ("cqs", "cqs quorums", "ring", "all-gather", "ulysses"):
+            for passes in ("forward", "backward"):
+                seconds = forecast(method, case, 8, hidden, passes).seconds
+                rows.append(Row(method, case, 8, passes, seconds))
+    found = fit(rows)
+    for name in ("rate", "backward_rate", "bandwidth", "latency"):
+        assert getattr(found, name) == pytest.approx(getattr(hidden, name), rel=0.05)
+    assert all(row.ratio(found) == pytest.approx(1, abs=0.02) for row in rows)
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Rows as ``cqs bench peers`` writes them, of two devices."""
+    times = {"one": 234.571, "cqs": 122.448, "ring": 118.0, "torch": 130.0}
+    rows = [
+        {
+            "benchmark": "peers forward",
+            "case": "full-131072-h16-kv16-d128",
+            "executor": name,
+            "num_workers": 2,
+            "dtype": "bfloat16",
+            "median_ms": each,
+        }
+        for name, each in times.items()
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_of_the_benchmark_are_read(measured):
+    rows = read_rows(str(measured))
+    assert [(row.method, row.num_devices) for row in rows] == [("ring", 1), ("cqs", 2), ("ring", 2)]
+    assert rows[0].case == Case(131072, AttentionShape(16, 128, num_kv_heads=16))
+    assert all(row.ratio(fit(rows)) == pytest.approx(1, abs=0.03) for row in rows)
+    measured.write_text('{"benchmark": "peers forward"}\n')
+    with pytest.raises(ValueError, match="line 1: KeyError"):
+        read_rows(str(measured))
+    measured.write_text("")
+    with pytest.raises(ValueError, match="has no rows"):
+        read_rows(str(measured))
+
+
+def test_the_command_marks_the_best(capsys):
+    options = "--devices 1,8,4096 --tokens 1M --kv-heads 8 --devices-per-node 8".split()
+    assert main(["simulate", *options, "--backward"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("<") == 3 and re.search(r"ulysses +8 x 1 ", output)
+    assert re.search(r"Least time, within 1 %: any method on 1 to 8; .* on 4096 devices\.$", output)
+
+
+def test_the_command_checks_and_fits(capsys, measured):
+    assert main(["simulate", "--check", str(measured), "--fit", str(measured)]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("Fitted: ") and "torch" not in output
+    assert re.search(r"The largest deviation: (0.9|1.0)\d+ of what was measured", output)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--between", "ib"], "--between goes with --devices-per-node"),
+        (["--rate", "0"], "rate must be positive, got 0"),
+        (["--latency", "-1"], "latency must be positive, got -1e-06"),
+        (["--heads", "0"], "num_heads must be at least 1, got 0"),
+        (["--check", "missing.jsonl"], "No such file"),
+    ],
+)
+def test_impossible_machines_are_refused(capsys, options, message):
+    assert main(["simulate", *options]) == 2
+    output, error = capsys.readouterr()
+    assert output == "" and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "1.5", "inf", "nan", "M", "-1K", "8,", "1T"])
+def test_impossible_lengths_are_refused(text):
+    with pytest.raises(SystemExit):
+        main(["simulate", f"--devices={text}"])
+
+
+def test_forecasts_need_neither_torch_nor_numpy():
+    script = (
+        "import sys; from cqs.__main__ import main; main(['simulate', '--devices', '8,4096'])\n"
+        "assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
