@@ -2,14 +2,11 @@
 
 import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-
-from cqs.patterns import Pattern
 
 _control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
@@ -47,7 +44,7 @@ def agree(
         ValueError: if another rank has an error or another request; names the rank.
         RuntimeError: if a rank has died, or does not answer within the time-out of the group.
     """
-    request = {name: _comparable(value) for name, value in (request or {}).items()}
+    request = {name: repr(value) for name, value in (request or {}).items()}  # equal if they are
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
     mine = [error is not None, int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
     own = torch.tensor(mine, dtype=torch.int64)
@@ -94,13 +91,3 @@ def _explain(group: Any, request: dict[str, Any], error: Exception | None) -> No
                 raise ValueError(
                     f"rank {rank} of the group has {name} {value}, rank 0 has {first[name]}"
                 )
-
-
-def _comparable(value: Any) -> Any:
-    """Return what equal values share in every process, as patterns share how they print."""
-    return _describe_pattern(value) if isinstance(value, Pattern) else value
-
-
-@lru_cache(maxsize=64)
-def _describe_pattern(pattern: Pattern) -> str:
-    return repr(pattern)
