@@ -21,6 +21,7 @@ def pytest_collection_modifyitems(items):
         for group, is_in in (
             ("ray", item.get_closest_marker("ray") is not None),
             ("ranks", "ranks" in getattr(item, "fixturenames", ())),
+            ("gpus", "gpu_ranks" in getattr(item, "fixturenames", ())),
         ):
             if is_in:
                 item.add_marker(pytest.mark.xdist_group(group))
@@ -105,9 +106,19 @@ def cluster(ray_session):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Eight processes of one torch.distributed group."""
+    """Eight processes of one group."""
     from ranks import Ranks
 
     ranks = Ranks()
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks():
+    """A process for each GPU, of one group."""
+    from ranks import Ranks
+
+    ranks = Ranks(torch.cuda.device_count(), "nccl")
     yield ranks
     ranks.stop()

@@ -18,7 +18,8 @@ def shards_of(problem, cuts, rank):
 
 def run(group, case, dtype, cuts, options):
     """Return output, lse and gradients of this rank, and those of the whole in float64."""
-    problem = case.make(dtype)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    problem = case.make(dtype, device)
     tensors, rows, columns = shards_of(problem, cuts, dist.get_rank(group))
     output, lse = cqs.distributed.attention(
         *tensors,
@@ -31,7 +32,7 @@ def run(group, case, dtype, cuts, options):
     )
     generator = torch.Generator().manual_seed(1)
     shape = *problem.query.shape[:3], problem.value.shape[3]
-    grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     found = torch.autograd.grad(output, tensors, grad[:, :, rows].to(dtype))
 
     def whole(problem, output_of):
@@ -74,7 +75,7 @@ def check_tracks_exact(group, case, dtype, cuts, options):
 def bits(group, case, cuts, options):
     """Return output and gradients as they are."""
     found, *_ = run(group, case, torch.float32, cuts, options)
-    return [each.detach() for each in found]
+    return [each.detach().cpu() for each in found]
 
 
 def dropped(group, case, cuts, options):
@@ -85,9 +86,9 @@ def dropped(group, case, cuts, options):
     return cqs.distributed.attention(*tensors, group=group, **options).detach()
 
 
-def complaint(group, of_rank, changed, options, rows=8):
+def complaint(group, of_rank, changed, options, rows=8, device="cpu"):
     """Return what is raised where one rank passes other options, tensors or nothing at all."""
-    tensors = [torch.randn(1, 4, rows, 16) for _ in range(3)]
+    tensors = [torch.randn(1, 4, rows, 16, device=device) for _ in range(3)]
     mine = dict(options)
     if dist.get_rank(group) == of_rank:
         mine |= {name: value for name, value in changed.items() if name != "tensors"}

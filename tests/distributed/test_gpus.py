@@ -1,0 +1,56 @@
+"""Attention over shards on GPUs, by NCCL: as on CPUs, with the rounding of each dtype."""
+
+import pytest
+import torch
+from programs import bits, check_tracks_exact, complaint
+from test_attention import cut
+
+from cqs.cases import Case
+from cqs.patterns import documents, longformer, sliding_window
+
+pytestmark = pytest.mark.gpu
+
+CASES = (
+    Case("causal", 1030, 1030, 8, 8, 64, is_causal=True),
+    Case("gqa", 1030, 1030, 8, 2, 128),
+    Case("cross-causal", 515, 1100, 8, 4, 64, batch=2, is_causal=True),
+    Case("documents", 1030, 1030, 8, 8, 64, pattern=documents([0, 31, 590, 1030])),
+    Case("window", 1024, 1024, 8, 4, 64, pattern=sliding_window(100, 30)),
+    Case("longformer", 1030, 1030, 8, 8, 64, pattern=longformer(64, 3)),
+)
+
+
+@pytest.fixture(params=[1, 2, 3, 4, 8])
+def num_ranks(request):
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_dtype_tracks_exact(gpu_ranks, num_ranks, case, dtype):
+    for seed, head_parallel in enumerate(("auto", 1)):
+        for num_stages in (1, 2, 3):
+            options = {"head_parallel": head_parallel, "num_stages": num_stages}
+            cuts = cut(case, num_ranks, seed + num_stages)
+            gpu_ranks.run(num_ranks, check_tracks_exact, case, dtype, cuts, options)
+
+
+@pytest.mark.parametrize("head_parallel", ["auto", 1])
+def test_every_run_has_the_same_bits(gpu_ranks, num_ranks, head_parallel):
+    case = Case("bits", 2050, 2050, 8, 8, 128, is_causal=True)
+    options = {"head_parallel": head_parallel, "num_stages": 2}
+    cuts = cut(case, num_ranks, 2)
+    runs = [gpu_ranks.run(num_ranks, bits, case, cuts, options) for _ in range(5)]
+    for other in runs[1:]:
+        for ours, theirs in zip(runs[0], other, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+def test_ranks_that_disagree_find_out(gpu_ranks, num_ranks):
+    """Before anything is sent: the group still works."""
+    found = gpu_ranks.run(num_ranks, complaint, num_ranks - 1, {"scale": 2.0}, {}, device="cuda")
+    if num_ranks > 1:
+        assert all(error is ValueError and "has scale 2.0" in text for error, text in found)
+    assert gpu_ranks.run(num_ranks, complaint, 0, {}, {}, device="cuda") == [None] * num_ranks
