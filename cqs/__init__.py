@@ -24,3 +24,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'cqs' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names, those that are not imported yet too."""
+    return [*__all__, "__version__"]

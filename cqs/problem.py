@@ -223,7 +223,9 @@ def check_pattern(
     if pattern is None or pattern == sliding_window(None, None):
         return is_causal, None
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
+        raise TypeError(
+            f"pattern must be of cqs.patterns, as from_mask(mask), got {type(pattern).__name__}"
+        )
     if pattern == causal():
         return True, None
     for name, has, needed in zip(

@@ -175,7 +175,11 @@ def _scaled(number: float | None, unit: float) -> float | None:
 
 
 def _link(text: str) -> float:
-    return _LINKS[text] if text in _LINKS else float(text)
+    try:
+        return _LINKS[text] if text in _LINKS else float(text)
+    except ValueError:
+        names = ", ".join(_LINKS)
+        raise argparse.ArgumentTypeError(f"must be {names} or GB/s, got {text!r}") from None
 
 
 def _lengths(text: str) -> Sequence[int]:
@@ -185,7 +189,10 @@ def _lengths(text: str) -> Sequence[int]:
 def _length(text: str) -> int:
     """Read an integer of at least 1: ``4096``, ``128K``, ``1M`` = 2^20, ``1e9``."""
     unit = _SUFFIXES.get(text[-1:].upper(), 1)
-    number = float(text[:-1] if unit > 1 else text) * unit
+    try:
+        number = float(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        number = 0
     if not number >= 1 or number % 1:
-        raise ValueError(f"not an integer of at least 1: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be integers such as 8, 64K, 1M, got {text!r}")
     return int(number)

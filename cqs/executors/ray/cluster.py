@@ -247,8 +247,8 @@ class Cluster:
         if isinstance(query, Sharded):
             if not (key is value is num_workers is None and verify is progress is False):
                 raise TypeError(
-                    "attention of a sharded sequence takes neither key, value and num_workers nor "
-                    "verify and progress"
+                    "a sharded sequence brings key and value and has one task for each worker: "
+                    "num_workers, verify and progress do not apply"
                 )
             if (number := len(query.shapes[0])) != 3:
                 raise ValueError(

@@ -15,15 +15,14 @@ _HEAD_DIMS = range(16, 257, 8)
 
 def why_not_triton(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Say why the Triton kernels cannot take these tensors, or return None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed"
+    is_installed = importlib.util.find_spec("triton") is not None
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     if query.device.type != "cuda":
-        import triton
-
-        if not triton.knobs.runtime.interpret:
+        if not is_installed or not _is_interpreted():
             return f"needs CUDA tensors, got {query.device}"
         dtypes.remove(torch.bfloat16)  # the interpreter multiplies its bits as integers
+    if not is_installed:
+        return "needs Triton, which is not installed"
     if query.dtype not in dtypes:
         return (
             f"needs {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}, got {query.dtype}"
@@ -32,6 +31,12 @@ def why_not_triton(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         if tensor.shape[-1] not in _HEAD_DIMS:
             return f"needs a {name} that is a multiple of 8 from 16 to 256, got {tensor.shape[-1]}"
     return None
+
+
+def _is_interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 def attend_shares(query: Tensor, key: Tensor, value: Tensor, work: Work, **options: Any) -> Partial:
