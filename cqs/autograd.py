@@ -33,13 +33,13 @@ def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended
         attend: Computes a problem all of whose heads have one pattern. The lse is a constant to
             autograd.
     """
-    if problem.differs_by_head:
-        rows: dict[int | None, list[Partial]] = {}
-        for (row, _), part in problem.parts():
-            rows.setdefault(row.start, []).append(attend_differentiably(part, attend))
-        return _join([_join(row, dim=1) for row in rows.values()], dim=0)
     tensors = problem.query, problem.key, problem.value
     with torch.autocast(problem.query.device.type, enabled=False):  # dtypes are the caller's
+        if problem.differs_by_head:
+            rows: dict[int | None, list[Partial]] = {}
+            for (row, _), part in problem.parts():
+                rows.setdefault(row.start, []).append(attend_differentiably(part, attend))
+            return _join([_join(row, dim=1) for row in rows.values()], dim=0)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             links = (tensor[..., :0].clone() for tensor in tensors)
             return Partial(*_Attention.apply(*tensors, *links, problem, attend))
@@ -58,14 +58,17 @@ def keeping_operands(
     """
 
     def attend(problem: Problem) -> Attended:
+        tensors = problem.query, problem.key, problem.value
         answer = forward(problem)
+        nothing = problem.query.new_empty(0)
+        options = replace(problem, query=nothing, key=nothing, value=nothing)
 
         def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
             query, key, value, *saved = kept
-            whole = replace(problem, query=query, key=key, value=value)
+            whole = replace(options, query=query, key=key, value=value)
             return backward(whole, Partial(*saved), grad_output)
 
-        return Attended(answer, (problem.query, problem.key, problem.value, *answer), differentiate)
+        return Attended(answer, (*tensors, *answer), differentiate)
 
     return attend
 
@@ -101,7 +104,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        links, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        saved = ctx.saved_tensors  # which may be read once
+        links, kept = saved[:3], saved[3:]
         compute = partial(ctx.differentiate, kept)
         return *_Gradients.apply(*links, grad_output, compute), *(None,) * 5
 

@@ -1,13 +1,16 @@
 """Gradients against float64 autograd of the definition."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import cqs
 from cqs.cases import CASES
+from cqs.patterns import causal, per_head, strided
 from cqs.testing import assert_tracks_exact, visible_mask
 
 BY_NAME = {case.name: case for case in CASES}
@@ -152,6 +155,41 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(loss, query, retain_graph=True)
     with pytest.raises(NotImplementedError, match="differentiated only once"):
         loss.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_give_the_same_gradients(use_reentrant):
+    tensors = [torch.randn(1, 2, 30, 8, requires_grad=True) for _ in range(3)]
+
+    def compute(*tensors):
+        return cqs.attention(*(2 * tensor for tensor in tensors), num_workers=3).square().sum()
+
+    expected = torch.autograd.grad(compute(*tensors), tensors)
+    checkpoint(compute, *tensors, use_reentrant=use_reentrant).backward()
+    for tensor, gradient in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_checkpoints_let_go_of_operands():
+    tensor = torch.randn(1, 2, 30, 8, requires_grad=True)
+    kept = []
+
+    def compute(tensor):
+        query = 2 * tensor
+        kept.append(weakref.ref(query))
+        return cqs.attention(query, tensor, tensor)
+
+    output = checkpoint(compute, tensor, use_reentrant=False)
+    assert kept[0]() is None
+    output.sum().backward()
+
+
+def test_autocast_leaves_patterns_by_head_alone():
+    tensors = [torch.randn(2, 2, 8, 4, dtype=torch.float16) for _ in range(3)]
+    pattern = per_head([[strided(3)], [causal()]])
+    expected = cqs.attention(*tensors, pattern=pattern)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(cqs.attention(*tensors, pattern=pattern), expected)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

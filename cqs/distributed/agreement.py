@@ -47,16 +47,16 @@ def agree(
     request = {name: repr(value) for name, value in (request or {}).items()}  # equal if they are
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
     mine = [error is not None, int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
-    own = torch.tensor(mine, dtype=torch.int64)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    own = torch.tensor([mine] * dist.get_world_size(group), dtype=torch.int64, device="cpu")
+    gathered = torch.empty_like(own)
     control = _control_group(group)
     try:
-        dist.all_gather(gathered, own, group=control)
+        dist.all_to_all_single(gathered, own, group=control)  # a dead rank fails it on all others
     except RuntimeError as lost:
         raise RuntimeError(
             "not all ranks of the group answer: one has died, or does not call attention"
         ) from lost
-    table = torch.stack(gathered).tolist()
+    table = gathered.tolist()
     if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
         _explain(control, request, error)
     return Shards(tuple(row[2] for row in table), tuple(row[3] for row in table), table[0][4])

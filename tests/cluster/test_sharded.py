@@ -153,15 +153,16 @@ def test_sharding_copies(cluster):
     assert not sharded.to_local(dim=0).any()
 
 
-def test_a_maker_that_raises_is_reported_with_its_rank_and_not_retried(cluster, tmp_path):
+@pytest.mark.parametrize("kind", [KeyError, RuntimeError])  # PyTorch raises the latter
+def test_a_maker_that_raises_is_reported_with_its_rank_and_not_retried(cluster, tmp_path, kind):
     def raise_on_two(rank, num_ranks):
         (tmp_path / f"{rank}-{time.monotonic_ns()}").touch()
         if rank == 2:
-            raise KeyError("no such file")
+            raise kind("no such file")
         return torch.ones(1)
 
     pids = cluster.pids
-    with pytest.raises(KeyError, match="no such file") as caught:
+    with pytest.raises(kind, match="no such file") as caught:
         cluster.make_sharded(raise_on_two)
     assert caught.value.__notes__ == ["raised on rank 2 of 4"]
     assert len(os.listdir(tmp_path)) == 4 and cluster.pids == pids
@@ -300,6 +301,15 @@ def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed):
     assert torch.equal(output, undisturbed[cluster][0])
     assert time.monotonic() - start < 60
     assert victim not in cluster.pids and not os.path.exists(f"/proc/{victim}")
+
+
+def test_workers_meet_after_some_have_failed_to(problem):
+    """PyTorch counts what a process has tried to form, and a fresh one has tried nothing."""
+    with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=3) as cluster:
+        sharded = cluster.shard(*tensors(problem))
+        os.kill(cluster.pids[1], signal.SIGSTOP)
+        output = cluster.attention(sharded).to_local()
+    torch.testing.assert_close(output, cqs.attention(*tensors(problem)))
 
 
 def test_a_function_that_kills_its_workers_is_named(pair):

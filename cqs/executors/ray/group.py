@@ -248,7 +248,9 @@ class Group:
         calls = self._begin_calls(method, arguments, ranks)
         self._wait(calls, timeout)
         self._bury_the_hung(calls)
-        return self._conclude(calls, calls.errors)
+        found = self._conclude(calls)
+        self._raise_first(calls.errors)
+        return found
 
     def _call_together(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float
@@ -271,7 +273,11 @@ class Group:
             self._abort(calls)
             if not errors and not calls.dead:
                 raise _BrokenError(f"{method} took more than {timeout:g} s")
-        found = self._conclude(calls, errors)
+        if not calls.dead:
+            self._raise_first({rank: e for rank, e in errors.items() if not _is_of_connections(e)})
+            for rank, error in sorted(errors.items()):
+                raise _BrokenError(f"rank {rank}: {error}") from error
+        found = self._conclude(calls)
         self._is_formed = True
         return found
 
@@ -303,6 +309,9 @@ class Group:
                 try:
                     calls.found[rank] = self._ray.get(ref)
                 except self._ray.exceptions.RayTaskError as error:
+                    error.cause.__cause__ = error
+                    calls.errors[rank] = error.cause
+                except self._ray.exceptions.UnserializableException as error:
                     calls.errors[rank] = error
                 except deaths_of_actors(self._ray) as error:
                     calls.dead[rank] = error
@@ -337,18 +346,18 @@ class Group:
             self._pool.remove(self._members[rank], is_hung=is_hung)
         self._is_formed = False
 
-    def _conclude(self, calls: "_Calls", errors: dict[int, Any]) -> dict[int, Any]:
-        """Return what was found, or raise what was not."""
+    def _conclude(self, calls: "_Calls") -> dict[int, Any]:
+        """Return what was found, unless members have died."""
         if calls.dead:
             rank, death = min(calls.dead.items())
             raise _BrokenError(f"rank {rank} died or hung") from death
-        for rank, error in sorted(errors.items()):
-            if not _is_of_connections(error.cause):
-                error.cause.add_note(f"raised on rank {rank} of {self.num_ranks}")
-                raise error.cause from error
-        for rank, error in sorted(errors.items()):
-            raise _BrokenError(f"rank {rank}: {error.cause}") from error
         return calls.found
+
+    def _raise_first(self, errors: dict[int, Exception]) -> None:
+        """Raise the error of the first rank that has one."""
+        for rank, error in sorted(errors.items()):
+            error.add_note(f"raised on rank {rank} of {self.num_ranks}")
+            raise error
 
     def _count(self, attempts: "Counter[Step]", step: Step, error: _BrokenError) -> None:
         """Note that a step failed through no fault of its own; raise if that is hard to believe."""
@@ -380,7 +389,8 @@ class _Calls:
     """Ranks by the references that they owe."""
     found: dict[int, Any] = field(default_factory=dict)
     """By rank, as the others."""
-    errors: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    """What was raised there."""
     dead: dict[int, Exception] = field(default_factory=dict)
 
 

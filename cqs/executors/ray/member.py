@@ -83,6 +83,8 @@ class Member:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the driver aborts; PyTorch would exit
         on_gpu = self._device.type == "cuda"
+        # PyTorch names groups by counting them, those too that never came to be; names must agree.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=dist.PrefixStore(f"{generation}/", store),
