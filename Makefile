@@ -2,13 +2,20 @@ PYTHON ?= python3
 VENV := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-gpu lint wheel clean
+.PHONY: demo test test-ray test-rest test-gpu lint wheel clean
 
 demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
 
+# Ray's tests wait more than they compute, and look at what else runs: apart, but beside the others.
 test: $(INSTALLED)
-	$(VENV)/python -m pytest -n 2 --dist loadgroup
+	$(MAKE) --jobs 2 --output-sync test-ray test-rest
+
+test-ray: $(INSTALLED)
+	$(VENV)/python -m pytest -m ray
+
+test-rest: $(INSTALLED)
+	$(VENV)/python -m pytest -m "not ray"
 
 lint: $(INSTALLED)
 	$(VENV)/ruff check

@@ -1,4 +1,4 @@
-"""Seeds, the skip of GPU tests without a GPU, what runs apart, and the one check of an answer."""
+"""Seeds, the skip of GPU tests without a GPU, and the one check of an answer."""
 
 import os
 
@@ -12,19 +12,6 @@ import cqs
 from cqs.partial import lse_dtype
 from cqs.problem import Problem
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer, visible_mask
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Keep what shares processes, or shoots them, in one process of pytest-xdist."""
-    for item in items:
-        for group, is_in in (
-            ("ray", item.get_closest_marker("ray") is not None),
-            ("ranks", "ranks" in getattr(item, "fixturenames", ())),
-            ("gpus", "gpu_ranks" in getattr(item, "fixturenames", ())),
-        ):
-            if is_in:
-                item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_runtest_setup(item):
