@@ -1,12 +1,18 @@
 """Pictures of plans show every live pair in the colour of its owner."""
 
-import matplotlib
+import matplotlib.pyplot
 import numpy as np
 import pytest
 
 from cqs import make_plan
 from cqs.patterns import bigbird, causal, from_mask, global_tokens, sliding_window, strided
 from cqs.plotting import plot_owners
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    matplotlib.pyplot.close("all")
 
 
 def colors():

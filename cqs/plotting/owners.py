@@ -1,16 +1,14 @@
-"""Pictures of plans and of measurements."""
+"""The score matrix of a plan, by owner."""
 
-import os
 from bisect import bisect, bisect_left
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cqs.plotting.figures import check_picture, new_axes
 from cqs.scheduler import Block, Plan
 
-if TYPE_CHECKING:
-    from cqs.bench.measurement import Measurement
-
+_SIZE = (7, 7)
+"""Inches, of a new figure."""
 _GOLDEN_RATIO = 0.618033988749895
 _STAIRS = 64
 """Causal squares of up to so many queries are drawn step by step, larger ones as triangles."""
@@ -42,10 +40,7 @@ def plot_owners(plan: Plan, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    if axes is None:
-        from matplotlib.figure import Figure
-
-        axes = Figure(figsize=(7, 7), layout="constrained").add_subplot()
+    axes = new_axes(_SIZE) if axes is None else axes
     axes.set(
         xlim=(0, max(plan.seqlen_kv, 1)),
         ylim=(max(plan.seqlen_q, 1), 0),
@@ -176,23 +171,10 @@ def save_owners(plan: Plan, path: str | Path) -> None:
         OSError: if the file cannot be written.
     """
     check_picture(path)
-    plot_owners(plan).figure.savefig(path, dpi=150)
+    from matplotlib.figure import Figure
 
-
-def check_picture(path: str | Path) -> None:
-    """Raise what :func:`save_owners` would raise for ``path``, before there is a plan to draw."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise NotImplementedError(
-            f"pictures need matplotlib: pip install 'cqs[plots]' ({error})"
-        ) from error
-    path = Path(path)
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise ValueError(f"a picture's name must end in one of {sorted(formats)}, got '{path}'")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OSError(f"cannot write a picture to '{path}'")
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    plot_owners(plan, figure.add_subplot()).figure.savefig(path, dpi=150)
 
 
 def _outline(block: Block) -> list[tuple[int, int]]:
@@ -215,36 +197,3 @@ def _outline(block: Block) -> list[tuple[int, int]]:
     for query, key in zip(queries, keys, strict=True):
         corners += [(key + 1, query), (key + 1, query + 1)]
     return [*corners, (keys.start, queries.stop)]
-
-
-def plot_speedups(rows: "Sequence[Measurement]", axes: Any = None) -> Any:
-    """Plot the speed-up of patterns over dense attention against the sequence length.
-
-    Args:
-        rows: Of ``cqs bench patterns``; forward passes by ``cqs`` are drawn.
-        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
-
-    Returns:
-        The matplotlib axes.
-    """
-    import matplotlib.pyplot as plt
-
-    if axes is None:
-        _, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row.executor == "cqs" and row.benchmark == "patterns forward":
-            name = row.case.rpartition("-")[0]
-            lines.setdefault(name, []).append((row.details["tokens"], 1 / row.ratio))
-    markers = "osD^v<>PX*"
-    for i, (name, points) in enumerate(lines.items()):
-        tokens, speedups = zip(*sorted(points), strict=True)
-        axes.plot(tokens, speedups, marker=markers[i // 10 % 10], color=f"C{i % 10}", label=name)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel(f"speed-up over {rows[0].baseline} attention")
-    axes.set_title(f"{rows[0].device}, {rows[0].dtype}")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    return axes
