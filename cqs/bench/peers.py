@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.bench.measurement import Measurement, append_rows, publish, summarize
-from cqs.bench.peer_methods import METHODS, Method, attend_alone, differentiate_alone
+from cqs.bench.peer_methods import METHODS
+from cqs.bench.peer_methods.alone import attend_alone, differentiate_alone
+from cqs.bench.peer_methods.method import Method
 from cqs.bench.timing import make_busy, time_calls, time_in_turn
 from cqs.partial import lse_dtype
 from cqs.problem import Problem, check_problem

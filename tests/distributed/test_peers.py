@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from cqs.__main__ import main
 from cqs.bench import peers
-from cqs.bench.peer_methods import METHODS, Ring, make_call
+from cqs.bench.peer_methods import METHODS
+from cqs.bench.peer_methods.calls import make_call
+from cqs.bench.peer_methods.ring import Ring
 from cqs.cases import Case
 from cqs.testing import exact_answer
 from cqs.verify import VerificationError

@@ -1,0 +1,30 @@
+"""Ways to spread one attention problem over ranks, each as good as we know it, around one kernel.
+
+A shard is ``[batch, heads, rows, dim]`` with rows first in memory, as projections give it to a
+batch of one, and of as many rows on every rank: then tokens need no copy to travel, but between
+heads. Whatever can travel beside a computation is launched before it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from cqs.bench.peer_methods.all_gather import AllGather
+from cqs.bench.peer_methods.alone import One
+from cqs.bench.peer_methods.context_parallel import Torch
+from cqs.bench.peer_methods.method import Method
+from cqs.bench.peer_methods.quorums import Cqs
+from cqs.bench.peer_methods.ring import Ring
+from cqs.bench.peer_methods.ulysses import Ulysses
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "one": One,
+    "cqs": Cqs,
+    "cqs quorums": partial(Cqs, head_parallel=1),
+    "ring": Ring,
+    "all-gather": AllGather,
+    "ulysses": Ulysses,
+    "ulysses in two": partial(Ulysses, num_parts=2),
+    "torch": Torch,
+    "torch all-to-all": partial(Torch, rotate="alltoall"),
+}
+"""By name, what makes one from a group, a worker and ``is_causal``."""

@@ -1,0 +1,75 @@
+"""Which chunks of queries see which chunks of keys, as what one call computes."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from cqs.scheduler import Step
+
+
+class Call(NamedTuple):
+    """Which of some queries see which of some keys, between the first and the last that do."""
+
+    rows: slice
+    columns: slice
+    steps: tuple[Step, ...]
+    """In these rows and columns; every row sees a column."""
+
+
+@lru_cache(maxsize=256)
+def make_call(
+    queries: tuple[int, ...], keys: tuple[tuple[int, int], ...], length: int, is_causal: bool
+) -> Call | None:
+    """Match chunks of queries with the chunks of keys that they see.
+
+    Args:
+        queries: Numbers of the chunks that a tensor of queries holds, ascending.
+        keys: Place in a tensor of keys, and number, of every chunk that may be seen.
+        length: Tokens of a chunk.
+        is_causal: Whether a chunk sees only itself, causally, and those before it.
+
+    Returns:
+        ``None`` if no chunk sees any.
+
+    Example:
+        >>> call = make_call((1, 6), ((0, 2), (1, 5)), 10, True)
+        >>> call.rows, call.columns
+        (slice(10, 20, None), slice(0, 20, None))
+        >>> call.steps[0].queries, call.steps[0].keys
+        (range(0, 10), (range(0, 20),))
+    """
+    full = [[place for place, n in keys if n < chunk or not is_causal] for chunk in queries]
+    diagonal = [[place for place, n in keys if n == chunk and is_causal] for chunk in queries]
+    seen = [place for places in full + diagonal for place in places]
+    if not seen:
+        return None
+    first, last = min(seen), max(seen)
+    blind = sum(not (each or own) for each, own in zip(full, diagonal, strict=True))
+    steps = []
+    for row in range(blind, len(queries)):
+        (rows,) = join_chunks([row - blind], length)
+        squares = join_chunks((place - first for place in diagonal[row]), length)
+        pairs = len(full[row]) * length**2 + len(squares) * length * (length + 1) // 2
+        columns = join_chunks((place - first for place in full[row]), length)
+        steps.append(Step(row, rows, columns, squares[0] if squares else None, pairs))
+    return Call(
+        slice(blind * length, len(queries) * length),
+        slice(first * length, (last + 1) * length),
+        tuple(steps),
+    )
+
+
+def join_chunks(chunks: Iterable[int], length: int) -> tuple[range, ...]:
+    """Return the rows of chunks, neighbours joined.
+
+    Example:
+        >>> join_chunks([0, 1, 3], 10)
+        (range(0, 20), range(30, 40))
+    """
+    found: list[range] = []
+    for chunk in chunks:
+        start = chunk * length
+        if found and found[-1].stop == start:
+            start = found.pop().start
+        found.append(range(start, (chunk + 1) * length))
+    return tuple(found)

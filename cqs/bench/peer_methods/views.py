@@ -1,0 +1,18 @@
+"""A shard with its tokens first, as it lies in memory, and with its heads first."""
+
+from torch import Tensor
+
+
+def rows_first(tensor: Tensor) -> Tensor:
+    """Return ``[rows, batch, heads, dim]`` in one piece: a view of a shard."""
+    return rows_first_view(tensor).contiguous()
+
+
+def rows_first_view(tensor: Tensor) -> Tensor:
+    """View ``[batch, heads, rows, dim]`` as ``[rows, batch, heads, dim]``."""
+    return tensor.movedim(2, 0)
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """View ``[rows, batch, heads, dim]`` as ``[batch, heads, rows, dim]``."""
+    return tensor.movedim(0, 2)
