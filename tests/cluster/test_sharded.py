@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import cqs
 from cqs.cases import CASES, Case
@@ -120,6 +121,31 @@ def test_layers_follow_each_other_without_the_driver(cluster):
     torch.testing.assert_close(twice.to_local(), expected, atol=1e-10, rtol=0)
 
 
+def test_a_function_may_use_the_group(cluster):
+    found = cluster.make_sharded(make).map(lambda *qkv: model(qkv[0]), is_collective=True)
+    expected = whole()[0]
+    for _ in range(2):
+        expected = cqs.attention(expected, expected[:, ::4], expected[:, 1::4], is_causal=True)
+    torch.testing.assert_close(
+        found.to_local(), expected / expected.abs().sum(), atol=1e-10, rtol=0
+    )
+
+
+def test_a_function_that_fails_on_one_rank_ends_the_others(cluster):
+    def fail_on_two(tensor):
+        if dist.get_rank() == 2:
+            raise KeyError("no such layer")
+        dist.all_reduce(tensor)
+        return tensor
+
+    ones = cluster.make_sharded(lambda rank, num_ranks: torch.ones(3))
+    with pytest.raises(KeyError, match="no such layer") as caught:
+        ones.map(fail_on_two, is_collective=True)
+    assert caught.value.__notes__ == ["raised on rank 2 of 4"]
+    with pytest.raises(TypeError, match="is_collective must be a bool, got 1"):
+        ones.map(fail_on_two, is_collective=1)
+
+
 def test_any_dimension_and_number_of_tensors(cluster):
     hidden, positions = torch.randn(2, 10, 6), torch.arange(10).expand(2, 10)
     sharded = cluster.shard(hidden, positions, dim=1)
@@ -219,14 +245,24 @@ def problem():
     return LONG.make()
 
 
+def model(output):
+    """Runs on all actors together: two layers, and a collective of PyTorch's."""
+    for _ in range(2):
+        query, key, value = output, output[:, ::4].contiguous(), output[:, 1::4].contiguous()
+        output = cqs.distributed.attention(query, key, value, is_causal=True)
+    total = output.abs().sum()
+    dist.all_reduce(total)
+    return output / total
+
+
 def answers(cluster, problem):
-    """Two layers, and what is between them."""
+    """Two layers, what is between them, and two more in one call."""
     sharded = cluster.shard(*tensors(problem))
     first = cluster.attention(sharded, is_causal=True, dropout_p=0.1, seed=1, backend="reference")
     second = cluster.attention(
         first.map(lambda output: (output, output[:, ::4], output[:, 1::4])), is_causal=True
     )
-    return first, second
+    return first, second, second.map(model, is_collective=True)
 
 
 def bits(sharded):
@@ -251,11 +287,11 @@ def test_lost_shards_are_made_again(cluster, problem, undisturbed, tmp_path):
         mark.touch()
         return torch.ones(length)
 
-    first, second = answers(cluster, problem)
+    first, second, third = answers(cluster, problem)
     made, changing = cluster.make_sharded(log), cluster.make_sharded(change)
     copied = made.map(lambda *shard: shard)
     copied.replicate()
-    del first
+    del first, third
     assert len(os.listdir(tmp_path)) == 4
     os.kill(cluster.pids[1], signal.SIGKILL)
     assert torch.equal(second.to_local(), undisturbed[cluster][1])

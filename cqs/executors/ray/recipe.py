@@ -55,7 +55,7 @@ class Map:
     """Calls a function of the user with the tensors of a shard."""
 
     function: Callable[..., Any]
-    is_collective = False
+    is_collective: bool
     name = "map"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:

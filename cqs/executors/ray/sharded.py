@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cqs.executors.ray.member import Shapes
 from cqs.executors.ray.recipe import Map
+from cqs.scheduler.arguments import as_bool
 
 if TYPE_CHECKING:
     from cqs.executors.ray.cluster import Cluster
@@ -91,7 +92,9 @@ class Sharded:
         several = tuple(torch.cat(parts, dim=dim) for parts in zip(*shards, strict=True))
         return several if len(several) > 1 else several[0]
 
-    def map(self, function: Callable[..., Any], *others: "Sharded") -> "Sharded":
+    def map(
+        self, function: Callable[..., Any], *others: "Sharded", is_collective: bool = False
+    ) -> "Sharded":
         """Apply a function to every shard, where it is.
 
         Args:
@@ -99,17 +102,22 @@ class Sharded:
                 those of ``others``; returns a tensor or several. It must not write to them, and
                 must give the same bits when it is called again.
             others: Of the same cluster.
+            is_collective: The workers call the function together, as the ranks of the default
+                process group: it may call :func:`cqs.distributed.attention`, as often as it likes,
+                and collectives of ``torch.distributed``. A whole model then costs one call.
 
         Raises:
             TypeError: if an argument, or what the function returns, is of the wrong type.
             ValueError: if the cluster is closed or ``others`` are of another.
             WorkersDiedError: if a worker died and none could be started in its place.
-            TaskFailedError: if workers die or hang whenever they try.
+            TaskFailedError: if workers die or hang whenever they try, or a collective function
+                raises RuntimeError whenever it is called: that may mean that another rank failed.
             Exception: what the function raises, with a note that names the rank.
         """
         if not callable(function):
             raise TypeError(f"map takes a function, got {function!r}")
-        return self._cluster.make_shards(Map(function), (self, *others))
+        is_collective = as_bool("is_collective", is_collective)
+        return self._cluster.make_shards(Map(function, is_collective), (self, *others))
 
     def replicate(self) -> None:
         """Keep a copy in the object store of this process, from which lost shards are taken.
