@@ -295,7 +295,12 @@ METHODS = {
 
 
 def forecast(
-    method: str, case: Case, num_devices: int, machine: Machine, passes: str = "forward"
+    method: str,
+    case: Case,
+    num_devices: int,
+    machine: Machine,
+    passes: str = "forward",
+    slack: float = 0.0,
 ) -> Forecast | None:
     """Forecast a method with as many slices of the heads as take the least time.
 
@@ -305,6 +310,8 @@ def forecast(
         num_devices: W.
         machine: On what.
         passes: ``"forward"``, ``"backward"`` or ``"both"``.
+        slack: Of the numbers of slices that take at most by this part longer, take the one of which
+            a device holds the fewest bytes.
 
     Returns:
         ``None`` if the heads do not allow it.
@@ -332,7 +339,11 @@ def forecast(
                     num_slices,
                 )
             )
-    return min(found, key=lambda one: one.seconds, default=None)
+    if not found:
+        return None
+    fastest = min(found, key=lambda one: one.seconds)
+    nearly = [one for one in found if one.seconds <= (1 + slack) * fastest.seconds]
+    return min(nearly, key=lambda one: one.peak_bytes) if slack else fastest
 
 
 class Row(NamedTuple):

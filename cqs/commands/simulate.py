@@ -1,17 +1,27 @@
 """Predict time, traffic and memory of ways to spread one attention over many devices."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape
 from cqs.simulation import Case, Forecast, Machine, fit, forecast, read_rows
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cqs.event_simulation import Outcome, Trouble
+
 _METHODS = ("cqs quorums", "cqs", "ring", "all-gather", "ulysses", "2-D")
 _LINKS = {"nvlink": 300.0, "ib": 50.0}
 """GB/s per device and direction: what NCCL gets of NVLink 4's 450, and 400 Gb/s InfiniBand."""
+_LIVES = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}
+"""Hours of a device to an interruption: Llama 3 405B, 419 in 54 days on 16,384 (arXiv 2407.21783);
+OPT-175B, 35 restarts by hand and some 70 others in two months on 992 (arXiv 2205.01068)."""
 _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -27,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--causal", choices=("yes", "no"), default="yes")
     parser.add_argument("--backward", action="store_true", help="forward and backward together")
+    parser.add_argument(
+        "--slack", type=float, default=0.0, metavar="PERCENT",
+        help="of the splits that take so much longer than the fastest, the one that holds least",
+    )  # fmt: skip
+    parser.add_argument(
+        "--picture", metavar="FILE", help="draw all this against the number of devices"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--link", type=_link, metavar="LINK",
@@ -49,6 +66,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--check", metavar="FILE.jsonl", help="compare such rows with what is predicted, no more"
     )
+    trouble = parser.add_argument_group("trouble", "play calls on devices that stray and die")
+    trouble.add_argument(
+        "--life", type=_lives, metavar="HOURS,...",
+        help="mean time to the death of a device: hours, llama3 or opt; the rest goes with it",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--tasks", type=_lengths, default=[1, 4, 16], metavar="K,...",
+        help="tasks for each device; default: 1,4,16",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--saves", type=int, default=15, metavar="S",
+        help="how often steps save partial results; default: 15",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--notice", type=float, default=10.0, metavar="SECONDS",
+        help="until a task is handed out again; default: 10",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--repair", type=float, default=600.0, metavar="SECONDS",
+        help="until a dead device is replaced; default: 600",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--slow", type=_slow, default=(0.0, 1.0), metavar="SHARE:FACTOR",
+        help="of the devices, this share takes longer by this factor",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--spread", metavar="FILE.jsonl", help="let times stray as those of such rows"
+    )
+    trouble.add_argument("--trials", type=int, default=100, metavar="T", help="default: 100")
+    trouble.add_argument("--seed", type=int, default=0, metavar="S", help="default: 0")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -60,16 +107,24 @@ def run(options: argparse.Namespace) -> None:
     shape = AttentionShape(options.heads, options.head_dim, num_kv_heads=options.kv_heads)
     case = Case(options.tokens, shape, options.causal == "yes")
     passes = "both" if options.backward else "forward"
+    if options.life:
+        _play(options, case, machine, passes)
+        return
     found = {
         num_devices: {
             method: each
             for method in _METHODS
-            if (each := forecast(method, case, num_devices, machine, passes))
+            if (each := forecast(method, case, num_devices, machine, passes, options.slack / 100))
         }
         for num_devices in options.devices
     }
-    print(forecast_table(found, case.seconds_of_one(machine, passes)))
+    seconds_of_one = case.seconds_of_one(machine, passes)
+    print(forecast_table(found, seconds_of_one))
     print(f"Least time, within 1 %: {winners(found)} devices.")
+    if options.picture:
+        from cqs.curves import draw_forecasts, save
+
+        save(draw_forecasts(found, seconds_of_one), options.picture)
 
 
 def forecast_table(found: dict[int, dict[str, Forecast]], seconds_of_one: float) -> str:
@@ -143,6 +198,92 @@ def check_table(path: str, machine: Machine) -> str:
     )
 
 
+def ways_to_work(
+    case: Case,
+    num_devices: int,
+    machine: Machine,
+    passes: str,
+    tasks: Sequence[int],
+    num_saves: int,
+) -> dict[str, Callable[["Trouble", "np.random.Generator"], "Outcome"]]:
+    """Name ways to spread attention, and how each is played.
+
+    Steps are those of the ring. Tasks are those of quorums on as many devices as there are tasks:
+    the more there are for each device the more they move, of which nothing is hidden behind the
+    task before.
+    """
+    from cqs.event_simulation import play_steps, play_tasks
+
+    def seconds(method: str, num_devices: int) -> float:
+        found = forecast(method, case, num_devices, machine, passes)
+        assert found is not None, "neither cuts heads"
+        return found.seconds
+
+    steps = partial(
+        play_steps, seconds("ring", num_devices) / num_devices, num_devices, num_devices
+    )
+    ways: dict[str, Callable[..., Outcome]] = {"steps": steps}
+    if num_saves:
+        ways[f"steps, {num_saves} saves"] = partial(steps, num_saves=num_saves)
+    for each in tasks:
+        num_tasks = each * num_devices
+        task_seconds = seconds("cqs quorums", num_tasks)
+        ways[f"tasks, {each} a device"] = partial(play_tasks, task_seconds, num_tasks, num_devices)
+    return ways
+
+
+def _play(options: argparse.Namespace, case: Case, machine: Machine, passes: str) -> None:
+    """Play calls under every kind of trouble, print a table, and perhaps draw it."""
+    import numpy as np
+
+    from cqs.event_simulation import Trouble, read_relative_times
+
+    if options.trials < 1:
+        raise ValueError(f"--trials must be at least 1, got {options.trials}")
+    if options.saves < 0:
+        raise ValueError(f"--saves must be at least 0, got {options.saves}")
+    trouble = Trouble(
+        notice_seconds=options.notice,
+        repair_seconds=options.repair,
+        slow_share=options.slow[0],
+        slow_factor=options.slow[1],
+        relative_times=read_relative_times(options.spread) if options.spread else (1.0,),
+    )
+    rows, means = [], []
+    for num_devices in options.devices:
+        ideal = case.seconds_of_one(machine, passes) / num_devices
+        ways = ways_to_work(case, num_devices, machine, passes, options.tasks, options.saves)
+        for life_hours in options.life:
+            deadly = replace(trouble, life_hours=life_hours)
+            for name, play in ways.items():
+                rng = np.random.default_rng(options.seed)
+                calls = [play(deadly, rng) for _ in range(options.trials)]
+                seconds = np.array([call.seconds for call in calls])
+                lost = np.mean([call.lost_seconds for call in calls])
+                deaths = np.mean([call.num_deaths for call in calls])
+                means.append(
+                    (name, num_devices * ideal / 3600 / life_hours, seconds.mean() / ideal)
+                )
+                rows.append(
+                    [
+                        num_devices,
+                        f"{life_hours:.0f}",
+                        name,
+                        f"{seconds.mean():.4g}",
+                        f"{seconds.mean() / ideal:.3f}",
+                        f"{np.quantile(seconds, 0.95) / ideal:.3f}",
+                        f"{deaths:.2f}",
+                        percent(lost / ideal / num_devices),
+                    ]
+                )
+    header = ["devices", "life h", "way", "mean s", "over ideal", "95th", "deaths", "lost work"]
+    print(format_table(header, rows))
+    if options.picture:
+        from cqs.curves import draw_trouble, save
+
+        save(draw_trouble(means), options.picture)
+
+
 def _machine(options: argparse.Namespace) -> Machine:
     """Return what the options describe; those that are given win over a fit."""
     machine = Machine()
@@ -180,6 +321,22 @@ def _link(text: str) -> float:
     except ValueError:
         names = ", ".join(_LINKS)
         raise argparse.ArgumentTypeError(f"must be {names} or GB/s, got {text!r}") from None
+
+
+def _lives(text: str) -> list[float]:
+    try:
+        return [_LIVES[part] if part in _LIVES else float(part) for part in text.split(",")]
+    except ValueError:
+        names = ", ".join(_LIVES)
+        raise argparse.ArgumentTypeError(f"must be {names} or hours, got {text!r}") from None
+
+
+def _slow(text: str) -> tuple[float, float]:
+    try:
+        share, factor = map(float, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be SHARE:FACTOR, got {text!r}") from None
+    return share, factor
 
 
 def _lengths(text: str) -> Sequence[int]:
