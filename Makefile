@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV := .venv/bin
 INSTALLED := .venv/installed
+DOCS_INSTALLED := .venv/docs-installed
 
-.PHONY: demo test test-ray test-rest test-gpu lint wheel clean
+.PHONY: demo test test-ray test-rest test-gpu lint docs wheel clean
 
 demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
@@ -22,6 +23,10 @@ lint: $(INSTALLED)
 	$(VENV)/ruff format --check
 	$(VENV)/mypy
 
+# The site: site/index.html. A warning is an error.
+docs: $(DOCS_INSTALLED)
+	$(VENV)/python -m sphinx --quiet --fail-on-warning --keep-going -d .venv/doctrees docs site
+
 wheel: $(INSTALLED)
 	$(VENV)/python -m build --wheel --no-isolation
 
@@ -30,11 +35,15 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 clean:
-	rm -rf .venv dist
+	rm -rf .venv dist site
 
 # torch first and by its exact version: a range would take the newest build.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(VENV)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(VENV)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(VENV)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@

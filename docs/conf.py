@@ -1,0 +1,40 @@
+"""How the site is built from these pages and from docstrings: ``make docs``."""
+
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
+
+import cqs
+
+project = "cqs"
+author = "the cqs authors"
+version = release = cqs.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["results"]
+html_theme = "furo"
+html_title = f"cqs {version}"
+html_show_copyright = False
+
+myst_enable_extensions = ["dollarmath", "html_image"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+
+
+def _write_mathml(translator: HTML5Translator, node: nodes.Element) -> None:
+    """Write a formula as MathML, which browsers draw without a script from elsewhere."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    translator.body.append(convert(node.astext(), display=display))
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    """Have formulas written as MathML."""
+    app.add_html_math_renderer("mathml", (_write_mathml, None), (_write_mathml, None))
+    app.config.html_math_renderer = "mathml"
