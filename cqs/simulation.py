@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cqs.scheduler import AttentionShape
+from cqs.scheduler.heads import choose_num_stages, possible_head_parallel
 from cqs.scheduler.interest_sets import load_interest_set
 
 _SUM_ITEMSIZE = 4
 """Gradients are summed in float32."""
-_STAGE_FLOPS, _MAX_STAGES = 1e12, 4
-"""As :func:`cqs.distributed.layout.lay_out` chooses stages."""
 
 _PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 """Whether each is backward."""
@@ -72,16 +71,20 @@ class Case:
     shape: AttentionShape
     is_causal: bool = False
 
-    def seconds(self, machine: Machine, *, is_backward: bool) -> float:
-        """Return the time of one device: 4 N^2 d operations a head, 10 backward, half if causal.
+    def flops(self, *, is_backward: bool) -> float:
+        """Return the operations: 4 N^2 d for each head, 10 backward, half of that if causal.
 
         The two products of matrices of the forward pass, and the five of the backward pass of
         FlashAttention-2 (Dao, arXiv 2307.08691).
         """
         shape = self.shape
         pairs = self.tokens**2 / (2 if self.is_causal else 1)
-        flops = (10 if is_backward else 4) * pairs * shape.head_dim * shape.num_heads * shape.batch
-        return flops / (machine.backward_rate if is_backward else machine.rate)
+        return (10 if is_backward else 4) * pairs * shape.head_dim * shape.num_heads * shape.batch
+
+    def seconds(self, machine: Machine, *, is_backward: bool) -> float:
+        """Return the time of one device."""
+        rate = machine.backward_rate if is_backward else machine.rate
+        return self.flops(is_backward=is_backward) / rate
 
     def seconds_of_one(self, machine: Machine, passes: str) -> float:
         """Return the time of one device; see :func:`forecast`."""
@@ -96,6 +99,15 @@ class Case:
         kv_heads = max(self.shape.kv_heads // num_slices, 1)
         return replace(
             self.shape, num_heads=self.shape.num_heads // num_slices, num_kv_heads=kv_heads
+        )
+
+    def num_stages(self, num_devices: int, num_slices: int, most: int | None = None) -> int:
+        """Return into how many stages a device cuts its heads; ``most`` as in the layout."""
+        return choose_num_stages(
+            most,
+            flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
+            num_ranks=num_devices,
+            num_kv_heads=self.part(num_slices).kv_heads,
         )
 
 
@@ -136,13 +148,13 @@ def by_quorums(
         machine: On what.
         num_slices: Of the heads.
         is_backward: Which pass.
-        num_stages: S; ``None`` chooses as :func:`cqs.distributed.layout.lay_out`.
+        num_stages: S at most; ``None`` chooses by the work.
     """
     num_workers = num_devices // num_slices
     interest_set = load_interest_set(num_workers)
     holders = len(interest_set) * num_slices
     near = _near(interest_set, num_workers, num_slices, machine.devices_per_node)
-    stages = num_stages or _stages(case, num_devices, num_slices)
+    stages = case.num_stages(num_devices, num_slices, num_stages)
 
     rows, part = case.rows(num_devices), case.part(num_slices)
     queries, keys, results = (
@@ -259,21 +271,6 @@ def by_all_gather(
     return Forecast(seconds, (1 + wider) * moved, answer + buffers)
 
 
-def possible_slices(num_devices: int, shape: AttentionShape) -> list[int]:
-    """List the numbers of slices into which the heads can be cut, ascending.
-
-    Example:
-        >>> possible_slices(12, AttentionShape(32, 128, num_kv_heads=8))
-        [1, 2, 4]
-    """
-    heads, kv_heads = shape.num_heads, shape.kv_heads
-    return [
-        n
-        for n in range(1, min(num_devices, heads) + 1)
-        if not (num_devices % n or heads % n or kv_heads % n and n % kv_heads)
-    ]
-
-
 class Method(NamedTuple):
     """A way to spread attention."""
 
@@ -323,9 +320,9 @@ def forecast(
         >>> forecast("ulysses", case, 64, Machine()) is None
         True
     """
-    chosen = METHODS[method]
+    chosen, shape = METHODS[method], case.shape
     found = []
-    for num_slices in possible_slices(num_devices, case.shape):
+    for num_slices in possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads):
         if chosen.takes(num_slices, num_devices):
             each = [
                 chosen.forecast(case, num_devices, machine, num_slices, is_backward=is_backward)
@@ -447,11 +444,3 @@ def _near(
     workers = devices_per_node // num_slices
     distances = (min(offset, num_workers - offset) for offset in interest_set)
     return num_slices * sum(max(workers - each, 0) for each in distances) / workers
-
-
-def _stages(case: Case, num_devices: int, num_slices: int) -> int:
-    """Return the number of stages as :func:`cqs.distributed.layout.lay_out` chooses it."""
-    flops = case.seconds(Machine(rate=1), is_backward=False) / num_devices / case.shape.batch
-    most = min(int(flops / _STAGE_FLOPS), _MAX_STAGES) if num_devices > 1 else 1
-    kv_heads = case.part(num_slices).kv_heads
-    return max(n for n in range(1, max(most, 1) + 1) if kv_heads % n == 0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cqs.__main__ import main
-from cqs.distributed.layout import lay_out, why_not_head_parallel
+from cqs.distributed.layout import lay_out
 from cqs.scheduler import AttentionShape, load_interest_set
 from cqs.simulation import (
     METHODS,
@@ -18,12 +18,10 @@ from cqs.simulation import (
     Machine,
     Row,
     _near,
-    _stages,
     by_quorums,
     by_ring,
     fit,
     forecast,
-    possible_slices,
     read_rows,
 )
 
@@ -83,21 +81,13 @@ def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, num_slices
         assert set(real) == {moved}
 
 
-def test_slices_and_stages_are_those_of_the_layout():
-    for num_devices in (1, 2, 6, 8, 24, 64, 96):
-        for heads, kv_heads in ((32, 32), (32, 8), (24, 6), (5, 5), (8, 1)):
-            shape = AttentionShape(heads, 128, num_kv_heads=kv_heads)
-            assert possible_slices(num_devices, shape) == [
-                n
-                for n in range(1, num_devices + 1)
-                if why_not_head_parallel(n, num_devices, heads, kv_heads) is None
-            ]
+def test_stages_are_those_of_the_layout():
     for tokens in (4096, 16384, 40000):
         for is_causal in (False, True):
             case = Case(tokens - tokens % 8, GROUPED, is_causal)
             for num_slices in (1, 2, 8):
                 layout = layouts(case, 8, num_slices, num_stages=None)[0]
-                assert _stages(case, 8, num_slices) == len(layout.stages)
+                assert case.num_stages(8, num_slices) == len(layout.stages)
 
 
 @pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])

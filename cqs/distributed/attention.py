@@ -19,20 +19,14 @@ from cqs.distributed.exchange import (
     send_back,
     send_out,
 )
-from cqs.distributed.layout import (
-    Layout,
-    Route,
-    Stage,
-    choose_head_parallel,
-    lay_out,
-    why_not_head_parallel,
-)
+from cqs.distributed.layout import Layout, Route, Stage, choose_head_parallel, lay_out
 from cqs.distributed.moves import move
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_rows
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_pattern, check_problem
 from cqs.scheduler.arguments import as_bool, as_integer
+from cqs.scheduler.heads import why_not_head_parallel
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.backends import check_backend_name
 

@@ -9,13 +9,10 @@ from typing import Any
 from cqs.distributed.locality import split_steps
 from cqs.patterns import BoundPattern
 from cqs.scheduler import Plan, Step, make_plan
+from cqs.scheduler.heads import choose_num_stages, possible_head_parallel
 from cqs.scheduler.interest_sets import load_interest_set
 
 Lengths = tuple[int, ...]
-
-_STAGE_FLOPS = 1e12
-"""What a stage should have to compute, a GPU some milliseconds: to launch it takes about one."""
-_MAX_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def lay_out(
         num_heads: Heads of the queries.
         num_kv_heads: Of the keys.
         head_dim: Of the queries.
-        head_parallel: See :func:`why_not_head_parallel`.
+        head_parallel: See :func:`cqs.scheduler.heads.why_not_head_parallel`.
         num_stages: At most so many stages; ``None`` chooses by the work.
         is_causal: See :func:`cqs.make_plan`, as for the rest.
         pattern: Likewise.
@@ -122,44 +119,40 @@ def lay_out(
         pattern=pattern,
     )
     tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
-    of_queries = make_route(cut_shards(seqlens_q), [task.held_queries for task in tasks], rank)
-    of_keys = make_route(cut_shards(seqlens_kv), [task.held_keys for task in tasks], rank)
-    queries, keys = cut_shards(seqlens_q)[rank], cut_shards(seqlens_kv)[rank]
+    shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
+    of_queries = make_route(shards_q, [task.held_queries for task in tasks], rank)
+    of_keys = make_route(shards_kv, [task.held_keys for task in tasks], rank)
+    if seqlens_q == seqlens_kv and all(task.held_queries == task.held_keys for task in tasks):
+        of_keys = of_queries
     own_steps: tuple[Step, ...] = ()
     steps = tasks[rank].steps
     if plan.num_workers > 1:
         own_steps, steps = (
             tuple(step for step in part if bound is None or _sees_any(step, bound))
-            for part in split_steps(steps, queries, keys)
+            for part in split_steps(steps, shards_q[rank], shards_kv[rank])
         )
-    if seqlens_q == seqlens_kv and all(task.held_queries == task.held_keys for task in tasks):
-        of_keys = of_queries
-    if num_stages is None:
-        flops = 4.0 * plan.live_pairs * num_heads * head_dim / num_ranks
-        num_stages = min(int(flops / _STAGE_FLOPS), _MAX_STAGES) if num_ranks > 1 else 1
-    kv_heads = max(num_kv_heads // head_parallel, 1)
-    num_stages = max(n for n in range(1, max(num_stages, 1) + 1) if kv_heads % n == 0)
-    return Layout(
-        plan,
-        own_steps,
-        steps,
-        queries,
-        keys,
-        of_queries,
-        of_keys,
-        tuple(
-            Stage(
-                *(
-                    tuple(
-                        _part(_slice(heads, head_parallel, r % head_parallel), num_stages, i)
-                        for r in range(num_ranks)
-                    )
-                    for heads in (num_heads, num_kv_heads)
-                )
-            )
-            for i in range(num_stages)
-        ),
+    number = choose_num_stages(
+        num_stages,
+        flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
+        num_ranks=num_ranks,
+        num_kv_heads=max(num_kv_heads // head_parallel, 1),
     )
+    stages = _make_stages(number, num_ranks, head_parallel, num_heads, num_kv_heads)
+    return Layout(
+        plan, own_steps, steps, shards_q[rank], shards_kv[rank], of_queries, of_keys, stages
+    )
+
+
+def _make_stages(
+    number: int, num_ranks: int, head_parallel: int, num_heads: int, num_kv_heads: int
+) -> tuple[Stage, ...]:
+    """Cut the slice of every rank into so many equal stages."""
+
+    def of_ranks(num_heads: int, i: int) -> tuple[range, ...]:
+        slices = (_slice(num_heads, head_parallel, r % head_parallel) for r in range(num_ranks))
+        return tuple(_part(heads, number, i) for heads in slices)
+
+    return tuple(Stage(of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number))
 
 
 def _sees_any(step: Step, pattern: BoundPattern) -> bool:
@@ -212,25 +205,8 @@ def choose_head_parallel(num_ranks: int, num_heads: int, num_kv_heads: int) -> i
         groups = len(load_interest_set(num_workers)) / num_workers
         return groups * (num_heads / head_parallel + max(num_kv_heads / head_parallel, 1))
 
-    possible = [
-        h
-        for h in range(1, num_ranks + 1)
-        if why_not_head_parallel(h, num_ranks, num_heads, num_kv_heads) is None
-    ]
+    possible = possible_head_parallel(num_ranks, num_heads, num_kv_heads)
     return min(possible, key=held)
-
-
-def why_not_head_parallel(
-    head_parallel: int, num_ranks: int, num_heads: int, num_kv_heads: int
-) -> str | None:
-    """Say why the heads cannot be cut into so many slices, or return None if they can."""
-    if num_ranks % head_parallel:
-        return f"it must divide the number of ranks, {num_ranks}"
-    if num_heads % head_parallel:
-        return f"it must divide num_heads, {num_heads}"
-    if num_kv_heads % head_parallel and head_parallel % num_kv_heads:
-        return f"it must divide num_kv_heads, {num_kv_heads}, or be a multiple of it"
-    return None
 
 
 def _slice(num_heads: int, head_parallel: int, i: int) -> range:

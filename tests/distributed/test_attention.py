@@ -10,6 +10,7 @@ from sparse_cases import NAMES, with_pattern
 import cqs.distributed
 from cqs.cases import Case
 from cqs.patterns import block_sparse, documents, from_mask, sliding_window
+from cqs.scheduler.heads import possible_head_parallel
 
 WORLDS = range(1, 9)
 SHAPES = (
@@ -34,9 +35,7 @@ def cut(case, num_ranks, seed):
 
 def slices(case, num_ranks):
     """The numbers of slices that the heads can be cut into."""
-    fits = cqs.distributed.layout.why_not_head_parallel
-    heads = case.num_heads, case.num_kv_heads
-    return ["auto", *(h for h in WORLDS if fits(h, num_ranks, *heads) is None)]
+    return ["auto", *possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads)]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
