@@ -35,21 +35,27 @@ class Transfer:
         self._collectives: list[tuple[Any, Tensor, Tensor, list[int]]] = []
 
     def add(
-        self, packed: Tensor, widths: list[int], sizes: tuple[Sequence[int], ...], group: Any
+        self,
+        packed: Tensor,
+        widths: list[int],
+        lengths: Sequence[int],
+        expected: Sequence[int],
+        group: Any,
     ) -> None:
         """Send rows to every rank.
 
         Args:
             packed: ``[rows, batch, heads, ...]``, contiguous: all heads of several tensors.
             widths: Heads of each tensor.
-            sizes: Number of rows for every rank, and from every rank.
+            lengths: Number of rows for every rank.
+            expected: Number of rows from every rank.
             group: The process group.
         """
-        lengths, expected = map(list, sizes)
         received = packed.new_empty((sum(expected), *packed.shape[1:]))
         work = dist.all_to_all_single(
-            received, packed, expected, lengths, group=group, async_op=True
+            received, packed, list(expected), list(lengths), group=group, async_op=True
         )
+        # The collective reads `packed` until it is done: its memory must not be given to others.
         self._collectives.append((work, packed, received, widths))
 
     def wait(self) -> list[Tensor]:
@@ -90,7 +96,7 @@ def send_out(
         packed = sources[0].new_empty((sum(route.lengths), batch, sum(widths), *dim))
         targets = packed.movedim(0, 2).split(widths, dim=1)
         move(sources, targets, _moves_out(route, together))
-        transfer.add(packed, widths, (route.lengths, route.receives), group)
+        transfer.add(packed, widths, route.lengths, route.receives, group)
     return transfer
 
 
@@ -111,7 +117,7 @@ def send_back(held: Sequence[Tensor], routes: Sequence[Route], group: Any) -> Tr
         targets = packed.movedim(0, 2).split(widths, dim=1)
         whole = (Move(i, 0, 0, num_rows, 0, 0, width) for i, width in enumerate(widths))
         move(sources, targets, tuple(whole))
-        transfer.add(packed, widths, (route.receives, route.lengths), group)
+        transfer.add(packed, widths, route.receives, route.lengths, group)
     return transfer
 
 
