@@ -3,6 +3,7 @@
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.writers.html5 import HTML5Translator
 
 import cqs
@@ -13,6 +14,10 @@ version = release = cqs.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["results"]
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(collections|concurrent|numpy|torch|cqs\.executors|cqs\.worker)\..*")
+]
 html_theme = "furo"
 html_title = f"cqs {version}"
 html_show_copyright = False
@@ -34,7 +39,13 @@ def _write_mathml(translator: HTML5Translator, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
+def _keep_text(docstring: GoogleDocstring) -> list[str]:
+    """Leave what is said of an attribute as it is: words before a colon are no type here."""
+    return docstring._consume_to_next_section()
+
+
 def setup(app: Sphinx) -> None:
-    """Have formulas written as MathML."""
+    """Have formulas written as MathML, and docstrings of attributes as they are."""
+    GoogleDocstring._parse_attribute_docstring = _keep_text
     app.add_html_math_renderer("mathml", (_write_mathml, None), (_write_mathml, None))
     app.config.html_math_renderer = "mathml"

@@ -15,7 +15,7 @@ DISPATCHER = "cqs-dispatcher"
 
 
 class AttentionFuture:
-    """The answer of :meth:`Cluster.submit`, now or later."""
+    """The answer of :meth:`cqs.Cluster.submit`, now or later."""
 
     def __init__(self, cluster: object, future: "Future[Partial]", run: Run, return_lse: bool):
         """Wrap the run's future, and keep its cluster."""

@@ -45,9 +45,10 @@ class Step:
 class Sharded:
     """One or several tensors cut along a dimension, a shard on each worker of a cluster.
 
-    Made by :meth:`Cluster.shard`, :meth:`Cluster.make_sharded`, :meth:`Cluster.attention` and
-    :meth:`map`. A shard that is lost with its worker is made again, when it is needed, in the way
-    in which it was made: the shards of what it was computed from too, if they are gone.
+    Made by :meth:`cqs.Cluster.shard`, :meth:`cqs.Cluster.make_sharded`,
+    :meth:`cqs.Cluster.attention` and :meth:`map`. A shard that is lost with its worker is made
+    again, when it is needed, in the way in which it was made: the shards of what it was computed
+    from too, if they are gone.
 
     Its memory is freed before the next call on the cluster once nothing refers to it. Records no
     gradients.
