@@ -10,6 +10,7 @@ import torch
 
 import cqs.patterns as patterns
 from cqs.__main__ import main
+from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import parse_pattern
 from cqs.commands.tensor_files import create_tensor
 from cqs.problem import Problem, check_problem
@@ -43,6 +44,20 @@ def run_attend(*options):
 def test_plans_of_impossible_shapes_are_refused(capsys, options, message):
     assert main(["plan", *options]) == 2
     assert capsys.readouterr() == ("", f"cqs plan: {message}\n")
+
+
+def test_lengths_may_have_units(capsys):
+    assert main(["plan", "--tokens", "64K", "--seqlen-kv", "1M", "--json"]) == 0
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert (plan.seqlen_q, plan.seqlen_kv) == (65536, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("-3", -3), ("1.5k", 1536), ("2e3", 2000), ("9007199254740993", 9007199254740993)],
+)
+def test_integers_are_read_exactly(text, number):
+    assert parse_integer(text) == number
 
 
 @pytest.mark.parametrize("picture", ["plan.xyz", "plan", "nowhere/plan.png", "folder.png"])

@@ -17,6 +17,7 @@ from cqs.bench.peer_methods.method import Method
 from cqs.bench.timing import make_busy, time_calls, time_in_turn
 from cqs.partial import lse_dtype
 from cqs.problem import Problem, check_problem
+from cqs.scheduler.arguments import as_integer
 from cqs.testing import exact_rows
 from cqs.verify import VerificationError
 from cqs.worker import Worker
@@ -51,7 +52,8 @@ def run(
     GPU alone, over the number of ranks times this time.
 
     Args:
-        tokens: Sequence lengths; ``None`` means 32K and 128K, or 2K on CPUs.
+        tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on
+            CPUs.
         heads: Of the queries.
         kv_heads: Of the keys; ``None`` means as many.
         head_dim: Of all.
@@ -62,7 +64,7 @@ def run(
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: if torchrun did not start this, or no method has such a name.
+        ValueError: if torchrun did not start this, no method has such a name, or tokens are few.
         VerificationError: on every rank, if a method is wrong.
     """
     names = only.split(",") if only else list(METHODS)
@@ -73,6 +75,8 @@ def run(
             "peers are processes, one for each GPU: start them by "
             "torchrun --nproc-per-node 4 -m cqs bench peers"
         )
+    for length in tokens or []:  # the first alone has a gradient of 0, but errors are relative
+        as_integer("tokens", length, 2 * int(os.environ["WORLD_SIZE"]))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -3,6 +3,9 @@
 import argparse
 from importlib import import_module
 
+from cqs.commands.integers import parse_integers
+from cqs.scheduler.arguments import as_integer
+
 _BENCHMARKS = ("tasks", "kernels", "accuracy", "memory", "ray", "patterns", "peers")
 
 
@@ -10,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and their options."""
     parser.add_argument("benchmark", choices=_BENCHMARKS)
     parser.add_argument(
-        "--tokens", type=_lengths, metavar="N", help="default: as published; peers: N,N"
+        "--tokens", type=parse_integers, metavar="N", help="default: as published; peers: N,N"
     )
     parser.add_argument("--repeats", type=int, metavar="R", help="default: as published")
     parser.add_argument("--out", metavar="FILE.jsonl", help="append the rows to this file")
@@ -32,7 +35,11 @@ def run(options: argparse.Namespace) -> None:
     for option in given.keys() - {"repeats", "out"}:
         allowed = ("patterns", "peers") if option == "only" else ("peers",)
         if name not in allowed:
-            raise ValueError(f"--{option.replace('_', '-')} goes with {' or '.join(allowed)}")
+            raise ValueError(f"{_flag(option)} goes with {' or '.join(allowed)}")
+    for option in given.keys() & {"repeats", "heads", "kv_heads", "head_dim"}:
+        as_integer(_flag(option), given[option], 1)
+    for length in tokens or []:
+        as_integer("--tokens", length, 1)
     if tokens is not None and name != "peers":
         if len(tokens) > 1:
             raise ValueError(f"several --tokens go with peers, got {tokens}")
@@ -40,5 +47,5 @@ def run(options: argparse.Namespace) -> None:
     import_module(f"cqs.bench.{name}").run(tokens=tokens, **given)
 
 
-def _lengths(text: str) -> list[int]:
-    return [int(length) for length in text.split(",")]
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"

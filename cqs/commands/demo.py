@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cqs
+from cqs.commands.integers import parse_integer
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.executors.ray import RunReport
 from cqs.problem import Problem, check_problem
 from cqs.scheduler import Plan
+from cqs.scheduler.arguments import as_integer
 from cqs.testing import assert_tracks_exact, exact_rows
 
 _NUM_HEADS, _HEAD_DIM = 8, 64
@@ -23,7 +25,9 @@ _CHECKED_ROWS = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs demo``."""
     parser.add_argument("--text", metavar="FILE", help="default: Python's own help topics")
-    parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="bytes to read")
+    parser.add_argument(
+        "--tokens", type=parse_integer, default=16384, metavar="N", help="bytes to read"
+    )
     parser.add_argument("--num-workers", "--workers", type=int, default=7, metavar="W")
     parser.add_argument(
         "--actors", type=int, metavar="P", help="default: one per GPU, else per core"
@@ -39,8 +43,7 @@ def run(options: argparse.Namespace) -> None:
         from cqs.plotting import check_picture, save_owners
 
         check_picture(options.picture)
-    if options.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {options.tokens}")
+    as_integer("--tokens", options.tokens, 1)
     text = read_text(options.text)[: options.tokens]
     if not text:
         raise ValueError(f"there is nothing to read in {options.text!r}, {options.tokens} tokens")

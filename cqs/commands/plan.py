@@ -2,6 +2,7 @@
 
 import argparse
 
+from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape, Plan, make_plan
@@ -9,8 +10,10 @@ from cqs.scheduler import AttentionShape, Plan, make_plan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs plan``."""
-    parser.add_argument("--seqlen-q", "--tokens", type=int, default=16384, metavar="N")
-    parser.add_argument("--seqlen-kv", type=int, metavar="N", help="default: as many as queries")
+    parser.add_argument("--seqlen-q", "--tokens", type=parse_integer, default=16384, metavar="N")
+    parser.add_argument(
+        "--seqlen-kv", type=parse_integer, metavar="N", help="default: as many as queries"
+    )
     parser.add_argument("--num-workers", "--workers", type=int, default=7, metavar="W")
     parser.add_argument("--is-causal", "--causal", action="store_true")
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)

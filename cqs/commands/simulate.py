@@ -7,8 +7,10 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from cqs.commands.integers import parse_integer, parse_integers
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape
+from cqs.scheduler.arguments import as_integer
 from cqs.simulation import Case, Forecast, Machine, fit, forecast, read_rows
 
 if TYPE_CHECKING:
@@ -22,16 +24,17 @@ _LINKS = {"nvlink": 300.0, "ib": 50.0}
 _LIVES = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}
 """Hours of a device to an interruption: Llama 3 405B, 419 in 54 days on 16,384 (arXiv 2407.21783);
 OPT-175B, 35 restarts by hand and some 70 others in two months on 992 (arXiv 2205.01068)."""
-_SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs simulate``."""
     parser.add_argument(
-        "--devices", type=_lengths, default=[8, 64, 512, 4096], metavar="W,W,...",
+        "--devices", type=parse_integers, default=[8, 64, 512, 4096], metavar="W,W,...",
         help="default: 8,64,512,4096",
     )  # fmt: skip
-    parser.add_argument("--tokens", type=_length, default=2**20, metavar="N", help="default: 1M")
+    parser.add_argument(
+        "--tokens", type=parse_integer, default=2**20, metavar="N", help="default: 1M"
+    )
     parser.add_argument("--heads", type=int, default=32, metavar="H")
     parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean time to the death of a device: hours, llama3 or opt; the rest goes with it",
     )  # fmt: skip
     trouble.add_argument(
-        "--tasks", type=_lengths, default=[1, 4, 16], metavar="K,...",
+        "--tasks", type=parse_integers, default=[1, 4, 16], metavar="K,...",
         help="tasks for each device; default: 1,4,16",
     )  # fmt: skip
     trouble.add_argument(
@@ -104,8 +107,11 @@ def run(options: argparse.Namespace) -> None:
     if options.check:
         print(check_table(options.check, machine))
         return
+    for option in ("devices", "tasks"):
+        for number in getattr(options, option):
+            as_integer(f"--{option}", number, 1)
     shape = AttentionShape(options.heads, options.head_dim, num_kv_heads=options.kv_heads)
-    case = Case(options.tokens, shape, options.causal == "yes")
+    case = Case(as_integer("--tokens", options.tokens, 1), shape, options.causal == "yes")
     passes = "both" if options.backward else "forward"
     if options.life:
         _play(options, case, machine, passes)
@@ -238,10 +244,8 @@ def _play(options: argparse.Namespace, case: Case, machine: Machine, passes: str
 
     from cqs.event_simulation import Trouble, read_relative_times
 
-    if options.trials < 1:
-        raise ValueError(f"--trials must be at least 1, got {options.trials}")
-    if options.saves < 0:
-        raise ValueError(f"--saves must be at least 0, got {options.saves}")
+    as_integer("--trials", options.trials, 1)
+    as_integer("--saves", options.saves, 0)
     trouble = Trouble(
         notice_seconds=options.notice,
         repair_seconds=options.repair,
@@ -337,19 +341,3 @@ def _slow(text: str) -> tuple[float, float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be SHARE:FACTOR, got {text!r}") from None
     return share, factor
-
-
-def _lengths(text: str) -> Sequence[int]:
-    return [_length(part) for part in text.split(",")]
-
-
-def _length(text: str) -> int:
-    """Read an integer of at least 1: ``4096``, ``128K``, ``1M`` = 2^20, ``1e9``."""
-    unit = _SUFFIXES.get(text[-1:].upper(), 1)
-    try:
-        number = float(text[:-1] if unit > 1 else text) * unit
-    except ValueError:
-        number = 0
-    if not number >= 1 or number % 1:
-        raise argparse.ArgumentTypeError(f"must be integers such as 8, 64K, 1M, got {text!r}")
-    return int(number)

@@ -1,0 +1,37 @@
+"""Integers as options take them."""
+
+import argparse
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_integer(text: str) -> int:
+    """Read an integer; of any size, which the command is to check.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is none.
+
+    Example:
+        >>> [parse_integer(text) for text in ("4096", "64K", "1M", "1e9")]
+        [4096, 65536, 1048576, 1000000000]
+    """
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    number = text[:-1] if unit > 1 else text
+    for kind in (int, float):
+        try:
+            found = kind(number) * unit
+        except ValueError:
+            continue
+        if found % 1 == 0:
+            return int(found)
+    raise argparse.ArgumentTypeError(f"must be integers such as 8, 64K, 1M, got {text!r}")
+
+
+def parse_integers(text: str) -> list[int]:
+    """Read integers with commas between them.
+
+    Example:
+        >>> parse_integers("8,64K")
+        [8, 65536]
+    """
+    return [parse_integer(part) for part in text.split(",")]
