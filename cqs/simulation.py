@@ -65,20 +65,26 @@ class Machine:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention of a sequence to itself."""
+    """One attention, by default of a sequence to itself."""
 
     tokens: int
+    """Of the queries."""
     shape: AttentionShape
     is_causal: bool = False
+    num_keys: int | None = None
+    """``None``: as many as queries."""
+    num_pairs: float | None = None
+    """How many pairs attend; ``None``: all, or half of them if causal."""
 
     def flops(self, *, is_backward: bool) -> float:
-        """Return the operations: 4 N^2 d for each head, 10 backward, half of that if causal.
+        """Return the operations: 4 d for each pair and head, 10 backward.
 
         The two products of matrices of the forward pass, and the five of the backward pass of
         FlashAttention-2 (Dao, arXiv 2307.08691).
         """
-        shape = self.shape
-        pairs = self.tokens**2 / (2 if self.is_causal else 1)
+        shape, pairs = self.shape, self.num_pairs
+        if pairs is None:
+            pairs = self.tokens * self._keys / (2 if self.is_causal else 1)
         return (10 if is_backward else 4) * pairs * shape.head_dim * shape.num_heads * shape.batch
 
     def seconds(self, machine: Machine, *, is_backward: bool) -> float:
@@ -90,9 +96,16 @@ class Case:
         """Return the time of one device; see :func:`forecast`."""
         return sum(self.seconds(machine, is_backward=each) for each in _PASSES[passes])
 
-    def rows(self, num_devices: int) -> int:
-        """Return the tokens of a shard."""
-        return -(-self.tokens // num_devices)
+    def shard_bytes(self, num_devices: int, num_slices: int = 1) -> tuple[int, int, int]:
+        """Return the bytes of a shard's queries, of its keys and values, and of its results.
+
+        Args:
+            num_devices: W.
+            num_slices: Of the heads; the bytes are those of one.
+        """
+        part = self.part(num_slices)
+        rows, keys = (-(-number // num_devices) for number in (self.tokens, self._keys))
+        return part.query_bytes(rows), part.key_bytes(keys), part.result_bytes(rows)
 
     def part(self, num_slices: int) -> AttentionShape:
         """Return a slice of the heads; key heads fewer than slices go to several."""
@@ -109,6 +122,10 @@ class Case:
             num_ranks=num_devices,
             num_kv_heads=self.part(num_slices).kv_heads,
         )
+
+    @property
+    def _keys(self) -> int:
+        return self.tokens if self.num_keys is None else self.num_keys
 
 
 @dataclass(frozen=True)
@@ -156,10 +173,7 @@ def by_quorums(
     near = _near(interest_set, num_workers, num_slices, machine.devices_per_node)
     stages = case.num_stages(num_devices, num_slices, num_stages)
 
-    rows, part = case.rows(num_devices), case.part(num_slices)
-    queries, keys, results = (
-        count(rows) for count in (part.query_bytes, part.key_bytes, part.result_bytes)
-    )
+    queries, keys, results = case.shard_bytes(num_devices, num_slices)
     merged = results if num_workers > 1 else queries  # whole rows need no lse
     going, coming = queries + keys, merged
     if is_backward:
@@ -171,11 +185,10 @@ def by_quorums(
     compute = case.seconds(machine, is_backward=is_backward) / num_devices
     seconds = way_in + max(compute, (stages - 1) * (way_in + way_out)) + way_out
 
-    answer = case.shape.result_bytes(rows)
+    *tensors, answer = case.shard_bytes(num_devices)
     held = holders * (queries + keys)
     if is_backward:
-        gradients = case.shape.query_bytes(rows) + case.shape.key_bytes(rows)
-        peak = held + answer + holders * (going * (1 + 1 / stages) + 2 * coming) + gradients
+        peak = held + answer + holders * (going * (1 + 1 / stages) + 2 * coming) + sum(tensors)
     else:
         peak = held * (1 + 1 / stages) + 3 * holders * results + answer
     return Forecast(seconds, (holders - 1) * (going + coming), peak, num_slices)
@@ -201,11 +214,11 @@ def by_ring(
         is_backward: Which pass.
     """
     num_steps = num_devices // num_slices
-    rows, part = case.rows(num_devices), case.part(num_slices)
-    queries, keys = (num_slices * count(rows) for count in (part.query_bytes, part.key_bytes))
-    answer = case.shape.result_bytes(rows)
-    sums = keys * _SUM_ITEMSIZE / part.itemsize
-    of_sums = queries * _SUM_ITEMSIZE / part.itemsize
+    queries, keys, answer = (
+        num_slices * each for each in case.shard_bytes(num_devices, num_slices)
+    )
+    sums = keys * _SUM_ITEMSIZE / case.shape.itemsize
+    of_sums = queries * _SUM_ITEMSIZE / case.shape.itemsize
 
     near = min(num_slices, machine.devices_per_node)
     swaps = [(queries + keys) / num_slices, queries / num_slices]
@@ -252,9 +265,7 @@ def by_all_gather(
         num_slices: 1.
         is_backward: Which pass.
     """
-    rows = case.rows(num_devices)
-    queries, keys = case.shape.query_bytes(rows), case.shape.key_bytes(rows)
-    answer = case.shape.result_bytes(rows)
+    queries, keys, answer = case.shard_bytes(num_devices)
     wider = _SUM_ITEMSIZE / case.shape.itemsize
 
     moved = (num_devices - 1) * keys

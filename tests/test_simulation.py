@@ -32,7 +32,7 @@ NODES = Machine(devices_per_node=8, between=50e9)
 
 
 def layouts(case, num_devices, num_slices, num_stages=1):
-    lengths = (case.rows(num_devices),) * num_devices
+    lengths = (case.tokens // num_devices,) * num_devices
     return [
         lay_out(
             lengths,

@@ -19,7 +19,7 @@ from cqs.distributed.exchange import (
     send_back,
     send_out,
 )
-from cqs.distributed.layout import Layout, Route, Stage, choose_head_parallel, lay_out
+from cqs.distributed.layout import Layout, Route, Stage, lay_out
 from cqs.distributed.moves import move
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_rows
@@ -71,7 +71,8 @@ def attention(
         head_parallel: Into how many equal slices to cut the heads, each for ``ranks /
             head_parallel`` ranks that share the sequence by a cyclic quorum set. 1 is quorums
             alone; the number of ranks is what Ulysses does (Jacobs et al., arXiv 2309.14509).
-            ``"auto"`` takes the number for which a rank holds the fewest bytes.
+            ``"auto"`` takes the number for which a rank holds the fewest bytes, of those that are
+            predicted to take hardly longer than the fastest.
         num_stages: Into how many parts to cut the heads of a rank, at most: one part travels while
             another is computed. ``None`` chooses by the work; key heads that are fewer, or are not
             a multiple, take fewer.
@@ -366,16 +367,15 @@ def _add_up(target: Tensor, received: Tensor, heads: tuple[range, ...], route: R
 
 def _check_head_parallel(
     head_parallel: int | str, num_ranks: int, problem: Problem, pattern: Pattern | None
-) -> int:
-    """Return the number of slices of the heads, or raise TypeError or ValueError."""
-    numbers = num_ranks, problem.query.shape[1], problem.key.shape[1]
+) -> int | str:
+    """Return the number of slices of the heads or ``"auto"``, or raise TypeError or ValueError."""
     differ = pattern is not None and pattern.heads[1] > 1
     if head_parallel == "auto":
-        return 1 if differ else choose_head_parallel(*numbers)
+        return 1 if differ else "auto"
     if isinstance(head_parallel, str):
         raise ValueError(f"head_parallel must be an integer or 'auto', got {head_parallel!r}")
     number = as_integer("head_parallel", head_parallel, 1)
-    reason = why_not_head_parallel(number, *numbers)
+    reason = why_not_head_parallel(number, num_ranks, problem.query.shape[1], problem.key.shape[1])
     if differ and number > 1:
         reason = "heads that have patterns of their own are computed one by one"
     if reason is not None:

@@ -8,11 +8,14 @@ from typing import Any
 
 from cqs.distributed.locality import split_steps
 from cqs.patterns import BoundPattern
-from cqs.scheduler import Plan, Step, make_plan
-from cqs.scheduler.heads import choose_num_stages, possible_head_parallel
-from cqs.scheduler.interest_sets import load_interest_set
+from cqs.scheduler import AttentionShape, Plan, Step, make_plan
+from cqs.scheduler.heads import choose_num_stages
+from cqs.simulation import Case, Machine, forecast
 
 Lengths = tuple[int, ...]
+
+_SLACK = 0.02
+"""By how much longer than the fastest a split may take that holds less: the model is no better."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def lay_out(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    head_parallel: int,
+    head_parallel: int | str,
     num_stages: int | None,
     is_causal: bool,
     pattern: Any,
@@ -100,7 +103,8 @@ def lay_out(
         num_heads: Heads of the queries.
         num_kv_heads: Of the keys.
         head_dim: Of the queries.
-        head_parallel: See :func:`cqs.scheduler.heads.why_not_head_parallel`.
+        head_parallel: See :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` is the
+            number of :func:`choose_head_parallel`.
         num_stages: At most so many stages; ``None`` chooses by the work.
         is_causal: See :func:`cqs.make_plan`, as for the rest.
         pattern: Likewise.
@@ -109,6 +113,15 @@ def lay_out(
     """
     num_ranks = len(seqlens_q)
     bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
+    if isinstance(head_parallel, str):
+        case = Case(
+            sum(seqlens_q),
+            AttentionShape(num_heads, head_dim, num_kv_heads=num_kv_heads),
+            is_causal,
+            num_keys=sum(seqlens_kv),
+            num_pairs=None if bound is None else bound.num_pairs,
+        )
+        head_parallel = choose_head_parallel(case, num_ranks)
     plan = make_plan(
         sum(seqlens_q),
         sum(seqlens_kv),
@@ -193,20 +206,21 @@ def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], ran
     )
 
 
-def choose_head_parallel(num_ranks: int, num_heads: int, num_kv_heads: int) -> int:
+def choose_head_parallel(case: Case, num_ranks: int) -> int:
     """Return the number of slices of the heads for which a rank holds the fewest bytes.
 
-    A rank holds ``m / W`` of the tokens, where W ranks with a quorum of m groups share a slice.
-    Of equals the smallest is taken.
+    Only numbers count that are predicted to take at most 2 % longer than the fastest: forward, in
+    as many stages as the work pays, on what :class:`cqs.simulation.Machine` is by default. All
+    ranks know what the choice depends on.
+
+    Example:
+        >>> shape = AttentionShape(40, 128, num_kv_heads=8)
+        >>> [choose_head_parallel(Case(n, shape, is_causal=True), 32) for n in (2**14, 2**17)]
+        [8, 2]
     """
-
-    def held(head_parallel: int) -> float:
-        num_workers = num_ranks // head_parallel
-        groups = len(load_interest_set(num_workers)) / num_workers
-        return groups * (num_heads / head_parallel + max(num_kv_heads / head_parallel, 1))
-
-    possible = possible_head_parallel(num_ranks, num_heads, num_kv_heads)
-    return min(possible, key=held)
+    found = forecast("cqs", case, num_ranks, Machine(), slack=_SLACK)
+    assert found is not None, "one slice is always possible"
+    return found.num_slices
 
 
 def _slice(num_heads: int, head_parallel: int, i: int) -> range:

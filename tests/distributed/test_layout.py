@@ -6,6 +6,9 @@ import pytest
 
 from cqs.distributed.layout import choose_head_parallel, cut_shards, lay_out
 from cqs.patterns import sliding_window
+from cqs.scheduler import AttentionShape
+from cqs.scheduler.heads import possible_head_parallel
+from cqs.simulation import Case, Machine, by_quorums
 
 
 def random_lengths(total, num_ranks, generator):
@@ -122,8 +125,57 @@ def test_stages_are_as_many_as_pay():
     assert number(131072, 16, num_ranks=1) == 1
 
 
-def test_heads_are_cut_where_that_spares_most():
-    assert choose_head_parallel(8, 16, 16) == 8
-    assert choose_head_parallel(7, 16, 16) == 1
-    assert choose_head_parallel(8, 1, 1) == 1
-    assert choose_head_parallel(6, 2, 2) == 2
+def chosen(num_ranks, num_heads, num_kv_heads, tokens, **options):
+    shape = AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads)
+    return choose_head_parallel(Case(tokens, shape, **options), num_ranks)
+
+
+@pytest.mark.parametrize("tokens", [1, 2**14, 2**17, 2**20])
+def test_on_few_ranks_heads_are_cut_where_that_spares_most(tokens):
+    assert chosen(8, 16, 16, tokens) == 8
+    assert chosen(7, 16, 16, tokens) == 1
+    assert chosen(8, 1, 1, tokens) == 1
+    assert chosen(6, 2, 2, tokens) == 2
+
+
+def test_on_many_ranks_heads_are_cut_less_where_their_way_would_not_be_hidden():
+    """One key head of a rank is one stage, in which nothing travels beside a computation."""
+    assert [chosen(32, 40, 8, 2**n, is_causal=True) for n in (14, 17, 20)] == [8, 2, 8]
+    assert chosen(32, 40, 8, 2**17, num_pairs=2**27) == 8  # few pairs leave nothing to hide it
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 16), (32, 8), (40, 8), (8, 1)])
+def test_heads_are_cut_so_that_no_split_is_much_faster(num_heads, num_kv_heads, is_causal):
+    shape = AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads)
+    for num_ranks in (2, 6, 8, 16, 24, 64):
+        for tokens in (2**14, 2**17, 2**20):
+            case = Case(tokens, shape, is_causal)
+            seconds = {
+                n: by_quorums(case, num_ranks, Machine(), n, is_backward=False).seconds
+                for n in possible_head_parallel(num_ranks, num_heads, num_kv_heads)
+            }
+            assert seconds[choose_head_parallel(case, num_ranks)] <= 1.02 * min(seconds.values())
+
+
+def test_all_ranks_choose_the_same_split():
+    lengths = (2**17, 0, *[2**13] * 30)
+    layouts = [
+        lay_out(
+            lengths,
+            (2**12,) * 32,
+            rank,
+            num_heads=40,
+            num_kv_heads=8,
+            head_dim=128,
+            head_parallel="auto",
+            num_stages=None,
+            is_causal=False,
+            pattern=None,
+            interest_set=None,
+            tile=128,
+        )
+        for rank in range(32)
+    ]
+    case = Case(sum(lengths), AttentionShape(40, 128, num_kv_heads=8), num_keys=2**17)
+    assert {32 // layout.plan.num_workers for layout in layouts} == {choose_head_parallel(case, 32)}
