@@ -2,9 +2,10 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from cqs.bench.measurement import Measurement, publish, summarize
 from cqs.cases import Case
@@ -52,9 +53,7 @@ def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) 
 def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
     """Return the bytes that a task was predicted to hold, and those that it held."""
     query, key, value = (
-        HeldTokens.packed(
-            torch.cat([tensor[:, :, r.start : r.stop] for r in ranges], dim=2), ranges
-        )
+        hold(tensor, ranges)
         for tensor, ranges in (
             (problem.query, task.held_queries),
             (problem.key, task.held_keys),
@@ -62,14 +61,31 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
         )
     )
     worker = Worker.of(problem, backend)
-    worker.run(task, query, key, value)  # compiles, and allocates what stays
-    gc.collect()  # nothing else is to be freed meanwhile
-    if problem.query.is_cuda:
-        torch.cuda.empty_cache()  # a block of it may be up to a megabyte larger than is asked for
-    _, peak = measure_peak_bytes(lambda: worker.run(task, query, key, value), problem.query.device)
-    held = sum(tokens.joined().nbytes for tokens in (query, key, value))
+    peak = measure_held(lambda: worker.run(task, query, key, value), (query, key, value))
     cost = predict_cost(task, problem.shape, backend, problem.bound_pattern)
-    return cost.peak_bytes, held + peak
+    return cost.peak_bytes, peak
+
+
+def hold(tensor: Tensor, ranges: Sequence[range]) -> HeldTokens:
+    """Copy tokens of ``[batch, heads, seqlen, dim]``, as a worker receives them."""
+    parts = [tensor[:, :, r.start : r.stop] for r in ranges]
+    return HeldTokens.packed(torch.cat([tensor[:, :, :0], *parts], dim=2), ranges)
+
+
+def measure_held(compute: Callable[[], object], held: Sequence[HeldTokens]) -> int:
+    """Return the most bytes that a computation takes with the tokens that it is given.
+
+    Args:
+        compute: Runs twice: at first it compiles, and allocates what stays.
+        held: The tokens.
+    """
+    device = held[0].joined().device
+    compute()
+    gc.collect()  # nothing else is to be freed meanwhile
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # a block of it may be up to a megabyte larger than is asked for
+    _, peak = measure_peak_bytes(compute, device)
+    return peak + sum(tokens.joined().nbytes for tokens in held)
 
 
 def _measure_worst(problem: Problem, backend: str, num_workers: int, repeats: int) -> Measurement:

@@ -27,6 +27,7 @@ from cqs.executors.ray.group import Group
 from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import ActorPool, start_pool
 from cqs.executors.ray.recipe import AttendShards, Load, Make, Recipe
+from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Patience, Run
 from cqs.executors.ray.sharded import Sharded, Step
 from cqs.gradients import Gradients
@@ -418,15 +419,20 @@ class Cluster:
         grad_output: Tensor,
         *,
         backend: str | None = None,
+        report: Callable[[RunReport], None] | None = None,
     ) -> Gradients:
         """Compute the gradients of a checked problem by the plan of its forward pass.
 
-        Arguments as for :func:`cqs.executors.local.run_local_backward`.
+        Arguments as for :func:`cqs.executors.local.run_local_backward`; ``report`` is called with
+        what the run took.
         """
         self._check_alive()
         job = Differentiate(problem, plan, answer, grad_output)
         run = self._make_run(job, plan, backend, verify=False, progress=False)
         gradients: Gradients = wait_or_cancel(self._dispatch(run), run.cancelled)
+        if report is not None:
+            assert run.report is not None
+            report(run.report)
         return gradients
 
     def make_plan(

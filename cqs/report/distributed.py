@@ -1,0 +1,189 @@
+"""Every rank that torchrun started calls :func:`cqs.distributed.attention`; W is their number."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import cqs.distributed
+from cqs.gradients import Gradients
+from cqs.partial import Partial, lse_dtype
+from cqs.report.local import Measure, Tick
+from cqs.report.passes import Backward, Forward, Pass, bytes_of, make_pass
+from cqs.report.rows import ScalingRow, Turn, make_row
+from cqs.report.settings import Settings
+from cqs.report.stopwatch import Stopwatch
+from cqs.worker.memory import measure_peak_bytes
+
+Item = TypeVar("Item")
+
+
+def num_ranks() -> int:
+    """Return how many ranks torchrun started.
+
+    Raises:
+        ValueError: if it did not start this process.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "the workers of executor 'distributed' are processes, one for each GPU: start them by "
+            "torchrun --nproc-per-node 4 -m cqs report --executor distributed"
+        )
+    return int(os.environ["WORLD_SIZE"])
+
+
+def is_first() -> bool:
+    """Say whether this is the rank that asks for measurements and writes what is found."""
+    return os.environ["RANK"] == "0"
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[Measure]:
+    """Prepare to measure, on the first rank; the others :func:`serve` meanwhile.
+
+    The time of all workers is that of the slowest rank, from a barrier on; that of one worker and
+    of the dense call are of the first rank, while the others wait.
+    """
+    with _group():
+        ranks = _Ranks(settings)
+
+        def measure(num_workers: int, name: str, tick: Tick) -> ScalingRow:
+            _tell(name)
+            return ranks.measure(name, tick)
+
+        yield measure
+        _tell("")
+
+
+def serve(settings: Settings) -> None:
+    """Measure what the first rank asks for, until it is done."""
+    with _group():
+        ranks = _Ranks(settings)
+        while name := _tell(""):
+            ranks.measure(name, lambda: None)
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else None
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _tell(item: Item) -> Item:
+    """Return what the first rank passed."""
+    box = [item]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _gather(item: Item) -> list[Item]:
+    """Return what every rank passed."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, item)
+    return found
+
+
+class _Ranks:
+    """What all ranks do together."""
+
+    def __init__(self, settings: Settings):
+        """Take the settings, the same on every rank."""
+        self._settings = settings
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._work_of = cache(partial(make_pass, settings))
+        self._watch = Stopwatch()
+        signal = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+        self._watch_of_calls = Stopwatch(last=lambda: dist.all_reduce(signal))
+
+    def measure(self, name: str, tick: Tick) -> ScalingRow:
+        """Check a pass, measure memory and time it; every rank returns the row."""
+        work = self._work_of(name)
+        plan = work.problem.make_plan(self._num_ranks)
+        task, call = plan.task(self._rank), self._make_call(work)
+        compute = partial(work.compute, task, work.hold(task))
+        work.verify(self._assemble(work, call()))
+        tick()
+        held = _gather(work.weigh(task, bytes_of(compute())))
+        _, call_bytes = measure_peak_bytes(call, work.problem.query.device)
+        details = {"call_bytes": float(max(_gather(call_bytes)))}
+        tick()
+        turns = []
+        for _ in range(self._settings.repeats):
+            tasks = self._time(self._watch, compute)
+            whole = max(self._time(self._watch_of_calls, call))
+            one, dense = map(self._time_on_first, (work.one, work.dense))
+            turns.append(
+                Turn(tasks, one=one, dense=dense, whole=whole, transfer=whole - max(tasks))
+            )
+            tick()
+        return make_row(
+            self._settings,
+            name,
+            plan,
+            turns=turns,
+            held=held,
+            num_devices=self._num_ranks,
+            details=details,
+        )
+
+    @property
+    def _rows(self) -> slice:
+        """The tokens of this rank."""
+        tokens = self._settings.tokens
+        return slice(*(tokens * rank // self._num_ranks for rank in (self._rank, self._rank + 1)))
+
+    def _make_call(self, work: Pass) -> Callable[[], tuple[Tensor, ...]]:
+        """Return what computes the pass of this rank's shard."""
+        problem, is_backward = work.problem, isinstance(work, Backward)
+        shards = [
+            tensor[:, :, self._rows].clone().requires_grad_(is_backward)
+            for tensor in (problem.query, problem.key, problem.value)
+        ]
+
+        def attend() -> tuple[Tensor, ...]:
+            answer = cqs.distributed.attention(
+                *shards,
+                is_causal=problem.is_causal,
+                pattern=problem.pattern,
+                head_parallel=1,
+                return_lse=True,
+            )
+            assert isinstance(answer, tuple)
+            return answer
+
+        if not isinstance(work, Backward):
+            return attend
+        output, grad_output = attend()[0], work.grad_output[:, :, self._rows]
+        return lambda: torch.autograd.grad(output, shards, grad_output, retain_graph=True)
+
+    def _assemble(self, work: Pass, shards: Sequence[Tensor]) -> Partial | Gradients:
+        """Return the result of which every rank has a part."""
+        found = []
+        for shard in shards:
+            shape = (*shard.shape[:2], self._settings.tokens, *shard.shape[3:])
+            whole = shard.new_zeros(shape, dtype=lse_dtype(shard.dtype))
+            whole[:, :, self._rows] = shard.detach()
+            dist.all_reduce(whole)
+            found.append(whole.to(shard.dtype))
+        return Partial(*found) if isinstance(work, Forward) else Gradients(*found)
+
+    def _time(self, watch: Stopwatch, compute: Callable[[], object]) -> list[float]:
+        """Return the seconds of every rank, from a barrier on."""
+        dist.barrier()
+        return _gather(watch.time(compute)[0])
+
+    def _time_on_first(self, compute: Callable[[], object]) -> float:
+        """Return the seconds of the first rank while the others wait."""
+        return _tell(self._watch.time(compute)[0] if self._rank == 0 else 0.0)

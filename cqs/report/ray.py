@@ -1,0 +1,100 @@
+"""Tasks on the actors of a Ray cluster; times are of whole calls, from tensors to the answer."""
+
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any
+
+import cqs
+from cqs.executors.ray import RunReport
+from cqs.report.local import Measure, Tick
+from cqs.report.passes import Backward, Pass, make_pass
+from cqs.report.rows import Held, ScalingRow, Turn, make_row
+from cqs.report.settings import Settings
+from cqs.report.stopwatch import Stopwatch
+from cqs.scheduler import Plan
+
+PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
+"""Of a run; see :class:`cqs.executors.ray.RunReport`."""
+
+
+@contextmanager
+def opened(
+    settings: Settings, num_actors: int | None = None, address: str | None = None
+) -> Iterator[Measure]:
+    """Prepare to measure; the cluster starts with the first measurement.
+
+    The time of one worker is that of a call with one task.
+
+    Args:
+        settings: What is measured.
+        num_actors: See :class:`cqs.Cluster`, as for the next.
+        address: Of a running cluster; ``None`` starts a private one.
+    """
+    with ExitStack() as stack:
+        start = cache(lambda: stack.enter_context(cqs.Cluster(num_actors, address=address)))
+        work_of, watch = cache(partial(make_pass, settings)), Stopwatch()
+
+        def measure(num_workers: int, name: str, tick: Tick) -> ScalingRow:
+            cluster, work = start(), work_of(name)
+            plan, plan_of_one = (work.problem.make_plan(number) for number in (num_workers, 1))
+            result, report = _run(cluster, work, plan)
+            work.verify(result)
+            held = [
+                Held(
+                    work.predict_bytes(plan.task(task.worker), task.backend),
+                    task.peak_bytes,
+                    task.bytes_in,
+                    task.bytes_out,
+                )
+                for task in report.tasks
+            ]
+            tick()
+            turns, reports = [], []
+            for _ in range(settings.repeats):
+                _, one = _run(cluster, work, plan_of_one)
+                dense, _ = watch.time(work.dense)
+                _, report = _run(cluster, work, plan)
+                reports.append(report)
+                turns.append(
+                    Turn(
+                        [task.seconds for task in report.tasks],
+                        one=one.seconds,
+                        dense=dense,
+                        whole=report.seconds,
+                        merge=report.merge_seconds,
+                        transfer=report.seconds - report.slowest_seconds,
+                    )
+                )
+                tick()
+            num_devices = len(cluster.pids)
+            return make_row(
+                settings,
+                name,
+                plan,
+                turns=turns,
+                held=held,
+                num_devices=min(num_devices, num_workers),
+                details={
+                    "actors": num_devices,
+                    **{
+                        part: statistics.median(getattr(report, part) for report in reports)
+                        for part in PARTS
+                    },
+                },
+            )
+
+        yield measure
+
+
+def _run(cluster: cqs.Cluster, work: Pass, plan: Plan) -> tuple[Any, RunReport]:
+    """Compute a pass on the cluster; return the result, and what it took."""
+    if isinstance(work, Backward):
+        reports: list[RunReport] = []
+        gradients = cluster.differentiate_plan(
+            work.problem, plan, work.answer, work.grad_output, report=reports.append
+        )
+        return gradients, reports[0]
+    future = cluster.submit_plan(work.problem, plan)
+    return future.wait(), future.report
