@@ -1,12 +1,14 @@
 """Seeds, the skip of GPU tests without a GPU, and the one check of an answer."""
 
 import os
+import sys
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+os.environ["MPLBACKEND"] = "agg"
 
 import cqs
 from cqs.partial import lse_dtype
@@ -22,6 +24,13 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 def eager_lse(problem: Problem) -> torch.Tensor:

@@ -126,19 +126,10 @@ class Pattern(ABC):
         return self.bind(seqlen_q, seqlen_kv).to_mask()
 
     def draw(self, seqlen_q: int, seqlen_kv: int | None = None, axes: Any = None) -> Any:
-        """Draw the mask: every pair where it is small, else the share of pairs that attend.
+        """Draw the mask, see :func:`cqs.plotting.plot_density`."""
+        from cqs.plotting import plot_density
 
-        Args:
-            seqlen_q: Number of queries.
-            seqlen_kv: Number of keys; ``None``: as many.
-            axes: Matplotlib axes to draw on; ``None`` makes a new figure.
-
-        Returns:
-            The matplotlib axes.
-        """
-        from cqs.patterns.drawing import draw
-
-        return draw(self, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv, axes)
+        return plot_density(self, seqlen_q, seqlen_kv, axes)
 
     def __or__(self, other: "Pattern") -> "Pattern":
         return _combine("|", self, other)

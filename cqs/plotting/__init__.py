@@ -1,7 +1,21 @@
 """Pictures of plans, of patterns and of measurements; every function returns matplotlib axes."""
 
+from cqs.plotting.density import plot_density
 from cqs.plotting.figures import check_picture
+from cqs.plotting.memory import plot_memory
 from cqs.plotting.owners import plot_owners, save_owners
 from cqs.plotting.speedups import plot_speedups
+from cqs.plotting.timeline import plot_timeline, save_trace
+from cqs.plotting.wheel import plot_wheel
 
-__all__ = ["check_picture", "plot_owners", "plot_speedups", "save_owners"]
+__all__ = [
+    "check_picture",
+    "plot_density",
+    "plot_memory",
+    "plot_owners",
+    "plot_speedups",
+    "plot_timeline",
+    "plot_wheel",
+    "save_owners",
+    "save_trace",
+]

@@ -4,12 +4,32 @@ import os
 from pathlib import Path
 from typing import Any
 
+_FEW = 16
+"""Up to so many tokens have a tick each, in their middle."""
+
 
 def new_axes(size: tuple[float, float]) -> Any:
     """Return the axes of a new figure of pyplot, ``size`` inches wide and high."""
     import matplotlib.pyplot as plt
 
-    return plt.subplots(figsize=size, layout="constrained")[1]
+    return plt.subplots(figsize=size, layout="compressed")[1]
+
+
+def points_across(axes: Any) -> tuple[float, float]:
+    """Return about how many points wide and high the inside of ``axes`` will be, or more."""
+    box, (width, height) = axes.get_position(), axes.figure.get_size_inches()
+    return 72 * width * box.width, 72 * height * box.height
+
+
+def label_tokens(axis: Any, length: int) -> None:
+    """Number the tokens along an axis, of which each takes up one unit."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    if length <= _FEW:
+        axis.set_ticks([token + 0.5 for token in range(length)], labels=map(str, range(length)))
+    else:
+        axis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def check_picture(path: str | Path) -> None:

@@ -1,120 +1,167 @@
 """The score matrix of a plan, by owner."""
 
 from bisect import bisect, bisect_left
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cqs.plotting.figures import check_picture, new_axes
+from cqs.plotting.colors import letter_color, worker_colors
+from cqs.plotting.figures import check_picture, label_tokens, new_axes, points_across
 from cqs.scheduler import Block, Plan
 
 _SIZE = (7, 7)
 """Inches, of a new figure."""
-_GOLDEN_RATIO = 0.618033988749895
 _STAIRS = 64
 """Causal squares of up to so many queries are drawn step by step, larger ones as triangles."""
 _NAMED = 16
-"""Up to so many workers are named."""
-_NAMED_SHARE = 0.5
-"""With a pattern, in blocks of at least this share of the live pairs of their largest."""
+"""Up to so many workers are named in their blocks, of a plan without a pattern."""
+_NAME_POINTS = 8
+"""Height of a name in points; its digits are less wide."""
 _EXACT = 256
 """With a pattern, sequences of up to so many tokens are drawn pair by pair."""
 _CELLS = 128
-"""Longer ones in so many cells each way."""
-_PALEST = 0.25
+"""Longer ones in as many parts of groups as are at most so many each way."""
+_PALEST = 0.6
 """Opacity of cells with hardly a live pair."""
+_OTHERS = "#f0f0f0"
+"""The colour of all workers but the one that is asked for."""
 
 
-def plot_owners(plan: Plan, axes: Any = None) -> Any:
+def plot_owners(plan: Plan, axes: Any = None, *, worker: int | None = None) -> Any:
     """Draw the score matrix of ``plan``, every live block or pair in the colour of its owner.
 
-    Colours run through viridis in golden-ratio steps: workers of adjacent numbers differ in
-    lightness, so the picture survives print and colour blindness. Of a plan with a pattern live
-    pairs alone are drawn, or where there are too many to see, cells: in the colour of the worker
-    that owns most of the cell, the paler the fewer of its pairs are live.
+    Colours of any two workers differ, to colour-blind eyes too, up to 128 workers. Of a plan with a
+    pattern live pairs alone are drawn, or where there are too many to see, cells: in the colour of
+    the worker that owns most of the cell, the paler the fewer of its pairs are live. A bar beside
+    the matrix says whose the colours are, where names do not.
 
     Args:
         plan: Any plan; drawing takes O(W^2) polygons, or 2^14 counts of cells, whatever the
             sequence length.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+        worker: Show the part of this worker, all others in grey; ``None`` shows all.
 
     Returns:
         The matplotlib axes.
+
+    Raises:
+        ValueError: if there is no such ``worker``.
     """
+    if worker is not None:
+        plan.task(worker)
     axes = new_axes(_SIZE) if axes is None else axes
+    colors = [
+        color if worker in (None, owner) else _OTHERS
+        for owner, color in enumerate(worker_colors(plan.num_workers))
+    ]
     axes.set(
         xlim=(0, max(plan.seqlen_kv, 1)),
         ylim=(max(plan.seqlen_q, 1), 0),
         xlabel="key",
         ylabel="query",
-        title=f"{plan.num_workers} workers, interest set {plan.interest_set}",
+        title=f"{plan.num_workers} workers, {len(plan.interest_set)} groups to a quorum",
         aspect="equal" if plan.seqlen_q == plan.seqlen_kv else "auto",
     )
+    label_tokens(axes.xaxis, plan.seqlen_kv)
+    label_tokens(axes.yaxis, plan.seqlen_q)
     if plan.pattern is None:
-        _draw_blocks(plan, axes)
+        _draw_blocks(plan, axes, colors)
     else:
-        _draw_live_pairs(plan, axes)
+        _draw_live_pairs(plan, axes, colors)
+    if worker is None and (plan.num_workers > _NAMED or plan.pattern is not None):
+        _draw_key(axes, colors)
     return axes
 
 
-def _color(worker: int) -> Any:
-    import matplotlib
+def save_owners(plan: Plan, path: str | Path) -> None:
+    """Draw :func:`plot_owners` into an image file of the format that its name ends in.
 
-    return matplotlib.colormaps["viridis"](worker * _GOLDEN_RATIO % 1.0)
+    Raises:
+        NotImplementedError: if matplotlib is not installed.
+        ValueError: if the format is unknown.
+        OSError: if the file cannot be written.
+    """
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, layout="compressed")
+    plot_owners(plan, figure.add_subplot()).figure.savefig(path, dpi=150)
 
 
-def _draw_blocks(plan: Plan, axes: Any) -> None:
+def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:
     from matplotlib.collections import PolyCollection
 
-    polygons, colors = [], []
-    for task in plan.tasks:
-        for block in task.blocks:
-            polygons.append(_outline(block))
-            colors.append(_color(task.worker))
-    edges = "white" if plan.num_workers <= 40 else "face"
+    polygons = [_outline(block) for task in plan.tasks for block in task.blocks]
+    faces = [color for task, color in zip(plan.tasks, colors, strict=True) for _ in task.blocks]
+    width = 0.5 if plan.num_workers <= 40 else 0.25
     axes.add_collection(
-        PolyCollection(polygons, facecolors=colors, edgecolors=edges, linewidths=0.5)
+        PolyCollection(polygons, facecolors=faces, edgecolors="white", linewidths=width)
     )
     if plan.num_workers <= _NAMED:
-        for task in plan.tasks:
-            for queries, keys, is_causal in task.blocks:
-                middle = keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2)
-                axes.text(
-                    middle,
-                    queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2),
-                    str(task.worker),
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="white" if task.worker * _GOLDEN_RATIO % 1.0 < 0.6 else "black",
-                )
+        for task, color in zip(plan.tasks, colors, strict=True):
+            for block in task.blocks if color != _OTHERS else ():
+                _name_owner(axes, task.worker, block, letter_color(color))
 
 
-def _draw_live_pairs(plan: Plan, axes: Any) -> None:
+def _name_owner(axes: Any, worker: int, block: Block, color: str) -> None:
+    """Write a worker's number into a block that has room; half of a causal one is empty."""
+    queries, keys, is_causal = block
+    name, room = str(worker), 0.5 if is_causal else 1.0
+    width, height = points_across(axes)
+    if (
+        room * len(keys) / axes.viewLim.width * width < len(name) * _NAME_POINTS
+        or room * len(queries) / -axes.viewLim.height * height < 1.2 * _NAME_POINTS
+    ):
+        return
+    axes.text(
+        keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2),
+        queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2),
+        name,
+        ha="center",
+        va="center",
+        fontsize=_NAME_POINTS,
+        color=color,
+    )
+
+
+def _outline(block: Block) -> list[tuple[int, int]]:
+    """Trace the live part of a block as (key, query) corners."""
+    queries, keys, is_causal = block
+    if not is_causal:
+        return [
+            (keys.start, queries.start),
+            (keys.stop, queries.start),
+            (keys.stop, queries.stop),
+            (keys.start, queries.stop),
+        ]
+    if len(queries) > _STAIRS:
+        return [
+            (keys.start, queries.start),
+            (keys.stop, queries.stop),
+            (keys.start, queries.stop),
+        ]
+    corners = [(keys.start, queries.start)]
+    for query, key in zip(queries, keys, strict=True):
+        corners += [(key + 1, query), (key + 1, query + 1)]
+    return [*corners, (keys.start, queries.stop)]
+
+
+def _draw_live_pairs(plan: Plan, axes: Any, colors: list[str]) -> None:
     import numpy as np
+    from matplotlib.colors import to_rgba
 
-    is_small = max(plan.seqlen_q, plan.seqlen_kv) <= _EXACT
-    num_cells = _EXACT if is_small else _CELLS
-    rows, columns = (_cut(length, num_cells) for length in (plan.seqlen_q, plan.seqlen_kv))
+    rows, columns = _cut(plan.token_groups), _cut(plan.key_groups)
     sizes = np.outer(np.diff(rows), np.diff(columns))
     total, most = np.zeros(sizes.shape, int), np.zeros(sizes.shape, int)
     image = np.zeros((*sizes.shape, 4))
-    for task in plan.tasks:
-        of_blocks = [_count_live(plan, block, rows, columns) for block in task.blocks]
-        counts = sum(of_blocks, np.zeros(sizes.shape, int))
-        image[counts > most] = _color(task.worker)
+    for task, color in zip(plan.tasks, colors, strict=True):
+        counts = np.zeros(sizes.shape, int)
+        for block in task.blocks:
+            counts += _count_live(plan, block, rows, columns)
+        image[counts > most] = to_rgba(color)
         total, most = total + counts, np.maximum(most, counts)
-        if plan.num_workers <= _NAMED:
-            least = _NAMED_SHARE * max((of_block.sum() for of_block in of_blocks), default=0)
-            for of_block in of_blocks:
-                if of_block.sum() >= least:
-                    _name_owner(axes, task.worker, of_block, rows, columns)
     image[..., 3] = np.where(total, _PALEST + (1 - _PALEST) * total / np.maximum(sizes, 1), 0)
-    axes.imshow(
-        image,
-        interpolation="nearest",
-        aspect=axes.get_aspect(),
-        extent=(0, max(plan.seqlen_kv, 1), max(plan.seqlen_q, 1), 0),
-    )
+    axes.pcolormesh(columns, rows, image, rasterized=True)
     if plan.num_workers <= 40:
         for draw, groups in ((axes.axhline, plan.token_groups), (axes.axvline, plan.key_groups)):
             for group in groups[1:]:
@@ -138,62 +185,31 @@ def _count_live(plan: Plan, block: Block, rows: list[int], columns: list[int]) -
     return counts
 
 
-def _name_owner(axes: Any, worker: int, counts: Any, rows: list[int], columns: list[int]) -> None:
-    """Write a worker's number at the live cell that is nearest to the middle of all."""
-    from matplotlib.patheffects import withStroke
+def _cut(groups: Sequence[range]) -> list[int]:
+    """Return the edges of the cells that a sequence is drawn in, each inside one group."""
+    length = groups[-1].stop
+    if length <= _EXACT:
+        return list(range(max(length, 1) + 1))
+    if len(groups) > _CELLS:
+        groups = [range(length)]
+    parts = _CELLS // len(groups)
+    starts = {group.start + len(group) * i // parts for group in groups for i in range(parts)}
+    return [*sorted(starts), length]
 
-    cells = (counts > 0).nonzero()
-    distance = sum((of - (of * counts[cells]).sum() / counts.sum()) ** 2 for of in cells)
-    row, column = (of[distance.argmin()] for of in cells)
-    axes.text(
-        (columns[column] + columns[column + 1]) / 2,
-        (rows[row] + rows[row + 1]) / 2,
-        str(worker),
-        ha="center",
-        va="center",
-        fontsize=8,
-        path_effects=[withStroke(linewidth=2, foreground="white")],
+
+def _draw_key(axes: Any, colors: list[str]) -> None:
+    """Draw a bar of all workers' colours beside the matrix."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    edges = [worker - 0.5 for worker in range(len(colors) + 1)]
+    bar = axes.figure.colorbar(
+        ScalarMappable(BoundaryNorm(edges, len(colors)), ListedColormap(colors)),
+        ax=axes,
+        aspect=30,
+        ticks=MaxNLocator(_NAMED, integer=True, steps=[1, 2, 5, 10]),
+        label="worker",
     )
-
-
-def _cut(length: int, parts: int) -> list[int]:
-    """Return where ``parts`` cells of a sequence begin, fewer if it is short, and its end."""
-    parts = max(min(parts, length), 1)
-    return [length * i // parts for i in range(parts + 1)]
-
-
-def save_owners(plan: Plan, path: str | Path) -> None:
-    """Draw :func:`plot_owners` into an image file of the format that its name ends in.
-
-    Raises:
-        NotImplementedError: if matplotlib is not installed.
-        ValueError: if the format is unknown.
-        OSError: if the file cannot be written.
-    """
-    check_picture(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    plot_owners(plan, figure.add_subplot()).figure.savefig(path, dpi=150)
-
-
-def _outline(block: Block) -> list[tuple[int, int]]:
-    """Trace the live part of a block as (key, query) corners."""
-    queries, keys, is_causal = block
-    if not is_causal:
-        return [
-            (keys.start, queries.start),
-            (keys.stop, queries.start),
-            (keys.stop, queries.stop),
-            (keys.start, queries.stop),
-        ]
-    if len(queries) > _STAIRS:
-        return [
-            (keys.start, queries.start),
-            (keys.stop, queries.stop),
-            (keys.start, queries.stop),
-        ]
-    corners = [(keys.start, queries.start)]
-    for query, key in zip(queries, keys, strict=True):
-        corners += [(key + 1, query), (key + 1, query + 1)]
-    return [*corners, (keys.start, queries.stop)]
+    bar.minorticks_off()
+    bar.ax.invert_yaxis()

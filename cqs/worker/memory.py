@@ -1,8 +1,10 @@
 """How much memory a computation takes: measured, and predicted of tasks with a pattern."""
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
+import time
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,18 +45,73 @@ def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> t
         result = compute()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
+    result, samples = record_memory(compute, device)
+    return result, max(held for _, held in samples)
+
+
+def record_memory(
+    compute: Callable[[], Result], device: torch.device
+) -> tuple[Result, list[tuple[float, int]]]:
+    """Run ``compute`` and return its result and what it held over time in tensors.
+
+    Counts what :func:`measure_peak_bytes` does; on a GPU by the memory history of PyTorch's
+    allocator, which must not be recorded already and holds the host's times: kernels may run later.
+
+    Returns:
+        The result, and samples: seconds since the start, and the bytes held from then on.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.memory._record_memory_history(context=None)
+        try:
+            start = time.time()
+            result = compute()
+            snapshot = torch.cuda.memory._snapshot()
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        number = torch.cuda.current_device() if device.index is None else device.index
+        samples = [
+            (at - start, held - before) for at, held in samples_of_snapshot(snapshot, number)
+        ]
+        return result, [(0.0, 0), *samples]
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it announces every start on stderr otherwise
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        start = time.time()
         result = compute()
     recorded = profiler.profiler
     assert recorded is not None and recorded.kineto_results is not None
     events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return result, peak
+    events.sort(key=lambda event: event.start_ns())
+    sizes = accumulate(event.nbytes() for event in events)
+    times = (event.start_ns() / 1e9 - start for event in events)
+    return result, [(0.0, 0), *zip(times, sizes, strict=True)]
+
+
+def samples_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[tuple[float, int]]:
+    """Return what a GPU held while its memory history was recorded.
+
+    Counts as ``torch.cuda.memory_allocated`` does: a block until its owner frees it, though a
+    stream may still use it.
+
+    Args:
+        snapshot: Of ``torch.cuda.memory._snapshot()``, after
+            ``torch.cuda.memory._record_memory_history()``.
+        device: Index of the GPU.
+
+    Returns:
+        Seconds since the epoch, and the bytes held from then on, one for each event.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    events = [
+        (entry["time_us"] / 1e6, signs[entry["action"]] * entry["size"])
+        for entry in snapshot["device_traces"][device]
+        if entry["action"] in signs
+    ]
+    segments = [each for each in snapshot["segments"] if each["device"] == device]
+    before = sum(each["allocated_size"] for each in segments) - sum(size for _, size in events)
+    sizes = accumulate(size for _, size in events)
+    return [(at, before + size) for (at, _), size in zip(events, sizes, strict=True)]
 
 
 def predict_sparse_bytes(

@@ -1,9 +1,10 @@
-"""Pictures show the mask, or the share of every tile."""
+"""Pictures of patterns show the mask, or the share of every tile."""
 
 import numpy as np
 import pytest
 
-from cqs.patterns import causal, from_mask, longformer
+from cqs.patterns import causal, from_mask, longformer, sliding_window
+from cqs.plotting import plot_density
 
 
 def picture(axes):
@@ -15,11 +16,12 @@ def test_short_patterns_are_drawn_pair_by_pair():
     pattern = longformer(4, 2)
     axes = pattern.draw(40, 50)
     assert (picture(axes) == pattern.to_mask(40, 50)).all()
-    assert axes.get_title().startswith("sliding_window(2, 2) | global_tokens(range(0, 2)), ")
+    title = "sliding_window(2, 2) | global_tokens(range(0, 2)), 13.9 %"
+    assert axes.get_title().replace("\n", " ") == title
 
 
 def test_long_patterns_are_drawn_by_tiles():
-    shares = picture(causal().draw(10**9))
+    shares = picture(plot_density(causal(), 10**9))
     assert shares.shape[0] == shares.shape[1] < 200
     assert (shares[np.tril_indices_from(shares, -1)] == 1).all()
     assert np.diag(shares) == pytest.approx(0.5, abs=1e-6)
@@ -32,3 +34,13 @@ def test_pictures_go_on_given_axes_and_may_be_empty():
     axes = Figure().add_subplot()
     assert causal().draw(0, axes=axes) is axes
     assert picture(from_mask(np.zeros((3, 0), dtype=bool)).draw(3, 0)).size
+
+
+def test_a_single_live_pair_of_a_tile_is_not_white():
+    axes = plot_density(sliding_window(1, 0), 10**6)
+    (image,) = axes.images
+    colors = image.to_rgba(image.get_array())
+    live = np.asarray(image.get_array()) > 0
+    assert 0 < np.asarray(image.get_array())[live].min() < 1e-7
+    assert (colors[live, 3] == 1).all() and (colors[live, :3].min(axis=1) < 0.5).all()
+    assert (colors[~live, 3] == 0).all()

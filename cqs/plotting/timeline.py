@@ -1,0 +1,157 @@
+"""Who computed what when, and who waited."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cqs.plotting.colors import letter_color, worker_colors
+from cqs.plotting.figures import new_axes, points_across
+
+if TYPE_CHECKING:
+    from cqs.executors.ray.report import RunReport, TaskReport
+
+_NAME_POINTS = 7
+"""Height of a number in points."""
+_NAMED = 32
+"""In up to so many rows there is room for numbers."""
+
+
+def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
+    """Draw a bar for each task of a run, in the row of the process that computed it.
+
+    Bars have the colour of their task in :func:`plot_owners`, and its number where there is room.
+    Where a row is grey the process waited: for its first groups, for those of the next task, or
+    for others at the end; or it was dead, or its successor was not there yet. Times are by the
+    clocks of the processes: of machines that disagree, rows are out of line by as much.
+
+    Args:
+        report: Of a call on a cluster, as ``AttentionFuture.report`` has it.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+    Returns:
+        The matplotlib axes.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    rows = _tasks_by_process(report)
+    axes = new_axes((9, min(1.6 + 0.25 * len(rows), 12))) if axes is None else axes
+    colors = worker_colors(max((task.worker for task in report.tasks), default=0) + 1)
+    ends = [task.started + task.seconds - report.started for task in report.tasks]
+    axes.set(
+        xlim=(
+            min([0.0, *(task.started - report.started for task in report.tasks)]),
+            max([report.seconds, *ends]),
+        ),
+        ylim=(max(len(rows), 1) - 0.5, -0.5),
+        xlabel="seconds since the call",
+        ylabel="process",
+        title=_summary(report, len(rows)),
+    )
+    axes.yaxis.set_major_locator(MaxNLocator(_NAMED, integer=True, steps=[1, 2, 5, 10]))
+    points = points_across(axes)[0] / axes.viewLim.width
+    for row, tasks in enumerate(rows):
+        axes.barh(row, report.seconds, color="0.88")
+        for task in tasks:
+            start, color, name = (
+                task.started - report.started,
+                colors[task.worker],
+                str(task.worker),
+            )
+            axes.barh(row, task.seconds, left=start, color=color)
+            has_room = (len(name) + 0.5) * _NAME_POINTS <= task.seconds * points
+            if has_room and len(rows) <= _NAMED:
+                axes.text(
+                    start + task.seconds / 2,
+                    row,
+                    name,
+                    ha="center",
+                    va="center",
+                    fontsize=_NAME_POINTS,
+                    color=letter_color(color),
+                )
+    return axes
+
+
+def save_trace(report: "RunReport", path: str | Path) -> None:
+    """Write a run as a trace that https://ui.perfetto.dev and chrome://tracing show.
+
+    The format is that of the "Trace Event Format" of Chrome: JSON, microseconds since the call.
+    Each process has its tasks, with what :class:`~cqs.executors.ray.TaskReport` says of them, and
+    between them the times that it waited, as in :func:`plot_timeline`. The driver's row is the
+    whole call.
+
+    Args:
+        report: Of a call on a cluster, as ``AttentionFuture.report`` has it.
+        path: The file, which is overwritten; its name usually ends in ``.json``.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    driver = {
+        "put_seconds": report.put_seconds,
+        "get_seconds": report.get_seconds,
+        "merge_seconds": report.merge_seconds,
+        "deaths": report.deaths,
+        "reruns": report.reruns,
+    }
+    events = [_name(0, "driver"), _event(0, "call", 0, report.seconds, driver)]
+    for row, tasks in enumerate(_tasks_by_process(report), 1):
+        events.append(_name(row, f"process {tasks[0].pid}, {tasks[0].device}"))
+        free = 0.0
+        for task in tasks:
+            start = task.started - report.started
+            if start > free:
+                events.append(_event(row, "waiting", free, start - free))
+            costs = {
+                "backend": task.backend,
+                "peak_bytes": task.peak_bytes,
+                "bytes_in": task.bytes_in,
+                "bytes_out": task.bytes_out,
+            }
+            events.append(_event(row, f"task {task.worker}", start, task.seconds, costs))
+            free = start + task.seconds
+        if report.seconds > free:
+            events.append(_event(row, "waiting", free, report.seconds - free))
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _tasks_by_process(report: "RunReport") -> "list[list[TaskReport]]":
+    """Return the tasks of each process by time; first the process that began first."""
+    by_pid: dict[int, list[TaskReport]] = defaultdict(list)
+    for task in sorted(report.tasks, key=lambda task: task.started):
+        by_pid[task.pid].append(task)
+    return list(by_pid.values())
+
+
+def _summary(report: "RunReport", num_processes: int) -> str:
+    computed = sum(task.seconds for task in report.tasks)
+    share = computed / (report.seconds * num_processes) if num_processes else 0.0
+    text = (
+        f"{len(report.tasks)} tasks on {num_processes} processes in {report.seconds:.3g} s, "
+        f"computing {100 * share:.0f} % of the time"
+    )
+    if report.deaths:
+        text += f"\nprocesses that died: {report.deaths}, tasks that ran again: {report.reruns}"
+    return text
+
+
+def _name(row: int, name: str) -> dict[str, Any]:
+    """Return the event that gives a row of a trace its name."""
+    return {"ph": "M", "name": "process_name", "pid": row, "tid": 0, "args": {"name": name}}
+
+
+def _event(
+    row: int, name: str, start: float, seconds: float, details: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an event of a trace that begins ``start`` seconds after the call."""
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": name.partition(" ")[0],
+        "pid": row,
+        "tid": 0,
+        "ts": 1e6 * start,
+        "dur": 1e6 * seconds,
+        "args": details or {},
+    }

@@ -1,0 +1,39 @@
+"""Reports of runs that never were."""
+
+import random
+
+from cqs.executors.ray.report import RunReport, TaskReport
+
+
+def make_report(num_tasks, num_processes):
+    """Tasks of about a second, each taken by the process that is free first."""
+    rng = random.Random(0)
+    started, tasks = 1.7e9, []
+    free = [rng.uniform(0.02, 0.05) for _ in range(num_processes)]
+    for worker in range(num_tasks):
+        process = free.index(min(free))
+        seconds = rng.uniform(0.9, 1.1)
+        tasks.append(
+            TaskReport(
+                worker=worker,
+                pid=4000 - process,
+                device="cpu",
+                backend="cpu",
+                started=started + free[process],
+                seconds=seconds,
+                peak_bytes=1000 + worker,
+                bytes_in=10,
+                bytes_out=20,
+            )
+        )
+        free[process] += seconds + rng.uniform(0.01, 0.05)
+    return RunReport(
+        started=started,
+        seconds=max(free) + 0.1,
+        put_seconds=0.01,
+        get_seconds=0.02,
+        merge_seconds=0.03,
+        tasks=tuple(tasks),
+        deaths=1,
+        reruns=2,
+    )

@@ -1,0 +1,61 @@
+"""What is held over time: recorded, and plotted."""
+
+import numpy as np
+import pytest
+import torch
+
+from cqs.plotting import plot_memory
+from cqs.worker.memory import measure_peak_bytes, record_memory, samples_of_snapshot
+
+
+def allocate(device):
+    first = torch.ones(2**20, device=device)
+    second = torch.ones(2**21, device=device)
+    del first
+    return torch.ones(2**18, device=device), second.sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_allocated_and_freed_is_recorded_in_order(device):
+    device = torch.device(device)
+    allocate(device)
+    _, samples = record_memory(lambda: allocate(device), device)
+    seconds, held = zip(*samples, strict=True)
+    assert samples[0] == (0, 0) and list(seconds) == sorted(seconds) and seconds[-1] < 60
+    large = [size for size in (np.array(held) / 2**20).round().tolist()]
+    steps = [size for size, before in zip(large, [None, *large], strict=False) if size != before]
+    assert steps == [0, 4, 12, 8, 9, 1]
+    _, peak = measure_peak_bytes(lambda: allocate(device), device)
+    assert max(held) == pytest.approx(peak, abs=4096)
+
+
+def test_samples_of_a_snapshot_count_what_was_there_before():
+    def event(action, size, time_us):
+        return {"action": action, "size": size, "time_us": time_us, "addr": 0, "stream": 0}
+
+    history = [
+        event("segment_alloc", 4096, 1_000_000),
+        event("alloc", 1024, 1_000_001),
+        event("free_requested", 512, 2_000_000),
+        event("free_completed", 512, 2_500_000),
+        event("alloc", 256, 3_000_000),
+    ]
+    segments = [{"device": 1, "allocated_size": 3072}, {"device": 0, "allocated_size": 9999}]
+    snapshot = {"segments": segments, "device_traces": [[], history]}
+    assert samples_of_snapshot(snapshot, 1) == [
+        (1.000001, 3072 - 256 + 512), (2.0, 3072 - 256), (3.0, 3072)
+    ]  # fmt: skip
+    assert samples_of_snapshot(snapshot, 0) == []
+
+
+def test_samples_are_plotted_as_steps_in_mebibytes():
+    axes = plot_memory([(5.0, 0), (5.1, 3 * 2**20), (5.3, 2**20)], predicted_bytes=4 * 2**20)
+    line, predicted = axes.lines
+    assert line.get_drawstyle() == "steps-post"
+    assert line.get_xydata() == pytest.approx(np.array([[0, 0], [100, 3], [300, 1]]))
+    assert set(predicted.get_ydata()) == {4}
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["held, peak 3 MiB", "predicted 4 MiB"]
+    assert len(plot_memory([(0.0, 1)], axes).lines) == 3
+    with pytest.raises(ValueError, match="no samples"):
+        plot_memory([])

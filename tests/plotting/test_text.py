@@ -1,0 +1,87 @@
+"""No text of a picture overlaps another or leaves the figure."""
+
+from itertools import combinations
+
+import pytest
+from matplotlib.text import Text
+from reports import make_report
+
+from cqs import make_plan
+from cqs.patterns import bigbird, longformer, sliding_window, strided
+from cqs.plotting import plot_density, plot_memory, plot_owners, plot_timeline, plot_wheel
+
+NUM_WORKERS = (3, 7, 13, 31, 111)
+LENGTHS = (10, 100, 1000, 10**6)
+
+
+@pytest.fixture
+def check_text(monkeypatch):
+    """Draw the figure of some axes; compare the extents of all texts that are drawn."""
+    drawn = []
+    draw = Text.draw
+    monkeypatch.setattr(
+        Text, "draw", lambda text, renderer: (drawn.append(text), draw(text, renderer))
+    )
+
+    def check(axes):
+        figure = axes.figure
+        drawn.clear()
+        figure.canvas.draw()
+        texts = {
+            id(text): (text.get_text(), text.get_window_extent())
+            for text in drawn
+            if text.get_visible() and text.get_text().strip()
+        }
+        assert texts
+        width, height = figure.canvas.get_width_height()
+        for text, box in texts.values():
+            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
+        for (text, box), (other, other_box) in combinations(texts.values(), 2):
+            assert not box.padded(-0.5).overlaps(other_box), (text, other)
+
+    return check
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"pattern": longformer(512, 64)}, {"seqlen_kv": 3000}],
+    ids=["full", "causal", "pattern", "cross"],
+)
+def test_owners(check_text, num_workers, length, options):
+    check_text(plot_owners(make_plan(length, num_workers=num_workers, **options)))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8, 64, 1000, *NUM_WORKERS])
+def test_wheels(check_text, num_workers):
+    plan = make_plan(10, num_workers=num_workers)
+    for worker in {0, num_workers // 3, num_workers - 1}:
+        check_text(plot_wheel(plan, worker=worker))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sliding_window(9, 0),
+        bigbird(block=64, random_blocks=2),
+        strided(512) | longformer(512, 64) | sliding_window(1000, 1000),
+    ],
+    ids=["short", "long", "union"],
+)
+def test_densities(check_text, pattern, length):
+    check_text(plot_density(pattern, length))
+
+
+@pytest.mark.parametrize("num_processes", [2, 111])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_timelines(check_text, num_workers, num_processes):
+    check_text(plot_timeline(make_report(num_workers, min(num_processes, num_workers))))
+
+
+@pytest.mark.parametrize("size", [10**3, 10**7, 10**11])
+def test_memory(check_text, size):
+    samples = [(0.0, 0), (0.01, size), (1.0, size // 2)]
+    axes = plot_memory(samples, predicted_bytes=size, label="task 110")
+    check_text(plot_memory([(0.0, size // 3), (9.0, 0)], axes, label="task 109"))

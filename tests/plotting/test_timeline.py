@@ -1,0 +1,66 @@
+"""Timelines show when every task was computed, and where."""
+
+import dataclasses
+import json
+
+import pytest
+from matplotlib.colors import to_hex
+from reports import make_report
+
+from cqs.plotting import plot_timeline, save_trace
+from cqs.plotting.colors import worker_colors
+
+
+def pids_by_start(report):
+    return list(dict.fromkeys(t.pid for t in sorted(report.tasks, key=lambda t: t.started)))
+
+
+@pytest.mark.parametrize(("num_tasks", "num_processes"), [(3, 3), (31, 4), (111, 111)])
+def test_every_task_has_a_bar_in_the_row_of_its_process(num_tasks, num_processes):
+    report = make_report(num_tasks, num_processes)
+    axes = plot_timeline(report)
+    drawn = {}
+    for bar in axes.patches:
+        if (color := to_hex(bar.get_facecolor())) != "#e0e0e0":
+            row = bar.get_y() + bar.get_height() / 2
+            drawn[color] = (round(row), bar.get_x(), bar.get_width())
+    assert len(drawn) == num_tasks
+    pids = pids_by_start(report)
+    for task, color in zip(report.tasks, worker_colors(num_tasks), strict=True):
+        started = task.started - report.started
+        assert drawn[color] == pytest.approx((pids.index(task.pid), started, task.seconds))
+    share = sum(task.seconds for task in report.tasks) / report.seconds / num_processes
+    assert f"computing {100 * share:.0f} % of the time" in axes.get_title()
+    assert axes.get_title().endswith("processes that died: 1, tasks that ran again: 2")
+
+
+def test_a_run_without_tasks_can_be_drawn(tmp_path):
+    report = dataclasses.replace(make_report(3, 3), tasks=(), seconds=0.01)
+    plot_timeline(report).figure.savefig(tmp_path / "timeline.png")
+    save_trace(report, tmp_path / "trace.json")
+
+
+def test_a_trace_accounts_for_all_the_time_of_every_process(tmp_path):
+    """Keys and phases are those of the Trace Event Format: complete events and metadata."""
+    report = make_report(31, 4)
+    save_trace(report, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(names.values()) == ["driver", *(f"process {p}, cpu" for p in pids_by_start(report))]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) + len(names) == len(events)
+    assert all(
+        {"name", "cat", "pid", "tid", "ts", "dur", "args"} <= event.keys() for event in spans
+    )
+    for row in names:
+        ends = 0.0
+        for event in sorted((e for e in spans if e["pid"] == row), key=lambda e: e["ts"]):
+            assert event["ts"] == pytest.approx(ends, abs=1)
+            ends = event["ts"] + event["dur"]
+        assert ends == pytest.approx(1e6 * report.seconds, abs=1)
+    for task in report.tasks:
+        (event,) = (event for event in spans if event["name"] == f"task {task.worker}")
+        assert names[event["pid"]] == f"process {task.pid}, cpu"
+        assert event["dur"] == 1e6 * task.seconds and event["args"]["peak_bytes"] == task.peak_bytes
+    (call,) = (event for event in spans if event["name"] == "call")
+    assert call["args"]["deaths"] == 1 and call["args"]["merge_seconds"] == 0.03
