@@ -27,6 +27,8 @@ def draw_forecasts(found: Mapping[int, Mapping[str, Forecast]], seconds_of_one: 
     Returns:
         The three matplotlib axes.
     """
+    from matplotlib.ticker import LogLocator
+
     axes = _figure(13, 3)
     quantities = (
         ("GiB that a device holds", lambda each, devices: each.peak_bytes / 2**30),
@@ -48,6 +50,7 @@ def draw_forecasts(found: Mapping[int, Mapping[str, Forecast]], seconds_of_one: 
         panel.grid(alpha=0.3)
     for panel in axes[:2]:
         panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("")
     axes[2].set_ylim(0, 1.05)

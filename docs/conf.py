@@ -16,7 +16,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["results"]
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections|concurrent|numpy|torch|cqs\.executors|cqs\.worker)\..*")
+    ("py:.*", r"(collections|concurrent|numpy|os|torch|cqs\.executors|cqs\.worker)\..*")
 ]
 html_theme = "furo"
 html_title = f"cqs {version}"

@@ -1,66 +1,127 @@
 """The code in README.md and docs does what they say."""
 
+import argparse
 import doctest
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from cqs.__main__ import main
 
 ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
+CHECKER = doctest.OutputChecker()
 
 
-def blocks_of(page, language):
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
-    assert blocks, f"{page} has no {language}"
-    return blocks
+class Fence(NamedTuple):
+    language: str
+    code: str
+    file: str | None
+    """What the page says to save the code as."""
+    output: str | None
+    """What the page shows below."""
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param("README.md", marks=pytest.mark.ray), "docs/patterns.md"]
-)
-def test_the_code_of_a_page_runs(page):
-    """Blocks run in one namespace; what follows a prompt must print what is shown."""
-    names = {}
+def fences(page):
+    """The fenced code of a page; ``text`` that follows code at once is its output."""
+    text = (ROOT / page).read_text()
+    pattern = r"(?:`(?P<file>[\w.]+)`:\n\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```\n"
+    pattern += r"(?:\n*```text\n(?P<output>.*?)^```\n)?"
+    for found in re.finditer(pattern, text, re.M | re.S):
+        yield Fence(*(found[name] for name in Fence._fields))
+
+
+def with_marks(page):
+    uses_ray = any(
+        fence.language == "python" and "Cluster(" in fence.code for fence in fences(page)
+    )
+    return pytest.param(page, marks=[pytest.mark.ray] if uses_ray else [])
+
+
+def run_python(fence, names, page):
+    """Blocks of a page share their names; what follows a prompt must print what is shown."""
+    if not fence.code.startswith(">>>"):
+        exec(compile(fence.code, page, "exec"), names)
+        return
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for block in blocks_of(page, "python"):
-        if block.startswith(">>>"):
-            test = doctest.DocTestParser().get_doctest(block, names, page, page, 0)
-            assert runner.run(test, clear_globs=False).failed == 0
-            names = test.globs
-        else:
-            exec(compile(block, page, "exec"), names)
+    test = doctest.DocTestParser().get_doctest(fence.code, names, page, page, 0)
+    assert runner.run(test, clear_globs=False).failed == 0
+    names.update(test.globs)
 
 
-def test_the_commands_of_the_patterns_page_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for command in "".join(blocks_of("docs/patterns.md", "bash")).splitlines():
-        name, *arguments = shlex.split(command)
-        assert name == "cqs" and main(arguments) == 0
-    assert (tmp_path / "owners-longformer-w7.png").exists() and capsys.readouterr().out
-
-
-def test_the_script_of_the_distributed_page_runs(tmp_path):
-    script, _ = blocks_of("docs/distributed.md", "python")
-    (tmp_path / "shards.py").write_text(script)
-    (command,) = blocks_of("docs/distributed.md", "bash")
+def run_command(command, folder):
     name, *arguments = shlex.split(command)
-    assert name == "torchrun"
+    if name == "cqs":
+        assert main(arguments) == 0
+        return
+    assert name == "torchrun", f"cannot run {command!r}"
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=tmp_path,
+        cwd=folder,
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": ""},
         check=True,
         timeout=120,
     )
 
 
-@pytest.mark.ray
-def test_the_cluster_of_the_distributed_page_runs(tmp_path):
-    _, script = blocks_of("docs/distributed.md", "python")
-    (tmp_path / "cluster.py").write_text(script)
-    subprocess.run([sys.executable, tmp_path / "cluster.py"], check=True, timeout=240)
+def joined(code):
+    """The commands of a block, one a line, those that are continued in one."""
+    return code.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize("page", [with_marks(page) for page in PAGES])
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    """``python`` and ``bash`` run in the order of the page; ``sh`` needs more than this machine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    names = {"__name__": "__main__"}
+    for fence in fences(page):
+        capsys.readouterr()
+        if fence.language == "python" and fence.file:
+            (tmp_path / fence.file).write_text(fence.code)
+            continue
+        if fence.language == "python":
+            run_python(fence, names, page)
+        elif fence.language == "bash":
+            for command in joined(fence.code):
+                run_command(command, tmp_path)
+        if fence.output:
+            lines = capsys.readouterr().out.splitlines()
+            printed = "".join(f"{line.rstrip()}\n" for line in lines)
+            assert CHECKER.check_output(fence.output, printed, doctest.ELLIPSIS), printed
+
+
+def test_pictures_that_commands_draw_are_those_of_the_pages(tmp_path):
+    """A page that shows a picture of its folder shows the command, or the script, that draws it."""
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for picture in re.findall(r'<img src="([^"]+)"', text):
+            assert ((ROOT / page).parent / picture).exists()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_need_more_than_this_machine_have_their_options(page):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    makefile = (ROOT / "Makefile").read_text()
+    for fence in fences(page):
+        for command in joined(fence.code) if fence.language == "sh" else ():
+            words = shlex.split(command, comments=True)
+            if words[:2] == ["pip", "install"]:
+                for extra in re.findall(r"\[([\w,]+)\]", words[-1]):
+                    assert set(extra.split(",")) <= set(extras["optional-dependencies"])
+            elif words[0] == "make":
+                assert re.search(rf"^{words[1]}:", makefile, re.M)
+            elif "cqs" in words:
+                name, *options = words[words.index("cqs") + 1 :]
+                parser = argparse.ArgumentParser()
+                import_module(f"cqs.commands.{name}").add_arguments(parser)
+                parser.parse_args(options)
+            else:
+                assert words[0] in ("torchrun", "ray", "python"), f"what is {command!r}?"
