@@ -3,7 +3,7 @@ VENV := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 
-.PHONY: demo test test-ray test-rest test-gpu lint docs wheel clean
+.PHONY: demo test test-ray test-rest test-gpu lint docs wheel check-package clean
 
 demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
@@ -27,8 +27,13 @@ lint: $(INSTALLED)
 docs: $(DOCS_INSTALLED)
 	$(VENV)/python -m sphinx --quiet --fail-on-warning --keep-going -d .venv/doctrees docs site
 
+# dist/: the wheel, and the source distribution that it is built from.
 wheel: $(INSTALLED)
-	$(VENV)/python -m build --wheel --no-isolation
+	$(VENV)/python -m build --no-isolation
+
+# As a new user: builds, installs into a clean environment (downloads), and runs README.md there.
+check-package: $(INSTALLED)
+	$(VENV)/python tests/check_package.py
 
 # Where a GPU is, with the torch that is installed there: nothing is downloaded.
 test-gpu:

@@ -1,0 +1,86 @@
+"""Install the wheel as a new user would, and do what README.md says in an empty directory.
+
+``make check-package`` builds, checks what would be published, makes a clean environment, installs
+from the registry, runs every command and snippet, and says how long the first result took.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+from test_documents import ROOT, fences, joined
+
+TORCH = re.search(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.M)[0]
+"""By its exact version: a range would take the newest build."""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        top = Path(folder)
+        build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", top / "dist", ROOT]
+        run(*build, quiet=True)
+        (wheel,), (sdist,) = (top / "dist").glob("*.whl"), (top / "dist").glob("*.tar.gz")
+        check_what_is_published(top, wheel, sdist)
+        follow_the_readme(top, wheel)
+
+
+def check_what_is_published(top: Path, wheel: Path, sdist: Path) -> None:
+    tools = make_environment(top / "tools")
+    run(tools / "pip", "install", "--quiet", "twine", "cffconvert")
+    run(tools / "twine", "check", "--strict", wheel, sdist)
+    run(tools / "cffconvert", "--validate", "--infile", ROOT / "CITATION.cff")
+
+
+def follow_the_readme(top: Path, wheel: Path) -> None:
+    empty = top / "empty"
+    empty.mkdir()
+    start = time.monotonic()
+    environment = make_environment(top / "clean")
+    run(environment / "pip", "install", "--quiet", TORCH)
+    script = ""
+    for fence in fences("README.md"):
+        if fence.language == "python":
+            script += fence.code
+            (empty / "readme.py").write_text(script)
+            run(environment / "python", "readme.py", cwd=empty)
+            say(start, "the snippets so far")
+        for command in joined(fence.code) if fence.language in ("bash", "sh") else ():
+            name, *words = shlex.split(command, comments=True)
+            if name == "pip":  # of all extras, those that any machine can use
+                extras = re.fullmatch(r"\.(\[[\w,]+\])?", words[-1])[1] or ""
+                if extras in ("", "[ray,plots]"):
+                    run(environment / "pip", "install", "--quiet", f"{wheel}{extras}")
+            elif name == "cqs":
+                run(environment / "cqs", *words, cwd=empty)
+                say(start, f"cqs {words[0]}")
+    print("README.md holds in a clean environment")
+
+
+def make_environment(folder: Path) -> Path:
+    venv.create(folder, with_pip=True)
+    return folder / "bin"
+
+
+def run(*command: object, cwd: Path | None = None, quiet: bool = False) -> None:
+    words = list(map(str, command))
+    print("$", shlex.join(words), flush=True)
+    subprocess.run(
+        words,
+        cwd=cwd,
+        check=True,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(cwd or Path.home())},
+        stdout=subprocess.DEVNULL if quiet else None,
+    )
+
+
+def say(start: float, what: str) -> None:
+    print(f"{time.monotonic() - start:.0f} s after the beginning: {what}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
