@@ -1,6 +1,6 @@
 """The share of pairs that a pattern lets attend, over the score matrix."""
 
-from textwrap import fill
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from cqs.plotting.figures import label_tokens, new_axes, points_across
@@ -51,7 +51,6 @@ def plot_density(
         norm="log",
         clim=(least, 1),
         interpolation="nearest",
-        aspect="equal" if seqlen_q == seqlen_kv else "auto",
         extent=(0, max(seqlen_kv, 1), max(seqlen_q, 1), 0),
     )
     if ((shares > 0) & (shares < 1)).any():
@@ -62,12 +61,11 @@ def plot_density(
             label="share of pairs",
             format=lambda share, _: f"{100 * share:g} %",
         )
-    width = int(points_across(axes)[0] / (0.6 * _TITLE_POINTS))
-    title = fill(repr(pattern).replace(", ", ",\xa0"), width - len(", 100 %")).replace("\xa0", " ")
+    letters = int(points_across(axes)[0] / (0.6 * _TITLE_POINTS)) - len(", 100 %")
+    parts = wrap(repr(pattern).replace(", ", ",\xa0"), letters, break_long_words=False)
+    title = "\n".join(parts).replace("\xa0", " ")
     axes.set_title(f"{title}, {100 * bound.density:.3g} %", fontsize=_TITLE_POINTS)
-    axes.set(xlabel="key", ylabel="query")
-    label_tokens(axes.xaxis, seqlen_kv)
-    label_tokens(axes.yaxis, seqlen_q)
+    label_tokens(axes, seqlen_q, seqlen_kv)
     return axes
 
 

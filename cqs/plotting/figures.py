@@ -21,14 +21,31 @@ def points_across(axes: Any) -> tuple[float, float]:
     return 72 * width * box.width, 72 * height * box.height
 
 
-def label_tokens(axis: Any, length: int) -> None:
-    """Number the tokens along an axis, of which each takes up one unit."""
+def label_tokens(axes: Any, seqlen_q: int, seqlen_kv: int) -> None:
+    """Label a score matrix, in which each token takes up one unit: keys to the right, queries down.
+
+    Sets the limits and the aspect too.
+    """
+    axes.set(
+        xlim=(0, max(seqlen_kv, 1)),
+        ylim=(max(seqlen_q, 1), 0),
+        xlabel="key",
+        ylabel="query",
+        aspect="equal" if seqlen_q == seqlen_kv else "auto",
+    )
+    width, height = points_across(axes)
+    _number(axes.xaxis, seqlen_kv, width / (7 * len(f"{seqlen_kv:,}")))
+    _number(axes.yaxis, seqlen_q, height / 20)
+
+
+def _number(axis: Any, length: int, room: float) -> None:
+    """Number the tokens along an axis that has room for so many numbers."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    if length <= _FEW:
+    if length <= min(_FEW, room):
         axis.set_ticks([token + 0.5 for token in range(length)], labels=map(str, range(length)))
     else:
-        axis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.set_major_locator(MaxNLocator(max(min(int(room) - 1, 5), 1), integer=True))
         axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 

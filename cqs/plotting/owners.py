@@ -23,7 +23,7 @@ _CELLS = 128
 """Longer ones in as many parts of groups as are at most so many each way."""
 _PALEST = 0.6
 """Opacity of cells with hardly a live pair."""
-_OTHERS = "#f0f0f0"
+_OTHERS = "#e8e8e8"
 """The colour of all workers but the one that is asked for."""
 
 
@@ -54,16 +54,8 @@ def plot_owners(plan: Plan, axes: Any = None, *, worker: int | None = None) -> A
         color if worker in (None, owner) else _OTHERS
         for owner, color in enumerate(worker_colors(plan.num_workers))
     ]
-    axes.set(
-        xlim=(0, max(plan.seqlen_kv, 1)),
-        ylim=(max(plan.seqlen_q, 1), 0),
-        xlabel="key",
-        ylabel="query",
-        title=f"{plan.num_workers} workers, {len(plan.interest_set)} groups to a quorum",
-        aspect="equal" if plan.seqlen_q == plan.seqlen_kv else "auto",
-    )
-    label_tokens(axes.xaxis, plan.seqlen_kv)
-    label_tokens(axes.yaxis, plan.seqlen_q)
+    label_tokens(axes, plan.seqlen_q, plan.seqlen_kv)
+    axes.set_title(f"{plan.num_workers} workers, {len(plan.interest_set)} groups to a quorum")
     if plan.pattern is None:
         _draw_blocks(plan, axes, colors)
     else:
@@ -203,12 +195,13 @@ def _draw_key(axes: Any, colors: list[str]) -> None:
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.ticker import MaxNLocator
 
+    most = min(_NAMED, int(points_across(axes)[1] / 20))
     edges = [worker - 0.5 for worker in range(len(colors) + 1)]
     bar = axes.figure.colorbar(
         ScalarMappable(BoundaryNorm(edges, len(colors)), ListedColormap(colors)),
         ax=axes,
         aspect=30,
-        ticks=MaxNLocator(_NAMED, integer=True, steps=[1, 2, 5, 10]),
+        ticks=MaxNLocator(most, integer=True, steps=[1, 2, 5, 10]),
         label="worker",
     )
     bar.minorticks_off()

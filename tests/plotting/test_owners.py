@@ -115,7 +115,7 @@ def test_one_worker_can_be_shown_alone(pattern):
     (drawn,) = plot_owners(plan, worker=2).collections
     shown = drawn.get_facecolors() if pattern is None else np.asarray(drawn.get_array())
     shown = {tuple(color) for color in shown.reshape(-1, 4).tolist() if color[3]}
-    assert shown == {to_rgba(worker_colors(7)[2]), to_rgba("#f0f0f0")}
+    assert shown == {to_rgba(worker_colors(7)[2]), to_rgba("#e8e8e8")}
     with pytest.raises(ValueError, match=r"worker must lie in range\(7\), got 7"):
         plot_owners(plan, worker=7)
 

@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 from reports import make_report
@@ -37,7 +38,7 @@ def check_text(monkeypatch):
         for text, box in texts.values():
             assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
         for (text, box), (other, other_box) in combinations(texts.values(), 2):
-            assert not box.padded(-0.5).overlaps(other_box), (text, other)
+            assert not box.padded(-1).overlaps(other_box), (text, other)
 
     return check
 
@@ -51,6 +52,14 @@ def check_text(monkeypatch):
 )
 def test_owners(check_text, num_workers, length, options):
     check_text(plot_owners(make_plan(length, num_workers=num_workers, **options)))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_small_panels(check_text, length):
+    figure, panels = plt.subplots(2, 3, figsize=(12, 8), layout="compressed")
+    for panel, num_workers in zip(panels.flat, NUM_WORKERS, strict=False):
+        plot_owners(make_plan(length, num_workers=num_workers), panel)
+    check_text(plot_density(longformer(512, 64), length, axes=panels.flat[-1]))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8, 64, 1000, *NUM_WORKERS])
