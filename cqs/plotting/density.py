@@ -1,6 +1,6 @@
 """The share of pairs that a pattern lets attend, over the score matrix."""
 
-from textwrap import wrap
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from cqs.plotting.figures import label_tokens, new_axes, points_across
@@ -61,10 +61,9 @@ def plot_density(
             label="share of pairs",
             format=lambda share, _: f"{100 * share:g} %",
         )
-    letters = int(points_across(axes)[0] / (0.6 * _TITLE_POINTS)) - len(", 100 %")
-    parts = wrap(repr(pattern).replace(", ", ",\xa0"), letters, break_long_words=False)
-    title = "\n".join(parts).replace("\xa0", " ")
-    axes.set_title(f"{title}, {100 * bound.density:.3g} %", fontsize=_TITLE_POINTS)
+    letters = max(int(points_across(axes)[0] / (0.6 * _TITLE_POINTS)) - len(", 100 %"), 24)
+    title = f"{fill(repr(pattern), letters)}, {100 * bound.density:.3g} %"
+    axes.set_title(title, fontsize=_TITLE_POINTS, pad=8)
     label_tokens(axes, seqlen_q, seqlen_kv)
     return axes
 
