@@ -1,9 +1,11 @@
 """The one call that most users need."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from cqs.autograd import attend_differentiably, keeping_operands
@@ -34,6 +36,11 @@ def attention(
     executor: "str | Cluster | None" = None,
     return_lse: bool = False,
     verify: bool = False,
+    memory_budget: int | str | None = None,
+    device: torch.device | str | None = None,
+    out: Any = None,
+    resume: str | os.PathLike[str] | None = None,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention as ``num_workers`` tasks that never talk to each other.
 
@@ -67,15 +74,29 @@ def attention(
             ``"ray"``: a private cluster for this call alone (it takes seconds to start).
         return_lse: Also return the natural log of the softmax denominators.
         verify: Recompute sampled rows in float64 and raise if they disagree.
+        memory_budget: Bytes, ``"8GiB"`` or ``"auto"``: compute tensors that are on the CPU, or in
+            files, on ``device`` without ever holding more there. Query, key and value may then
+            also be NumPy arrays, memory-mapped or not, or of :mod:`cqs.streaming`; they are read
+            as they are needed. In this process, with tasks of its own choice. The rest of the
+            arguments is for this alone.
+        device: Where to compute; ``None`` means a GPU if there is one.
+        out: Where the output goes: a CPU tensor, NumPy array or :class:`cqs.streaming.InFile`;
+            ``None`` makes a tensor. Records no gradients.
+        resume: A file that says how far the computation has come, which goes on there when it is
+            called again; removed when all is done. Needs an ``out`` in a file.
+        progress: True draws a progress bar with the time left; a function is called with (pairs
+            done, pairs in all), of a head.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype and on the device of
-        ``query``; with ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``, float32
-        (float64 for float64).
+        ``query``, or ``out``; with ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``,
+        float32 (float64 for float64).
 
     Raises:
         TypeError: for arguments of the wrong type and unsupported dtypes.
-        ValueError: for shapes, dtypes, devices or values that do not fit.
+        ValueError: for shapes, dtypes, devices or values that do not fit, a memory budget that is
+            too small for a tile, files that are cut short, and a checkpoint of something else.
+        OSError: if a file cannot be read or written, is changed meanwhile, or the disk is full.
         NotImplementedError: if the named backend cannot take the tensors, and for
             ``"ray"`` where Ray is not installed; the message says why.
         torch.OutOfMemoryError: if a GPU has too little memory; the message says what would fit.
@@ -89,17 +110,36 @@ def attention(
         >>> torch.allclose(output, dense, atol=1e-5)
         True
     """
-    problem = check_problem(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        pattern=pattern,
-        scale=scale,
-        dropout_p=dropout_p,
-        seed=seed,
-    )
+    problem_options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "pattern": pattern,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "seed": seed,
+    }
     check_backend_name(backend)
+    if memory_budget is not None:
+        if not (num_workers is interest_set is None and executor in (None, "local")):
+            raise ValueError("a memory budget chooses tasks itself, and computes in this process")
+        from cqs.streaming.run import attend_within
+
+        answer = attend_within(
+            query,
+            key,
+            value,
+            memory_budget=memory_budget,
+            device=device,
+            out=out,
+            resume=resume,
+            progress=progress,
+            backend=backend,
+            verify=verify,
+            **problem_options,
+        )
+        return (answer.output, answer.lse) if return_lse else answer.output
+    if not (device is out is resume is None and progress is False):
+        raise ValueError("device, out, resume and progress are for calls with a memory_budget")
+    problem = check_problem(query, key, value, **problem_options)
 
     def make_plan(problem: Problem) -> Plan:
         return problem.make_plan(1 if num_workers is None else num_workers, interest_set)

@@ -6,7 +6,10 @@ from importlib import import_module
 from cqs.commands.integers import parse_integers
 from cqs.scheduler.arguments import as_integer
 
-_BENCHMARKS = ("tasks", "kernels", "accuracy", "memory", "ray", "patterns", "peers")
+_BENCHMARKS = ("tasks", "kernels", "accuracy", "memory", "ray", "patterns", "peers", "streaming")
+
+_ALLOWED = {"only": ("patterns", "peers"), "budget": ("streaming",), "part": ("streaming",)}
+"""Options -> benchmarks that take them, where those are not peers and streaming."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="NAME,NAME", help="patterns: those with such names; peers: these methods"
     )
-    peers = parser.add_argument_group("peers", "started by torchrun, a process for each GPU")
+    peers = parser.add_argument_group("peers, started by torchrun, and streaming")
     peers.add_argument("--heads", type=int, metavar="H", help="default: 16")
     peers.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
     peers.add_argument("--head-dim", type=int, metavar="D", help="default: 128")
     peers.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
-    peers.add_argument("--backward", choices=("yes", "no"), help="default: yes")
+    peers.add_argument("--backward", choices=("yes", "no"), help="default: yes; streaming: no")
+    streaming = parser.add_argument_group("streaming")
+    streaming.add_argument("--budget", metavar="BYTES", help="such as 4GiB; default: a quarter")
+    streaming.add_argument("--part", action="store_true", default=None, help="one block alone")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -33,16 +39,16 @@ def run(options: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(options).items() if value is not None}
     name, tokens = given.pop("benchmark"), given.pop("tokens", None)
     for option in given.keys() - {"repeats", "out"}:
-        allowed = ("patterns", "peers") if option == "only" else ("peers",)
+        allowed = _ALLOWED.get(option, ("peers", "streaming"))
         if name not in allowed:
             raise ValueError(f"{_flag(option)} goes with {' or '.join(allowed)}")
     for option in given.keys() & {"repeats", "heads", "kv_heads", "head_dim"}:
         as_integer(_flag(option), given[option], 1)
     for length in tokens or []:
         as_integer("--tokens", length, 1)
-    if tokens is not None and name != "peers":
+    if tokens is not None and name not in ("peers", "streaming"):
         if len(tokens) > 1:
-            raise ValueError(f"several --tokens go with peers, got {tokens}")
+            raise ValueError(f"several --tokens go with peers or streaming, got {tokens}")
         (tokens,) = tokens
     import_module(f"cqs.bench.{name}").run(tokens=tokens, **given)
 

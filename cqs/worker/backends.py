@@ -1,10 +1,9 @@
 """Which kernel computes a call: the one named, or the best that says nothing against it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.worker.cpu import attend_cpu, gradients_cpu, why_not_cpu
 from cqs.worker.cudnn import attend_cudnn, gradients_cudnn, why_not_cudnn
@@ -56,7 +55,7 @@ GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 ATTEND_SHARES: dict[str, Callable[..., Partial]] = {"triton": attend_shares}
 """Backends that take whole tasks."""
 
-GRADIENTS_OF_SHARES: dict[str, Callable[..., Gradients]] = {"triton": gradients_of_shares}
+GRADIENTS_OF_SHARES: dict[str, Callable[..., Sequence[Tensor]]] = {"triton": gradients_of_shares}
 """Their backward passes."""
 
 BEST_FOR_WHOLE_CALLS = ("flash", *(name for name in WHY_NOT if name != "flash"))

@@ -94,7 +94,13 @@ class Worker:
         return self._run_steps(task.steps, query, key, value, dtype)
 
     def run_together(
-        self, steps: Sequence[Step], query: HeldTokens, key: HeldTokens, value: HeldTokens
+        self,
+        steps: Sequence[Step],
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Partial:
         """Compute steps of any number of tasks into one partial result, at best in one launch.
 
@@ -103,9 +109,10 @@ class Worker:
             query: At least their queries.
             key: At least their keys.
             value: The same rows, on the same device.
+            dtype: As for :meth:`run`.
 
         Returns:
-            A row for each query held, in the dtype of the query.
+            A row for each query held.
         """
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
         if name in ATTEND_SHARES:
@@ -114,9 +121,10 @@ class Worker:
                 self._work(steps, query, key),
                 scale=self.scale,
                 is_united=True,
+                dtype=dtype,
                 **self._drop_rows(query, key),
             )
-        parts = self._run_steps(steps, query, key, value)
+        parts = self._run_steps(steps, query, key, value, dtype)
         rows = [_slice(step.queries, query) for step in steps]
         answer = Partial(*(query.empty_like(part) for part in parts[0]))
         merge_rows(answer, list(zip(parts, rows, strict=True)))
@@ -152,12 +160,14 @@ class Worker:
         """
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
         if steps and name in GRADIENTS_OF_SHARES:
-            return GRADIENTS_OF_SHARES[name](
-                *_join(query, key, value, grad_output, output, lse),
-                self._work(steps, query, key),
-                scale=self.scale,
-                dtype=dtype,
-                **self._drop_rows(query, key),
+            return Gradients(
+                *GRADIENTS_OF_SHARES[name](
+                    *_join(query, key, value, grad_output, output, lse),
+                    self._work(steps, query, key),
+                    scale=self.scale,
+                    dtype=dtype,
+                    **self._drop_rows(query, key),
+                )
             )
         sums = lse_dtype(query.sample.dtype)
         gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
@@ -185,6 +195,33 @@ class Worker:
                     gradients.value[:, :, rows] += found[2][:, :, part]
                     first += len(tokens)
         return gradients
+
+    def add_gradients(
+        self, sums: Sequence[Tensor], steps: Sequence[Step], query: HeldTokens, *held: HeldTokens
+    ) -> None:
+        """Add what the pairs of steps contribute to the gradients of one side.
+
+        Args:
+            sums: float32 (float64 for float64 tensors): that of the queries held, or those of the
+                keys and values. Added to.
+            steps: As for :meth:`run_backward`, as are the rest.
+            query: Likewise.
+            held: Key, value, grad_output, output and lse.
+        """
+        key, value, *_ = held
+        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        if name in GRADIENTS_OF_SHARES:
+            GRADIENTS_OF_SHARES[name](
+                *_join(query, *held),
+                self._work(steps, query, key),
+                scale=self.scale,
+                into=sums,
+                **self._drop_rows(query, key),
+            )
+            return
+        of_query, *of_keys = self.run_backward(steps, query, *held)
+        for total, part in zip(sums, [of_query] if len(sums) == 1 else of_keys, strict=True):
+            total += part
 
     def _run_steps(
         self,

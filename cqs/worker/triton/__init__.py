@@ -1,12 +1,12 @@
 """Our own kernels: a whole task, or many, in one launch. Triton itself is imported at first use."""
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.worker.share import Work
 
@@ -47,7 +47,7 @@ def attend_shares(query: Tensor, key: Tensor, value: Tensor, work: Work, **optio
         return launch.attend_shares(query, key, value, work, **options)
 
 
-def gradients_of_shares(query: Tensor, *arguments: Any, **options: Any) -> Gradients:
+def gradients_of_shares(query: Tensor, *arguments: Any, **options: Any) -> Sequence[Tensor]:
     """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_shares`."""
     from cqs.worker.triton import launch
 

@@ -1,6 +1,7 @@
 """Shares to partial results and gradients, in as few launches as their steps allow."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.dropout import Dropout, DropoutWords
-from cqs.gradients import Gradients
 from cqs.partial import Partial, merge_rows
 from cqs.worker.operands import with_positive_scale
 from cqs.worker.share import Work
@@ -155,7 +155,8 @@ def gradients_of_shares(
     dtype: torch.dtype | None = None,
     dropout: Dropout | None = None,
     dropout_words: DropoutWords | None = None,
-) -> Gradients:
+    into: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
     """Compute what the pairs of all shares contribute to the gradients.
 
     Two launches, one for queries and one for keys, for each pair of steps.
@@ -172,9 +173,11 @@ def gradients_of_shares(
         dtype: Of the gradients; ``None`` means float32.
         dropout: Which pairs to keep, if not all.
         dropout_words: Its words, in rows of the tensors.
+        into: float32 sums to add to, that of the queries or those of keys and values: the others
+            are not computed.
 
     Returns:
-        A row for each row of the tensors.
+        A row for each row of the tensors; ``into`` if that is given.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     _, num_kv_heads, num_keys, value_dim = value.shape
@@ -194,15 +197,12 @@ def gradients_of_shares(
         all_lists: list[_Lists],
         likes: tuple[Tensor, ...],
         sizes: tuple[int | float, ...],
-    ) -> tuple[Tensor, ...]:
+    ) -> Sequence[Tensor]:
         """Compute the gradients of tensors ``likes``, those that the tiles are of."""
         num_tile_heads, num_rows = likes[0].shape[1:3]
-        whole = len(all_lists) == 1
-        targets = tuple(
-            like.new_empty(like.shape, dtype=dtype or torch.float32 if whole else torch.float32)
-            for like in likes
-        )
-        if not all_lists or all_lists[0].num_rows < num_rows:
+        of_targets = dtype or torch.float32 if len(all_lists) == 1 else torch.float32
+        targets = into or [like.new_empty(like.shape, dtype=of_targets) for like in likes]
+        if into is None and (not all_lists or all_lists[0].num_rows < num_rows):
             for target in targets:
                 target.zero_()
         for i, lists in enumerate(all_lists):
@@ -222,7 +222,7 @@ def gradients_of_shares(
                 lists.runs,
             )
             num_items = len(lists.tiles) * batch * num_tile_heads
-            options = {"GROUP_SIZE": num_heads // num_kv_heads, "IS_SUM": i > 0}
+            options = {"GROUP_SIZE": num_heads // num_kv_heads, "IS_SUM": into is not None or i > 0}
             if on_hopper:
                 grid = _persistent(num_items, query.device)
                 kernel_on_hopper[grid](
@@ -255,23 +255,26 @@ def gradients_of_shares(
                     **options,
                     **_plain_options(query, value, dropout),
                 )
-        return tuple(target.to(dtype or torch.float32) for target in targets)
+        return into or [target.to(dtype or torch.float32) for target in targets]
 
-    of_queries = compute(
-        query_gradients_on_hopper,
-        query_gradients,
-        _query_lists(work, tile, block, query.device),
-        (query,),
-        (num_heads, num_queries, head_dim, scale),
-    )
-    of_keys = compute(
-        key_gradients_on_hopper,
-        key_gradients,
-        _key_lists(work, tile, block, query.device),
-        (key, value),
-        (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
-    )
-    return Gradients(*of_queries, *of_keys)
+    gradients: list[Tensor] = []
+    if into is None or len(into) == 1:
+        gradients += compute(
+            query_gradients_on_hopper,
+            query_gradients,
+            _query_lists(work, tile, block, query.device),
+            (query,),
+            (num_heads, num_queries, head_dim, scale),
+        )
+    if into is None or len(into) == 2:
+        gradients += compute(
+            key_gradients_on_hopper,
+            key_gradients,
+            _key_lists(work, tile, block, query.device),
+            (key, value),
+            (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
+        )
+    return gradients
 
 
 def _row_statistics(grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

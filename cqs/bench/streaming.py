@@ -1,0 +1,314 @@
+"""Sequences that stay in host memory, computed under a budget, beside the same on the device."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cqs
+from cqs.bench.measurement import Measurement, publish, summarize
+from cqs.scheduler import AttentionShape
+from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
+from cqs.streaming.attention import Streamed
+from cqs.streaming.budget import parse_budget
+from cqs.streaming.plan import Block, Position
+from cqs.streaming.sources import InMemory, Source
+from cqs.worker import Worker
+
+_SHARE = 4
+"""The budget is one part in so many of what the resident call holds."""
+_SAMPLE = 16
+_CHUNK = 2**20
+_POOL = 2**20
+
+
+def run(
+    *,
+    tokens: Sequence[int] | None = None,
+    repeats: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    causal: str = "both",
+    backward: str = "no",
+    budget: str | None = None,
+    part: bool = False,
+    out: str | None = None,
+) -> None:
+    """Check and time attention of pinned tensors under a budget, and of the same on the device.
+
+    Args:
+        tokens: Sequence lengths; ``None`` means 2^20.
+        repeats: How often each is timed.
+        heads: Of the queries.
+        kv_heads: Of the keys; ``None`` means as many.
+        head_dim: Of both.
+        causal: ``"yes"``, ``"no"`` or ``"both"``.
+        backward: ``"yes"`` times the forward and the backward pass together.
+        budget: See :func:`cqs.attention`; ``None`` means a quarter of query, key, value and output,
+            and of their gradients.
+        part: Run the last block of the plan alone, of tokens made on demand, and say what follows
+            for the rest.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        NotImplementedError: if there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise NotImplementedError("bench streaming needs a GPU")
+    shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads)
+    rows: list[Measurement] = []
+    for length in tokens or [2**20]:
+        for is_causal in {"yes": [True], "no": [False], "both": [False, True]}[causal]:
+            resident = 2 * (shape.query_bytes(length) + shape.key_bytes(length) // 2)
+            if backward == "yes":
+                resident *= 2
+            given = resident // _SHARE if budget is None else parse_budget(budget, _device())
+            if part:
+                rows.append(_measure_part(length, shape, is_causal, given))
+            else:
+                measure = _measure_both if backward == "yes" else _measure_forward
+                rows.append(measure(length, shape, is_causal, given, repeats))
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "pass": lambda row: row.benchmark.partition(" ")[2],
+        "s": lambda row: f"{row.median_ms / 1e3:.3f}",
+        "to resident": lambda row: f"{row.ratio:.3f}",
+        "predicted s": lambda row: f"{row.details['predicted_ms'] / 1e3:.3f}",
+        "MiB": lambda row: f"{row.details['peak_bytes'] / 2**20:.0f}",
+        "predicted": lambda row: f"{row.details['predicted_bytes'] / 2**20:.0f}",
+        "budget": lambda row: f"{row.details['budget'] / 2**20:.0f}",
+    }
+    publish(rows, columns, out)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _measure_forward(
+    length: int, shape: AttentionShape, is_causal: bool, budget: int, repeats: int
+) -> Measurement:
+    host = _make(length, shape)
+    output = torch.empty(host[0].shape, dtype=host[0].dtype, pin_memory=True)
+
+    def attend_on_gpu(tensors: list[Tensor]) -> Tensor:
+        return _attend(tensors, is_causal=is_causal)
+
+    resident, answer = _time_resident(attend_on_gpu, host, repeats)
+    _check(answer, list(map(InMemory, host)), is_causal, range(length))
+    del answer
+
+    def stream() -> None:
+        _attend(host, is_causal=is_causal, memory_budget=budget, out=output)
+
+    peak = _peak_bytes(stream)
+    _check(output, list(map(InMemory, host)), is_causal, range(length))
+    streamed = [_time(stream)[0] for _ in range(repeats)]
+    plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal)
+    return _row("forward", shape, plan, streamed, resident, peak, plan.peak_bytes, plan.seconds)
+
+
+def _measure_both(
+    length: int, shape: AttentionShape, is_causal: bool, budget: int, repeats: int
+) -> Measurement:
+    host = [tensor.requires_grad_() for tensor in _make(length, shape)]
+    grad_output = torch.randn(host[0].shape, dtype=torch.float16, device="cuda").cpu().pin_memory()
+
+    def differentiate(tensors: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+        output = _attend(tensors, is_causal=is_causal, **options)
+        return torch.autograd.grad(output, tensors, grad_output.to(output.device))
+
+    resident, found = _time_resident(differentiate, host, repeats)
+    expected = [gradient.cpu() for gradient in found]
+    del found
+
+    def stream() -> tuple[Tensor, ...]:
+        return differentiate(host, memory_budget=budget)
+
+    gradients: list[tuple[Tensor, ...]] = []
+    peak = _peak_bytes(lambda: gradients.append(stream()))
+    for ours, theirs in zip(gradients.pop(), expected, strict=True):
+        for head in range(ours.shape[1]):
+            here, there = (each[0, head].cuda().float() for each in (ours, theirs))
+            assert (here - there).norm() < 1e-3 * there.norm()
+    streamed = [_time(stream)[0] for _ in range(repeats)]
+    plans = [
+        make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal, which=which)
+        for which in Pass
+    ]
+    most = max(plan.peak_bytes for plan in plans)
+    seconds = sum(plan.seconds for plan in plans)
+    return _row("both", shape, plans[0], streamed, resident, peak, most, seconds)
+
+
+def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: int) -> Measurement:
+    pools = [tensor[0] for tensor in _make(_POOL, shape)]
+
+    def source(pool: Tensor) -> OnDemand:
+        def make(batch: int, head: int, rows: range) -> Tensor:
+            index = torch.arange(rows.start, rows.stop) % _POOL
+            return pool[head][index]
+
+        return OnDemand(make, (1, pool.shape[0], length, pool.shape[2]), pool.dtype)
+
+    sources = list(map(source, pools))
+    plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal)
+    *_, last = plan.blocks(Position(plan.num_groups - 1, 0))
+    start = Position(plan.num_groups - 1, last.tokens.start)
+    output = torch.empty((1, shape.num_heads, length, shape.value_columns), dtype=torch.float16)
+    lse = torch.empty(output.shape[:3])
+    query, key, value = sources
+    streamed = Streamed(query, key, value, Worker(shape.head_dim**-0.5), _device())
+
+    def stream() -> None:
+        streamed.attend(plan, InMemory(output), lse, start=start)
+
+    peak = _peak_bytes(stream)
+    _check(output, sources, is_causal, last.tokens, last)
+    seconds, _ = _time(stream)
+    share = plan.count(last.tokens, range(length)) / plan.live_pairs / plan.num_groups
+    row = _row(
+        "forward, one block",
+        shape,
+        plan,
+        [seconds],
+        [share * plan.seconds],
+        peak,
+        plan.peak_bytes,
+        share * plan.seconds,
+    )
+    row.details.update(share=share, extrapolated_ms=1e3 * seconds / share)
+    return row
+
+
+def _attend(tensors: list[Tensor], **options: Any) -> Tensor:
+    query, key, value = tensors
+    output = cqs.attention(query, key, value, **options)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _make(length: int, shape: AttentionShape) -> list[Tensor]:
+    """Make query, key and value in pinned memory."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = []
+    for heads in (shape.num_heads, shape.kv_heads, shape.kv_heads):
+        tensor = torch.empty(
+            (1, heads, length, shape.head_dim), dtype=torch.float16, pin_memory=True
+        )
+        for head in range(heads):
+            tensor[0, head].copy_(
+                torch.randn(tensor.shape[2:], generator=generator, device="cuda").half()
+            )
+        made.append(tensor)
+    return made
+
+
+def _time_resident(
+    compute: Callable[[list[Tensor]], Any], host: list[Tensor], repeats: int
+) -> tuple[list[float], Any]:
+    """Time a computation of tensors on the GPU, after one that does not count."""
+    on_gpu = [tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in host]
+    results = [_time(lambda: compute(on_gpu))[0] for _ in range(repeats)]
+    seconds, found = _time(lambda: compute(on_gpu))
+    return [*results, seconds][1:], found
+
+
+def _time(compute: Callable[[], Any]) -> tuple[float, Any]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = compute()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, found
+
+
+def _peak_bytes(compute: Callable[[], object]) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    compute()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _check(
+    output: Tensor,
+    sources: Sequence[Source],
+    is_causal: bool,
+    rows: range,
+    block: Block | None = None,
+) -> None:
+    """Raise unless sampled rows of the first and the last head agree with float64."""
+    heads = range(output.shape[1]) if block is None else block.heads
+    group_size = sources[0].shape[1] // sources[1].shape[1]
+    sample = [rows[i * (len(rows) - 1) // (_SAMPLE - 1)] for i in range(_SAMPLE)]
+    for head in {heads[0], heads[-1]}:
+        query = torch.cat([_read(sources[0], head, range(row, row + 1)) for row in sample])
+        exact = _exact(query, sources[1:], head // group_size, sample, is_causal)
+        found = output[0, head, sample].cuda().double()
+        assert (found - exact).norm() < 2e-3 * exact.norm(), "wrong rows"
+
+
+def _exact(
+    query: Tensor, keys: Sequence[Source], head: int, rows: Sequence[int], is_causal: bool
+) -> Tensor:
+    """Attend in float64, some keys at a time."""
+    length = keys[0].shape[2]
+    places = torch.tensor(rows, device="cuda")
+    largest = torch.full((len(rows), 1), -torch.inf, dtype=torch.float64, device="cuda")
+    sums, total = torch.zeros_like(largest), torch.zeros_like(query)
+    for first in range(0, length, _CHUNK):
+        tokens = range(first, min(first + _CHUNK, length))
+        key, value = (_read(source, head, tokens) for source in keys)
+        scores = query @ key.T * query.shape[1] ** -0.5
+        if is_causal:
+            hidden = torch.arange(tokens.start, tokens.stop, device="cuda") > places.unsqueeze(1)
+            scores.masked_fill_(hidden, -torch.inf)
+        new = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
+        weights, old = (scores - new).exp(), (largest - new).exp()
+        sums, total = sums * old + weights.sum(dim=1, keepdim=True), total * old + weights @ value
+        largest = new
+    return total / sums
+
+
+def _read(source: Source, head: int, rows: range) -> Tensor:
+    into = torch.empty((len(rows), source.shape[3]), dtype=source.dtype)
+    source.read(0, head, rows, into)
+    return into.cuda().double()
+
+
+def _row(
+    name: str,
+    shape: AttentionShape,
+    plan: StreamPlan,
+    seconds: list[float],
+    baseline: list[float],
+    peak: int,
+    predicted: int,
+    predicted_seconds: float,
+) -> Measurement:
+    ratios = (own / other for own, other in zip(seconds, baseline, strict=True))
+    return Measurement(
+        benchmark=f"streaming {name}",
+        case=f"{'causal' if plan.is_causal else 'full'}-{plan.seqlen_q}-h{shape.num_heads}"
+        f":{shape.kv_heads}-d{shape.head_dim}",
+        baseline="predicted" if "block" in name else "resident",
+        num_workers=1,
+        executor="cqs",
+        dtype="float16",
+        ratio=statistics.median(ratios),
+        repeats=len(seconds),
+        details={
+            "tokens": plan.seqlen_q,
+            "baseline_ms": 1e3 * statistics.median(baseline),
+            "predicted_ms": 1e3 * predicted_seconds,
+            "peak_bytes": peak,
+            "predicted_bytes": predicted,
+            "budget": plan.budget,
+        },
+        **summarize(seconds),  # type: ignore[arg-type]
+    )

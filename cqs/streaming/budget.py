@@ -1,0 +1,51 @@
+"""How many bytes of a device may be used."""
+
+import os
+import re
+from typing import Any
+
+import torch
+
+from cqs.scheduler.arguments import as_integer
+
+_UNITS = {"": 1} | {
+    f"{prefix}{infix}b": base**i
+    for infix, base in (("i", 1024), ("", 1000))
+    for i, prefix in enumerate("kmgt", 1)
+}
+_SHARE_OF_GPU, _SHARE_OF_HOST = 0.9, 0.5
+
+
+def parse_budget(budget: Any, device: torch.device) -> int:
+    """Return a budget in bytes.
+
+    Args:
+        budget: Bytes, or text such as ``"8GiB"`` or ``"500 MB"``, or ``"auto"``: nine tenths of
+            what is free on a GPU, half of what is available on the CPU.
+        device: Whose memory.
+
+    Raises:
+        TypeError: if it is neither integer nor text.
+        ValueError: if it is not positive, or text that says no number of bytes.
+
+    Example:
+        >>> parse_budget("1.5GiB", torch.device("cpu"))
+        1610612736
+    """
+    if not isinstance(budget, str):
+        return as_integer("memory_budget", budget, 1)
+    if budget == "auto":
+        return _free_bytes(device)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"memory_budget must be like '8GiB', '500MB' or 'auto', got {budget!r}")
+    return as_integer("memory_budget", int(float(match[1]) * _UNITS[match[2]]), 1)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + cached) * _SHARE_OF_GPU)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(available * _SHARE_OF_HOST)

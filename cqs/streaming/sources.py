@@ -1,0 +1,298 @@
+"""Where sequences are that do not fit: host memory, files, functions that make them."""
+
+import json
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Shape = tuple[int, int, int, int]
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+class Source(Protocol):
+    """``[batch, heads, seqlen, dim]``, of which some rows of one head are read at a time."""
+
+    @property
+    def shape(self) -> Shape:
+        """Batch, heads, tokens and columns."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Fill ``[rows, dim]`` on the CPU, adjacent in memory."""
+
+
+class Target(Protocol):
+    """``[batch, heads, seqlen, dim]``, of which some rows of one head are written at a time."""
+
+    def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
+        """Take ``[rows, dim]`` from the CPU, adjacent in memory."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A tensor on the CPU."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> Shape:
+        """Batch, heads, tokens and columns."""
+        batch, heads, tokens, columns = self.tensor.shape
+        return batch, heads, tokens, columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.tensor.dtype
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Copy rows out."""
+        into.copy_(self.rows_in_place(batch, head, rows))
+
+    def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
+        """Copy rows in."""
+        self.rows_in_place(batch, head, rows).copy_(values)
+
+    def rows_in_place(self, batch: int, head: int, rows: range) -> Tensor:
+        """Return rows in place."""
+        return self.tensor[batch, head, rows.start : rows.stop]
+
+
+@dataclass(frozen=True)
+class InFile:
+    """A tensor in a file, which is read and written without being mapped: it takes no memory.
+
+    Its rows lie in C order; heads and batch elements anywhere.
+    """
+
+    path: Path
+    shape: Shape
+    dtype: torch.dtype
+    offset: int
+    """Bytes before the first element."""
+    strides: tuple[int, int]
+    """Bytes between batch elements and between heads."""
+    is_writable: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the file is too short."""
+        batch, heads, *_ = self.shape
+        needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
+        if (size := self.path.stat().st_size) < needed:
+            raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
+
+    @property
+    def fingerprint(self) -> tuple[str, int, int]:
+        """What changes when the file does: its path, size and time of change."""
+        stat = self.path.stat()
+        return str(self.path.resolve()), stat.st_size, stat.st_mtime_ns
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Read rows; raises OSError if the file has become too short."""
+        view, place = _bytes_of(into), self._place(batch, head, rows.start)
+        while view:
+            count = os.preadv(self._descriptor, [view], place)
+            if not count:
+                raise OSError(f"'{self.path}' was cut short while it was read")
+            view, place = view[count:], place + count
+
+    def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
+        """Write rows; raises OSError if the disk is full."""
+        view, place = _bytes_of(values), self._place(batch, head, rows.start)
+        while view:
+            count = os.pwrite(self._descriptor, view, place)
+            view, place = view[count:], place + count
+
+    def _place(self, batch: int, head: int, row: int) -> int:
+        row_bytes = self.shape[3] * self.dtype.itemsize
+        return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
+
+    @cached_property
+    def _descriptor(self) -> int:
+        descriptor = os.open(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+
+@dataclass(frozen=True)
+class OnDemand:
+    """A tensor that a function makes, some rows of one head at a time.
+
+    Args:
+        function: Called as ``function(batch, head, rows)``, the rows a range; returns
+            ``[len(rows), dim]`` on the CPU, the same whenever it is asked for the same rows.
+        shape: Of the whole.
+        dtype: Of what the function returns.
+    """
+
+    function: Callable[[int, int, range], Tensor]
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Have rows made."""
+        found = self.function(batch, head, rows)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"the function must return a tensor, got {type(found).__name__}")
+        if found.shape != into.shape or found.dtype != into.dtype:
+            raise ValueError(
+                f"the function must return {tuple(into.shape)} {into.dtype} for {len(rows)} rows, "
+                f"got {tuple(found.shape)} {found.dtype}"
+            )
+        into.copy_(found)
+
+
+def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
+    """Return what reads a tensor of the user.
+
+    Args:
+        name: What errors call it.
+        tensor: A CPU tensor, a NumPy array, memory-mapped or not, :class:`InFile` or
+            :class:`OnDemand`.
+
+    Raises:
+        TypeError: if it is none of these.
+        ValueError: if it is on a GPU or has not four dimensions.
+    """
+    if isinstance(tensor, InMemory | InFile | OnDemand):
+        return tensor
+    if isinstance(tensor, np.memmap) and (found := _file_of(tensor)):
+        return found
+    if isinstance(tensor, np.ndarray):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is read-only, which out= checks
+            tensor = torch.from_numpy(tensor)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, a NumPy array or of cqs.streaming, "
+            f"got {type(tensor).__name__}"
+        )
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a memory budget is for tensors on the CPU, {name} is on {tensor.device}")
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{name} must be [batch, num_heads, seqlen, head_dim], got shape {tuple(tensor.shape)}"
+        )
+    return InMemory(tensor.detach())
+
+
+def as_target(out: Any, shape: Shape, dtype: torch.dtype) -> InMemory | InFile:
+    """Return what writes the output to where the user wants it.
+
+    Args:
+        out: As for :func:`as_source`, but a function.
+        shape: That it must have.
+        dtype: Likewise.
+
+    Raises:
+        TypeError: if it is of another kind.
+        ValueError: if it cannot be written to, or its shape or dtype is another.
+    """
+    target = as_source("out", out)
+    if isinstance(target, OnDemand):
+        raise TypeError("out must be a tensor, a NumPy array or a file")
+    if tuple(target.shape) != shape or target.dtype != dtype:
+        raise ValueError(
+            f"out must be {list(shape)} {dtype}, got {list(target.shape)} {target.dtype}"
+        )
+    is_writable = target.is_writable if isinstance(target, InFile) else True
+    if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError("out cannot be written to: it is read-only")
+    return target
+
+
+def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
+    """Find a tensor in a file, without reading it.
+
+    Args:
+        source: ``FILE.npy``, ``FILE.safetensors`` or ``FILE.safetensors:NAME``.
+        name: Of the tensor in a safetensors file, where ``source`` has none.
+
+    Raises:
+        ValueError: if the file is of neither kind, is cut short, or has no such tensor of four
+            dimensions in C order.
+        OSError: if it cannot be read.
+    """
+    path, _, given = str(source).partition(".safetensors:")
+    if given or path.endswith(".safetensors"):
+        return _in_safetensors(Path(f"{path}.safetensors" if given else path), given or name)
+    try:
+        mapped = np.lib.format.open_memmap(source, mode="r")
+    except ValueError as error:
+        raise ValueError(f"cannot read {name} from '{source}': {error}") from error
+    found = _file_of(mapped) if mapped.ndim == 4 else None
+    if found is None:
+        raise ValueError(
+            f"'{source}' must have four dimensions in C order, got {mapped.shape} {mapped.dtype}"
+        )
+    return found
+
+
+def _in_safetensors(path: Path, name: str) -> InFile:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, 10**8)))
+            entry = header[name]
+            shape, dtype = tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]]
+            first, _ = entry["data_offsets"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"'{path}' has no tensor {name!r} to read: {error!r}") from error
+    if len(shape) != 4:
+        raise ValueError(f"{name} of '{path}' must have four dimensions, got {list(shape)}")
+    head_bytes = shape[2] * shape[3] * dtype.itemsize
+    return InFile(path, shape, dtype, 8 + length + first, (shape[1] * head_bytes, head_bytes))
+
+
+def _file_of(mapped: np.memmap) -> InFile | None:
+    """Return where the elements of a memory map are in its file, unless that cannot be told.
+
+    What is mapped copy-on-write may differ from the file.
+    """
+    whole = mapped
+    while isinstance(whole.base, np.memmap):
+        whole = whole.base
+    size = mapped.itemsize
+    if (
+        mapped.filename is None
+        or mapped.mode == "c"
+        or mapped.ndim != 4
+        or not mapped.dtype.isnative
+        or mapped.strides[2:] != (size * mapped.shape[3], size)
+        or min(mapped.strides[:2]) < 0
+    ):
+        return None
+    try:
+        dtype = torch.from_numpy(np.empty(0, mapped.dtype)).dtype
+    except TypeError:
+        return None
+    return InFile(
+        Path(mapped.filename),
+        mapped.shape,
+        dtype,
+        whole.offset + mapped.ctypes.data - whole.ctypes.data,
+        (mapped.strides[0], mapped.strides[1]),
+        is_writable=bool(mapped.flags.writeable),
+    )
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(torch.uint8).numpy().data.cast("B")

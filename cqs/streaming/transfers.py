@@ -1,0 +1,163 @@
+"""Rows of heads from where a sequence is to a device, and back, beside what the device computes."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cqs.streaming.sources import InMemory, Source, Target
+
+_PIECE_BYTES = 16 * 2**20
+_NUM_PIECES = 4
+
+
+class Transfers(Protocol):
+    """Copies to and from a device. What it calls a mark says how far the device has come."""
+
+    def mark(self) -> Any:
+        """Return a mark of all that was launched."""
+
+    def upload(
+        self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
+    ) -> Any:
+        """Copy rows of some heads to ``[heads, rows, dim]`` once a mark is passed; return another.
+
+        The caller may go on before the copy is done.
+        """
+
+    def wait(self, mark: Any) -> None:
+        """Have the device go on once a mark is passed."""
+
+    def download(
+        self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
+    ) -> None:
+        """Copy ``[heads, rows, dim]`` back once a mark is passed; returns when it is there."""
+
+
+class SameMemory:
+    """The device is the CPU."""
+
+    def mark(self) -> None:
+        """Everything is done already."""
+
+    def upload(
+        self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
+    ) -> None:
+        """Read rows straight into the tensor."""
+        for head, into in zip(heads, target, strict=True):
+            source.read(batch, head, rows, into)
+
+    def wait(self, mark: Any) -> None:
+        """Go on."""
+
+    def download(
+        self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
+    ) -> None:
+        """Write rows."""
+        for head, values in zip(heads, tensor, strict=True):
+            target.write(batch, head, rows, values)
+
+
+class OverLink:
+    """A GPU: rows that are not in pinned memory go through some pinned pieces of it, in turn."""
+
+    def __init__(self, device: torch.device):
+        """Allocate the pieces."""
+        self._device = device
+        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._pieces = [
+            torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            for _ in range(_NUM_PIECES)
+        ]
+        self._free: list[torch.cuda.Event | None] = [None] * _NUM_PIECES
+        self._next = 0
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the stream that computes."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def upload(
+        self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
+    ) -> torch.cuda.Event:
+        """Copy beside the computation."""
+        if after is not None:
+            self._up.wait_event(after)
+        with torch.cuda.stream(self._up):
+            for head, into in zip(heads, target, strict=True):
+                if isinstance(source, InMemory) and source.tensor.is_pinned():
+                    into.copy_(source.rows_in_place(batch, head, rows), non_blocking=True)
+                    continue
+                for part in _cut(rows, into):
+                    piece = self._take(part, into)
+                    source.read(batch, head, part, piece)
+                    first = part.start - rows.start
+                    into[first : first + len(part)].copy_(piece, non_blocking=True)
+                    self._give(self._up)
+        arrived: torch.cuda.Event = self._up.record_event()
+        return arrived
+
+    def wait(self, mark: Any) -> None:
+        """Let the stream that computes wait."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def download(
+        self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
+    ) -> None:
+        """Copy beside the computation, a piece while the one before is written."""
+        self._down.wait_event(after)
+        if isinstance(target, InMemory) and target.tensor.is_pinned():
+            with torch.cuda.stream(self._down):
+                for head, values in zip(heads, tensor, strict=True):
+                    into = target.rows_in_place(batch, head, rows)
+                    into.copy_(values, non_blocking=True)
+            self._down.synchronize()
+            return
+        parts = [
+            (head, part, values[part.start - rows.start : part.stop - rows.start])
+            for head, values in zip(heads, tensor, strict=True)
+            for part in _cut(rows, values)
+        ]
+        waiting: list[tuple[int, range, Tensor, torch.cuda.Event]] = []
+        for head, part, values in parts:
+            piece = self._take(part, values)
+            with torch.cuda.stream(self._down):
+                piece.copy_(values, non_blocking=True)
+            waiting.append((head, part, piece, self._give(self._down)))
+            if len(waiting) == _NUM_PIECES - 1:
+                _write(target, batch, *waiting.pop(0))
+        for each in waiting:
+            _write(target, batch, *each)
+
+    def _take(self, rows: range, like: Tensor) -> Tensor:
+        """Return a piece of pinned memory that nothing uses, as ``[rows, dim]``."""
+        if (event := self._free[self._next]) is not None:
+            event.synchronize()
+        num_bytes = len(rows) * like.shape[1] * like.element_size()
+        piece = self._pieces[self._next][:num_bytes]
+        return piece.view(like.dtype).view(len(rows), like.shape[1])
+
+    def _give(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Note that what a stream has to do is the last that uses this piece."""
+        event: torch.cuda.Event = stream.record_event()
+        self._free[self._next] = event
+        self._next = (self._next + 1) % _NUM_PIECES
+        return event
+
+
+def make_transfers(device: torch.device) -> Transfers:
+    """Return what copies to and from a device."""
+    return OverLink(device) if device.type == "cuda" else SameMemory()
+
+
+def _write(
+    target: Target, batch: int, head: int, rows: range, piece: Tensor, event: torch.cuda.Event
+) -> None:
+    event.synchronize()
+    target.write(batch, head, rows, piece)
+
+
+def _cut(rows: range, like: Tensor) -> list[range]:
+    """Cut rows into parts that fit a piece."""
+    length = max(_PIECE_BYTES // (like.shape[1] * like.element_size()), 1)
+    return [rows[i : i + length] for i in range(0, len(rows), length)]

@@ -1,0 +1,142 @@
+"""Every pair is met once, in whatever order and pieces; what is held fits the budget."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from cqs.patterns import global_tokens, sliding_window
+from cqs.scheduler import AttentionShape
+from cqs.streaming import Pass, StreamPlan, make_stream_plan
+from cqs.streaming.plan import CPU, GPU, START, Position
+
+SHAPE = AttentionShape(4, 16, batch=2, num_kv_heads=2)
+LENGTHS = [(1, 1), (700, 700), (300, 1000), (1000, 300), (0, 5), (5, 0), (513, 129)]
+PATTERNS = [None, sliding_window(40, 3) | global_tokens(2)]
+
+
+def make(lengths, which, is_causal, pattern, tiles=(1, 1)):
+    bound = None if pattern is None else pattern.bind(*lengths)
+    rows, chunk = (128 * number for number in tiles)
+    return StreamPlan(*lengths, SHAPE, is_causal, bound, 10**9, CPU, which, 1, rows, chunk)
+
+
+def live_mask(plan):
+    queries, keys = np.arange(plan.seqlen_q)[:, None], np.arange(plan.seqlen_kv)[None, :]
+    if plan.pattern is not None:
+        return plan.pattern.to_mask(range(plan.seqlen_q)).reshape(plan.seqlen_q, plan.seqlen_kv)
+    if plan.is_causal:
+        return keys <= queries + plan.seqlen_kv - plan.seqlen_q
+    return np.ones((plan.seqlen_q, plan.seqlen_kv), dtype=bool)
+
+
+@pytest.mark.parametrize("which", Pass)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    ("is_causal", "pattern"), [(False, None), (True, None), (False, PATTERNS[1])]
+)
+@pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (9, 1), (1, 9)])
+def test_every_live_pair_is_met_once(which, lengths, is_causal, pattern, tiles):
+    plan = make(lengths, which, is_causal, pattern, tiles)
+    live = live_mask(plan)
+    counts = np.zeros((plan.num_groups, *lengths), int)
+    ends, blocks = [START], []
+    for visit in plan.visits():
+        block = visit.block
+        if visit.is_first:
+            blocks.append(block)
+        if visit.is_last:
+            ends.append(block.end)
+        group = block.batch * SHAPE.kv_heads + block.kv_heads.start
+        assert list(block.heads) == [2 * block.kv_heads.start, 2 * block.kv_heads.start + 1]
+        if visit.tokens is None:
+            continue
+        queries, keys = plan.sides(block.tokens, visit.tokens)
+        found = np.zeros(lengths, int)
+        for step in plan.steps(queries, keys):
+            for part in step.blocks():
+                rows, columns = (slice(r.start, r.stop) for r in (part.queries, part.keys))
+                size = len(part.queries), len(part.keys)
+                found[rows, columns] += np.tri(*size, dtype=int) if part.is_causal else 1
+        if plan.pattern is not None:
+            found = found * live
+        assert found.sum() == plan.count(block.tokens, visit.tokens) > 0, "an empty visit"
+        counts[group] += found
+    assert (counts == live).all()
+    assert plan.live_pairs == live.sum()
+    assert ends == sorted(set(ends)), "results become final in order"
+    assert list(plan.blocks()) == blocks
+    if blocks:
+        assert ends[-1] == Position(plan.num_groups, 0)
+        middle = ends[len(ends) // 2]
+        assert list(plan.blocks(middle)) == blocks[len(ends) // 2 :]
+
+
+@pytest.mark.parametrize("which", Pass)
+@pytest.mark.parametrize("rates", [CPU, GPU])
+def test_plans_fit_and_the_larger_the_budget_the_less_is_moved(which, rates):
+    shape = AttentionShape(8, 128, num_kv_heads=4)
+    moved = []
+    for budget in (2**28, 2**30, 2**32):
+        for is_causal, length in itertools.product((False, True), (2**14, 2**20, 2**22)):
+            plan = make_stream_plan(
+                length,
+                length,
+                shape,
+                budget=budget,
+                is_causal=is_causal,
+                rates=rates,
+                which=which,
+            )
+            assert plan.peak_bytes <= budget
+            assert plan.seconds >= plan.flops / rates.flops
+        moved.append(plan.bytes_moved)
+    assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1]
+
+
+def test_what_streams_is_what_is_predicted_to_move():
+    for is_causal, tiles in itertools.product((False, True), ((1, 1), (2, 1), (3, 2), (9, 9))):
+        plan = make((1000, 1000), Pass.FORWARD, is_causal, None, tiles)
+        loaded, last = 0, None
+        for visit in plan.visits(Position(plan.num_groups - 1, 0)):
+            loaded += len(visit.tokens) if visit.tokens != last else 0
+            last = visit.tokens
+        assert plan._num_loaded <= loaded <= plan._num_loaded + plan.chunk * (is_causal + 1)
+
+
+def test_a_billion_tokens_are_planned_without_delay():
+    start = time.perf_counter()
+    for which in Pass:
+        plan = make_stream_plan(
+            10**9, 10**9, AttentionShape(8, 128), budget=2**31, is_causal=True, which=which
+        )
+        next(iter(plan.visits()))
+    assert time.perf_counter() - start < 3
+    assert "not the cyclic quorum split" not in plan.explain()
+
+
+def test_ten_thousand_visits_take_less_than_a_second():
+    shape = AttentionShape(8, 128)
+    plan = make_stream_plan(2**22, 2**22, shape, budget=2**26)
+    start = time.perf_counter()
+    assert sum(1 for _ in itertools.islice(plan.visits(), 10**4)) == 10**4
+    assert time.perf_counter() - start < 1
+
+
+def test_what_was_chosen_is_explained():
+    plan = make_stream_plan(2**20, 2**20, AttentionShape(8, 128), budget=2**31)
+    text = plan.explain()
+    assert f"{plan.heads_at_once} of 8 key heads" in text and f"of {plan.rows} queries" in text
+    assert "not the cyclic quorum split" in text and f"of {plan.chunk} keys" in text
+
+
+def test_a_budget_below_one_tile_is_refused():
+    with pytest.raises(
+        ValueError, match="too small: a tile of 128 queries and keys takes"
+    ) as caught:
+        make_stream_plan(1000, 1000, SHAPE, budget=1000)
+    least = int(str(caught.value).split()[-1])
+    assert make_stream_plan(1000, 1000, SHAPE, budget=least).rows == 128
+    with pytest.raises(ValueError, match="too small"):
+        make_stream_plan(1000, 1000, SHAPE, budget=least - 1)

@@ -1,0 +1,432 @@
+"""Tensors in memory, in files and made on demand: the answer is that of one call."""
+
+import errno
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import cqs
+from cqs.cases import CASES
+from cqs.patterns import global_tokens, sliding_window
+from cqs.streaming import InFile, OnDemand, Pass, make_stream_plan, open_tensor
+from cqs.streaming.budget import parse_budget
+from cqs.streaming.plan import CPU, GPU, StreamPlan
+from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.worker.memory import measure_peak_bytes
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def least_budget(problem, device="cpu"):
+    """For which a tile and some more fit, so that there are many visits."""
+    rates = GPU if device == "cuda" else CPU
+    plans = (
+        StreamPlan(
+            problem.query.shape[2],
+            problem.key.shape[2],
+            problem.shape,
+            problem.is_causal,
+            problem.bound_pattern,
+            0,
+            rates,
+            which,
+            1,
+            128,
+            128,
+        )
+        for which in Pass
+    )
+    return max(plan.peak_bytes for plan in plans)
+
+
+def tensors(problem):
+    return problem.query, problem.key, problem.value
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    """Query, key and value as memory maps, and a map for the output."""
+    generator = np.random.default_rng(0)
+    mapped = []
+    for name, shape in zip("qkv", [(2, 4, 500, 16), (2, 2, 700, 16), (2, 2, 700, 8)], strict=True):
+        np.save(tmp_path / name, generator.standard_normal(shape).astype(np.float32))
+        mapped.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r"))
+    out = np.lib.format.open_memmap(tmp_path / "out.npy", "w+", np.float32, (2, 4, 500, 8))
+    return [*mapped, out]
+
+
+def expected_of(arrays, **options):
+    return cqs.attention(*(torch.tensor(array) for array in arrays[:3]), **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_exact(case, device):
+    problem = case.make(torch.float64)
+    options = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True}
+    budget = least_budget(problem, device)
+    output, lse = cqs.attention(
+        *tensors(problem), memory_budget=budget, device=device, verify=True, **options
+    )
+    exact = exact_answer(problem)
+    torch.testing.assert_close(output, exact.output, atol=1e-10, rtol=0)
+    torch.testing.assert_close(lse, exact.lse, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_every_dtype_tracks_exact_with_gradients(device, dtype, is_pinned):
+    case = CASES[8]
+    problem = case.make(dtype)
+    leaves = [tensor.pin_memory() if is_pinned else tensor for tensor in tensors(problem)]
+    leaves = [tensor.clone().requires_grad_() for tensor in leaves]
+    output = cqs.attention(
+        *leaves, is_causal=True, memory_budget=least_budget(problem, device), device=device
+    )
+    exact = exact_answer(problem)
+    assert_tracks_exact(output.detach(), eager_output(problem), exact.output, slack=4)
+    grad_output = torch.randn(output.shape).to(dtype)
+    found = torch.autograd.grad(output, leaves, grad_output)
+    whole = [tensor.double().requires_grad_() for tensor in tensors(problem)]
+    expected = torch.autograd.grad(
+        cqs.attention(*whole, is_causal=True), whole, grad_output.double()
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype and ours.device.type == "cpu"
+        error = (ours.double() - theirs).norm() / theirs.norm()
+        assert error < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_patterns_and_dropout_are_those_of_one_call(device, is_causal):
+    problem = CASES[7].make(torch.float64)
+    options = {
+        "is_causal": is_causal,
+        "pattern": sliding_window(60, 20) | global_tokens(3),
+        "dropout_p": 0.3,
+        "seed": 7,
+    }
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors(problem)]
+    outputs = [
+        cqs.attention(*leaves, **options, **budget)
+        for budget in ({}, {"memory_budget": least_budget(problem, device), "device": device})
+    ]
+    torch.testing.assert_close(*outputs, atol=1e-10, rtol=0)
+    gradients = [torch.autograd.grad(output.sin().sum(), leaves) for output in outputs]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", Pass)
+@pytest.mark.parametrize("share", [2, 4, 16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_peak_is_the_predicted_one_and_below_the_budget(which, share, is_causal):
+    shape = 1, 4, 2**17, 128
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(shape, generator=generator).half().requires_grad_(which != Pass.FORWARD)
+        for _ in range(3)
+    ]
+    budget = 4 * leaves[0].numel() * 2 // share
+    options = {"memory_budget": budget, "is_causal": is_causal}
+    torch.cuda.empty_cache()
+    output, peak = measure_peak_bytes(
+        lambda: cqs.attention(*leaves, **options), torch.device("cuda")
+    )
+    passes = [Pass.FORWARD]
+    if which != Pass.FORWARD:
+        passes = [Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS]
+        grad_output = torch.randn(shape, generator=generator).half()
+        _, peak = measure_peak_bytes(
+            lambda: torch.autograd.grad(output, leaves, grad_output), torch.device("cuda")
+        )
+    problem = cqs.problem.check_problem(*leaves, is_causal=is_causal)
+    predicted = max(
+        make_stream_plan(
+            shape[2], shape[2], problem.shape, budget=budget, is_causal=is_causal, which=each
+        ).peak_bytes
+        for each in passes
+    )
+    assert peak <= budget
+    assert 0.95 * predicted <= peak <= 1.05 * predicted
+
+
+def test_files_are_read_and_written_without_being_mapped(arrays):
+    *mapped, out = arrays
+    found = cqs.attention(*mapped, memory_budget=200_000, device="cpu", out=out, verify=True)
+    assert found is out
+    expected = expected_of(arrays)
+    torch.testing.assert_close(torch.tensor(out), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_views_of_maps_are_found_in_their_files(arrays, tmp_path):
+    query, key, value, _ = arrays
+    wide = np.lib.format.open_memmap(tmp_path / "wide.npy", "w+", np.float32, (2, 8, 500, 16))
+    wide[:] = 7
+    wide[:, 1::2] = query
+    part = wide[:, 1::2]
+    found = cqs.attention(part[1:], key[1:], value[1:], memory_budget=200_000, device="cpu")
+    expected = expected_of(arrays)[1:]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    changed = np.load(tmp_path / "q.npy", mmap_mode="c")
+    changed[:] = 0
+    transposed = np.asfortranarray(value)
+    found = cqs.attention(changed, key, transposed, memory_budget=200_000, device="cpu")
+    expected = cqs.attention(torch.zeros(2, 4, 500, 16), *map(torch.tensor, (key, value)))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_safetensors_and_functions(tmp_path):
+    query, key, value = (torch.randn(1, 2, 300, 16).bfloat16() for _ in range(3))
+    save_file({"query": query, "others": key}, tmp_path / "some.safetensors")
+    made = OnDemand(
+        lambda batch, head, rows: value[batch, head, rows.start : rows.stop],
+        tuple(value.shape),
+        value.dtype,
+    )
+    found = cqs.attention(
+        open_tensor(tmp_path / "some.safetensors", "query"),
+        open_tensor(f"{tmp_path}/some.safetensors:others"),
+        made,
+        memory_budget="200KB",
+        device="cpu",
+        is_causal=True,
+    )
+    expected = cqs.attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    wrong = OnDemand(lambda batch, head, rows: value[0, 0, :3], tuple(value.shape), value.dtype)
+    with pytest.raises(
+        ValueError, match=r"must return \(300, 16\) torch.bfloat16 for 300 rows, got"
+    ):
+        cqs.attention(query, key, wrong, memory_budget=60_000, device="cpu")
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(number):
+    calls = itertools.count(1)
+
+    def progress(done, total):
+        assert 0 < done <= total
+        if next(calls) == number:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 17])
+def test_what_was_stopped_goes_on_with_the_same_bits(arrays, tmp_path, number):
+    *mapped, out = arrays
+    options = {"memory_budget": 60_000, "device": "cpu", "is_causal": True, "return_lse": True}
+    whole, whole_lse = cqs.attention(*mapped, **options)
+    options |= {"out": out, "resume": tmp_path / "run"}
+    with pytest.raises(Stop):
+        cqs.attention(*mapped, progress=stop_after(number), **options)
+    seen = []
+    _, lse = cqs.attention(*mapped, progress=lambda *done: seen.append(done), **options)
+    assert np.array_equal(out, whole) and torch.equal(lse, whole_lse)
+    assert seen[-1][0] == seen[-1][1]
+    if number == 17:
+        assert seen[0][0] > seen[-1][1] / 20, "begins where the other ended"
+    assert sorted(os.listdir(tmp_path)) == ["k.npy", "out.npy", "q.npy", "v.npy"]
+
+
+def test_a_killed_process_goes_on_with_the_same_bits(arrays, tmp_path):
+    *mapped, out = arrays
+    whole = cqs.attention(*mapped, memory_budget=60_000, device="cpu")
+    program = f"""
+        import os, numpy as np, cqs
+        q, k, v = (np.load(name + ".npy", mmap_mode="r") for name in "qkv")
+        out = np.load("out.npy", mmap_mode="r+")
+        number = 0
+        def progress(done, total):
+            global number
+            number += 1
+            if number == 20:
+                os.kill(os.getpid(), {signal.SIGKILL})
+        cqs.attention(q, k, v, memory_budget=60_000, device="cpu", out=out, resume="run",
+                      progress=progress)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path)
+    assert ended.returncode == -signal.SIGKILL
+    assert json.loads((tmp_path / "run").read_text())["position"] != [0, 0]
+    cqs.attention(*mapped, memory_budget=60_000, device="cpu", out=out, resume=tmp_path / "run")
+    assert np.array_equal(out, whole)
+
+
+def test_a_checkpoint_of_something_else_is_refused(arrays, tmp_path):
+    *mapped, out = arrays
+    options = {"memory_budget": 80_000, "device": "cpu", "out": out, "resume": tmp_path / "run"}
+    with pytest.raises(Stop):
+        cqs.attention(*mapped, progress=stop_after(20), **options)
+    with pytest.raises(ValueError, match="another computation: it has scale 0.25, this one 2.0"):
+        cqs.attention(*mapped, scale=2.0, **options)
+    with pytest.raises(ValueError, match="larger memory budget: to go on takes"):
+        cqs.attention(*mapped, **options | {"memory_budget": 60_000})
+    written = np.load(tmp_path / "q.npy", mmap_mode="r+")
+    written[0] = 1
+    written.flush()
+    os.utime(tmp_path / "q.npy")
+    with pytest.raises(ValueError, match="another computation: it has inputs"):
+        cqs.attention(*mapped, **options)
+    (tmp_path / "run").write_text("{}")
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        cqs.attention(*mapped, **options)
+    with pytest.raises(ValueError, match="resume= needs an out= that is in a file"):
+        cqs.attention(*mapped, **options | {"out": None})
+
+
+def test_files_that_change_or_shrink_meanwhile_are_noticed(arrays, tmp_path):
+    *mapped, out = arrays
+
+    def touch(done, total):
+        os.utime(tmp_path / "k.npy", (0, 0))
+
+    def shrink(done, total):
+        os.truncate(tmp_path / "v.npy", 500)
+
+    for progress, message in ((touch, "an input file was changed"), (shrink, "cut short while")):
+        with pytest.raises(OSError, match=message):
+            cqs.attention(*mapped, memory_budget=60_000, device="cpu", out=out, progress=progress)
+    with pytest.raises(ValueError, match=r"v.npy' is cut short: 500 of 89728 bytes"):
+        cqs.attention(*mapped, memory_budget=60_000, device="cpu")
+
+
+def test_a_full_disk_is_an_error_and_nothing_half_written_counts(arrays, tmp_path, monkeypatch):
+    *mapped, out = arrays
+    options = {"memory_budget": 60_000, "device": "cpu", "out": out, "resume": tmp_path / "run"}
+    write, left = os.pwrite, [30_000]
+
+    def write_until_full(descriptor, view, place):
+        left[0] -= len(view)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, view[:1000], place)
+
+    monkeypatch.setattr(os, "pwrite", write_until_full)
+    with pytest.raises(OSError, match="No space left"):
+        cqs.attention(*mapped, **options)
+    monkeypatch.undo()
+    cqs.attention(*mapped, **options)
+    assert np.array_equal(out, cqs.attention(*mapped, memory_budget=60_000, device="cpu"))
+
+
+def test_too_little_memory_is_met_with_smaller_tasks(arrays, monkeypatch):
+    """A device that is fuller than it seemed: what is final stays."""
+    *mapped, _ = arrays
+    whole, calls = torch.empty, itertools.count()
+
+    def fail_sometimes(*arguments, **options):
+        if options.get("device") == torch.device("cpu") and next(calls) == 4:
+            raise torch.OutOfMemoryError("full")
+        return whole(*arguments, **options)
+
+    seen = []
+    monkeypatch.setattr(torch, "empty", fail_sometimes)
+    found = cqs.attention(
+        *mapped, memory_budget=300_000, device="cpu", progress=lambda *done: seen.append(done)
+    )
+    monkeypatch.undo()
+    torch.testing.assert_close(found, expected_of(arrays), atol=1e-6, rtol=1e-5)
+    assert next(calls) > 5 and seen[-1][0] == seen[-1][1]
+
+    def always_fail(*arguments, **options):
+        if options.get("device") == torch.device("cpu"):
+            raise torch.OutOfMemoryError("full")
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", always_fail)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        cqs.attention(*mapped, memory_budget=300_000, device="cpu")
+
+
+def test_wrong_arguments_are_named(arrays, tmp_path):
+    *mapped, out = arrays
+    read_only = np.load(tmp_path / "out.npy", mmap_mode="r")
+    leaf = torch.zeros(1, 1, 8, 16, requires_grad=True)
+    ok = {"memory_budget": "1MiB", "device": "cpu"}
+    q, k, v = mapped
+    wrong = [
+        ((q, k, v), ok | {"memory_budget": 100}, ValueError, "100 bytes is too small"),
+        ((q, k, v), ok | {"memory_budget": "much"}, ValueError, "must be like '8GiB'"),
+        ((q, k, v), ok | {"memory_budget": 0}, ValueError, "at least 1, got 0"),
+        ((q, k, v), ok | {"memory_budget": 1.5}, TypeError, "memory_budget must be an integer"),
+        ((q, k, v), ok | {"out": read_only}, ValueError, "cannot be written to"),
+        ((q, k, v), ok | {"out": out[:, :, 1:]}, ValueError, r"out must be \[2, 4, 500, 8\]"),
+        ((q, k, v), ok | {"out": "file"}, TypeError, "out must be a tensor"),
+        ((q, k, v), ok | {"device": "meta"}, NotImplementedError, "the CPU or a GPU"),
+        ((q, k, v), ok | {"num_workers": 3}, ValueError, "chooses tasks itself"),
+        ((q, k, v), ok | {"executor": "ray"}, ValueError, "computes in this process"),
+        ((q, k, v), ok | {"backend": "cudnn"}, NotImplementedError, "CUDA"),
+        ((q, k, [1]), ok, TypeError, "value must be a tensor, a NumPy array"),
+        ((q, k, v[0]), ok, ValueError, "value must be .batch, num_heads, seqlen, head_dim"),
+        ((q, k[:, :, :, :8], v), ok, ValueError, "key has head_dim 8 but query has 16"),
+        ((leaf, leaf, leaf), ok | {"out": torch.zeros(1, 1, 8, 16)}, ValueError, "no gradients"),
+        ((leaf, leaf, leaf), {"progress": True}, ValueError, "with a memory_budget"),
+    ]
+    for arguments, options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            cqs.attention(*arguments, **options)
+    for name, message in (("q.npy:x", "No such file"), ("text.npy", "cannot read")):
+        (tmp_path / "text.npy").write_text("no array")
+        with pytest.raises((ValueError, OSError), match=re.escape(message)):
+            open_tensor(tmp_path / name)
+
+
+def test_budgets_are_bytes_or_text():
+    device = torch.device("cpu")
+    assert parse_budget("2 GiB", device) == 2**31 == parse_budget(2**31, device)
+    assert parse_budget("1.5kb", device) == 1500
+    assert 2**20 < parse_budget("auto", device) < 2**50
+
+
+def test_a_long_sequence_needs_no_memory_but_the_budget(tmp_path):
+    """A process of its own maps files of 3 x 64 MiB and may grow by little."""
+    program = """
+        import resource, numpy as np, cqs, torch
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        for name in "qkvo":
+            a = np.lib.format.open_memmap(name + ".npy", "w+", np.float32, (1, 2, 131072, 64))
+            del a
+        small = torch.randn(1, 2, 256, 64)
+        cqs.attention(small, small, small, memory_budget="1MiB", device="cpu")
+        before = peak()
+        q, k, v = (np.load(name + ".npy", mmap_mode="r")[:, :, :, :] for name in "qkv")
+        out = np.load("o.npy", mmap_mode="r+")
+        cqs.attention(q, k, v, pattern=cqs.patterns.sliding_window(512, 0), out=out,
+                      memory_budget="16MiB", device="cpu")
+        print(peak() - before)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(found.stdout) < 80 * 2**20
+
+
+def test_a_file_that_is_described_by_hand(arrays, tmp_path):
+    *mapped, _ = arrays
+    path = tmp_path / "raw"
+    path.write_bytes(b"head" + np.ascontiguousarray(mapped[0]).tobytes())
+    query = InFile(path, (2, 4, 500, 16), torch.float32, 4, (4 * 500 * 64, 500 * 64))
+    found = cqs.attention(query, *mapped[1:], memory_budget=200_000, device="cpu")
+    torch.testing.assert_close(found, expected_of(arrays), atol=1e-6, rtol=1e-5)
