@@ -13,6 +13,7 @@ _COMMANDS = {
     "doctor": "say what this machine has and which backends can run here",
     "simulate": "predict how ways to spread attention over many devices compare",
     "bench": "measure, after checking",
+    "report": "write a page on what numbers of workers hold, take and gain on this machine",
 }
 
 

@@ -114,7 +114,6 @@ class _Ranks:
         task, call = plan.task(self._rank), self._make_call(work)
         compute = partial(work.compute, task, work.hold(task))
         work.verify(self._assemble(work, call()))
-        tick()
         held = _gather(work.weigh(task, bytes_of(compute())))
         _, call_bytes = measure_peak_bytes(call, work.problem.query.device)
         details = {"call_bytes": float(max(_gather(call_bytes)))}

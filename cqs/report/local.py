@@ -10,8 +10,8 @@ from cqs.report.settings import Settings
 from cqs.report.stopwatch import Stopwatch
 from cqs.scheduler import Plan
 
-Tick = Callable[[], None]
-"""Called after the check, after memory was measured, and after every repeat."""
+Tick = Callable[[], object]
+"""Called after the check and after every repeat."""
 Measure = Callable[[int, str, Tick], ScalingRow]
 """Measures a number of workers and a pass."""
 
@@ -28,7 +28,8 @@ def opened(settings: Settings) -> Iterator[Measure]:
     def measure(num_workers: int, name: str, tick: Tick) -> ScalingRow:
         work = work_of(name)
         plan = work.problem.make_plan(num_workers)
-        held = _check_and_weigh(work, plan, tick)
+        held = _check_and_weigh(work, plan)
+        tick()
         turns = []
         for _ in range(settings.repeats):
             turns.append(_time(work, plan, watch))
@@ -43,16 +44,13 @@ def opened(settings: Settings) -> Iterator[Measure]:
     yield measure
 
 
-def _check_and_weigh(work: Pass, plan: Plan, tick: Tick) -> list[Held]:
+def _check_and_weigh(work: Pass, plan: Plan) -> list[Held]:
     """Check the result of all tasks, then measure what each holds."""
     results = [work.compute(task, work.hold(task)) for task in plan.tasks]
     work.verify(work.merger(plan, results)())
     returned = list(map(bytes_of, results))
     del results
-    tick()
-    held = [work.weigh(task, number) for task, number in zip(plan.tasks, returned, strict=True)]
-    tick()
-    return held
+    return [work.weigh(task, number) for task, number in zip(plan.tasks, returned, strict=True)]
 
 
 def _time(work: Pass, plan: Plan, watch: Stopwatch) -> Turn:

@@ -1,0 +1,254 @@
+"""What a report says: its sections, with their tables and pictures, and its facts."""
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from cqs.commands.table import format_table, mebibytes, percent
+from cqs.plotting import scaling
+from cqs.report.rows import PASSES, ScalingRow
+
+Show = Callable[[ScalingRow], str]
+Rows = Sequence[ScalingRow]
+
+METHODS = {
+    "local": "All tasks ran in one process, one after another, each timed as if it were alone on "
+    "its device: the slowest is the time that W devices would take. The time of all workers is "
+    "that and a W-th of the merge, which W devices would share. Nothing travelled.",
+    "ray": "Tasks ran on the actors of a Ray cluster. The time of all workers is that of a whole "
+    "call, from tensors on the driver to the answer there; that of one worker is of a call with a "
+    "single task. The driver merges beside the computation.",
+    "distributed": "Every rank of a process group computed its own task, of cyclic quorums alone: "
+    "heads were not cut. The time of all workers is that of the slowest rank, from a barrier on; "
+    "that of one worker and of the dense call are of one rank, while the others waited. The task "
+    "of each rank was also timed and weighed alone.",
+}
+"""How each executor was measured."""
+
+
+class Picture(NamedTuple):
+    """A picture of the rows of a section."""
+
+    plot: Callable[[Rows, Any], Any]
+    caption: str
+
+
+class Section(NamedTuple):
+    """A question, its answer in numbers and in pictures."""
+
+    title: str
+    text: str
+    columns: dict[str, Show]
+    """Header of a column and what it shows of a row, after the number of workers."""
+    pictures: tuple[Picture, ...]
+
+
+class Chapter(NamedTuple):
+    """Sections about the same rows."""
+
+    title: str
+    rows: Rows
+    sections: tuple[Section, ...]
+
+
+def chapters(rows: Rows) -> list[Chapter]:
+    """Return what a report says about rows of one settings, at least one."""
+    found = []
+    of_passes = {name: [row for row in rows if row.passes == name] for name in PASSES}
+    of_passes = {name: of_pass for name, of_pass in of_passes.items() if of_pass}
+    plans = {row.num_workers: row for row in rows}
+    by_workers = [plans[number] for number in sorted(plans)]
+    found.append(Chapter("Shares of the work", by_workers, (_SHARES,)))
+    for name, of_pass in of_passes.items():
+        sections = [_MEMORY if name == "forward" else _MEMORY_MEASURED, _TRAFFIC, _TIME, _SPEEDUP]
+        if all("actors" in row.details for row in of_pass):
+            sections.append(_RUN)
+        found.append(Chapter(f"{name.capitalize()} pass", of_pass, tuple(sections)))
+    return found
+
+
+def facts(rows: Rows, out: str) -> dict[str, str]:
+    """Return what was measured, where and how, by name.
+
+    Args:
+        rows: Of one report.
+        out: The directory of the report, for the command.
+    """
+    row = rows[0]
+    settings = row.settings
+    heads = f"{row.num_heads} heads of {row.head_dim}"
+    if row.num_kv_heads != row.num_heads:
+        heads += f", {row.num_kv_heads} of keys and values"
+    kind = "causal" if row.is_causal else "full"
+    if row.pattern is not None:
+        kind = f"{row.pattern}{' & causal()' if row.is_causal else ''}"
+    versions = sorted(
+        {
+            f"{name} {version}"
+            for each in rows
+            for name, version in {
+                "cqs": each.cqs_version,
+                "torch": each.torch_version,
+                **each.versions,
+            }.items()
+        }
+    )
+    executor = row.executor
+    if "actors" in row.details:
+        executor += f", {_numbers(each.details['actors'] for each in rows)} actors"
+    return {
+        "Problem": f"{row.tokens:,} tokens, {heads}, {row.dtype}",
+        "Attention": kind,
+        "Executor": executor,
+        "Machine": ", ".join(sorted({each.device for each in rows})),
+        "Versions": ", ".join(versions),
+        "Commit": ", ".join(sorted({each.commit for each in rows})) or "unknown",
+        "Seed": str(row.seed),
+        "Repeats": f"{row.repeats}; medians are shown",
+        "Measured": " to ".join(sorted({min(r.utc for r in rows), max(r.utc for r in rows)})),
+        "Command": _command(rows, settings.options, out),
+    }
+
+
+def summarize_rows(rows: Rows) -> str:
+    """Tabulate what matters most, for the terminal."""
+    columns = {
+        "W": lambda row: str(row.num_workers),
+        "pass": lambda row: row.passes,
+        "tokens": lambda row: percent(row.held_share),
+        "ratio": lambda row: f"{row.responsibility_ratio:.4g}",
+        **_MEMORY.columns,
+        **_SPEEDUP.columns,
+    }
+    return format_table(list(columns), [[show(row) for show in columns.values()] for row in rows])
+
+
+def _command(rows: Rows, options: list[str], out: str) -> str:
+    """Return the command that measures the same, at once or for the last number of workers."""
+    workers = sorted({row.num_workers for row in rows})
+    program = ["cqs", "report"]
+    if rows[0].executor == "distributed":
+        program = ["torchrun", "--nproc-per-node", str(workers[-1]), "-m", *program]
+    else:
+        options = ["--workers", ",".join(map(str, workers)), *options]
+    if "actors" in rows[0].details:
+        options = [*options, "--actors", f"{rows[-1].details['actors']:.0f}"]
+    if any(row.passes == "backward" for row in rows):
+        options = [*options, "--backward"]
+    return shlex.join([*program, *options, "--out", out])
+
+
+def _numbers(numbers: Iterable[float]) -> str:
+    return " or ".join(f"{number:.0f}" for number in sorted(set(numbers)))
+
+
+def digits(number: float | None) -> str:
+    """Write a number with three significant digits, or a dash for None.
+
+    Example:
+        >>> [digits(number) for number in (0.0123, 1.5, 2345.6, None)]
+        ['0.0123', '1.50', '2,346', '-']
+    """
+    if number is None:
+        return "-"
+    size = abs(number)
+    if size < 1e-4:
+        return "0"
+    decimals = next((n for n, least in enumerate((100, 10, 1, 0.1)) if size >= least), 4)
+    return f"{number:,.{decimals}f}"
+
+
+def _mebibytes(number: int | None) -> str:
+    return "-" if number is None else mebibytes(number)
+
+
+_SHARES = Section(
+    "Longest subsequence and balance",
+    "Tokens that the largest task needs, beside the whole sequence; live pairs of the whole over "
+    "those of the busiest task, which is W where all do the same; and the busiest over the mean.",
+    {
+        "tokens": lambda row: f"{row.held_tokens:,}",
+        "share": lambda row: percent(row.held_share),
+        "responsibility ratio": lambda row: f"{row.responsibility_ratio:.4g}",
+        "busiest / mean": lambda row: f"{row.balance:.3f}",
+    },
+    (
+        Picture(scaling.plot_held_tokens, "Longest subsequence, and the least that is possible"),
+        Picture(scaling.plot_responsibility, "Responsibility ratio, and W"),
+    ),
+)
+_MEMORY = Section(
+    "Memory",
+    "Peak of the task that needs most, with what it was given. Predicted are tensors, without the "
+    "scratch of kernels: on CPUs PyTorch's takes up to 0.6 MiB a thread. Measured over predicted "
+    "is of the task where that is furthest from 1.",
+    {
+        "predicted MiB": lambda row: _mebibytes(row.predicted_bytes),
+        "measured MiB": lambda row: _mebibytes(row.peak_bytes),
+        "measured / predicted": lambda row: (
+            "-" if row.peak_ratio is None else f"{row.peak_ratio:.3f}"
+        ),
+    },
+    (Picture(scaling.plot_peak_bytes, "Peak memory of a task, predicted and measured"),),
+)
+_MEMORY_MEASURED = Section(
+    "Memory",
+    "Peak of the task that needs most, with what it was given. Plans predict forward passes alone.",
+    {"measured MiB": lambda row: _mebibytes(row.peak_bytes)},
+    (Picture(scaling.plot_peak_bytes, "Peak memory of a task"),),
+)
+_TRAFFIC = Section(
+    "Traffic",
+    "The most that a task receives and returns, its own shard included.",
+    {
+        "MiB in": lambda row: _mebibytes(row.bytes_in),
+        "MiB out": lambda row: _mebibytes(row.bytes_out),
+    },
+    (Picture(scaling.plot_traffic, "Bytes that a task receives and returns"),),
+)
+_TIME = Section(
+    "Time",
+    "Milliseconds of the slowest and of the mean task, of the merge, and of transfer and waiting: "
+    "all of a call that the slowest device does not compute. A dash is what was not timed apart.",
+    {
+        "slowest": lambda row: digits(row.slowest_ms),
+        "mean": lambda row: digits(row.mean_ms),
+        "slowest / mean": lambda row: f"{row.time_balance:.2f}",
+        "merge": lambda row: digits(row.merge_ms),
+        "transfer": lambda row: digits(row.transfer_ms),
+    },
+    (
+        Picture(scaling.plot_times, "Tasks, merge and transfer"),
+        Picture(scaling.plot_balance, "Busiest task over the mean, in pairs and in time"),
+    ),
+)
+_SPEEDUP = Section(
+    "Speed-up",
+    "Milliseconds of all workers; speed-up over one worker and over one dense call of PyTorch's "
+    "scaled_dot_product_attention, which computes hidden pairs too; and parallel efficiency, the "
+    "speed-up over one worker for each device.",
+    {
+        "ms": lambda row: digits(row.median_ms),
+        "over one worker": lambda row: digits(row.speedup),
+        "over dense": lambda row: digits(row.speedup_over_dense),
+        "devices": lambda row: str(row.num_devices),
+        "efficiency": lambda row: percent(row.efficiency),
+    },
+    (
+        Picture(scaling.plot_speedup, "Speed-up, and the number of devices"),
+        Picture(scaling.plot_efficiency, "Parallel efficiency"),
+    ),
+)
+_RUN = Section(
+    "Where the time of a run goes",
+    "Milliseconds before the slowest actor's first task (planning, putting, fetching), of its "
+    "computation, between its tasks (fetching, returning), and after its last (returning, waiting "
+    "for others, the last merges).",
+    {
+        "before": lambda row: digits(1e3 * row.details["before_seconds"]),
+        "computing": lambda row: digits(1e3 * row.details["slowest_seconds"]),
+        "between": lambda row: digits(1e3 * row.details["between_seconds"]),
+        "after": lambda row: digits(1e3 * row.details["after_seconds"]),
+    },
+    (Picture(scaling.plot_run_parts, "Parts of a run, as the slowest actor saw it"),),
+)
