@@ -1,0 +1,201 @@
+"""The tables of README.md and docs, computed again from the rows that they quote."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def rows_of(name):
+    with open(ROOT / "docs" / "results" / f"{name}.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def the(rows, **conditions):
+    """The one row of which all this is true."""
+    (found,) = (row for row in rows if all(row[name] == each for name, each in conditions.items()))
+    return found
+
+
+def tables(page, header):
+    """The bodies of the tables with such a header: for each row its cells, the label first."""
+    lines = (ROOT / page).read_text().splitlines()
+    starts = [i + 2 for i, line in enumerate(lines) if line == header]
+    assert starts, f"{page} has no table {header!r}"
+    bodies = []
+    for start in starts:
+        stop = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), None)
+        cut = re.compile(r"(?<!\\)\|")  # patterns are united by one that is escaped
+        bodies.append(
+            [[cell.strip() for cell in cut.split(line)[1:-1]] for line in lines[start:stop]]
+        )
+    return bodies
+
+
+def number(text):
+    return int(text.replace(",", "").replace("K", "")) * (1024 if "K" in text else 1)
+
+
+def percent(part, digits=0):
+    return f"{100 * part:.{digits}f} %"
+
+
+def full_and_causal(show, *parts):
+    return " / ".join(show(kind, *parts) for kind in ("full", "causal"))
+
+
+def test_what_cutting_costs_on_a_cpu():
+    rows = rows_of("cpu")
+    header = "| | W = 7, full | W = 7, causal | W = 13, full | W = 13, causal |"
+    columns = [(w, kind) for w in (7, 13) for kind in ("full", "causal")]
+    ((forward, both, ray),) = tables("README.md", header)
+    for cells, name in ((forward, "tasks forward"), (both, "tasks forward and backward")):
+        found = [
+            the(rows, benchmark=name, case=f"{kind}-8192-h8-d64", num_workers=w)
+            for w, kind in columns
+        ]
+        assert cells[1:] == [f"{row['details']['over_torch']:.2f}" for row in found]
+    found = [
+        the(rows, benchmark="ray", case=f"{kind}-16384-h8-d64", num_workers=w)
+        for w, kind in columns
+    ]
+    assert ray[1:] == [percent(row["details"]["overhead"], 1) for row in found]
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "passes"),
+    [
+        ("README.md", "| | W = 7 | W = 13 | W = 31 |", None),
+        ("docs/kernels.md", "| forward | W = 7 | W = 8 | W = 13 | W = 31 |", "forward"),
+        (
+            "docs/kernels.md",
+            "| forward and backward | W = 7 | W = 8 | W = 13 | W = 31 |",
+            "forward and backward",
+        ),
+    ],
+)
+def test_what_cutting_costs_on_a_gpu(page, header, passes):
+    rows = rows_of("h200")
+    numbers = [int(text) for text in re.findall(r"W = (\d+)", header)]
+
+    def ratio(kind, tokens, head_dim, name, way, num_workers):
+        row = the(
+            rows,
+            benchmark=f"tasks {name}",
+            case=f"{kind}-{tokens}-h16-d{head_dim}",
+            executor=way,
+            num_workers=num_workers,
+        )
+        return f"{row['ratio']:.2f}"
+
+    (body,) = tables(page, header)
+    for label, *cells in body:
+        tokens = number(re.search(r"([\d,]+K?) tokens", label)[1])
+        head_dim = int(found[1]) if (found := re.search(r"d = (\d+)", label)) else 128
+        name = passes or re.search(r"tokens, (.+),", label)[1]
+        way = "one by one" if "one by one" in label else "local"
+        assert cells == [
+            full_and_causal(ratio, tokens, head_dim, name, way, each) for each in numbers
+        ], label
+
+
+def test_single_calls():
+    rows = rows_of("h200")
+    (body,) = tables("docs/kernels.md", "| | d = 128 | d = 128, causal | d = 64 | d = 64, causal |")
+    assert len(body) == 7
+    for label, *cells in body:
+        name = re.search(r"`(\w+)`|(cuDNN|FlexAttention)", label)[0].strip("`")
+        name = {"cuDNN": "cudnn", "FlexAttention": "flex"}.get(name, name)
+        found = [
+            the(
+                rows,
+                benchmark=f"kernels {label.partition(',')[0]}",
+                executor=name,
+                case=f"{kind}-16384-h16-d{head_dim}",
+            )
+            for head_dim in (128, 64)
+            for kind in ("full", "causal")
+        ]
+        assert cells == [f"{row['details']['tflops']:.0f}" for row in found], label
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_accuracy(dtype):
+    rows = rows_of("h200")
+    (body,) = tables("docs/kernels.md", f"| {dtype} | output | dQ | dK | dV |")
+    for label, *cells in body:
+        name = label.replace("`", "").replace("cuDNN", "cudnn")
+        row = the(rows, benchmark="accuracy", executor=name, dtype=dtype)
+        names = ("output", "grad_query", "grad_key", "grad_value")
+        assert cells == [re.sub("e-0", "e-", f"{row['details'][each]:.3e}") for each in names], (
+            label
+        )
+
+
+def test_two_gpus_beside_other_ways():
+    rows = rows_of("peers-h200-x2")
+    header = (
+        "| tokens | pass | one | `cqs` | `cqs quorums` | `ring` | `all-gather` | `ulysses` "
+        "| `ulysses in two` |"
+    )
+    (body,) = tables("docs/distributed.md", header)
+    assert len(body) == 8
+    for tokens, name, one, *cells in body:
+        length, _, kind = tokens.partition(" ")
+        of_case = [
+            row
+            for row in rows
+            if row["benchmark"] == f"peers {name}"
+            and row["case"].startswith(f"{kind or 'full'}-{number(length)}-")
+        ]
+        milliseconds = the(of_case, executor="one")["median_ms"]
+        assert one == (f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}")
+        for method, cell in zip(re.findall("`(.+?)`", header), cells, strict=True):
+            found = [row for row in of_case if row["executor"] == method]
+            expected = [percent(row["details"]["efficiency"]) for row in found]
+            assert cell == "".join(expected), (tokens, name, method)
+
+
+def of_patterns(rows, name, passes, executor):
+    return the(rows, benchmark=f"patterns {passes}", case=name, executor=executor)
+
+
+def test_patterns_beside_flex_attention():
+    rows = rows_of("patterns-h200")
+    header = "| | density at 64K | 16K forward | 16K backward | 64K forward | 64K backward |"
+    (body,) = tables("docs/patterns.md", header)
+    gains = {}
+    for name, density, *cells in body:
+        expected = []
+        for tokens in (16384, 65536):
+            for passes in ("forward", "backward"):
+                ours, flex = (
+                    of_patterns(rows, f"{name}-{tokens}", passes, executor)
+                    for executor in ("cqs", "flex")
+                )
+                gain = flex["median_ms"] / ours["median_ms"]
+                gains.setdefault((tokens, passes), []).append(gain)
+                expected.append(f"{ours['details']['useful_tflops']:.0f} ({gain:#.3g})")
+        assert cells == expected, name
+        row = of_patterns(rows, f"{name}-65536", "forward", "cqs")
+        assert density == f"{100 * row['details']['density']:.3g} %"
+    means = [math.exp(sum(map(math.log, each)) / len(each)) for each in gains.values()]
+    text = " ".join((ROOT / "docs/patterns.md").read_text().split())
+    shown = "{:.2f} forward and {:.2f} backward at 16K, {:.2f} and {:.2f} at 64K".format(*means)
+    assert f"The geometric mean over FlexAttention is {shown}." in text
+
+
+def test_patterns_on_a_cpu():
+    rows = rows_of("patterns-cpu")
+    names = "window-10 causal-window-10 window-25 causal-window-25 window-50 causal-window-50"
+    names += " every-4 every-16 block-diagonal-512"
+    (body,) = tables("docs/patterns.md", "| | 2048 | 8192 | 32,768 |")
+    for name, (_, *cells) in zip(names.split(), body, strict=True):
+        for tokens, cell in zip((2048, 8192, 32768), cells, strict=True):
+            row = of_patterns(rows, f"{name}-{tokens}", "forward", "cqs")
+            gain = 1 / row["ratio"]
+            assert cell == f"{gain:.1f} ({gain * row['details']['density']:.2f})", (name, tokens)
