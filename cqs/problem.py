@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 
 import torch
 from torch import Tensor
@@ -51,14 +51,14 @@ class Problem:
     def parts(self) -> Iterator[tuple[tuple[slice, slice], "Problem"]]:
         """Cut the problem where its pattern differs: by batch element, in it by head.
 
-        Neighbours of one pattern stay together, as far as they have all queries of their key heads.
+        Neighbours of one pattern stay together, heads as far as they have all queries of their key
+        heads.
 
         Yields:
             The batch elements and heads of a part, and the part: all of it if there is no pattern.
         """
-        batches, _ = (1, 1) if self.pattern is None else self.pattern.heads
-        for batch in range(batches):
-            row = slice(batch, batch + 1) if batches > 1 else slice(None)
+        for row in self._rows_of_parts():
+            batch = row.start or 0
             for heads, kv_heads in self._heads_of_parts(batch):
                 yield (
                     (row, heads),
@@ -71,6 +71,22 @@ class Problem:
                         pattern=self.pattern and self.pattern.head(batch, heads.start or 0),
                     ),
                 )
+
+    def _rows_of_parts(self) -> Iterator[slice]:
+        """Yield batch elements that are computed together."""
+        batches, num_heads = (1, 1) if self.pattern is None else self.pattern.heads
+        if self.pattern is None or batches == 1:
+            yield slice(None)
+            return
+        patterns = [
+            tuple(self.pattern.head(batch, head) for head in range(num_heads))
+            for batch in range(batches)
+        ]
+        first = 0
+        for _, alike in groupby(patterns):
+            stop = first + len(list(alike))
+            yield slice(first, stop)
+            first = stop
 
     def _heads_of_parts(self, batch: int) -> Iterator[tuple[slice, slice]]:
         """Yield heads that are computed together, and their key heads."""

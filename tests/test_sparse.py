@@ -241,6 +241,13 @@ def test_neighbours_of_one_pattern_are_computed_together(num_kv_heads, expected)
         assert part.query.shape[1] % part.key.shape[1] == 0
 
 
+def test_batch_elements_of_one_pattern_are_computed_together():
+    rows = [[causal()], [causal()], [strided(4)], [causal()]]
+    problem = Case("rows", 16, 16, 4, 2, batch=4, pattern=per_head(rows)).make()
+    found = [((rows.start, rows.stop), part.pattern) for (rows, _), part in problem.parts()]
+    assert found == [((0, 2), causal()), ((2, 3), strided(4)), ((3, 4), causal())]
+
+
 @pytest.mark.parametrize("name", ["window", "strided", "fixed", "longformer", "mask"])
 def test_dropout_of_a_pattern_does_not_depend_on_the_split(name):
     case = with_pattern(CASES["gqa"], name)
