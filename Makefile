@@ -23,9 +23,10 @@ lint: $(INSTALLED)
 	$(VENV)/ruff format --check
 	$(VENV)/mypy
 
-# The site: site/index.html. A warning is an error.
+# The site: site/docs/index.html. A warning is an error.
 docs: $(DOCS_INSTALLED)
-	$(VENV)/python -m sphinx --quiet --fail-on-warning --keep-going -d .venv/doctrees docs site
+	$(VENV)/python -m sphinx --quiet --fail-on-warning --keep-going \
+		-c docs -d .venv/doctrees . site
 
 # dist/: the wheel, and the source distribution that it is built from.
 wheel: $(INSTALLED)

@@ -1,4 +1,7 @@
-"""How the site is built from these pages and from docstrings: ``make docs``."""
+"""How the site is built from these pages, the notebooks and docstrings: ``make docs``.
+
+The sources of the site are those of the repository, so links between folders hold in both.
+"""
 
 from docutils import nodes
 from latex2mathml.converter import convert
@@ -12,11 +15,15 @@ project = "cqs"
 author = "the cqs authors"
 version = release = cqs.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["results"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+include_patterns = ["docs/**", "notebooks/*"]
+exclude_patterns = [".*", "docs/results"]
+root_doc = "docs/index"
+nb_execution_mode = "off"
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections|concurrent|numpy|os|torch|cqs\.executors|cqs\.worker)\..*")
+    ("py:class", ".*"),  # annotations name what is not on these pages
+    ("py:.*", r"(concurrent|torch|cqs\.worker)\..*"),
 ]
 html_theme = "furo"
 html_title = f"cqs {version}"
@@ -44,8 +51,14 @@ def _keep_text(docstring: GoogleDocstring) -> list[str]:
     return docstring._consume_to_next_section()
 
 
+def _is_alias(app: Sphinx, what: str, name: str, member: object, *rest: object) -> bool | None:
+    """Leave out fields of named tuples that nothing is said about."""
+    return True if str(getattr(member, "__doc__", "")).startswith("Alias for field") else None
+
+
 def setup(app: Sphinx) -> None:
-    """Have formulas written as MathML, and docstrings of attributes as they are."""
+    """Have formulas and docstrings written as said above."""
+    app.connect("autodoc-skip-member", _is_alias)
     GoogleDocstring._parse_attribute_docstring = _keep_text
     app.add_html_math_renderer("mathml", (_write_mathml, None), (_write_mathml, None))
     app.config.html_math_renderer = "mathml"

@@ -18,6 +18,17 @@ from test_documents import ROOT, fences, joined
 TORCH = re.search(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.M)[0]
 """By its exact version: a range would take the newest build."""
 
+BEGIN = """
+import time
+
+
+def say(what):
+    print(f"{{time.monotonic() - {start}:.0f}} s after the beginning: {{what}}")
+
+
+"""
+"""Of the script that is made of the snippets."""
+
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -37,28 +48,32 @@ def check_what_is_published(top: Path, wheel: Path, sdist: Path) -> None:
 
 
 def follow_the_readme(top: Path, wheel: Path) -> None:
+    """Install as the page says, then run its snippets in one process, then its commands."""
     empty = top / "empty"
     empty.mkdir()
     start = time.monotonic()
     environment = make_environment(top / "clean")
     run(environment / "pip", "install", "--quiet", TORCH)
-    script = ""
-    for fence in fences("README.md"):
-        if fence.language == "python":
-            script += fence.code
-            (empty / "readme.py").write_text(script)
-            run(environment / "python", "readme.py", cwd=empty)
-            say(start, "the snippets so far")
-        for command in joined(fence.code) if fence.language in ("bash", "sh") else ():
-            name, *words = shlex.split(command, comments=True)
-            if name == "pip":  # of all extras, those that any machine can use
-                extras = re.fullmatch(r"\.(\[[\w,]+\])?", words[-1])[1] or ""
-                if extras in ("", "[ray,plots]"):
-                    run(environment / "pip", "install", "--quiet", f"{wheel}{extras}")
-            elif name == "cqs":
-                run(environment / "cqs", *words, cwd=empty)
-                say(start, f"cqs {words[0]}")
-    print("README.md holds in a clean environment")
+    found = list(fences("README.md"))
+    commands = [
+        shlex.split(line, comments=True)
+        for fence in found
+        if fence.language in ("bash", "sh")
+        for line in joined(fence.code)
+    ]
+    for source in (".", ".[ray,plots]"):  # the third extra is for some GPUs
+        assert ["pip", "install", source] in commands
+        run(environment / "pip", "install", "--quiet", source.replace(".", str(wheel), 1))
+    script = BEGIN.format(start=start)
+    for i, fence in enumerate(fence for fence in found if fence.language == "python"):
+        script += f"{fence.code}\nsay('snippet {i}')\n"
+    (empty / "readme.py").write_text(script)
+    run(environment / "python", "readme.py", cwd=empty)
+    for name, *words in commands:
+        if name == "cqs":
+            run(environment / "cqs", *words, cwd=empty)
+    run(environment / "cqs", "demo", cwd=empty)
+    print(f"{time.monotonic() - start:.0f} s after the beginning: all of README.md")
 
 
 def make_environment(folder: Path) -> Path:
@@ -76,10 +91,6 @@ def run(*command: object, cwd: Path | None = None, quiet: bool = False) -> None:
         env={"PATH": "/usr/bin:/bin", "HOME": str(cwd or Path.home())},
         stdout=subprocess.DEVNULL if quiet else None,
     )
-
-
-def say(start: float, what: str) -> None:
-    print(f"{time.monotonic() - start:.0f} s after the beginning: {what}", flush=True)
 
 
 if __name__ == "__main__":

@@ -76,4 +76,4 @@ def test_the_source_distribution_can_be_tested(built):
 def test_all_files_name_the_same_version():
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {cqs.__version__}\n" in citation
-    assert f"\n## {cqs.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## [{cqs.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
