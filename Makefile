@@ -23,10 +23,10 @@ lint: $(INSTALLED)
 	$(VENV)/ruff format --check
 	$(VENV)/mypy
 
-# The site: site/docs/index.html. A warning is an error.
+# The site: site/html/docs/index.html. A warning is an error.
 docs: $(DOCS_INSTALLED)
 	$(VENV)/python -m sphinx --quiet --fail-on-warning --keep-going \
-		-c docs -d .venv/doctrees . site
+		-c docs -d site/doctrees . site/html
 
 # dist/: the wheel, and the source distribution that it is built from.
 wheel: $(INSTALLED)
