@@ -5,7 +5,7 @@ from itertools import combinations
 import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
-from reports import make_report
+from timeline_reports import make_report
 
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided

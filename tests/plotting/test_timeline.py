@@ -5,7 +5,7 @@ import json
 
 import pytest
 from matplotlib.colors import to_hex
-from reports import make_report
+from timeline_reports import make_report
 
 from cqs.plotting import plot_timeline, save_trace
 from cqs.plotting.colors import worker_colors

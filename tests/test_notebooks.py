@@ -1,0 +1,108 @@
+"""Notebooks run, at other sizes than they are stored with, and are stored as they ran."""
+
+import ast
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+SMALL = {
+    "1-quorums": """
+NUM_TOKENS = 14
+NUM_WORKERS = 4
+""",
+    "2-exact-attention": """
+NUM_TOKENS = 150
+NUM_WORKERS = 4
+NUM_HEADS, HEAD_DIM = 2, 16
+WORKER_COUNTS = (1, 3)
+""",
+    "3-sparse-patterns": """
+NUM_TOKENS = 96
+NUM_WORKERS = 3
+MANY_TOKENS = 5000
+""",
+    "4-on-a-cluster": """
+NUM_TOKENS = 1024
+NUM_HEADS, HEAD_DIM = 2, 16
+NUM_WORKERS = 7
+NUM_PROCESSES = 2
+""",
+}
+"""What the first cell of each is replaced by."""
+ON_RAY = {"4-on-a-cluster"}
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+def read(name):
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    return notebook, [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def assigned(source):
+    """The names that a cell sets, which must be all that it does."""
+    body = ast.parse(source).body
+    assert all(isinstance(statement, ast.Assign) for statement in body)
+    return [ast.unparse(statement.targets[0]) for statement in body]
+
+
+def shown(cells):
+    """The outputs of all cells, none of which may be an error or a warning."""
+    outputs = [output for cell in cells for output in cell.outputs]
+    for output in outputs:
+        assert output.output_type in ("stream", "display_data", "execute_result"), output
+        assert output.get("name") != "stderr", output.text
+    return outputs
+
+
+def pictures(outputs):
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def text_of(outputs):
+    texts = (output.get("text") or output["data"].get("text/plain", "") for output in outputs)
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.ray] * (name in ON_RAY)) for name in NOTEBOOKS],
+)
+def test_a_notebook_runs_at_small_sizes(name, tmp_path, monkeypatch):
+    monkeypatch.delenv("MPLBACKEND")
+    notebook, cells = read(name)
+    stored = pictures(shown(cells))
+    assert assigned(SMALL[name]) == assigned(cells[0].source)
+    cells[0].source = SMALL[name]
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, kernel_name="python3", timeout=120, resources=resources).execute()
+    assert pictures(shown(cells)) == stored
+    if name == "4-on-a-cluster":
+        assert "the same bits: True\nprocesses that died: 1," in text_of(shown(cells))
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_stored_with_its_outputs(name):
+    notebook, cells = read(name)
+    nbformat.validate(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert "execution" not in {key for cell in cells for key in cell.metadata}
+    assert pictures(shown(cells)) >= 2
+    found = re.search(
+        r"/(home|root|tmp|work|Users|usr|opt)/|\.py:\d|[Ww]arning", text_of(shown(cells))
+    )
+    assert not found, found
+    assert (FOLDER / f"{name}.ipynb").stat().st_size <= 600_000
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_asks_and_answers_in_small_steps(name):
+    notebook, cells = read(name)
+    title, *_, last = (cell.source for cell in notebook.cells)
+    assert re.match(r"# [^\n]*\?\n", title)
+    assert last.startswith("**To remember.**")
+    for cell in cells:
+        assert len(cell.source.splitlines()) <= 8, cell.source
