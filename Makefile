@@ -3,7 +3,7 @@ VENV := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 
-.PHONY: demo test test-ray test-rest test-gpu lint docs wheel check-package clean
+.PHONY: demo test test-ray test-rest test-gpu lint docs notebooks wheel check-package clean
 
 demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
@@ -27,6 +27,10 @@ lint: $(INSTALLED)
 docs: $(DOCS_INSTALLED)
 	$(VENV)/python -m sphinx --quiet --fail-on-warning --keep-going \
 		-c docs -d site/doctrees . site/html
+
+# Runs them and stores them with their outputs.
+notebooks: $(INSTALLED)
+	$(VENV)/python notebooks/execute.py
 
 # dist/: the wheel, and the source distribution that it is built from.
 wheel: $(INSTALLED)
