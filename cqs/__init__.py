@@ -7,11 +7,12 @@ from cqs.scheduler import Plan, make_plan
 
 if TYPE_CHECKING:
     from cqs import distributed as distributed
+    from cqs import nn as nn
     from cqs import patterns as patterns
     from cqs.api import attention as attention
     from cqs.executors.ray import Cluster as Cluster
 
-__all__ = ["Cluster", "Plan", "attention", "distributed", "make_plan", "patterns"]
+__all__ = ["Cluster", "Plan", "attention", "distributed", "make_plan", "nn", "patterns"]
 __version__ = "0.1.0"
 
 _LAZY = {"attention": "cqs.api", "Cluster": "cqs.executors.ray"}
@@ -19,7 +20,7 @@ _LAZY = {"attention": "cqs.api", "Cluster": "cqs.executors.ray"}
 
 def __getattr__(name: str) -> Any:
     """Import what needs numpy, torch or ray only when it is used: planning needs none."""
-    if name in ("distributed", "patterns"):
+    if name in ("distributed", "nn", "patterns"):
         return import_module(f"cqs.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,110 @@
+"""Self-attention whose heads are cut over one axis of a mesh, and its sequence over the other."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import cqs
+import cqs.distributed
+from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
+from cqs.nn.mesh import check_divisible, tensor_axis
+from cqs.nn.rotary import rotate
+from cqs.nn.rows import gather
+from cqs.patterns import Pattern, per_head
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary embeddings; for arguments see the block."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int,
+        is_causal: bool,
+        pattern: Pattern | None,
+        rope_theta: float,
+        head_parallel: int | str,
+        mesh: DeviceMesh | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Draw the parameters."""
+        super().__init__()
+        if hidden_size % (2 * num_heads):
+            raise ValueError(
+                f"hidden_size must be an even multiple of num_heads, {num_heads}, got {hidden_size}"
+            )
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, {num_kv_heads}, got {num_heads}"
+            )
+        axis = tensor_axis(mesh)
+        check_divisible("num_heads", num_heads, axis)
+        check_divisible("num_kv_heads", num_kv_heads, axis)
+        self.mesh = mesh
+        self.head_dim = hidden_size // num_heads
+        self.is_causal = is_causal
+        self.pattern = pattern and _of_own_heads(pattern, num_heads, axis)
+        self.rope_theta = rope_theta
+        self.head_parallel = head_parallel
+        sizes = hidden_size, num_kv_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.query, self.key, self.value = (
+            ColumnParallelLinear(
+                hidden_size, size, bias=False, mesh=axis, device=device, dtype=dtype
+            )
+            for size in sizes
+        )
+        self.output = RowParallelLinear(
+            hidden_size,
+            hidden_size,
+            bias=False,
+            scatter_dim=1,
+            mesh=axis,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, hidden: Tensor, tokens: range) -> Tensor:
+        """Attend; see :meth:`cqs.nn.HybridTransformerBlock.forward`."""
+        heads = self.project(hidden, tokens)
+        if self.mesh is None:
+            output = cqs.attention(*heads, is_causal=self.is_causal, pattern=self.pattern)
+        else:
+            output = cqs.distributed.attention(
+                *heads,
+                group=self.mesh.get_group("sequence"),
+                is_causal=self.is_causal,
+                pattern=self.pattern,
+                head_parallel=self.head_parallel,
+            )
+        assert isinstance(output, Tensor)
+        return self.merge(output)
+
+    def project(self, hidden: Tensor, tokens: range) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value, ``[batch, heads of this rank, len(tokens), head_dim]``."""
+        rows = gather(hidden, tokens, self.mesh)
+        query, key, value = (
+            layer(rows).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        theta = self.rope_theta
+        return rotate(query, tokens, theta), rotate(key, tokens, theta), value
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """Return the rows of this rank from the output of its heads."""
+        rows: Tensor = self.output(heads.transpose(1, 2).flatten(2))
+        return rows
+
+
+def _of_own_heads(pattern: Pattern, num_heads: int, axis: DeviceMesh | None) -> Pattern:
+    """Return the pattern of the heads of this rank."""
+    batch, heads = pattern.heads
+    if heads == 1 or axis is None:
+        return pattern
+    if heads != num_heads:
+        raise ValueError(f"the pattern is for {heads} heads, num_heads is {num_heads}")
+    number = num_heads // axis.size()
+    own = range(axis.get_local_rank() * number, (axis.get_local_rank() + 1) * number)
+    return per_head([[pattern.head(element, head) for head in own] for element in range(batch)])
