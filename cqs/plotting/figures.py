@@ -16,9 +16,9 @@ def new_axes(size: tuple[float, float]) -> Any:
 
 
 def points_across(axes: Any) -> tuple[float, float]:
-    """Return about how many points wide and high the inside of ``axes`` will be, or more."""
-    box, (width, height) = axes.get_position(), axes.figure.get_size_inches()
-    return 72 * width * box.width, 72 * height * box.height
+    """Return about how many points wide and high ``axes`` are inside, before the final layout."""
+    box, dots = axes.get_window_extent(), axes.figure.dpi
+    return 72 * box.width / dots, 72 * box.height / dots
 
 
 def label_tokens(axes: Any, seqlen_q: int, seqlen_kv: int) -> None:

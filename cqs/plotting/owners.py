@@ -85,7 +85,7 @@ def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:
 
     polygons = [_outline(block) for task in plan.tasks for block in task.blocks]
     faces = [color for task, color in zip(plan.tasks, colors, strict=True) for _ in task.blocks]
-    width = 0.5 if plan.num_workers <= 40 else 0.25
+    width = min(0.5, points_across(axes)[0] / plan.num_workers / 16)
     axes.add_collection(
         PolyCollection(polygons, facecolors=faces, edgecolors="white", linewidths=width)
     )

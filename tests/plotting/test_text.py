@@ -45,13 +45,15 @@ def check_text(monkeypatch):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"is_causal": True}, {"pattern": longformer(512, 64)}, {"seqlen_kv": 3000}],
-    ids=["full", "causal", "pattern", "cross"],
-)
-def test_owners(check_text, num_workers, length, options):
-    check_text(plot_owners(make_plan(length, num_workers=num_workers, **options)))
+@pytest.mark.parametrize("pattern", [None, longformer(512, 64)], ids=["dense", "pattern"])
+def test_owners(check_text, num_workers, length, pattern):
+    check_text(plot_owners(make_plan(length, num_workers=num_workers, pattern=pattern)))
+
+
+@pytest.mark.parametrize("num_workers", [3, 13, 16])
+@pytest.mark.parametrize("lengths", [(10, 10), (1000, 3000), (10**6, 10**6)], ids=str)
+def test_owners_of_causal_attention(check_text, num_workers, lengths):
+    check_text(plot_owners(make_plan(*lengths, num_workers=num_workers, is_causal=True)))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -62,10 +64,10 @@ def test_small_panels(check_text, length):
     check_text(plot_density(longformer(512, 64), length, axes=panels.flat[-1]))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 8, 64, 1000, *NUM_WORKERS])
+@pytest.mark.parametrize("num_workers", [1, 2, 8, 64, *NUM_WORKERS])
 def test_wheels(check_text, num_workers):
     plan = make_plan(10, num_workers=num_workers)
-    for worker in {0, num_workers // 3, num_workers - 1}:
+    for worker in {0, num_workers // 3}:
         check_text(plot_wheel(plan, worker=worker))
 
 
