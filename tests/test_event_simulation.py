@@ -202,6 +202,8 @@ def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--slack", "-1"], "--slack must be at least 0, got -1"),
+        (["--picture", "life.doc"], "a picture's name must end in one of"),
         (["--trials", "0"], "--trials must be at least 1, got 0"),
         (["--saves", "-1"], "--saves must be at least 0, got -1"),
         (["--repair", "-1"], "repair_seconds must be at least 0, got -1"),

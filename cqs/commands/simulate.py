@@ -107,6 +107,12 @@ def run(options: argparse.Namespace) -> None:
     if options.check:
         print(check_table(options.check, machine))
         return
+    if options.slack < 0:
+        raise ValueError(f"--slack must be at least 0, got {options.slack:g}")
+    if options.picture:
+        from cqs.plotting import check_picture
+
+        check_picture(options.picture)
     for option in ("devices", "tasks"):
         for number in getattr(options, option):
             as_integer(f"--{option}", number, 1)
