@@ -3,7 +3,7 @@ VENV := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 
-.PHONY: demo test test-ray test-rest test-gpu lint docs notebooks wheel check-package clean
+.PHONY: demo test test-ray test-rest test-gpu lint docs notebooks wheel check-dist check-package clean
 
 demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
@@ -36,7 +36,11 @@ notebooks: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(VENV)/python -m build --no-isolation
 
-# As a new user: builds, installs into a clean environment (downloads), and runs README.md there.
+# Of the wheel and the source distribution: metadata, contents, citation.
+check-dist: $(INSTALLED)
+	$(VENV)/python tests/check_package.py dist
+
+# The same, and as a new user: a clean environment (downloads), and README.md there.
 check-package: $(INSTALLED)
 	$(VENV)/python tests/check_package.py
 

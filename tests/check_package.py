@@ -1,7 +1,8 @@
 """Install the wheel as a new user would, and do what README.md says in an empty directory.
 
-``make check-package`` builds, checks what would be published, makes a clean environment, installs
-from the registry, runs every command and snippet, and says how long the first result took.
+``make check-dist`` builds and checks what would be published. ``make check-package`` then makes a
+clean environment, installs from the registry, runs every command and snippet, and says how long the
+first result took.
 """
 
 import re
@@ -37,12 +38,14 @@ def main() -> None:
         run(*build, quiet=True)
         (wheel,), (sdist,) = (top / "dist").glob("*.whl"), (top / "dist").glob("*.tar.gz")
         check_what_is_published(top, wheel, sdist)
-        follow_the_readme(top, wheel)
+        if sys.argv[1:] != ["dist"]:
+            follow_the_readme(top, wheel)
 
 
 def check_what_is_published(top: Path, wheel: Path, sdist: Path) -> None:
     tools = make_environment(top / "tools")
-    run(tools / "pip", "install", "--quiet", "twine", "cffconvert")
+    pinned = "--constraint", ROOT / "constraints.txt"
+    run(tools / "pip", "install", "--quiet", *pinned, "twine", "cffconvert")
     run(tools / "twine", "check", "--strict", wheel, sdist)
     run(tools / "cffconvert", "--validate", "--infile", ROOT / "CITATION.cff")
 
