@@ -76,7 +76,9 @@ def record_memory(
         return result, [(0.0, 0), *samples]
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it announces every start on stderr otherwise
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         start = time.time()
         result = compute()
     recorded = profiler.profiler
