@@ -24,7 +24,7 @@ _SAMPLE = 16
 _CHUNK = 2**20
 _POOL = 2**20
 _SHORT = 2**15
-_DISTANCE = 0.02
+_DISTANCE = 0.005
 """Gradients of a million tokens in float16: weights of 1e-6 keep four bits there."""
 
 

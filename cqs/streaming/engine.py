@@ -60,23 +60,34 @@ def stream(
     transfers = make_transfers(device)
     blocks = _Inbox(transfers, plan, held, min(plan.rows, plan.num_held), device)
     chunks = _Inbox(transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device)
-    done: tuple[Block, Sequence[Tensor], Any] | None = None
+    leaving: tuple[Block, list[Callable[[], None]]] | None = None
 
     def order(visit: Visit) -> None:
         blocks.order(visit.block, visit.block.tokens)
         if visit.tokens is not None:
             chunks.order(visit.block, visit.tokens)
 
-    def deliver() -> None:
-        nonlocal done
-        if done is None:
-            return
-        block, results, mark = done
-        for result, target in zip(results, targets, strict=True):
-            heads = block.heads if result.shape[1] == len(block.heads) else block.kv_heads
-            transfers.download(result[0], mark, target, block.batch, heads, block.tokens)
-        done = None
-        finished(block)
+    def send(block: Block, results: Sequence[Tensor]) -> list[Callable[[], None]]:
+        mark = transfers.mark()
+        return [
+            transfers.download(
+                result[0],
+                mark,
+                target,
+                block.batch,
+                block.heads if result.shape[1] == len(block.heads) else block.kv_heads,
+                block.tokens,
+            )
+            for result, target in zip(results, targets, strict=True)
+        ]
+
+    def arrive() -> None:
+        nonlocal leaving
+        if leaving is not None:
+            (block, waits), leaving = leaving, None
+            for wait in waits:
+                wait()
+            finished(block)
 
     visits = plan.visits(start)
     current = next(visits, None)
@@ -86,15 +97,15 @@ def stream(
         own, others = blocks.take(), chunks.take() if current.tokens is not None else []
         reduction.add(current, own, others)
         visited(current)
-        deliver()
         if current.is_last:
-            done = current.block, reduction.finish(own), transfers.mark()
+            arrive()
+            leaving = current.block, send(current.block, reduction.finish(own))
         blocks.give_back()
         chunks.give_back()
         current = next(visits, None)
         if current is not None:
             order(current)
-    deliver()
+    arrive()
 
 
 class _Inbox:

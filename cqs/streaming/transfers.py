@@ -1,5 +1,7 @@
 """Rows of heads from where a sequence is to a device, and back, beside what the device computes."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +32,11 @@ class Transfers(Protocol):
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
-    ) -> None:
-        """Copy ``[heads, rows, dim]`` back once a mark is passed; returns when it is there."""
+    ) -> Callable[[], None]:
+        """Copy ``[heads, rows, dim]`` back once a mark is passed; what is returned waits for it.
+
+        The caller may go on before, but must not write to the tensor.
+        """
 
 
 class SameMemory:
@@ -52,25 +57,24 @@ class SameMemory:
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
-    ) -> None:
+    ) -> Callable[[], None]:
         """Write rows."""
         for head, values in zip(heads, tensor, strict=True):
             target.write(batch, head, rows, values)
+        return lambda: None
 
 
 class OverLink:
-    """A GPU: rows that are not in pinned memory go through some pinned pieces of it, in turn."""
+    """A GPU: rows that are not in pinned memory go through some pinned pieces of it, in turn.
+
+    Results go back on a thread of their own: to touch new memory takes longer than to copy it.
+    """
 
     def __init__(self, device: torch.device):
         """Allocate the pieces."""
         self._device = device
-        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._pieces = [
-            torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-            for _ in range(_NUM_PIECES)
-        ]
-        self._free: list[torch.cuda.Event | None] = [None] * _NUM_PIECES
-        self._next = 0
+        self._up, self._down = _Lane(device), _Lane(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cqs-download")
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the stream that computes."""
@@ -81,20 +85,22 @@ class OverLink:
         self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
     ) -> torch.cuda.Event:
         """Copy beside the computation."""
+        lane = self._up
         if after is not None:
-            self._up.wait_event(after)
-        with torch.cuda.stream(self._up):
-            for head, into in zip(heads, target, strict=True):
-                if isinstance(source, InMemory) and source.tensor.is_pinned():
+            lane.stream.wait_event(after)
+        for head, into in zip(heads, target, strict=True):
+            if isinstance(source, InMemory) and source.tensor.is_pinned():
+                with torch.cuda.stream(lane.stream):
                     into.copy_(source.rows_in_place(batch, head, rows), non_blocking=True)
-                    continue
-                for part in _cut(rows, into):
-                    piece = self._take(part, into)
-                    source.read(batch, head, part, piece)
-                    first = part.start - rows.start
+                continue
+            for part in _cut(rows, into):
+                piece = lane.take(part, into)
+                source.read(batch, head, part, piece)
+                first = part.start - rows.start
+                with torch.cuda.stream(lane.stream):
                     into[first : first + len(part)].copy_(piece, non_blocking=True)
-                    self._give(self._up)
-        arrived: torch.cuda.Event = self._up.record_event()
+                lane.give_back()
+        arrived: torch.cuda.Event = lane.stream.record_event()
         return arrived
 
     def wait(self, mark: Any) -> None:
@@ -103,44 +109,60 @@ class OverLink:
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
-    ) -> None:
+    ) -> Callable[[], None]:
         """Copy beside the computation, a piece while the one before is written."""
-        self._down.wait_event(after)
+        return self._thread.submit(self._download, tensor, after, target, batch, heads, rows).result
+
+    def _download(
+        self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
+    ) -> None:
+        lane = self._down
+        lane.stream.wait_event(after)
         if isinstance(target, InMemory) and target.tensor.is_pinned():
-            with torch.cuda.stream(self._down):
+            with torch.cuda.stream(lane.stream):
                 for head, values in zip(heads, tensor, strict=True):
                     into = target.rows_in_place(batch, head, rows)
                     into.copy_(values, non_blocking=True)
-            self._down.synchronize()
+            lane.stream.synchronize()
             return
-        parts = [
-            (head, part, values[part.start - rows.start : part.stop - rows.start])
-            for head, values in zip(heads, tensor, strict=True)
-            for part in _cut(rows, values)
-        ]
         waiting: list[tuple[int, range, Tensor, torch.cuda.Event]] = []
-        for head, part, values in parts:
-            piece = self._take(part, values)
-            with torch.cuda.stream(self._down):
-                piece.copy_(values, non_blocking=True)
-            waiting.append((head, part, piece, self._give(self._down)))
-            if len(waiting) == _NUM_PIECES - 1:
-                _write(target, batch, *waiting.pop(0))
+        for head, values in zip(heads, tensor, strict=True):
+            for part in _cut(rows, values):
+                piece = lane.take(part, values)
+                first = part.start - rows.start
+                with torch.cuda.stream(lane.stream):
+                    piece.copy_(values[first : first + len(part)], non_blocking=True)
+                waiting.append((head, part, piece, lane.give_back()))
+                if len(waiting) == _NUM_PIECES - 1:
+                    _write(target, batch, *waiting.pop(0))
         for each in waiting:
             _write(target, batch, *each)
 
-    def _take(self, rows: range, like: Tensor) -> Tensor:
-        """Return a piece of pinned memory that nothing uses, as ``[rows, dim]``."""
-        if (event := self._free[self._next]) is not None:
+
+class _Lane:
+    """One way over the link: a stream, and pinned pieces that take turns."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self._pieces = [
+            torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            for _ in range(_NUM_PIECES)
+        ]
+        self._used: list[torch.cuda.Event | None] = [None] * _NUM_PIECES
+        self._next = 0
+
+    def take(self, rows: range, like: Tensor) -> Tensor:
+        """Return a piece that nothing uses, as ``[rows, dim]``."""
+        if (event := self._used[self._next]) is not None:
             event.synchronize()
         num_bytes = len(rows) * like.shape[1] * like.element_size()
         piece = self._pieces[self._next][:num_bytes]
         return piece.view(like.dtype).view(len(rows), like.shape[1])
 
-    def _give(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Note that what a stream has to do is the last that uses this piece."""
-        event: torch.cuda.Event = stream.record_event()
-        self._free[self._next] = event
+    def give_back(self) -> torch.cuda.Event:
+        """Note that what the stream has to do is the last that uses the piece."""
+        event: torch.cuda.Event = self.stream.record_event()
+        self._used[self._next] = event
         self._next = (self._next + 1) % _NUM_PIECES
         return event
 
