@@ -81,10 +81,15 @@ def measure_held(compute: Callable[[], object], held: Sequence[HeldTokens]) -> i
     """
     device = held[0].joined().device
     compute()
-    gc.collect()  # nothing else is to be freed meanwhile
     if device.type == "cuda":
         torch.cuda.empty_cache()  # a block of it may be up to a megabyte larger than is asked for
-    _, peak = measure_peak_bytes(compute, device)
+    collects = gc.isenabled()
+    gc.disable()  # nothing else is to be freed meanwhile
+    try:
+        _, peak = measure_peak_bytes(compute, device)
+    finally:
+        if collects:
+            gc.enable()
     return peak + sum(tokens.joined().nbytes for tokens in held)
 
 

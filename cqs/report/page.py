@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cqs.plotting import plot_owners
-from cqs.report.sections import METHODS, Picture, Rows, Section, chapters, facts
+from cqs.report.sections import METHODS, Picture, Rows, Section, chapters, command, facts
 from cqs.scheduler import Plan
 
-_CHART, _MATRIX = (4.0, 3.2), (4.0, 4.2)
-"""Inches: of the width of a phone, so that letters there are as large as they say."""
+_CHART = {"figsize": (4, 3.2)}
+_MATRIX = {"figsize": (4, 4.2), "layout": "compressed"}
+"""Figures, in inches of the width of a phone: letters there are as large as they say."""
 _DOTS_PER_INCH = 200
 """Of matrices: they have too many parts for a drawing."""
 
@@ -59,7 +60,8 @@ def make_page(rows: Rows, out: str) -> str:
     return environment.get_template("page.html").render(
         title=_title(rows),
         method=METHODS[rows[0].executor],
-        facts=facts(rows, out),
+        facts=facts(rows),
+        command=command(rows, out),
         chapters=chapters(rows),
         draw=_draw_chart,
         matrices=[_draw_matrix(plan) for _, plan in sorted(plans.items())],
@@ -68,8 +70,12 @@ def make_page(rows: Rows, out: str) -> str:
 
 def make_markdown(rows: Rows, out: str) -> str:
     """Return the report as Markdown, without its pictures; arguments as for :func:`make_page`."""
-    parts = [f"# {_title(rows)}", METHODS[rows[0].executor]]
-    parts.append("\n".join(f"- {name}: {_escape(fact)}" for name, fact in facts(rows, out).items()))
+    parts = [
+        f"# {_title(rows)}",
+        METHODS[rows[0].executor],
+        "\n".join(f"- {name}: {_escape(fact)}" for name, fact in facts(rows).items()),
+        f"```bash\n{command(rows, out)}\n```",
+    ]
     for chapter in chapters(rows):
         parts.append(f"## {chapter.title}")
         for section in chapter.sections:
@@ -79,15 +85,18 @@ def make_markdown(rows: Rows, out: str) -> str:
 
 def _title(rows: Rows) -> str:
     workers = sorted({row.num_workers for row in rows})
-    span = f"{workers[0]} to {workers[-1]} workers" if len(workers) > 1 else f"W = {workers[0]}"
-    return f"Attention over {rows[0].tokens:,} tokens by {span}"
+    span = f"{workers[0]} to " if len(workers) > 1 else ""
+    return f"Attention over {rows[0].tokens:,} tokens by {span}{_count_workers(workers[-1])}"
+
+
+def _count_workers(number: int) -> str:
+    return "1 worker" if number == 1 else f"{number} workers"
 
 
 def _markdown_table(section: Section, rows: Rows) -> str:
-    lines = [["W", *section.columns], ["--:"] * (len(section.columns) + 1)]
-    for row in rows:
-        lines.append([str(row.num_workers), *(show(row) for show in section.columns.values())])
-    return "\n".join(f"| {' | '.join(map(_escape, cells))} |" for cells in lines)
+    header, *lines = section.table(rows)
+    cells = [header, ["--:"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in cells)
 
 
 def _escape(text: str) -> str:
@@ -98,18 +107,15 @@ def _escape(text: str) -> str:
 
 
 def _draw_chart(picture: Picture, rows: Rows) -> Drawing:
-    return _draw(lambda axes: picture.plot(rows, axes), picture.caption, _CHART, "svg")
+    return _draw(lambda axes: picture.plot(rows, axes), picture.caption, "svg", _CHART)
 
 
 def _draw_matrix(plan: Plan) -> Drawing:
-    number = plan.num_workers
-    caption = "1 worker" if number == 1 else f"{number} workers"
-    return _draw(lambda axes: plot_owners(plan, axes).set_title(""), caption, _MATRIX, "png")
+    caption = _count_workers(plan.num_workers)
+    return _draw(lambda axes: plot_owners(plan, axes).set_title(""), caption, "png", _MATRIX)
 
 
-def _draw(
-    plot: Callable[[Any], Any], caption: str, size: tuple[float, float], kind: str
-) -> Drawing:
+def _draw(plot: Callable[[Any], Any], caption: str, kind: str, options: dict[str, Any]) -> Drawing:
     """Draw on a transparent ground, with dark and with bright letters."""
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -117,7 +123,7 @@ def _draw(
     urls = []
     for name in ("default", "dark_background"):
         with style.context(name):
-            figure = Figure(figsize=size, layout="compressed")
+            figure = Figure(**options)
             plot(figure.add_subplot())
             file = io.BytesIO()
             figure.savefig(

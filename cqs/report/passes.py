@@ -198,9 +198,7 @@ def make_pass(settings: Settings, name: str) -> Pass:
     """
     problem, grad_output = settings.make_problem()
     if not problem.make_plan(1).live_pairs:
-        raise ValueError(
-            f"nothing attends to anything: {settings.tokens} tokens, {settings.pattern}"
-        )
+        raise ValueError(f"no query sees a key, of {settings.tokens} tokens: {settings.pattern}")
     if name == "forward":
         return Forward(settings, problem)
     return Backward(settings, problem, grad_output)

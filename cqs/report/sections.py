@@ -8,6 +8,9 @@ from cqs.commands.table import format_table, mebibytes, percent
 from cqs.plotting import scaling
 from cqs.report.rows import PASSES, ScalingRow
 
+_NOTHING = "-"
+"""Shown of what was not measured."""
+
 Show = Callable[[ScalingRow], str]
 Rows = Sequence[ScalingRow]
 
@@ -42,6 +45,15 @@ class Section(NamedTuple):
     """Header of a column and what it shows of a row, after the number of workers."""
     pictures: tuple[Picture, ...]
 
+    def table(self, rows: Rows) -> list[list[str]]:
+        """Return the header and a line for each row, without columns that no row has."""
+        cells = {name: [show(row) for row in rows] for name, show in self.columns.items()}
+        columns = [
+            ["W", *(str(row.num_workers) for row in rows)],
+            *([name, *column] for name, column in cells.items() if set(column) != {_NOTHING}),
+        ]
+        return [list(line) for line in zip(*columns, strict=True)]
+
 
 class Chapter(NamedTuple):
     """Sections about the same rows."""
@@ -60,22 +72,16 @@ def chapters(rows: Rows) -> list[Chapter]:
     by_workers = [plans[number] for number in sorted(plans)]
     found.append(Chapter("Shares of the work", by_workers, (_SHARES,)))
     for name, of_pass in of_passes.items():
-        sections = [_MEMORY if name == "forward" else _MEMORY_MEASURED, _TRAFFIC, _TIME, _SPEEDUP]
+        sections = [_MEMORY, _TRAFFIC, _TIME, _SPEEDUP]
         if all("actors" in row.details for row in of_pass):
             sections.append(_RUN)
         found.append(Chapter(f"{name.capitalize()} pass", of_pass, tuple(sections)))
     return found
 
 
-def facts(rows: Rows, out: str) -> dict[str, str]:
-    """Return what was measured, where and how, by name.
-
-    Args:
-        rows: Of one report.
-        out: The directory of the report, for the command.
-    """
+def facts(rows: Rows) -> dict[str, str]:
+    """Return what was measured, where and how, by name; at least one row, all of one report."""
     row = rows[0]
-    settings = row.settings
     heads = f"{row.num_heads} heads of {row.head_dim}"
     if row.num_kv_heads != row.num_heads:
         heads += f", {row.num_kv_heads} of keys and values"
@@ -106,7 +112,6 @@ def facts(rows: Rows, out: str) -> dict[str, str]:
         "Seed": str(row.seed),
         "Repeats": f"{row.repeats}; medians are shown",
         "Measured": " to ".join(sorted({min(r.utc for r in rows), max(r.utc for r in rows)})),
-        "Command": _command(rows, settings.options, out),
     }
 
 
@@ -123,19 +128,23 @@ def summarize_rows(rows: Rows) -> str:
     return format_table(list(columns), [[show(row) for show in columns.values()] for row in rows])
 
 
-def _command(rows: Rows, options: list[str], out: str) -> str:
-    """Return the command that measures the same, at once or for the last number of workers."""
-    workers = sorted({row.num_workers for row in rows})
-    program = ["cqs", "report"]
-    if rows[0].executor == "distributed":
-        program = ["torchrun", "--nproc-per-node", str(workers[-1]), "-m", *program]
-    else:
-        options = ["--workers", ",".join(map(str, workers)), *options]
+def command(rows: Rows, out: str) -> str:
+    """Return the command that measures the same into the directory ``out``.
+
+    Of ranks a line for each number of them.
+    """
+    options, workers = rows[0].settings.options, sorted({row.num_workers for row in rows})
     if "actors" in rows[0].details:
-        options = [*options, "--actors", f"{rows[-1].details['actors']:.0f}"]
+        options += ["--actors", f"{rows[-1].details['actors']:.0f}"]
     if any(row.passes == "backward" for row in rows):
-        options = [*options, "--backward"]
-    return shlex.join([*program, *options, "--out", out])
+        options.append("--backward")
+    options += ["--out", out]
+    if rows[0].executor != "distributed":
+        return shlex.join(["cqs", "report", "--workers", ",".join(map(str, workers)), *options])
+    return "\n".join(
+        shlex.join(["torchrun", "--nproc-per-node", str(number), "-m", "cqs", "report", *options])
+        for number in workers
+    )
 
 
 def _numbers(numbers: Iterable[float]) -> str:
@@ -150,7 +159,7 @@ def digits(number: float | None) -> str:
         ['0.0123', '1.50', '2,346', '-']
     """
     if number is None:
-        return "-"
+        return _NOTHING
     size = abs(number)
     if size < 1e-4:
         return "0"
@@ -159,7 +168,7 @@ def digits(number: float | None) -> str:
 
 
 def _mebibytes(number: int | None) -> str:
-    return "-" if number is None else mebibytes(number)
+    return _NOTHING if number is None else mebibytes(number)
 
 
 _SHARES = Section(
@@ -173,28 +182,22 @@ _SHARES = Section(
         "busiest / mean": lambda row: f"{row.balance:.3f}",
     },
     (
-        Picture(scaling.plot_held_tokens, "Longest subsequence, and the least that is possible"),
-        Picture(scaling.plot_responsibility, "Responsibility ratio, and W"),
+        Picture(scaling.plot_held_tokens, "Longest subsequence, beside 1 / sqrt(W)"),
+        Picture(scaling.plot_responsibility, "Responsibility ratio, beside W"),
     ),
 )
 _MEMORY = Section(
     "Memory",
     "Peak of the task that needs most, with what it was given. Predicted are tensors, without the "
-    "scratch of kernels: on CPUs PyTorch's takes up to 0.6 MiB a thread. Measured over predicted "
-    "is of the task where that is furthest from 1.",
+    "scratch of kernels (on CPUs PyTorch's takes up to 0.6 MiB a thread), and of forward passes "
+    "alone. Measured over predicted is of the task where that is furthest from 1.",
     {
         "predicted MiB": lambda row: _mebibytes(row.predicted_bytes),
         "measured MiB": lambda row: _mebibytes(row.peak_bytes),
         "measured / predicted": lambda row: (
-            "-" if row.peak_ratio is None else f"{row.peak_ratio:.3f}"
+            _NOTHING if row.peak_ratio is None else f"{row.peak_ratio:.3f}"
         ),
     },
-    (Picture(scaling.plot_peak_bytes, "Peak memory of a task, predicted and measured"),),
-)
-_MEMORY_MEASURED = Section(
-    "Memory",
-    "Peak of the task that needs most, with what it was given. Plans predict forward passes alone.",
-    {"measured MiB": lambda row: _mebibytes(row.peak_bytes)},
     (Picture(scaling.plot_peak_bytes, "Peak memory of a task"),),
 )
 _TRAFFIC = Section(
@@ -209,7 +212,7 @@ _TRAFFIC = Section(
 _TIME = Section(
     "Time",
     "Milliseconds of the slowest and of the mean task, of the merge, and of transfer and waiting: "
-    "all of a call that the slowest device does not compute. A dash is what was not timed apart.",
+    "all of a call that the slowest device does not compute. What is missing was not timed apart.",
     {
         "slowest": lambda row: digits(row.slowest_ms),
         "mean": lambda row: digits(row.mean_ms),
@@ -218,7 +221,7 @@ _TIME = Section(
         "transfer": lambda row: digits(row.transfer_ms),
     },
     (
-        Picture(scaling.plot_times, "Tasks, merge and transfer"),
+        Picture(scaling.plot_times, "Time of tasks and of what is not in them"),
         Picture(scaling.plot_balance, "Busiest task over the mean, in pairs and in time"),
     ),
 )
@@ -235,7 +238,7 @@ _SPEEDUP = Section(
         "efficiency": lambda row: percent(row.efficiency),
     },
     (
-        Picture(scaling.plot_speedup, "Speed-up, and the number of devices"),
+        Picture(scaling.plot_speedup, "Speed-up, beside the number of devices"),
         Picture(scaling.plot_efficiency, "Parallel efficiency"),
     ),
 )

@@ -5,11 +5,12 @@ from itertools import combinations
 import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
+from scaling_rows import MANY, make_rows
 from timeline_reports import make_report
 
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided
-from cqs.plotting import plot_density, plot_memory, plot_owners, plot_timeline, plot_wheel
+from cqs.plotting import plot_density, plot_memory, plot_owners, plot_timeline, plot_wheel, scaling
 
 NUM_WORKERS = (3, 7, 13, 31, 111)
 LENGTHS = (10, 100, 1000, 10**6)
@@ -96,3 +97,9 @@ def test_memory(check_text, size):
     samples = [(0.0, 0), (0.01, size), (1.0, size // 2)]
     axes = plot_memory(samples, predicted_bytes=size, label="task 110")
     check_text(plot_memory([(0.0, size // 3), (9.0, 0)], axes, label="task 109"))
+
+
+@pytest.mark.parametrize("workers", [(7,), MANY], ids=["one", "many"])
+@pytest.mark.parametrize("name", [name for name in vars(scaling) if name.startswith("plot_")])
+def test_scaling(check_text, name, workers):
+    check_text(getattr(scaling, name)(make_rows(workers, executor="ray")))

@@ -1,0 +1,133 @@
+"""``cqs report`` goes on where it was stopped, and mixes nothing."""
+
+import json
+import shlex
+
+import pytest
+from scaling_rows import make_rows
+
+from cqs.__main__ import main
+from cqs.bench.measurement import append_rows
+from cqs.commands import report
+from cqs.report.rows import read_rows
+from cqs.report.sections import command
+from cqs.verify import VerificationError
+
+TINY = ["report", "--tokens", "60", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The numbers of workers of each report that was written."""
+    found = []
+    monkeypatch.setattr(
+        report, "write_report", lambda rows, path: found.append([row.num_workers for row in rows])
+    )
+    return found
+
+
+def test_a_report_is_written(tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    assert main([*TINY, "--workers", "3,1", "--backward", "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report.html",
+        "report.md",
+        "rows.jsonl",
+    ]
+    rows = read_rows(out / "rows.jsonl")
+    assert [row.key for row in rows] == [
+        (1, "forward"), (3, "forward"), (1, "backward"), (3, "backward"),
+    ]  # fmt: skip
+    assert str(out / "report.html") in capsys.readouterr().out
+
+
+def test_an_interrupted_report_goes_on(tmp_path, monkeypatch, written, capsys):
+    path, append = tmp_path / "rows.jsonl", report.append_rows
+
+    def interrupt(rows, out):
+        append(rows, out)
+        if len(read_rows(path)) == 2:
+            raise KeyboardInterrupt
+
+    options = [*TINY, "--workers", "1,2,3,7", "--out", str(tmp_path)]
+    monkeypatch.setattr(report, "append_rows", interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        main(options)
+    assert stopped.value.code == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    kept = path.read_text()
+    assert kept.count("\n") == 2 and written == [[1, 2]]
+
+    monkeypatch.setattr(report, "append_rows", append)
+    assert main(options) == 0
+    assert path.read_text().startswith(kept) and written == [[1, 2], [1, 2, 3, 7]]
+    with monkeypatch.context() as patch:
+        patch.setattr("cqs.report.local.make_pass", lambda *_: pytest.fail("it was measured"))
+        assert main(options) == 0 and len(written) == 3
+
+
+def test_what_fails_keeps_what_was_measured(tmp_path, monkeypatch, written, capsys):
+    from cqs.report.passes import Forward
+
+    verify = Forward.verify
+
+    def fail_at_three(work, result):
+        if read_rows(tmp_path / "rows.jsonl"):
+            raise VerificationError("it is wrong")
+        verify(work, result)
+
+    monkeypatch.setattr(Forward, "verify", fail_at_three)
+    assert main([*TINY, "--workers", "2,3", "--out", str(tmp_path)]) == 1
+    assert "cqs report: it is wrong" in capsys.readouterr().err and written == [[2]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"pattern": "fixed(64, 8) | global_tokens([0, 5])"}, {"is_causal": True}]
+)
+def test_the_command_of_a_report_measures_the_same(tmp_path, written, options):
+    rows = make_rows((1, 7), **options)
+    for backward in (False, True):
+        rows += make_rows((1, 7), passes="backward", **options) if backward else []
+        (tmp_path / "rows.jsonl").unlink(missing_ok=True)
+        append_rows(rows, str(tmp_path / "rows.jsonl"))
+        line = command(rows, str(tmp_path))
+        assert ("--backward" in line) == backward
+        assert main(shlex.split(line.removeprefix("cqs "))) == 0
+        assert len(read_rows(tmp_path / "rows.jsonl")) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--workers", "3,0"], "--workers must be at least 1, got 0"),
+        (["--heads", "3", "--kv-heads", "2"], "num_heads must be a positive multiple"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["--pattern", "strided("], "is no expression"),
+        (["--actors", "2"], "--actors and --address go with --executor ray"),
+        (["--executor", "distributed"], "start them by torchrun"),
+        (["--executor", "distributed", "--workers", "3"], "--workers does not go with"),
+    ],
+)
+def test_impossible_options_are_refused_in_one_line(tmp_path, capsys, options, message):
+    assert main([*TINY, "--out", str(tmp_path), *options]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("cqs report: ") and message in error
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_rows_of_other_options_or_machines_are_left_alone(tmp_path, written, capsys):
+    path = tmp_path / "rows.jsonl"
+    assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 0
+    options = [*TINY, "--tokens", "70", "--causal", "--out", str(tmp_path)]
+    assert main(options) == 2
+    assert (
+        f"{path} has rows of tokens 60, not 70; is_causal False, not True: take another --out"
+        in capsys.readouterr().err
+    )
+    row = json.loads(path.read_text()) | {"device": "elsewhere"}
+    path.write_text(json.dumps(row) + "\n")
+    assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 0
+    assert main([*TINY, "--workers", "1,2", "--out", str(tmp_path)]) == 2
+    assert "machine elsewhere, not " in capsys.readouterr().err
+    assert path.read_text().count("\n") == 1

@@ -1,0 +1,184 @@
+"""What reports measure: the plan's shares, the predicted memory, and only what is right."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scaling_rows import make_rows
+
+from cqs.gradients import Gradients
+from cqs.report import local, ray
+from cqs.report.exact import verify_gradients
+from cqs.report.passes import make_pass
+from cqs.report.rows import PASSES, read_rows
+from cqs.report.settings import Settings
+from cqs.verify import VerificationError
+
+ROOT = Path(__file__).parents[2]
+SMALL = Settings(
+    executor="local",
+    tokens=200,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    dtype="float32",
+    is_causal=False,
+    pattern=None,
+    repeats=2,
+    seed=0,
+)
+KINDS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "pattern": {"pattern": "sliding_window(9, 5) | global_tokens(3)"},
+    "causal-pattern": {"pattern": "strided(16)", "is_causal": True},
+    "blind-rows": {"pattern": "block_sparse([[1, 0], [0, 0]], 100)"},
+}
+
+
+@pytest.fixture
+def one_thread():
+    """Kernels of the CPU take scratch for each thread, which no plan can know."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
+    settings = replace(SMALL, **KINDS[kind])
+    ticks = []
+    with local.opened(settings) as measure:
+        found = [measure(7, name, lambda: ticks.append(1)) for name in PASSES]
+    assert len(ticks) == 2 * (1 + settings.repeats)
+    for row, name in zip(found, PASSES, strict=True):
+        plan = make_pass(settings, name).problem.make_plan(7)
+        assert row.settings == settings and row.key == (7, name) and row.make_plan() == plan
+        assert row.held_tokens == max(task.held_tokens for task in plan.tasks)
+        assert row.responsibility_ratio == plan.responsibility_ratio
+        assert row.balance == pytest.approx(7 / plan.responsibility_ratio)
+        assert row.bytes_in <= row.peak_bytes and row.bytes_out < row.peak_bytes
+        assert 0 < row.mean_ms <= row.slowest_ms < row.median_ms < row.slowest_ms + row.merge_ms
+        assert row.num_devices == 7 and row.efficiency == row.speedup / 7
+        assert row.transfer_ms is None
+    forward, backward = found
+    costs = [plan.predict_cost(task.worker, make_pass(settings, "forward").problem.shape)
+             for task in plan.tasks]  # fmt: skip
+    assert forward.bytes_in == max(cost.bytes_in for cost in costs)
+    assert forward.bytes_out == max(cost.bytes_out for cost in costs)
+    assert forward.peak_ratio is not None and backward.peak_ratio is None
+
+
+@pytest.mark.parametrize("pattern", [None, "sliding_window(256, 0) | global_tokens(4)"])
+def test_measured_memory_is_within_a_twentieth_of_the_predicted(one_thread, pattern):
+    settings = replace(
+        SMALL, tokens=4096, num_heads=8, num_kv_heads=8, head_dim=64, repeats=1, pattern=pattern
+    )
+    with local.opened(settings) as measure:
+        for num_workers in (1, 8, 31):
+            row = measure(num_workers, "forward", lambda: None)
+            assert row.peak_ratio == pytest.approx(1, abs=0.05), num_workers
+            assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05)
+            assert row.responsibility_ratio == pytest.approx(num_workers, rel=0.015)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", [None, *Gradients._fields])
+def test_wrong_gradients_are_found(kind, wrong):
+    work = make_pass(replace(SMALL, **KINDS[kind]), "backward")
+    problem = work.problem
+    plan = problem.make_plan(7)
+    results = [work.compute(task, work.hold(task)) for task in plan.tasks]
+    gradients = work.merger(plan, results)()
+    if wrong is None:
+        work.verify(gradients)
+        return
+    getattr(gradients, wrong)[:, 1, 0] += 1e-3
+    with pytest.raises(VerificationError, match=f"the gradient of the {wrong} strays"):
+        verify_gradients(problem, work.answer, work.grad_output, gradients)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_is_wrong_is_not_timed(monkeypatch, name):
+    from cqs.report import passes
+
+    def forget_a_task(function):
+        def attend(worker, task, *held):
+            groups = function(worker, task, *held)
+            return [tuple(map(torch.zeros_like, group)) for group in groups]
+
+        return attend
+
+    for function in ("attend_task", "differentiate_task"):
+        monkeypatch.setattr(passes, function, forget_a_task(getattr(passes, function)))
+    monkeypatch.setattr(local, "_time", lambda *arguments: pytest.fail("it was timed"))
+    with local.opened(SMALL) as measure, pytest.raises(VerificationError):
+        measure(7, name, lambda: None)
+
+
+def test_what_sees_nothing_and_what_differs_by_head_is_refused():
+    with pytest.raises(ValueError, match="no query sees a key, of 200 tokens"):
+        make_pass(replace(SMALL, pattern="block_sparse([[0, 0], [0, 0]], 100)"), "forward")
+    with pytest.raises(NotImplementedError, match="one pattern for all heads"):
+        make_pass(
+            replace(SMALL, pattern="per_head([[causal(), causal(), strided(2), causal()]])"),
+            "forward",
+        )
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    from cqs.bench.measurement import append_rows
+
+    rows = [*make_rows((1, 7)), *make_rows((1,), passes="backward")]
+    append_rows([*reversed(rows)], str(tmp_path / "rows.jsonl"))
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+    assert read_rows(tmp_path / "nothing") == []
+    (tmp_path / "rows.jsonl").write_text('{"tokens": 3}\n')
+    with pytest.raises(ValueError, match="line 1 is no row of a report"):
+        read_rows(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("kind", ["full", "causal-pattern"])
+def test_runs_on_a_cluster_are_measured(ray_session, kind):
+    settings = replace(SMALL, executor="ray", **KINDS[kind])
+    with ray.opened(settings, 2) as measure:
+        for name in PASSES:
+            row = measure(7, name, lambda: None)
+            parts = [1e3 * row.details[part] for part in ray.PARTS]
+            assert row.details["actors"] == row.num_devices == 2
+            assert all(part > -1e-3 for part in parts)
+            assert 0 < row.transfer_ms < row.median_ms and row.merge_ms > 0
+            assert (row.peak_ratio is None) == (name == "backward")
+            here = make_pass(replace(settings, executor="local"), name)
+            plan = here.problem.make_plan(7)
+            assert row.bytes_in == max(
+                sum(tokens.joined().nbytes for side in here.hold(task) for tokens in side)
+                for task in plan.tasks
+            )
+
+
+def test_ranks_are_measured_one_number_after_another(tmp_path):
+    options = ["--executor", "distributed", "--tokens", "200", "--heads", "2", "--repeats", "1"]
+    for number, passes in ((3, ["--backward"]), (2, [])):
+        command = ["-m", "torch.distributed.run", "--nproc-per-node", str(number), "-m", "cqs"]
+        subprocess.run(
+            [sys.executable, *command, "report", *options, *passes, "--out", str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            check=True,
+            timeout=120,
+        )
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row.key for row in rows] == [(2, "forward"), (3, "forward"), (3, "backward")]
+    for row in rows:
+        assert row.num_devices == row.num_workers and row.merge_ms is None
+        assert row.transfer_ms == pytest.approx(row.median_ms - row.slowest_ms)
+        assert row.details["call_bytes"] > 0
+    text = (tmp_path / "report.md").read_text()
+    assert "torchrun --nproc-per-node 2 -m cqs report" in text
+    assert "torchrun --nproc-per-node 3 -m cqs report" in text

@@ -1,0 +1,161 @@
+"""A report opens in a browser, from disk alone, on a desk and on a phone; and as Markdown."""
+
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+from scaling_rows import make_rows
+
+from cqs.report.page import write_report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HOSTILE = "</td><script>document.title = 'owned'</script><img src=x onerror=alert(1)> *a* | `b`"
+WORKERS = (1, 2, 7, 8, 31, 111)
+REPORTS = {
+    "local": [*make_rows(WORKERS), *make_rows((1, 7), passes="backward")],
+    "ray": make_rows((1, 3, 31), executor="ray", is_causal=True),
+    "distributed": make_rows((4,), executor="distributed", tokens=10**6),
+    "pattern": make_rows((111,), pattern="sliding_window(256, 0) | global_tokens(4)"),
+    "hostile": [replace(row, device=HOSTILE, commit=HOSTILE) for row in make_rows((1,))],
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """The directory of each report."""
+    found = {}
+    for name, rows in REPORTS.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        write_report(rows, found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        # Chromium's own sandbox needs a user other than root.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, reports):
+    """Open a report; at the end nothing must have been requested, complained of or run."""
+    requests, complaints, contexts = [], [], []
+
+    def visit(name, width, scheme="light"):
+        context = browser.new_context(
+            viewport={"width": width, "height": 800}, color_scheme=scheme, offline=True
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+        page.goto((reports[name] / "report.html").as_uri())
+        page.wait_for_load_state("networkidle")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    requests = [url for url in requests if not url.startswith("data:")]
+    assert len(requests) == len(contexts) and all(url.endswith("/report.html") for url in requests)
+    assert not complaints
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("local", "light"),
+        ("local", "dark"),
+        ("ray", "light"),
+        ("distributed", "light"),
+        ("pattern", "dark"),
+    ],
+)
+def test_nothing_leaves_the_page_and_every_picture_is_there(visit, name, width, scheme):
+    page = visit(name, width, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    beyond = "[...document.querySelectorAll('body *')].filter(each => {"
+    beyond += "const box = each.getBoundingClientRect();"
+    beyond += f"return box.left < 0 || box.right > {width}}}).map(each => each.outerHTML)"
+    assert page.evaluate(beyond) == []
+    pictures = page.locator("img")
+    assert pictures.count() >= 9
+    for picture in pictures.all():
+        assert picture.evaluate("each => each.decode().then(() => each.naturalWidth)") > 300
+        assert picture.bounding_box()["width"] >= min(width - 40, 310)
+        assert picture.get_attribute("alt").strip()
+        assert picture.evaluate("each => each.currentSrc == each.src") == (scheme == "light")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_cells_of_tables_are_read_in_one_piece(visit, width):
+    page = visit("local", width)
+    assert page.locator("table").count() == 9
+    heights = (
+        "[...document.querySelectorAll('td')].map(each => each.getBoundingClientRect().height)"
+    )
+    assert max(page.evaluate(heights)) < 36
+    sizes = "[...document.querySelectorAll('td')].map(each => getComputedStyle(each).fontSize)"
+    assert min(float(size.removesuffix("px")) for size in page.evaluate(sizes)) >= 12
+
+
+def test_the_page_tells_its_structure(visit):
+    page = visit("local", 1280)
+    assert page.locator("html").get_attribute("lang") == "en"
+    assert page.title() == page.locator("h1").inner_text()
+    assert page.title() == "Attention over 8,192 tokens by 1 to 111 workers"
+    levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map(each => each.tagName)")
+    assert levels[:3] == ["H1", "H2", "H3"] and levels.count("H1") == 1
+    for table in page.locator("table").all():
+        assert table.locator("caption").count() == 1
+        assert table.locator("th:not([scope])").count() == 0
+        workers = table.locator("tbody th[scope=row]").all_inner_texts()
+        assert workers in ([str(number) for number in WORKERS], ["1", "7"])
+
+
+def test_dark_rooms_get_a_dark_page_and_paper_a_white_one(visit):
+    page = visit("local", 1280, "dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(ground) == "rgb(18, 18, 18)"
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate(ground) == "rgb(255, 255, 255)"
+    assert page.locator("img").first.evaluate("each => each.currentSrc == each.src")
+
+
+def test_text_is_text(visit, reports):
+    page = visit("hostile", 390)
+    assert page.title() == "Attention over 8,192 tokens by 1 worker"
+    assert page.locator("script").count() == 0
+    assert page.locator("dd", has_text="onerror").all_inner_texts() == [HOSTILE] * 2
+    lines = (reports["hostile"] / "report.md").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("- Machine"))
+    assert not re.search(r"(?<!\\)[`*|<>\[\]]", line)
+
+
+def test_tables_of_the_page_are_those_of_markdown(visit, reports):
+    page = visit("ray", 1280)
+    lines = (reports["ray"] / "report.md").read_text().splitlines()
+    written = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    written = [line for line in written if "--:" not in line]
+    shown = "[...document.querySelectorAll('tr')].map("
+    shown += "line => [...line.cells].map(cell => cell.innerText))"
+    assert page.evaluate(shown) == written
+    assert {"before", "computing", "between", "after"} < set(sum(written, []))
+
+
+def test_what_was_not_measured_has_no_column(reports):
+    text = {name: (path / "report.md").read_text() for name, path in reports.items()}
+    assert "transfer |" not in text["local"] and "merge |" in text["local"]
+    assert "transfer |" in text["distributed"] and "merge |" not in text["distributed"]
+    forward, backward = text["local"].split("## Backward pass")
+    assert "predicted MiB" in forward and "predicted MiB" not in backward

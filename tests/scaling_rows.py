@@ -1,0 +1,55 @@
+"""Rows of reports that nobody measured."""
+
+from cqs.report.rows import Held, Turn, make_row
+from cqs.report.settings import Settings
+from cqs.scheduler import make_plan
+
+MANY = (1, 2, 3, 4, 7, 8, 13, 31, 57, 111)
+
+
+def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **options):
+    """Return a row for each number of workers: of time 1 / W, of memory 1 / sqrt(W)."""
+    settings = Settings(
+        executor=executor,
+        tokens=tokens,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        dtype="float32",
+        repeats=2,
+        seed=0,
+        **{"is_causal": False, "pattern": None, **options},
+    )
+    details = {}
+    if executor == "ray":
+        parts = ("before", "slowest", "between", "after")
+        details = {"actors": 2} | {f"{part}_seconds": 0.01 for part in parts}
+    rows = []
+    for number in workers:
+        size = int(2**26 * number**-0.5)
+        turn = Turn(
+            [1.2 / number] * (number - 1) + [1.3 / number],
+            one=1.2,
+            dense=1.1,
+            whole=1.4 / number,
+            merge=None if executor == "distributed" else 1e-3 * number,
+            transfer=None if executor == "local" else 2e-3 * number,
+        )
+        held = Held(size if passes == "forward" else None, size + 2**20, size // 2, size // 5)
+        rows.append(
+            make_row(
+                settings,
+                passes,
+                make_plan(
+                    tokens,
+                    num_workers=number,
+                    is_causal=settings.is_causal,
+                    pattern=settings.make_pattern(),
+                ),
+                turns=[turn, turn],
+                held=[held] * number,
+                num_devices=min(number, 2) if executor == "ray" else number,
+                details=details,
+            )
+        )
+    return rows
