@@ -64,6 +64,12 @@ def test_patterns_are_loaded_when_they_are_used():
     assert "cqs.patterns" in imported and "torch" not in imported
 
 
+def test_matplotlib_is_loaded_when_a_picture_is_drawn():
+    imported = modules_after("import cqs.plotting")
+    assert "cqs.plotting.owners" in imported
+    assert not imported & {"matplotlib", "numpy", "torch", "ray"}
+
+
 def test_an_unknown_name_is_refused():
     import cqs
 
