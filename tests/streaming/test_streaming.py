@@ -1,5 +1,6 @@
 """Tensors in memory, in files and made on demand: the answer is that of one call."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -18,7 +19,16 @@ from safetensors.torch import save_file
 import cqs
 from cqs.cases import CASES
 from cqs.patterns import global_tokens, sliding_window
-from cqs.streaming import InFile, OnDemand, Pass, make_stream_plan, open_tensor
+from cqs.streaming import (
+    InFile,
+    OnDemand,
+    Pass,
+    engine,
+    make_stream_plan,
+    open_tensor,
+    run,
+    transfers,
+)
 from cqs.streaming.budget import parse_budget
 from cqs.streaming.plan import CPU, GPU, StreamPlan
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
@@ -430,3 +440,57 @@ def test_a_file_that_is_described_by_hand(arrays, tmp_path):
     query = InFile(path, (2, 4, 500, 16), torch.float32, 4, (4 * 500 * 64, 500 * 64))
     found = cqs.attention(query, *mapped[1:], memory_budget=200_000, device="cpu")
     torch.testing.assert_close(found, expected_of(arrays), atol=1e-6, rtol=1e-5)
+
+
+class Fake:
+    """A stream and an event of a GPU that has always done everything."""
+
+    def __init__(self, *device):
+        pass
+
+    def wait_event(self, event):
+        assert isinstance(event, Fake)
+
+    def record_event(self):
+        return Fake()
+
+    def synchronize(self):
+        pass
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 1000, 10**6])
+def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
+    """The way over a link, with a GPU that is the CPU."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **o: empty(*shape, **o))
+    monkeypatch.setattr(torch.cuda, "Stream", Fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Fake)
+    monkeypatch.setattr(transfers, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(engine, "make_transfers", transfers.OverLink)
+    monkeypatch.setattr(run, "CPU", GPU)
+    *mapped, out = arrays
+    leaves = [torch.tensor(array, requires_grad=True) for array in mapped]
+    options = {"memory_budget": 150_000, "device": "cpu", "is_causal": True}
+    cqs.attention(*mapped, out=out, **options)
+    output = cqs.attention(*leaves, **options)
+    expected = cqs.attention(*leaves, is_causal=True)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(out), expected.detach(), atol=1e-6, rtol=1e-5)
+    gradients = [torch.autograd.grad(each.sin().sum(), leaves) for each in (output, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_what_cannot_be_written_is_an_error_of_the_call(arrays, monkeypatch):
+    """Though it happens on another thread."""
+    monkeypatch.setattr(transfers, "_PIECE_BYTES", 1000)
+    test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, 1000)
+    *mapped, out = arrays
+
+    def write(descriptor, view, place):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", write)
+    with pytest.raises(OSError, match="No space left"):
+        cqs.attention(*mapped, memory_budget=150_000, device="cpu", out=out)
