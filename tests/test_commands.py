@@ -262,3 +262,24 @@ def test_attend_takes_patterns(files, assert_right, text):
     problem = check_problem(files.query, files.key, files.value, pattern=pattern)
     found = (torch.from_numpy(np.load(f"{name}.npy")) for name in ("o", "lse"))
     assert_right(problem, tuple(found))
+
+
+def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, monkeypatch, capsys):
+    from cqs.streaming import run as streaming_run
+
+    problem = files
+    options = ["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--causal", "--budget", "100KB"]
+    options += ["--device", "cpu"]
+    look, stop = streaming_run._fingerprints, Mock(side_effect=[None] * 3 + [KeyboardInterrupt])
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(streaming_run, "_fingerprints", lambda sources: stop() or look(sources))
+        main([*options, "--resume", "run"])
+    assert {"o.npy.partial.npy", "run", "run.lse.npy"} <= set(os.listdir())
+    assert main([*options, "--resume", "run", "--verify"]) == 0
+    assert sorted(os.listdir()) == ["k.npy", "o.npy", "q.npy", "v.npy"]
+    output, _ = attend(problem)
+    torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output, atol=1e-6, rtol=1e-5)
+    assert main([*options, "--workers", "3"]) == 2
+    assert "--budget goes neither" in capsys.readouterr().err
+    assert main(options[:6] + ["--resume", "run"]) == 2
+    assert "go with --budget" in capsys.readouterr().err

@@ -3,12 +3,13 @@
 import argparse
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
 from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
-from cqs.commands.tensor_files import create_tensor, load_tensor
+from cqs.commands.tensor_files import create_file, create_tensor, load_tensor
 from cqs.executors.local import run_local
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem, check_problem
@@ -33,10 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=list(WHY_NOT))
     parser.add_argument("--executor", choices=["local", "ray"], default="local")
     parser.add_argument("--verify", action="store_true", help="recompute sampled rows in float64")
+    streaming = parser.add_argument_group("sequences longer than memory, in this process")
+    streaming.add_argument(
+        "--budget", metavar="BYTES", help="hold at most 8GiB, say, on the device: read as needed"
+    )
+    streaming.add_argument("--device", help="where to compute; default: a GPU if there is one")
+    streaming.add_argument("--resume", metavar="FILE", help="note there how far it has come; go on")
 
 
 def run(options: argparse.Namespace) -> None:
     """Attend from mapped files to mapped files; an output appears only if all went well."""
+    if options.budget is not None:
+        _attend_within_budget(options)
+        return
+    if options.device is not None or options.resume is not None:
+        raise ValueError("--device and --resume go with --budget")
     problem = check_problem(
         *(load_tensor(getattr(options, name), name) for name in ("query", "key", "value")),
         is_causal=options.is_causal,
@@ -59,6 +71,38 @@ def run(options: argparse.Namespace) -> None:
             _attend_here(problem, options, answer)
         if options.verify:
             verify_rows(problem, answer)
+    print(f"{options.output}: {list(shape)} {dtype}")
+
+
+def _attend_within_budget(options: argparse.Namespace) -> None:
+    """Attend from files to files that are not mapped: no more memory is taken than the budget."""
+    from cqs.streaming import open_tensor
+    from cqs.streaming.run import attend_within
+
+    if options.num_workers is not None or options.executor != "local" or options.lse:
+        raise ValueError("--budget goes neither with --workers and --executor nor with --lse")
+    query, key, value = (
+        open_tensor(getattr(options, name), name) for name in ("query", "key", "value")
+    )
+    shape, dtype = (*query.shape[:3], value.shape[3]), query.dtype
+    with create_file(
+        options.output, "output", shape, dtype, keeps=options.resume is not None
+    ) as path:
+        attend_within(
+            query,
+            key,
+            value,
+            memory_budget=options.budget,
+            device=options.device,
+            out=replace(open_tensor(path, "output"), is_writable=True),
+            resume=options.resume,
+            progress=True,
+            is_causal=options.is_causal,
+            pattern=None if options.pattern is None else parse_pattern(options.pattern),
+            scale=options.scale,
+            backend=options.backend,
+            verify=options.verify,
+        )
     print(f"{options.output}: {list(shape)} {dtype}")
 
 

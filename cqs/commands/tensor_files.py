@@ -61,55 +61,74 @@ def load_tensor(source: str, name: str) -> Tensor:
 def create_tensor(
     target: str, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Give a tensor to fill that is mapped to a new file; the file appears once it is filled.
+    """Give a tensor to fill that is mapped to a new file; see :func:`create_file`."""
+    mapped: np.ndarray
+    with create_file(target, name, shape, dtype) as path:
+        if target.endswith(".npy"):
+            mapped = np.lib.format.open_memmap(path, "r+")
+            tensor = torch.from_numpy(mapped)
+        else:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            offset = os.path.getsize(path) - num_bytes
+            mapped = np.empty(0, np.uint8)
+            if num_bytes:
+                mapped = np.memmap(path, np.uint8, "r+", offset=offset, shape=(num_bytes,))
+            tensor = torch.from_numpy(mapped).view(dtype).reshape(shape)
+        yield tensor
+        if isinstance(mapped, np.memmap):
+            mapped.flush()
+
+
+@contextmanager
+def create_file(
+    target: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, keeps: bool = False
+) -> Iterator[Path]:
+    """Give the path of a file that holds a tensor; it becomes ``target`` once it is filled.
 
     Args:
         target: ``FILE.npy`` or ``FILE.safetensors``; replaced if it exists.
         name: Name of the tensor in a safetensors file.
         shape: Shape of the tensor.
         dtype: Its dtype; .npy files hold no bfloat16.
+        keeps: Whether the file stays after a failure, to be filled further the next time.
 
     Raises:
         ValueError: if the file cannot be written or is of a kind that cannot hold the tensor.
     """
-    partial = f"{target}.{secrets.token_hex(8)}.partial"
-    mapped: np.ndarray
+    suffix = Path(target).suffix
+    partial = Path(f"{target}.{'partial' if keeps else secrets.token_hex(8)}{suffix}")
     try:
-        if target.endswith(".npy"):
-            if dtype not in _NUMPY_DTYPES:
-                raise ValueError(f"numpy has no {dtype}: write a .safetensors file")
-            mapped = np.lib.format.open_memmap(partial, "w+", _NUMPY_DTYPES[dtype], shape)
-            tensor = torch.from_numpy(mapped)
-        elif target.endswith(".safetensors"):
-            mapped = _map_safetensors(partial, name, shape, dtype)
-            tensor = torch.from_numpy(mapped).view(dtype) if mapped.size else torch.empty(0)
-            tensor = tensor.to(dtype).reshape(shape)
-        else:
+        if suffix not in (".npy", ".safetensors"):
             raise ValueError("not a .npy or .safetensors file")
-        _reserve_space(partial)
+        if suffix == ".npy" and dtype not in _NUMPY_DTYPES:
+            raise ValueError(f"numpy has no {dtype}: write a .safetensors file")
+        if not (keeps and partial.exists()):
+            if suffix == ".npy":
+                np.lib.format.open_memmap(partial, "w+", _NUMPY_DTYPES[dtype], shape)
+            else:
+                _write_safetensors(partial, name, shape, dtype)
+            _reserve_space(partial)
     except (OSError, ValueError) as error:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise ValueError(f"cannot write {name} to {target!r}: {error}") from error
     try:
-        yield tensor
-        if isinstance(mapped, np.memmap):
-            mapped.flush()
-        os.replace(partial, target)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+        yield partial
+    except BaseException:
+        if not keeps:
+            partial.unlink(missing_ok=True)
+        raise
+    os.replace(partial, target)
 
 
-def _reserve_space(path: str) -> None:
+def _reserve_space(path: Path) -> None:
     """Take all blocks of a file at once: later, a full disk would end the process by a signal."""
     if hasattr(os, "posix_fallocate"):
         with open(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
 
 
-def _map_safetensors(
-    path: str, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> np.ndarray:
-    """Create a safetensors file of one tensor and map the tensor's bytes.
+def _write_safetensors(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Create a safetensors file of one tensor of zeros.
 
     The format: length of the header (8 bytes, little endian), header (JSON, padded with blanks to
     a multiple of 8), data.
@@ -125,6 +144,3 @@ def _map_safetensors(
     with open(path, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + num_bytes)
-    if not num_bytes:
-        return np.empty(0, np.uint8)
-    return np.memmap(path, np.uint8, "r+", offset=8 + len(header), shape=(num_bytes,))
