@@ -11,11 +11,25 @@ if TYPE_CHECKING:
     from cqs import patterns as patterns
     from cqs.api import attention as attention
     from cqs.executors.ray import Cluster as Cluster
+    from cqs.flex import flex_attention as flex_attention
 
-__all__ = ["Cluster", "Plan", "attention", "distributed", "make_plan", "nn", "patterns"]
+__all__ = [
+    "Cluster",
+    "Plan",
+    "attention",
+    "distributed",
+    "flex_attention",
+    "make_plan",
+    "nn",
+    "patterns",
+]
 __version__ = "0.1.0"
 
-_LAZY = {"attention": "cqs.api", "Cluster": "cqs.executors.ray"}
+_LAZY = {
+    "attention": "cqs.api",
+    "Cluster": "cqs.executors.ray",
+    "flex_attention": "cqs.flex",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -95,10 +95,10 @@ def from_block_mask(block_mask: Any) -> Pattern:
     seqlen_q, seqlen_kv = block_mask.seq_lengths
     block_q, block_kv = block_mask.BLOCK_SIZE
     rows, columns = -(-seqlen_q // block_q), -(-seqlen_kv // block_kv)
-    partial = _listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
+    partial = listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
     full = np.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
-        full = _listed_blocks(
+        full = listed_blocks(
             block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns
         )
     grid = Grid(seqlen_q, seqlen_kv, block_q if block_q == block_kv else _BLOCK)
@@ -209,7 +209,7 @@ def _gather(grid: Grid, rows: Integers, columns: Integers, block: int) -> BlockL
     return cut.combine(BlockList.full(grid, ids[whole]), np.bitwise_or)
 
 
-def _listed_blocks(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:
+def listed_blocks(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:
     """Mark the blocks that a block mask lists ``[batch, heads, rows, columns]``."""
     numbers, indices = as_array(numbers), as_array(indices).astype(np.int64)
     listed = np.arange(indices.shape[-1]) < numbers[..., None]

@@ -1,0 +1,266 @@
+"""FlexAttention's interface: block masks become patterns, score functions run block by block."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from cqs.api import attention
+from cqs.partial import Partial, lse_dtype
+from cqs.patterns import from_block_mask
+from cqs.patterns.masks import listed_blocks
+from cqs.problem import Problem, check_problem
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from cqs.executors.ray import Cluster
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: "BlockMask | None" = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    *,
+    num_workers: int | None = None,
+    backend: str | None = None,
+    executor: "str | Cluster | None" = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what ``torch.nn.attention.flex_attention.flex_attention`` computes, in tasks.
+
+    A block mask becomes a pattern (:func:`cqs.patterns.from_block_mask`), and
+    :func:`cqs.attention` computes what it leaves. Code that uses the same mask again and again
+    saves that step with ``cqs.attention(..., pattern=from_block_mask(block_mask))``.
+
+    With a ``score_mod`` PyTorch's own FlexAttention computes each rectangle that a task owns,
+    compiled on a GPU, and the partial results merge; the function gets positions in the whole
+    sequence, and tensors that it captures get gradients. This runs in this process alone.
+
+    Args:
+        query: ``[batch, num_heads, seqlen_q, head_dim]``.
+        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
+        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
+        score_mod: ``score_mod(score, batch, head, query, key)`` returns the score to take instead.
+        block_mask: Of ``create_block_mask``, for these lengths.
+        scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+        enable_gqa: Whether ``num_heads`` may be a multiple of ``num_kv_heads``.
+        return_lse: Also return the natural log of the softmax denominators.
+        num_workers: Number of tasks; as for :func:`cqs.attention`.
+        backend: As for :func:`cqs.attention`; not with a ``score_mod``.
+        executor: Likewise.
+
+    Returns:
+        ``output``, ``[batch, num_heads, seqlen_q, value_dim]``; with ``return_lse`` also ``lse``,
+        ``[batch, num_heads, seqlen_q]``.
+
+    Raises:
+        TypeError: as for :func:`cqs.attention`, or if ``block_mask`` is none.
+        ValueError: as for :func:`cqs.attention`, or for a block mask of other lengths, and for
+            fewer key heads without ``enable_gqa``.
+        NotImplementedError: as for :func:`cqs.attention`, or for a ``score_mod`` with a backend or
+            an executor.
+
+    Example:
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+        >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 100, 100, device="cpu")
+        >>> output = flex_attention(q, k, v, block_mask=mask, num_workers=7)
+        >>> torch.allclose(output, attention(q, k, v, is_causal=True), atol=1e-5)
+        True
+    """
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}: enable_gqa must be True"
+        )
+    if score_mod is None:
+        return attention(
+            query,
+            key,
+            value,
+            pattern=None if block_mask is None else from_block_mask(block_mask),
+            scale=scale,
+            num_workers=num_workers,
+            backend=backend,
+            executor=executor,
+            return_lse=return_lse,
+        )
+    if backend is not None or executor not in (None, "local"):
+        raise NotImplementedError(
+            "a score_mod is computed by FlexAttention in this process: "
+            "it takes neither a backend nor an executor"
+        )
+    problem = check_problem(query, key, value, scale=scale)
+    lengths = query.shape[2], key.shape[2]
+    if block_mask is not None and tuple(block_mask.seq_lengths) != lengths:
+        raise ValueError(f"block_mask is for lengths {block_mask.seq_lengths}, got {lengths}")
+    plan = problem.make_plan(1 if num_workers is None else num_workers)
+    scores = _Scores(score_mod, None if block_mask is None else _Blocks.of(block_mask))
+    parts = [
+        (step.queries, partial)
+        for task in plan.tasks
+        for step in task.steps
+        for keys in step.keys
+        if (partial := scores.attend(problem, step.queries, keys)) is not None
+    ]
+    answer = _merge(problem, parts)
+    return (answer.output, answer.lse) if return_lse else answer.output
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A block mask, to be cut anywhere."""
+
+    full: Tensor
+    """Which blocks are full ``[batch or 1, heads or 1, rows, columns]``."""
+    partial: Tensor
+    """Likewise, in which the mask function decides."""
+    sizes: tuple[int, int]
+    """Queries and keys of a block."""
+    mask_mod: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, mask: "BlockMask") -> "_Blocks":
+        """Read a block mask."""
+        block_q, block_kv = mask.BLOCK_SIZE
+        shape = -(-mask.seq_lengths[0] // block_q), -(-mask.seq_lengths[1] // block_kv)
+        partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices, *shape)
+        full = np.zeros_like(partial)
+        if mask.full_kv_num_blocks is not None:
+            full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, *shape)
+        device = mask.kv_indices.device
+        layouts = [torch.from_numpy(each).to(device) for each in (full, partial)]
+        return cls(layouts[0], layouts[1], (block_q, block_kv), mask.mask_mod)
+
+    def cut(self, queries: range, keys: range) -> "BlockMask | None":
+        """Return the block mask of a rectangle, ``None`` if it hides all of it."""
+        rows, columns = (
+            slice(tokens.start // size, -(-tokens.stop // size))
+            for tokens, size in zip((queries, keys), self.sizes, strict=True)
+        )
+        full, partial, sizes, inner = self.full, self.partial, self.sizes, self.mask_mod
+        if not (full | partial)[..., rows, columns].any():
+            return None
+        batch, heads = full.shape[:2]
+        first_query, first_key = _first(queries, full), _first(keys, full)
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            q, k = q + first_query, k + first_key
+            block = b % batch, h % heads, q // sizes[0], k // sizes[1]
+            return full[block] | (partial[block] & inner(b, h, q, k))
+
+        return torch_flex.create_block_mask(
+            mask_mod,
+            batch,
+            heads,
+            len(queries),
+            len(keys),
+            device=full.device,
+            BLOCK_SIZE=sizes,
+        )
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What FlexAttention is asked for, in positions of the whole sequence."""
+
+    score_mod: Callable[..., Tensor]
+    blocks: _Blocks | None
+
+    def attend(self, problem: Problem, queries: range, keys: range) -> Partial | None:
+        """Compute a rectangle; ``None`` if the mask hides all of it."""
+        block_mask = None if self.blocks is None else self.blocks.cut(queries, keys)
+        if self.blocks is not None and block_mask is None:
+            return None
+        inner = self.score_mod
+        first_query, first_key = _first(queries, problem.query), _first(keys, problem.query)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return inner(score, b, h, q + first_query, k + first_key)
+
+        rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        attend = _compiled() if problem.query.is_cuda else _attend_eagerly
+        output, others = attend(
+            problem.query[:, :, rows],
+            problem.key[:, :, columns],
+            problem.value[:, :, columns],
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=problem.scale,
+            enable_gqa=problem.query.shape[1] != problem.key.shape[1],
+            return_aux=torch_flex.AuxRequest(lse=True),
+        )
+        return Partial(output, others.lse)
+
+
+def _first(tokens: range, like: Tensor) -> Tensor:
+    """Return the first position as a tensor: a number would be compiled in."""
+    return torch.tensor(tokens.start, device=like.device)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(torch_flex.flex_attention)
+    return compiled
+
+
+def _attend_eagerly(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """Compute on a CPU, where every shape of a rectangle would be traced anew to no gain."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        return torch_flex.flex_attention(query, key, value, **options)
+
+
+def _merge(problem: Problem, parts: Sequence[tuple[range, Partial]]) -> Partial:
+    """Merge partial results differentiably, in their order.
+
+    Args:
+        problem: The checked problem.
+        parts: Queries, and their partial result over some keys.
+    """
+    edges = {0, problem.query.shape[2]}
+    edges |= {edge for queries, _ in parts for edge in (queries.start, queries.stop)}
+    merged = [_merge_rows(problem, parts, *rows) for rows in pairwise(sorted(edges))]
+    if not merged:
+        return problem.empty_answer()
+    return Partial(*(torch.cat(tensors, dim=2) for tensors in zip(*merged, strict=True)))
+
+
+def _merge_rows(
+    problem: Problem, parts: Sequence[tuple[range, Partial]], start: int, stop: int
+) -> Partial:
+    """Merge for queries that each partial result has all or none of.
+
+    By ``output = sum(exp(lse_i - M) * output_i) / S`` with ``M = max(lse_i)`` and ``S =
+    sum(exp(lse_i - M))``, as :class:`cqs.partial.RunningMerge`.
+    """
+    shape = (*problem.query.shape[:2], stop - start)
+    found = [
+        [part[:, :, start - queries.start : stop - queries.start] for part in partial]
+        for queries, partial in parts
+        if queries.start <= start < queries.stop
+    ]
+    if not found:
+        lse = problem.query.new_full(shape, -torch.inf, dtype=lse_dtype(problem.query.dtype))
+        return Partial(problem.value.new_zeros((*shape, problem.value.shape[3])), lse)
+    outputs, lses = (torch.stack(tensors) for tensors in zip(*found, strict=True))
+    largest = lses.detach().amax(dim=0)
+    largest = largest.masked_fill(largest == -torch.inf, 0)
+    weights = torch.exp(lses - largest)
+    total = weights.sum(dim=0)
+    is_blind = total == 0
+    total = total.masked_fill(is_blind, 1)
+    output = ((weights / total).unsqueeze(-1) * outputs).sum(dim=0)
+    lse = (largest + total.log()).masked_fill(is_blind, -torch.inf)
+    return Partial(output.to(problem.query.dtype), lse)

