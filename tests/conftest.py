@@ -111,6 +111,15 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
+def mesh_ranks(ranks):
+    """The same processes, which have made meshes of some of them."""
+    from models import make_meshes
+
+    ranks.run(8, make_meshes)
+    return ranks
+
+
+@pytest.fixture(scope="session")
 def gpu_ranks():
     """A process for each GPU, of one group."""
     from ranks import Ranks

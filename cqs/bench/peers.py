@@ -128,9 +128,9 @@ def measure(
     rows = []
     with torch.set_grad_enabled(grad_output is not None):
         for what, passes in _prepare(group, names, worker, problem, grad_output).items():
-            peaks = {name: _peak_bytes(compute, group) for name, compute in passes.items()}
+            peaks = {name: peak_bytes(compute, group) for name, compute in passes.items()}
             calls = time_calls(passes) if problem.query.is_cuda else {}
-            seconds = _time(passes, repeats, group, problem.query.device)
+            seconds = time_together(passes, repeats, group, problem.query.device)
             if dist.get_rank(group) == 0:
                 found = _rows(what, problem, seconds, calls, peaks, dist.get_world_size(group))
                 append_rows(found, out)
@@ -182,10 +182,10 @@ def _prepare(
             grad = method.shard(grad_output)
             found = method.backward(saved, grad)
             for side, ours, theirs in zip(("query", "key", "value"), found, expected, strict=True):
-                errors[f"gradient of the {side}"] = _stray(ours, method.shard(theirs))
+                errors[f"gradient of the {side}"] = stray(ours, method.shard(theirs))
             passes["backward"][name] = partial(method.backward, saved, grad)
             del found
-        _judge(name, errors, problem.query.dtype, group)
+        judge(name, errors, problem.query.dtype, group)
     return passes if passes["forward"] else {}
 
 
@@ -207,7 +207,7 @@ def _stray_of_rows(method: Method, problem: Problem, output: Tensor) -> Tensor:
     return worst
 
 
-def _stray(ours: Tensor, theirs: Tensor) -> Tensor:
+def stray(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the norm of the difference, beside that of the right one."""
     if not theirs.numel():
         return torch.zeros((), dtype=torch.float64, device=theirs.device)
@@ -216,7 +216,7 @@ def _stray(ours: Tensor, theirs: Tensor) -> Tensor:
     return error.double()
 
 
-def _judge(name: str, errors: dict[str, Tensor], dtype: torch.dtype, group: Any) -> None:
+def judge(name: str, errors: dict[str, Tensor], dtype: torch.dtype, group: Any) -> None:
     """Raise on every rank if an error of any is too large, or not a number."""
     worst = torch.stack(list(errors.values())).nan_to_num(nan=torch.inf)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
@@ -228,7 +228,7 @@ def _judge(name: str, errors: dict[str, Tensor], dtype: torch.dtype, group: Any)
             )
 
 
-def _peak_bytes(compute: Callable[[], Any], group: Any) -> int:
+def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
     """Return the most bytes that a rank allocates meanwhile; 0 without GPUs."""
     if not torch.cuda.is_available():
         return 0
@@ -242,7 +242,7 @@ def _peak_bytes(compute: Callable[[], Any], group: Any) -> int:
     return int(peak)
 
 
-def _time(
+def time_together(
     passes: dict[str, Callable[[], Any]], repeats: int, group: Any, device: torch.device
 ) -> dict[str, list[float]]:
     """Time methods in turn; return for each the seconds of the slowest rank, repeat by repeat."""

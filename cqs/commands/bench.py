@@ -6,10 +6,16 @@ from importlib import import_module
 from cqs.commands.integers import parse_integers
 from cqs.scheduler.arguments import as_integer
 
-_BENCHMARKS = ("tasks", "kernels", "accuracy", "memory", "ray", "patterns", "peers", "streaming")
+_BENCHMARKS = (
+    "tasks", "kernels", "accuracy", "memory", "ray", "patterns", "peers", "streaming", "block"
+)  # fmt: skip
 
-_ALLOWED = {"only": ("patterns", "peers"), "budget": ("streaming",), "part": ("streaming",)}
-"""Options -> benchmarks that take them, where those are not peers and streaming."""
+_ALLOWED = {
+    "only": ("patterns", "peers"),
+    **dict.fromkeys(("causal", "backward"), ("peers", "streaming")),
+    **dict.fromkeys(("budget", "part"), ("streaming",)),
+}
+"""Options -> benchmarks that take them, where those are not peers, streaming and block."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="NAME,NAME", help="patterns: those with such names; peers: these methods"
     )
-    peers = parser.add_argument_group("peers, started by torchrun, and streaming")
-    peers.add_argument("--heads", type=int, metavar="H", help="default: 16")
+    peers = parser.add_argument_group("peers and block, started by torchrun, and streaming")
+    peers.add_argument("--heads", type=int, metavar="H", help="default: 16; block: 8")
     peers.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
     peers.add_argument("--head-dim", type=int, metavar="D", help="default: 128")
     peers.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
@@ -39,16 +45,16 @@ def run(options: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(options).items() if value is not None}
     name, tokens = given.pop("benchmark"), given.pop("tokens", None)
     for option in given.keys() - {"repeats", "out"}:
-        allowed = _ALLOWED.get(option, ("peers", "streaming"))
+        allowed = _ALLOWED.get(option, ("peers", "streaming", "block"))
         if name not in allowed:
             raise ValueError(f"{_flag(option)} goes with {' or '.join(allowed)}")
     for option in given.keys() & {"repeats", "heads", "kv_heads", "head_dim"}:
         as_integer(_flag(option), given[option], 1)
     for length in tokens or []:
         as_integer("--tokens", length, 1)
-    if tokens is not None and name not in ("peers", "streaming"):
+    if tokens is not None and name not in ("peers", "streaming", "block"):
         if len(tokens) > 1:
-            raise ValueError(f"several --tokens go with peers or streaming, got {tokens}")
+            raise ValueError(f"several --tokens go with peers, streaming or block, got {tokens}")
         (tokens,) = tokens
     import_module(f"cqs.bench.{name}").run(tokens=tokens, **given)
 

@@ -1,0 +1,242 @@
+"""What ranks run: models on a mesh, beside the same ones on one device."""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from cqs.nn import (
+    ColumnParallelLinear,
+    HybridDecoder,
+    HybridTransformerBlock,
+    RowParallelLinear,
+    reduce_gradients,
+)
+
+SMALL = {
+    "hidden_size": 24,
+    "num_heads": 12,
+    "num_kv_heads": 4,
+    "feed_forward_size": 36,
+    "dtype": torch.float64,
+}
+VOCABULARY = 11
+
+
+SHAPES = (1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2), (3, 2), (1, 5), (1, 6)
+AXES = "sequence", "tensor"
+
+
+@cache
+def make_mesh(*shape, names=AXES, backwards=False):
+    """A mesh of the first ranks; all ranks of the world must make it, and then have it."""
+    ranks = torch.arange(shape[0] * shape[1]).view(shape)
+    return DeviceMesh("cpu", ranks.flip(1) if backwards else ranks, mesh_dim_names=names)
+
+
+def make_meshes(group):
+    for shape in SHAPES:
+        make_mesh(*shape)
+    make_mesh(1, 2, names=AXES[::-1])
+    make_mesh(1, 2, backwards=True)
+
+
+def make_block(mesh, **options):
+    return HybridTransformerBlock(**SMALL | options, mesh=mesh)
+
+
+def make_decoder(mesh, patterns=(None,), **options):
+    blocks = [make_block(mesh, pattern=pattern, **options) for pattern in patterns]
+    return HybridDecoder(VOCABULARY, blocks, dtype=torch.float64)
+
+
+def cut(whole, mesh):
+    """This rank's rows."""
+    if mesh is None:
+        return whole
+    return distribute_tensor(whole, mesh, [Shard(1), Shard(1)], src_data_rank=None).to_local()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def loss_of(model, mesh, data):
+    """The part of this rank's rows in the loss, and what the model puts out."""
+    inputs, targets = (cut(each, mesh) for each in data)
+    output = model(inputs)
+    if isinstance(model, HybridDecoder):
+        loss = F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+    else:
+        loss = (output * targets).square().sum()
+    return loss / data[0].shape[:2].numel(), output
+
+
+def train(model, mesh, data, steps):
+    """Return output and gradients of the first step, and parameters after the last."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        loss, output = loss_of(model, mesh, data)
+        loss.backward()
+        if isinstance(mesh, DeviceMesh):
+            reduce_gradients(model, mesh)
+        if step == 0:
+            first = output.detach()
+            gradients = {name: whole(each.grad).clone() for name, each in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, gradients, {name: whole(each) for name, each in model.named_parameters()}
+
+
+def draw(make, tokens, batch, width=SMALL["hidden_size"]):
+    """What goes in, and what is to come out."""
+    generator = torch.Generator().manual_seed(1)
+    if make is make_decoder:
+        return torch.randint(0, VOCABULARY, (2, batch, tokens), generator=generator)
+    return torch.randn(2, batch, tokens, width, generator=generator, dtype=torch.float64)
+
+
+def largest_differences(group, make, shape, options, tokens=29, batch=2, steps=10):
+    """Return by how much a model on a mesh strays from the same on one device."""
+    data = draw(make, tokens, batch, options.get("hidden_size", SMALL["hidden_size"]))
+    torch.manual_seed(0)
+    expected = train(make(None, **options), None, data, steps)
+    torch.manual_seed(dist.get_rank(group))  # all get what the first rank draws
+    mesh = make_mesh(*shape)
+    found = train(make(mesh, **options), mesh, data, steps)
+
+    def largest(ours, theirs):
+        assert ours.keys() == theirs.keys()
+        return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+
+    rows = cut(expected[0], mesh)
+    output = float((found[0] - rows).abs().max()) if rows.numel() else 0.0
+    return output, *(largest(*each) for each in zip(found[1:], expected[1:], strict=True))
+
+
+def uneven_difference(group, rows, shape):
+    """Shards of other lengths than chunks, between tensor axes: by how much outputs stray."""
+    torch.manual_seed(0)
+    mesh, (inputs, _) = make_mesh(*shape), draw(make_block, sum(rows), 1)
+    expected = make_block(None)(inputs)
+    first = sum(rows[: dist.get_rank(group)])
+    own = slice(first, first + rows[dist.get_rank(group)])
+    torch.manual_seed(0)
+    output = make_block(mesh)(inputs[:, own])
+    return float((output - expected[:, own]).abs().sum())
+
+
+def difference_under_fully_shard(group, shape):
+    """PyTorch's own sharding over the sequence axis: by how much gradients stray."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, data = make_mesh(*shape), draw(make_decoder, 29, 2)
+    torch.manual_seed(0)
+    _, expected, _ = train(make_decoder(None, [None, None]), None, data, 1)
+    torch.manual_seed(0)
+    model = make_decoder(mesh, [None, None])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["sequence"])
+    fully_shard(model, mesh=mesh["sequence"])
+    for part in (*model.blocks, model):
+        part.set_gradient_divide_factor(1.0)
+    loss_of(model, mesh, data)[0].backward()
+    return max(
+        float((whole(each.grad) - expected[name]).abs().max())
+        for name, each in model.named_parameters()
+    )
+
+
+def moved_between_layouts(group, shapes):
+    """Hand the state of one device from mesh to mesh and back; say if it is as it was."""
+    from torch.distributed.checkpoint import state_dict
+
+    whole = state_dict.StateDictOptions(full_state_dict=True)
+    torch.manual_seed(0)
+    alone = make_decoder(None)
+    state = first = alone.state_dict()
+    for shape in shapes:
+        torch.manual_seed(7)
+        model = make_decoder(make_mesh(*shape))
+        state_dict.set_model_state_dict(model, state, options=whole)
+        state = state_dict.get_model_state_dict(model, options=whole)
+    torch.manual_seed(8)
+    last = make_decoder(None)
+    last.load_state_dict(state)
+    assert not torch.equal(last.head.weight, make_decoder(None).head.weight)
+    return all(torch.equal(each, first[name]) for name, each in last.state_dict().items())
+
+
+def checked_layers(group, scatter_dim):
+    """Differentiate both linear layers numerically; the input is the same on every rank."""
+    torch.manual_seed(0)
+    axis = make_mesh(1, dist.get_world_size(group))["tensor"]
+    column = ColumnParallelLinear(3, 4, mesh=axis, dtype=torch.float64)
+    row = RowParallelLinear(4, 3, scatter_dim=scatter_dim, mesh=axis, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    shape = 2, 3 * axis.size(), 3
+    inputs = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def both(inputs):
+        output = row(column(inputs).tanh())
+        if scatter_dim is None:
+            return output
+        parts = DTensor.from_local(output, axis, [Shard(scatter_dim)])
+        return parts.full_tensor()
+
+    return torch.autograd.gradcheck(both, (inputs,))
+
+
+def layers_differ(group):
+    """Compare values and all gradients of both layers with plain ones of the same parameters."""
+    axis, differences = make_mesh(1, dist.get_world_size(group))["tensor"], []
+    inputs = draw(make_block, 5, 2, 6)[0].requires_grad_()
+    found = []
+    for mesh in (None, axis):
+        torch.manual_seed(0)
+        column = ColumnParallelLinear(6, 8, mesh=mesh, dtype=torch.float64)
+        row = RowParallelLinear(8, 6, mesh=mesh, dtype=torch.float64)
+        output = row(column(inputs).tanh())
+        parameters = *column.parameters(), *row.parameters()
+        gradients = torch.autograd.grad(output.square().sum(), (inputs, *parameters))
+        found.append([output, *map(whole, gradients)])
+    for ours, theirs in zip(*found, strict=True):
+        differences.append(float((ours - theirs).abs().max()))
+    return max(differences)
+
+
+def traffic(group, scatter_dim):
+    """Return which collectives the first layer, the second and the way back start."""
+    axis = make_mesh(1, dist.get_world_size(group))["tensor"]
+    column = ColumnParallelLinear(4, 8, mesh=axis)
+    row = RowParallelLinear(8, 4, scatter_dim=scatter_dim, mesh=axis)
+    counted = []
+    inputs = torch.randn(1, 4, 4, requires_grad=True)
+    output = inputs
+    for step in (column, row, lambda each: each.sum().backward()):
+        with CommDebugMode() as mode:
+            output = step(output)
+        counts = mode.get_comm_counts().items()
+        counted.append({str(each).rpartition(".")[2]: number for each, number in counts})
+    return counted
+
+
+def refusal(group, shape, options, how=None):
+    """Return what is raised when a block is made on such a mesh."""
+    try:
+        make_block(make_mesh(*shape, **how or {}), **options)
+    except ValueError as error:
+        return str(error)
+
+
+def complaint(group, shape, shards):
+    """Return what is raised when a block is called with such shards."""
+    block = make_block(make_mesh(*shape))
+    try:
+        block(shards[dist.get_rank(group)])
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,122 @@
+"""A block, and a model of blocks, on a mesh are what they are on one device."""
+
+import pytest
+import torch
+from models import (
+    SHAPES,
+    cut,
+    difference_under_fully_shard,
+    largest_differences,
+    make_block,
+    make_decoder,
+    make_mesh,
+    moved_between_layouts,
+    uneven_difference,
+)
+
+from cqs.nn import HybridDecoder, HybridTransformerBlock
+from cqs.patterns import causal, global_tokens, per_head, sliding_window, strided
+
+WINDOW = sliding_window(6, 0) | global_tokens(2)
+OF_HEADS = per_head([[causal(), strided(3), sliding_window(4, 0)] * 4])
+
+
+@pytest.mark.parametrize("shape", SHAPES[:7], ids=str)
+def test_a_decoder_trains_as_on_one_device(mesh_ranks, shape):
+    """Of a sparse and a dense layer."""
+    options = {"patterns": [WINDOW, None]}
+    found = mesh_ranks.run(shape[0] * shape[1], largest_differences, make_decoder, shape, options)
+    assert max(map(max, found)) < 1e-11
+
+
+def test_heads_may_have_patterns_of_their_own(mesh_ranks):
+    found = mesh_ranks.run(
+        4, largest_differences, make_block, (2, 2), {"pattern": OF_HEADS}, steps=1
+    )
+    assert max(map(max, found)) < 1e-11
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 2)], ids=str)
+def test_a_block_that_is_not_causal_does_so_too(mesh_ranks, shape):
+    options = {"is_causal": False, "pattern": sliding_window(9, 9)}
+    found = mesh_ranks.run(shape[0] * shape[1], largest_differences, make_block, shape, options)
+    assert max(map(max, found)) < 1e-11
+
+
+def test_a_block_of_a_thousand_features(mesh_ranks):
+    options = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 4, "feed_forward_size": 4096}
+    found = mesh_ranks.run(
+        4, largest_differences, make_block, (2, 2), options, tokens=17, batch=1, steps=2
+    )
+    assert max(map(max, found)) < 1e-10
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_few_tokens_leave_ranks_without_any(mesh_ranks, tokens):
+    found = mesh_ranks.run(6, largest_differences, make_decoder, (3, 2), {}, tokens=tokens, steps=2)
+    assert max(map(max, found)) < 1e-11
+
+
+@pytest.mark.parametrize("rows", [(3, 2, 1, 1, 8, 8), (1, 0, 9, 8, 5, 4)], ids=str)
+def test_shards_may_differ_between_tensor_axes(mesh_ranks, rows):
+    assert max(mesh_ranks.run(6, uneven_difference, rows, (3, 2))) < 1e-11
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=str)
+def test_gradients_are_those_under_fully_shard(mesh_ranks, shape):
+    assert max(mesh_ranks.run(4, difference_under_fully_shard, shape)) < 1e-11
+
+
+def test_states_move_between_layouts(mesh_ranks):
+    assert all(mesh_ranks.run(4, moved_between_layouts, [(1, 4), (2, 2), (4, 1)]))
+
+
+def gradcheck(group):
+    mesh, checked = make_mesh(1, 1), []
+    for each in (None, mesh):
+        block = HybridTransformerBlock(
+            4, 2, 3, num_kv_heads=1, pattern=WINDOW, mesh=each, dtype=torch.float64
+        )
+        inputs = cut(torch.randn(1, 9, 4, dtype=torch.float64), each).requires_grad_()
+        checked.append(torch.autograd.gradcheck(block, (inputs,)))
+    return all(checked)
+
+
+def test_the_gradient_of_a_block_is_that_of_differences(mesh_ranks):
+    assert mesh_ranks.run(1, gradcheck) == [True]
+
+
+def test_a_block_is_llamas():
+    """Written out once more, with PyTorch's attention."""
+    block = make_block(None)
+    hidden = torch.randn(2, 7, 24, dtype=torch.float64)
+    state, layer = block.state_dict(), torch.nn.functional.linear
+
+    def norm(rows, name):
+        return rows * rows.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * state[name]
+
+    def turned(heads):
+        pairs = torch.complex(*heads.chunk(2, dim=-1))
+        angles = torch.arange(7).outer(1 / 10_000 ** torch.tensor([0.0], dtype=torch.float64))
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    rows = norm(hidden, "attention_norm.weight")
+    query, key, value = (
+        layer(rows, state[f"attention.{name}.weight"]).unflatten(-1, (-1, 2)).transpose(1, 2)
+        for name in ("query", "key", "value")
+    )
+    heads = torch.nn.functional.scaled_dot_product_attention(
+        turned(query), turned(key), value, is_causal=True, enable_gqa=True
+    )
+    expected = hidden + layer(heads.transpose(1, 2).flatten(2), state["attention.output.weight"])
+    rows = norm(expected, "feed_forward_norm.weight")
+    gate, up, down = (state[f"feed_forward.{name}.weight"] for name in ("gate", "up", "down"))
+    expected = expected + layer(torch.nn.functional.silu(layer(rows, gate)) * layer(rows, up), down)
+    torch.testing.assert_close(block(hidden), expected, atol=1e-12, rtol=0)
+
+
+def test_blocks_of_a_decoder_are_alike():
+    for blocks in ([], [make_block(None), make_block(None, hidden_size=48)]):
+        with pytest.raises(ValueError, match="at least one, all of the same hidden_size and mesh"):
+            HybridDecoder(5, blocks)

@@ -1,0 +1,83 @@
+"""What does not fit is refused in one message, on every rank."""
+
+import pytest
+import torch
+from models import complaint, make_block, refusal
+
+from cqs.patterns import causal, per_head
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((1, 5), {}, "num_heads must be a multiple of the 5 ranks of the tensor axis, got 12"),
+        ((1, 6), {}, "num_kv_heads must be a multiple of the 6 ranks of the tensor axis, got 4"),
+        (
+            (1, 4),
+            {"feed_forward_size": 38},
+            "feed_forward_size must be a multiple of the 4 ranks of the tensor axis, got 38",
+        ),
+        (
+            (1, 2),
+            {"pattern": per_head([[causal()] * 6])},
+            "the pattern is for 6 heads, num_heads is 12",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_layer(mesh_ranks, shape, options, message):
+    num_ranks = shape[0] * shape[1]
+    assert mesh_ranks.run(num_ranks, refusal, shape, options) == [message] * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"names": ("tensor", "sequence")},
+            "the mesh must have the axes ('sequence', 'tensor'), got ('tensor', 'sequence')",
+        ),
+        ({"backwards": True}, "the ranks of the mesh must ascend, got [[1, 0]]"),
+    ],
+    ids=str,
+)
+def test_a_mesh_that_does_not_fit_the_group(mesh_ranks, how, message):
+    assert mesh_ranks.run(2, refusal, (1, 2), {}, how) == [message] * 2
+
+
+def test_a_rank_outside_of_the_mesh(mesh_ranks):
+    assert mesh_ranks.run(8, refusal, (1, 2), {}) == [
+        *[None] * 2,
+        *(f"rank {i}, this process, is not in the mesh of [0, 1]" for i in range(2, 8)),
+    ]
+
+
+ROWS = torch.zeros(1, 2, 24, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([ROWS[:, :1], ROWS, ROWS, ROWS], "must be cut as torch.chunk cuts, got (1, 2)"),
+        ([ROWS[:, :0], ROWS[:, :0], ROWS, ROWS], "there are no rows along a tensor axis"),
+        ([ROWS, ROWS, ROWS.repeat(2, 1, 1), ROWS], "batch 1, rank 0 has 2"),
+        ([ROWS, ROWS, ROWS, ROWS.float()], "dtype torch.float32, rank 0 has torch.float64"),
+        ([ROWS, ROWS.to("meta"), ROWS, ROWS], "the mesh is of cpu, the input on meta"),
+    ],
+    ids=["chunks", "rows", "batch", "dtype", "device"],
+)
+def test_shards_that_do_not_fit_are_refused_on_every_rank(mesh_ranks, shards, message):
+    found = mesh_ranks.run(4, complaint, (2, 2), shards)
+    assert all(message in text for text in found), found
+    assert mesh_ranks.run(4, complaint, (2, 2), [ROWS] * 4) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_size": 36}, "hidden_size must be an even multiple of num_heads, 12, got 36"),
+        ({"num_kv_heads": 5}, "num_heads must be a multiple of num_kv_heads, 5, got 12"),
+    ],
+)
+def test_sizes_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_block(None, **options)
