@@ -1,12 +1,11 @@
-"""What to say, and to advise, when a GPU runs out of memory."""
+"""How many tasks fit a memory, and what to say when a GPU runs out of it."""
 
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task, TaskCost, predict_cost
-from cqs.scheduler.difference_covers import singer_order
+from cqs.scheduler.difference_covers import moduli_of_small_covers
 from cqs.worker import ATTEND_SHARES
 
-_FEWEST_TOKENS = (3, *(number for number in range(4, 1000) if singer_order(number)))
-"""Numbers of tasks that hold the fewest tokens for their number: of perfect difference sets."""
+_MOST_TASKS = 1000
 _USABLE = 0.9
 """Share of a GPU's memory that tensors may fill: the rest is taken by kernels and fragments."""
 _LESS = 0.8
@@ -44,18 +43,37 @@ def explain_shortage(
     if needed < capacity / 2:
         message += ", of which other tensors or processes hold most"
     enough = min(_USABLE * capacity, _LESS * needed)
-    for num_workers in _FEWEST_TOKENS:
-        if _bytes_of_all(problem) > num_workers * enough:
+    if (found := fewest_tasks(problem, backend, enough, at_least=3)) is None:
+        most = moduli_of_small_covers(_MOST_TASKS)[-1]
+        return f"{message}. No number of tasks up to {most} would help"
+    num_workers, each = found
+    return (
+        f"{message}. Cut into {num_workers} tasks, each would need {_gibibytes(each)}: "
+        f"cqs.Cluster(...).attention(..., num_workers={num_workers}), whose actors hold a "
+        "task at a time"
+    )
+
+
+def fewest_tasks(
+    problem: Problem, backend: str | None, budget: float, *, at_least: int
+) -> tuple[int, int] | None:
+    """Return the fewest tasks of which each keeps a budget, and what the largest takes.
+
+    Args:
+        problem: What is to be computed.
+        backend: Name of the one that will compute.
+        budget: Bytes that the forward pass of a task may hold.
+        at_least: So many tasks, or more: then a number for which they hold few tokens.
+    """
+    more = (number for number in moduli_of_small_covers(_MOST_TASKS) if number > at_least)
+    for num_workers in (at_least, *more):
+        if _bytes_of_all(problem) > num_workers * budget:
             continue  # some task holds that share of it, or more
-        finer = problem.make_plan(num_workers)
-        each = max(_cost(problem, task, backend).peak_bytes for task in finer.tasks)
-        if each <= enough:
-            return (
-                f"{message}. Cut into {num_workers} tasks, each would need {_gibibytes(each)}: "
-                f"cqs.Cluster(...).attention(..., num_workers={num_workers}), whose actors hold a "
-                "task at a time"
-            )
-    return f"{message}. No number of tasks up to {_FEWEST_TOKENS[-1]} would help"
+        plan = problem.make_plan(num_workers)
+        each = max(_cost(problem, task, backend).peak_bytes for task in plan.tasks)
+        if each <= budget:
+            return num_workers, each
+    return None
 
 
 def _cost(problem: Problem, task: Task, backend: str | None) -> TaskCost:

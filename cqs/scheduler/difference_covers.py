@@ -11,6 +11,7 @@ size m costs every worker m / W of the tokens, so small covers are worth the tro
 import math
 import random
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import accumulate
 
 
@@ -86,6 +87,19 @@ def singer_order(modulus: int) -> int | None:
     """
     q = (math.isqrt(4 * modulus - 3) - 1) // 2
     return q if q * q + q + 1 == modulus and prime_power(q) else None
+
+
+@cache
+def moduli_of_small_covers(limit: int) -> tuple[int, ...]:
+    """List 1, 3 and those below ``limit`` that have perfect difference sets.
+
+    So many workers hold the fewest tokens for their number.
+
+    Example:
+        >>> moduli_of_small_covers(32)
+        (1, 3, 7, 13, 21, 31)
+    """
+    return 1, 3, *(number for number in range(4, limit) if singer_order(number))
 
 
 def singer_cover(modulus: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from cqs.scheduler import AttentionShape, Step
+from cqs.scheduler.difference_covers import moduli_of_small_covers
 from cqs.scheduler.interest_sets import load_interest_set
 
 _TILE = 128
@@ -22,10 +23,9 @@ _LSES = 6
 """Tensors like an lse that a merge holds at once."""
 _DISTURBANCE = 0.1
 """Seconds that a second of copying takes from computation beside it, or from others."""
-_SAMPLE = 8
-"""Blocks that are looked at to predict what a pattern moves."""
-_SINGER = (1, 3, 7, 13, 21, 31, 57, 73, 91, 133, 183, 273, 307, 381, 553, 651, 757, 871, 993)
-"""Numbers of workers with the smallest quorums that there are, ``q^2 + q + 1``."""
+_SAMPLE, _SAMPLE_OF_PATTERN = 64, 8
+"""Blocks that are looked at to predict what moves."""
+_MOST_TASKS = 1000
 
 
 class Rates(NamedTuple):
@@ -222,7 +222,7 @@ class StreamPlan:
 
     @cached_property
     def bytes_moved(self) -> int:
-        """What goes to the device; with a pattern about."""
+        """What goes to the device, about."""
         loaded = self._bytes_of_streamed(self._num_loaded)
         return self.num_groups * (self._bytes_of_held(self.num_held) + loaded)
 
@@ -288,7 +288,7 @@ class StreamPlan:
         """
         tokens = self.shape.query_bytes(self.seqlen_q) + self.shape.key_bytes(self.seqlen_kv)
         results = self.shape.result_bytes(self.seqlen_q)
-        for num_workers in _SINGER:
+        for num_workers in moduli_of_small_covers(_MOST_TASKS):
             share = len(load_interest_set(num_workers)) / num_workers
             if self.num_buffers * share * (tokens + results) <= self.budget:
                 moved = num_workers * share * tokens
@@ -342,14 +342,13 @@ class StreamPlan:
     def _num_loaded(self) -> int:
         """Tokens that stream past for a group, but those that are still there from before.
 
-        With a pattern, as if all blocks were like some of them.
+        Where there are many blocks, as if all were like some of them.
         """
         if not self.merges:
             return self.num_streamed
         num_blocks = -(-self.num_held // self.rows)
-        chosen = range(num_blocks)
-        if self.pattern is not None:
-            chosen = range(0, num_blocks, -(-num_blocks // _SAMPLE))
+        sample = _SAMPLE if self.pattern is None else _SAMPLE_OF_PATTERN
+        chosen = range(0, num_blocks, max(-(-num_blocks // sample), 1))
         met = sum(self._num_met(block * self.rows) for block in chosen)
         kept = (num_blocks - 1) // (2 if self.is_causal else 1) * self.chunk
         return max(met * num_blocks // max(len(chosen), 1) - kept, min(met, self.num_streamed))

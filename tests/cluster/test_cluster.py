@@ -285,3 +285,30 @@ def test_views_that_are_negated_lazily_travel(cluster):
     resolved = [tensor.resolve_neg() for tensor in (query, key, value)]
     output = cluster.attention(query, key, value, num_workers=7, verify=True)
     assert torch.equal(output, cluster.attention(*resolved, num_workers=7))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_budget_makes_as_many_tasks_as_keep_it(cluster, monkeypatch, is_causal):
+    problem = Case("long", 2000, 2000, is_causal=is_causal).make()
+    tensors, numbers = (problem.query, problem.key, problem.value), []
+    make_plan = cqs.Cluster.make_plan
+    monkeypatch.setattr(
+        cqs.Cluster,
+        "make_plan",
+        lambda self, *arguments: numbers.append(make_plan(self, *arguments)) or numbers[-1],
+    )
+    output = cluster.attention(*tensors, is_causal=is_causal, memory_budget="400KB")
+    (plan,) = numbers
+    expected = cqs.attention(*tensors, is_causal=is_causal)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+    monkeypatch.undo()
+    report = cluster.submit(*tensors, is_causal=is_causal, num_workers=plan.num_workers)
+    report.result()
+    peaks = [task.peak_bytes for task in report.report.tasks]
+    assert 200_000 < max(peaks) <= 400_000 and plan.num_workers > 4
+    with pytest.raises(ValueError, match="both choose the number of tasks"):
+        cluster.attention(*tensors, memory_budget="1MB", num_workers=3)
+    with pytest.raises(ValueError, match="of 10 bytes is too small for any task"):
+        cluster.attention(*tensors, memory_budget=10)
+    with pytest.raises(ValueError, match="workers may differ"):
+        cluster.attention(*tensors, memory_budget="auto")

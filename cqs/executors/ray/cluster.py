@@ -30,13 +30,18 @@ from cqs.executors.ray.recipe import AttendShards, Load, Make, Recipe
 from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Patience, Run
 from cqs.executors.ray.sharded import Sharded, Step
+from cqs.executors.shortage import fewest_tasks
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem, draw_seed
 from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
+from cqs.streaming.budget import parse_budget
 from cqs.worker import Worker
+
+_PREDICTABLE = 0.95
+"""Share of a budget that predictions may fill: they are right to some percent."""
 
 
 class Cluster:
@@ -163,6 +168,7 @@ class Cluster:
         dropout_p: float = ...,
         seed: int | None = ...,
         num_workers: int | None = ...,
+        memory_budget: int | str | None = ...,
         interest_set: Iterable[int] | None = ...,
         backend: str | None = ...,
         return_lse: bool = ...,
@@ -198,6 +204,7 @@ class Cluster:
         dropout_p: float = 0.0,
         seed: int | None = None,
         num_workers: int | None = None,
+        memory_budget: int | str | None = None,
         head_parallel: int | str = "auto",
         interest_set: Iterable[int] | None = None,
         backend: str | None = None,
@@ -222,6 +229,8 @@ class Cluster:
             seed: For dropout.
             num_workers: Number of tasks, any number; ``None`` means one per actor. Shards have one
                 task each.
+            memory_budget: Bytes, or text such as ``"8GiB"``: cut into as many tasks as it takes for
+                none to hold more, in the forward pass by prediction. Not of shards.
             head_parallel: Of shards, see :func:`cqs.distributed.attention`.
             interest_set: See :func:`cqs.make_plan`; of shards, see
                 :func:`cqs.distributed.attention`.
@@ -246,10 +255,12 @@ class Cluster:
             TaskFailedError: if a task kills every worker that it meets.
         """
         if isinstance(query, Sharded):
-            if not (key is value is num_workers is None and verify is progress is False):
+            if not (
+                key is value is num_workers is memory_budget is None and verify is progress is False
+            ):
                 raise TypeError(
                     "a sharded sequence brings key and value and has one task for each worker: "
-                    "num_workers, verify and progress do not apply"
+                    "num_workers, memory_budget, verify and progress do not apply"
                 )
             if (number := len(query.shapes[0])) != 3:
                 raise ValueError(
@@ -283,6 +294,10 @@ class Cluster:
             dropout_p=dropout_p,
             seed=seed,
         )
+        if memory_budget is not None:
+            if num_workers is not None:
+                raise ValueError("num_workers and memory_budget both choose the number of tasks")
+            num_workers = self._tasks_within(problem, backend, memory_budget)
         answer = attend_on(
             lambda: nullcontext(self),
             problem,
@@ -441,6 +456,26 @@ class Cluster:
         """Plan a problem; ``num_workers`` of ``None`` means a task for each worker."""
         default = self._patience.num_workers
         return problem.make_plan(default if num_workers is None else num_workers, interest_set)
+
+    def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
+        """Return the number of tasks of which none takes more than a budget."""
+        if budget == "auto":
+            raise ValueError("memory_budget must be a number of bytes: workers may differ")
+        num_bytes = parse_budget(budget, torch.device("cpu"))
+        infos = (actor.info for actor in self._pool.actors.values())
+        on_gpus = any(info is not None and info.device.startswith("cuda") for info in infos)
+        most = 1
+        for _, part in problem.parts():
+            found = fewest_tasks(
+                part,
+                backend or ("triton" if on_gpus else "cpu"),
+                _PREDICTABLE * num_bytes,
+                at_least=self._patience.num_workers,
+            )
+            if found is None:
+                raise ValueError(f"a memory budget of {num_bytes} bytes is too small for any task")
+            most = max(most, found[0])
+        return most
 
     def make_shards(
         self,
