@@ -131,8 +131,9 @@ def measure(
     device: torch.device,
     *,
     repeats: int,
+    group: Any = None,
 ) -> list[Measurement]:
-    """Check and time a layer on meshes of all ranks; every rank calls this.
+    """Check and time a layer on meshes of all ranks of a group; every rank calls this.
 
     Args:
         meshes: By name; the first is what the others are compared with.
@@ -141,6 +142,7 @@ def measure(
         pattern: Of the layer.
         device: That of this rank.
         repeats: How often each is timed.
+        group: The process group; ``None`` means the default group.
 
     Returns:
         The rows, on the first rank; on others none.
@@ -161,17 +163,17 @@ def measure(
         return HybridTransformerBlock(**layer_options, device=device, dtype=dtype)
 
     layers = {name: make_layer(mesh) for name, mesh in meshes.items()}
-    expected = _expect(make_layer(None), hidden, grad)
+    expected = _expect(make_layer(None), hidden, grad, group)
     steps: dict[str, Callable[[], Any]] = {}
     for name, layer in layers.items():
         shard, grad_shard = (_cut(whole, layer.mesh).contiguous() for whole in (hidden, grad))
         steps[name] = partial(_step, layer, shard, grad_shard)
-        judge(name, _errors(layer, steps[name](), expected), dtype, None)
+        judge(name, _errors(layer, steps[name](), expected), dtype, group)
     del expected, hidden, grad
-    peaks = {name: peak_bytes(step, None) for name, step in steps.items()}
-    seconds = time_together(steps, repeats, None, device)
-    parts = {name: _time_parts(layers[name], step, repeats) for name, step in steps.items()}
-    if dist.get_rank():
+    peaks = {name: peak_bytes(step, group) for name, step in steps.items()}
+    seconds = time_together(steps, repeats, group, device)
+    parts = {name: _time_parts(layers[name], step, repeats, group) for name, step in steps.items()}
+    if dist.get_rank(group):
         return []
     baseline = next(iter(steps))
     return [
@@ -181,7 +183,7 @@ def measure(
             f"-h{sizes['num_heads']}-kv{sizes['num_kv_heads']}"
             f"-d{sizes['hidden_size'] // sizes['num_heads']}",
             baseline=baseline,
-            num_workers=dist.get_world_size(),
+            num_workers=dist.get_world_size(group),
             executor=name,
             dtype=str(dtype).removeprefix("torch."),
             ratio=statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True)),
@@ -232,7 +234,9 @@ def _step(
     return {"output": output.detach(), "input": shard.grad, **gradients}
 
 
-def _expect(layer: HybridTransformerBlock, hidden: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def _expect(
+    layer: HybridTransformerBlock, hidden: Tensor, grad: Tensor, group: Any
+) -> dict[str, Tensor]:
     """Return what :func:`_step` gives on one device, the output compared with float64."""
     expected = _step(layer, hidden, grad)
     rows = torch.linspace(0, hidden.shape[1] - 1, _ROWS, device=hidden.device).long()
@@ -240,7 +244,7 @@ def _expect(layer: HybridTransformerBlock, hidden: Tensor, grad: Tensor) -> dict
         exact = _exact_rows_of(layer, hidden, rows)
     ours = expected["output"][:, rows].double()
     worst = ((ours - exact).norm(dim=-1) / exact.norm(dim=-1)).max()
-    judge("the layer on one device", {"output": worst}, hidden.dtype, None)
+    judge("the layer on one device", {"output": worst}, hidden.dtype, group)
     return expected
 
 
@@ -271,7 +275,7 @@ def _errors(
 
 
 def _time_parts(
-    layer: HybridTransformerBlock, step: Callable[..., Any], repeats: int
+    layer: HybridTransformerBlock, step: Callable[..., Any], repeats: int, group: Any
 ) -> dict[str, float]:
     """Return the seconds of each part: of each rank the median, and of those the mean."""
     device = next(layer.parameters()).device
@@ -279,7 +283,7 @@ def _time_parts(
     for _ in range(repeats):
         clock = _Clock(device.type)
         with _marked(layer, clock):
-            dist.barrier()
+            dist.barrier(group)
             clock.enter("rest")
             step(enter=clock.enter)
             for part, seconds in clock.stop().items():
@@ -287,8 +291,8 @@ def _time_parts(
     medians = torch.tensor(
         list(map(statistics.median, found.values())), dtype=torch.float64, device=device
     )
-    dist.all_reduce(medians)
-    return dict(zip(PARTS, (medians / dist.get_world_size()).tolist(), strict=True))
+    dist.all_reduce(medians, group=group)
+    return dict(zip(PARTS, (medians / dist.get_world_size(group)).tolist(), strict=True))
 
 
 class _Clock:

@@ -19,6 +19,9 @@ class ColumnParallelLinear(nn.Linear):
     Backward the gradient of the input is a sum over the ranks: one all-reduce; if the input is a
     DTensor, it is left to be summed where that was made, so that several layers can share it.
 
+    Input ``[..., in_features]``, the same on every rank; output ``[..., out_features / ranks]``, a
+    plain tensor, this rank's slice.
+
     The parameters are DTensors; this is ``torch.nn.Linear`` under
     :class:`torch.distributed.tensor.parallel.ColwiseParallel`. All ranks get what the first rank of
     the axis draws. Without a mesh it is a plain ``torch.nn.Linear`` with the same names.
@@ -30,10 +33,6 @@ class ColumnParallelLinear(nn.Linear):
         mesh: Of one axis, as ``mesh["tensor"]``.
         device: As for ``torch.nn.Linear``.
         dtype: Likewise.
-
-    Shapes:
-        Input ``[..., in_features]``, the same on every rank, or a DTensor; output
-        ``[..., out_features / ranks]``, a plain tensor: this rank's slice.
 
     Raises:
         ValueError: if ``out_features`` is no multiple of the ranks, or the mesh has several axes.
@@ -64,6 +63,8 @@ class RowParallelLinear(nn.Linear):
     ranks: one all-reduce forward and nothing backward or, with ``scatter_dim``, one reduce-scatter
     and one all-gather (Korthikanti et al., arXiv 2205.05198).
 
+    Input ``[..., in_features / ranks]``; output ``[..., out_features]``, a plain tensor.
+
     The parameters are DTensors, the bias replicated; this is ``torch.nn.Linear`` under
     :class:`torch.distributed.tensor.parallel.RowwiseParallel`. For the rest see
     :class:`ColumnParallelLinear`.
@@ -78,9 +79,6 @@ class RowParallelLinear(nn.Linear):
         mesh: Of one axis, as ``mesh["tensor"]``.
         device: As for ``torch.nn.Linear``.
         dtype: Likewise.
-
-    Shapes:
-        Input ``[..., in_features / ranks]``; output ``[..., out_features]``, a plain tensor.
 
     Raises:
         ValueError: if ``in_features`` is no multiple of the ranks, or the mesh has several axes.
