@@ -37,55 +37,63 @@ def opened(
         work_of, watch = cache(partial(make_pass, settings)), Stopwatch()
 
         def measure(num_workers: int, name: str, tick: Tick) -> ScalingRow:
-            cluster, work = start(), work_of(name)
-            plan, plan_of_one = (work.problem.make_plan(number) for number in (num_workers, 1))
-            result, report = _run(cluster, work, plan)
-            work.verify(result)
-            held = [
-                Held(
-                    work.predict_bytes(plan.task(task.worker), task.backend),
-                    task.peak_bytes,
-                    task.bytes_in,
-                    task.bytes_out,
-                )
-                for task in report.tasks
-            ]
-            tick()
-            turns, reports = [], []
-            for _ in range(settings.repeats):
-                _, one = _run(cluster, work, plan_of_one)
-                dense, _ = watch.time(work.dense)
-                _, report = _run(cluster, work, plan)
-                reports.append(report)
-                turns.append(
-                    Turn(
-                        [task.seconds for task in report.tasks],
-                        one=one.seconds,
-                        dense=dense,
-                        whole=report.seconds,
-                        merge=report.merge_seconds,
-                        transfer=report.seconds - report.slowest_seconds,
-                    )
-                )
-                tick()
-            num_devices = len(cluster.pids)
-            return make_row(
-                settings,
-                name,
-                plan,
-                turns=turns,
-                held=held,
-                num_devices=min(num_devices, num_workers),
-                details={
-                    "actors": num_devices,
-                    **{
-                        part: statistics.median(getattr(report, part) for report in reports)
-                        for part in PARTS
-                    },
-                },
-            )
+            return _measure(settings, start(), work_of(name), num_workers, watch, tick)
 
         yield measure
+
+
+def _measure(
+    settings: Settings,
+    cluster: cqs.Cluster,
+    work: Pass,
+    num_workers: int,
+    watch: Stopwatch,
+    tick: Tick,
+) -> ScalingRow:
+    """Check a run, which also says what its tasks hold, then time others."""
+    plan, plan_of_one = (work.problem.make_plan(number) for number in (num_workers, 1))
+    result, report = _run(cluster, work, plan)
+    work.verify(result)
+    held = [
+        Held(
+            predicted=work.predict_bytes(plan.task(task.worker), task.backend),
+            peak=task.peak_bytes,
+            received=task.bytes_in,
+            returned=task.bytes_out,
+        )
+        for task in report.tasks
+    ]
+    tick()
+    turns, reports = [], []
+    for _ in range(settings.repeats):
+        _, one = _run(cluster, work, plan_of_one)
+        dense, _ = watch.time(work.dense)
+        _, report = _run(cluster, work, plan)
+        reports.append(report)
+        turns.append(
+            Turn(
+                [task.seconds for task in report.tasks],
+                one=one.seconds,
+                dense=dense,
+                whole=report.seconds,
+                merge=report.merge_seconds,
+                transfer=report.seconds - report.slowest_seconds,
+            )
+        )
+        tick()
+    num_actors = len(cluster.pids)
+    details: dict[str, float] = {"actors": num_actors}
+    for part in PARTS:
+        details[part] = statistics.median(getattr(report, part) for report in reports)
+    return make_row(
+        settings,
+        work.name,
+        plan,
+        turns=turns,
+        held=held,
+        num_devices=min(num_actors, num_workers),
+        details=details,
+    )
 
 
 def _run(cluster: cqs.Cluster, work: Pass, plan: Plan) -> tuple[Any, RunReport]:

@@ -23,7 +23,7 @@ class Turn(NamedTuple):
     """Seconds of one repeat."""
 
     tasks: list[float]
-    """Of each task that has work: its computation alone."""
+    """Of each task: its computation alone."""
     one: float
     """Of everything by one worker."""
     dense: float
@@ -163,12 +163,12 @@ def make_row(
         passes: ``"forward"`` or ``"backward"``.
         plan: How it was cut.
         turns: The repeats.
-        held: Of each task that has work.
+        held: Of each task, as the seconds of tasks; those without work may be left out.
         num_devices: How many computed at the same time.
         details: What only this executor measures.
     """
-    predicted = [each for each in held if each.predicted]
-    ratios = [each.peak / each.predicted for each in predicted if each.predicted]
+    predicted = [(each.predicted, each.peak) for each in held if each.predicted]
+    ratios = [peak / expected for expected, peak in predicted]
     live_pairs = [task.live_pairs for task in plan.tasks]
     seconds_of_tasks = median_seconds([turn.tasks for turn in turns])
 
@@ -194,7 +194,7 @@ def make_row(
         held_tokens=max(task.held_tokens for task in plan.tasks),
         responsibility_ratio=plan.responsibility_ratio,
         balance=max(live_pairs) / statistics.mean(live_pairs),
-        predicted_bytes=max((each.predicted or 0 for each in predicted), default=None),
+        predicted_bytes=max((expected for expected, _ in predicted), default=None),
         peak_bytes=max(each.peak for each in held),
         peak_ratio=max(ratios, key=lambda ratio: abs(ratio - 1), default=None),
         bytes_in=max(each.received for each in held),
