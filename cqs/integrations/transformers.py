@@ -221,7 +221,8 @@ class _Implementation:
             return attention_mask
         q_offset = int(q_offset)
         visible = _visible_keys(attention_mask, kv_offset, kv_length)
-        pattern = _of_function(mask_function, kv_offset + kv_length - q_offset - q_length)
+        distance = kv_offset + kv_length - q_offset - q_length
+        pattern = _of_function(mask_function, distance, self.group is not None)
         if self.group is not None:
             shape = batch_size, q_length, kv_length
             return _Mask(_of_group(self.group, pattern, visible, shape, q_offset))
@@ -256,13 +257,16 @@ class _Mask:
         return self
 
 
-def _of_function(mask_function: Callable[..., Tensor], distance: int) -> Pattern | None:
+def _of_function(
+    mask_function: Callable[..., Tensor], distance: int, is_part: bool
+) -> Pattern | None:
     """Return the pattern of a mask function of transformers, ``None`` for one not known.
 
     Args:
         mask_function: Of :mod:`transformers.masking_utils`; what it was made from is read from its
             closure.
         distance: From the position of the last query to that of the last key.
+        is_part: Whether sequences go on elsewhere, so that packed ones are not known.
     """
     if mask_function.__module__ != "transformers.masking_utils":
         return None
@@ -271,13 +275,13 @@ def _of_function(mask_function: Callable[..., Tensor], distance: int) -> Pattern
     if maker == "bidirectional_mask_function":
         return sliding_window(None, None)
     if maker == "and_masks":
-        patterns = [_of_function(each, distance) for each in made_from["mask_functions"]]
+        patterns = [_of_function(each, distance, is_part) for each in made_from["mask_functions"]]
         known = [each for each in patterns if each is not None]
         return reduce(and_, known) if len(known) == len(patterns) else None
-    if maker == "packed_sequence_mask_function":
+    if maker == "packed_sequence_mask_function" and not is_part:
         return _of_sequences(made_from["packed_sequence_mask"])
     if maker == "remap_positions_for_packed_sequence":  # within a sequence distances stay
-        return _of_function(made_from["mask_function"], distance)
+        return _of_function(made_from["mask_function"], distance, is_part)
     if distance:
         return None
     if maker == "causal_mask_function":
@@ -450,7 +454,7 @@ def _of_group(
     patterns, visibles, q_lengths, q_offsets = zip(*parts, strict=True)
     if any(q_offsets):
         raise NotImplementedError("a cache is not supported with a process group")
-    if pattern is None or pattern.heads != (1, 1) or set(patterns) != {pattern}:
+    if pattern is None or set(patterns) != {pattern}:
         raise NotImplementedError(
             "with a process group masks must be causal, bidirectional or sliding windows, "
             "and sequences not packed"

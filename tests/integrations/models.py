@@ -35,7 +35,6 @@ FAMILIES = {
     ),
     "Bert": (BertModel, BertConfig, _ENCODER),
 }
-CAUSAL = [family for family in FAMILIES if family != "Bert"]
 
 
 def config_of(family, **options):

@@ -1,0 +1,253 @@
+"""Models of transformers compute the same with attention by cqs as with their own."""
+
+import sys
+from types import ModuleType
+
+import models
+import pytest
+import shards
+import torch
+import transformers
+from models import BATCHES, FAMILIES, TOKENS, make_model, passes, with_attention
+from transformers import AttentionInterface, masking_utils
+
+import cqs
+from cqs.integrations.transformers import register
+
+register()
+register("cqs-of-5", num_workers=5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The models are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_alike(found, expected, tolerance=1e-10):
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        error = (found[name] - want).abs().max()
+        assert error <= tolerance * max(1, want.abs().max()), f"{name}: {error:.3e}"
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_match(family, kind):
+    model, batch = make_model(family), BATCHES[kind]()
+    expected = passes(with_attention(model, "sdpa"), **batch)
+    assert_alike(passes(with_attention(model, "cqs-of-5"), **batch), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Llama", {}),
+        ("Mistral", {}),
+        ("Qwen2", {}),
+        ("Qwen2", {"num_beams": 2}),
+        ("Qwen2", {"cache_implementation": "static"}),
+        ("Mistral", {"use_cache": False}),
+    ],
+    ids=str,
+)
+def test_generation_with_padding_on_the_left_matches(family, options):
+    model, batch = make_model(family).float(), BATCHES["padded on the left"]()
+    options = options | {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected, found = (
+        with_attention(model, name).generate(**batch, **options) for name in ("sdpa", "cqs")
+    )
+    assert (found.sequences == expected.sequences).all()
+    assert found.sequences.shape[1] == TOKENS + 8
+    for got, want in zip(found.logits, expected.logits, strict=True):
+        assert (got - want).abs().max() < 1e-5
+
+
+def test_masks_of_the_users_own_are_honoured():
+    """Boolean masks of four dimensions, and one to add to the scores."""
+    model, batch = make_model("Llama"), BATCHES["whole"]()
+    seen = torch.rand(3, 4, TOKENS, TOKENS) < 0.5
+    seen |= torch.eye(TOKENS, dtype=torch.bool)
+    hidden = torch.finfo(torch.float64).min
+    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, hidden)
+    for mask in (seen[:1, :1], seen, added):
+        batch["attention_mask"] = mask.expand(3, -1, -1, -1)
+        expected = passes(with_attention(model, "sdpa"), **batch)
+        assert_alike(passes(with_attention(model, "cqs"), **batch), expected)
+
+
+def later(batch, head, query, key):
+    return key <= query + 2
+
+
+def not_third(batch, head, query, key):
+    return key % 3 < 2
+
+
+MASKS = {
+    "causal": ("create_causal_mask", {}),
+    "bidirectional": ("create_bidirectional_mask", {}),
+    "window": ("create_sliding_window_causal_mask", {}),
+    "window both ways": ("create_bidirectional_sliding_window_mask", {}),
+    "chunks": ("create_chunked_causal_mask", {}),
+    "more": ("create_causal_mask", {"or_mask_function": later}),
+    "less": ("create_bidirectional_mask", {"and_mask_function": not_third}),
+}
+
+
+@pytest.mark.parametrize("padding", [None, (0, 0), (4, 0), (0, 3), (4, 5), "holes"], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_patterns_are_the_masks(name, padding):
+    """Of what transformers' functions for masks hand over, compared with what sdpa gets."""
+    maker, options = MASKS[name]
+    config = models.config_of("Llama")
+    config.sliding_window, config.attention_chunk_size = 6, 5
+    mask = None
+    if padding is not None:
+        mask = torch.ones(2, TOKENS, dtype=torch.bool)
+        mask[0] = torch.rand(TOKENS) < 0.7 if padding == "holes" else mask[0]
+        if padding != "holes":
+            mask[0, : padding[0]] = mask[0, TOKENS - padding[1] :] = False
+    make = getattr(masking_utils, maker)
+    skip = "bidirectional" if "bidirectional" in maker else "causal"
+    found = {}
+    for implementation in ("cqs", "sdpa"):
+        config._attn_implementation = implementation
+        found[implementation] = make(
+            config=config,
+            inputs_embeds=torch.empty(2, TOKENS, 0),
+            attention_mask=mask,
+            past_key_values=None,
+            **{f"allow_is_{skip}_skip": False},
+            **options,
+        )
+    masks = torch.from_numpy(found["cqs"].pattern.to_mask(TOKENS))
+    assert (masks == found["sdpa"]).all()
+
+
+def test_known_rules_cost_a_few_integers():
+    """Of a sequence whose mask would not fit into memory."""
+    config = models.config_of("Mistral")
+    config._attn_implementation = "cqs"
+    tokens = 10**6
+    options = {"inputs_embeds": torch.empty(1, tokens, 0), "past_key_values": None}
+    options |= {"config": config, "attention_mask": None}
+    causal = masking_utils.create_causal_mask(**options).pattern
+    assert causal == cqs.patterns.causal()
+    window = masking_utils.create_sliding_window_causal_mask(**options).pattern
+    assert window.bind(tokens).num_pairs == 7 * tokens - 21
+    positions = torch.arange(tokens)[None] % 1000
+    packed = masking_utils.create_causal_mask(**options, position_ids=positions).pattern
+    assert packed.bind(tokens).num_pairs == 1000 * 1000 * 1001 // 2
+
+
+def test_dropout_is_that_of_cqs():
+    attend = AttentionInterface()["cqs"]
+    query, key, value = (torch.randn(2, 4, 20, 8) for _ in range(3))
+    torch.manual_seed(5)
+    found, _ = attend(torch.nn.Module(), query, key, value, None, dropout=0.4)
+    torch.manual_seed(5)
+    expected = cqs.attention(query, key, value, is_causal=True, dropout_p=0.4)
+    assert (found == expected.transpose(1, 2)).all()
+
+
+def test_training_with_dropout_and_checkpoints_has_the_gradients_of_what_it_computed():
+    model = with_attention(make_model("Llama", attention_dropout=0.3), "cqs").train()
+    torch.manual_seed(3)
+    expected = passes(model, input_ids=models.token_ids(), use_cache=False)
+    model.activation_checkpointing_enable()
+    torch.manual_seed(3)
+    found = passes(model, input_ids=models.token_ids(), use_cache=False)
+    assert_alike(found, expected)
+    assert_differs(expected, passes(model.eval(), input_ids=models.token_ids()))
+
+
+def assert_differs(found, other):
+    assert (found["output"] - other["output"]).abs().max() > 1e-3
+
+
+def test_autocast_lowers_the_precision_of_attention():
+    model = make_model("Qwen2").float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (
+            passes(with_attention(model, name), **BATCHES["whole"]()) for name in ("sdpa", "cqs")
+        )
+    assert found["output"].dtype == torch.bfloat16
+    error = (found["output"] - expected["output"]).float().norm()
+    assert error < 0.02 * expected["output"].float().norm()
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 7
+    is_causal = True
+
+
+def refuse(message, mask=None, name="cqs", seqlen_q=6, **asked):
+    query = torch.randn(1, 2, seqlen_q, 8)
+    key = torch.randn(1, 2, 6, 8)
+    with pytest.raises(NotImplementedError, match=f"^Layer of layer 7: {message}"):
+        AttentionInterface()[name](Layer(), query, key, key, mask, **asked)
+
+
+def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
+    for name in ("softcap", "s_aux", "position_bias", "head_mask", "cache", "indices"):
+        refuse(f"{name} is not supported", **{name: 1.0})
+    refuse("output_attentions is not supported", output_attentions=True)
+    refuse("a sliding window of 3 without a mask", sliding_window=3)
+    refuse("causal attention of 2 queries to 6 keys without a mask", seqlen_q=2)
+    refuse(
+        r"the mask must be \[batch, heads, seqlen_q, seqlen_kv\], got \[1, 6\]", torch.ones(1, 6)
+    )
+    refuse("the mask adds to scores more than 0", torch.randn(1, 1, 6, 6))
+    register("cqs-by-cpu", backend="cpu")
+    refuse("backend 'cpu' cannot drop out", name="cqs-by-cpu", dropout=0.1)
+
+
+def test_a_model_that_caps_its_scores_is_refused():
+    arguments = models.FAMILIES["Llama"][2] | {"head_dim": 8}
+    config = transformers.Gemma2Config(**arguments, attn_logit_softcapping=50.0)
+    model = with_attention(transformers.Gemma2ForCausalLM(config), "cqs")
+    with pytest.raises(NotImplementedError, match="Gemma2Attention of layer 0: softcap is not"):
+        model(models.token_ids())
+
+
+def test_options_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="neither an executor nor a number of workers"):
+        register("cqs-wrong", group=object(), num_workers=3)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        register("cqs-wrong", backend="fast")
+    assert "cqs-wrong" not in AttentionInterface()
+
+
+def test_transformers_without_the_interface_is_refused(monkeypatch):
+    old = ModuleType("transformers")
+    old.__version__ = "4.40.0"
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    with pytest.raises(ImportError, match="transformers 4.40.0 has not the interface .* pip install"):
+        register()
+    monkeypatch.undo()
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position: None)
+    with pytest.raises(ImportError, match="has not the interface"):
+        register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="transformers is not installed: pip install"):
+        register()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_of_a_group_share_a_sequence(ranks, family):
+    """Outputs and gradients of three ranks that have a part each are those of the whole."""
+    for kind in ("whole", "padded on the left", "padded on the right"):
+        assert max(ranks.run(3, shards.error_of_shards, family, kind)) < 1e-10
+
+
+def test_what_a_group_cannot_do_is_refused(ranks):
+    messages = ranks.run(2, shards.complaints)
+    assert "position_ids of rank 1 of the group count from 0" in messages[1]["positions"]
+    for found in messages:
+        assert "a cache is not supported with a process group" in found["cache"]
+        assert "sequences not packed" in found["packed"]
