@@ -199,3 +199,24 @@ def test_patterns_on_a_cpu():
             row = of_patterns(rows, f"{name}-{tokens}", "forward", "cqs")
             gain = 1 / row["ratio"]
             assert cell == f"{gain:.1f} ({gain * row['details']['density']:.2f})", (name, tokens)
+
+
+def test_what_a_budget_costs():
+    rows = rows_of("streaming-h200")
+    header = "| tokens, d | | seconds | to resident | peak MiB, predicted | budget |"
+    (body,) = tables("docs/howto/longer-than-memory.md", header)
+    assert len(body) == len(rows) - 1, "all but that of one block"
+    for label, what, *cells in body:
+        tokens, dim = label.split(", ")
+        kind = "causal" if "causal" in what else "full"
+        row = the(
+            rows,
+            benchmark=f"streaming {what.split(',')[0]}",
+            case=f"{kind}-{int(tokens[:-1]) * 2**20}-h8:8-d{dim}",
+        )
+        peak, predicted, budget = (
+            f"{row['details'][name] / 2**20:.0f}"
+            for name in ("peak_bytes", "predicted_bytes", "budget")
+        )
+        seconds = f"{row['median_ms'] / 1e3:.2f}"
+        assert cells == [seconds, f"{row['ratio']:.2f}", f"{peak}, {predicted}", budget]

@@ -1,7 +1,7 @@
 """How fast the kernels are: matrix products per second, beside the libraries, in one run."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def _library_backward(
 
 def _triton_backward(
     problem: Problem, answer: Partial, grad_output: Tensor
-) -> Callable[[], tuple[Tensor, ...]]:
+) -> Callable[[], Sequence[Tensor]]:
     from cqs.worker.backends import GRADIENTS_OF_SHARES
     from cqs.worker.share import whole_work
 
