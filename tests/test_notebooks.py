@@ -30,6 +30,17 @@ NUM_HEADS, HEAD_DIM = 2, 16
 NUM_WORKERS = 7
 NUM_PROCESSES = 2
 """,
+    "5-scaling": """
+NUM_TOKENS = 256
+NUM_HEADS, HEAD_DIM = 2, 16
+WORKER_COUNTS = (1, 2, 7)
+REPEATS = 1
+DEVICE_COUNTS = (2, 8, 64, 512)
+MANY_TOKENS, MANY_HEADS = 2**20, 32
+""",
+    "6-in-a-model": """
+NUM_WORKERS = 3
+""",
 }
 """What the first cell of each is replaced by."""
 ON_RAY = {"4-on-a-cluster"}
