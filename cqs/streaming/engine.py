@@ -1,6 +1,7 @@
 """The loop: tokens come, a block meets them, its result goes back, all three at a time."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,55 +58,55 @@ def stream(
         visited: Called when a visit was launched.
         finished: Called when the results of a block are where they go.
     """
-    transfers = make_transfers(device)
-    blocks = _Inbox(transfers, plan, held, min(plan.rows, plan.num_held), device)
-    chunks = _Inbox(transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device)
-    leaving: tuple[Block, list[Callable[[], None]]] | None = None
+    with closing(make_transfers(device)) as transfers:
+        blocks = _Inbox(transfers, plan, held, min(plan.rows, plan.num_held), device)
+        chunks = _Inbox(transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device)
+        leaving: tuple[Block, list[Callable[[], None]]] | None = None
 
-    def order(visit: Visit) -> None:
-        blocks.order(visit.block, visit.block.tokens)
-        if visit.tokens is not None:
-            chunks.order(visit.block, visit.tokens)
+        def order(visit: Visit) -> None:
+            blocks.order(visit.block, visit.block.tokens)
+            if visit.tokens is not None:
+                chunks.order(visit.block, visit.tokens)
 
-    def send(block: Block, results: Sequence[Tensor]) -> list[Callable[[], None]]:
-        mark = transfers.mark()
-        return [
-            transfers.download(
-                result[0],
-                mark,
-                target,
-                block.batch,
-                block.heads if result.shape[1] == len(block.heads) else block.kv_heads,
-                block.tokens,
-            )
-            for result, target in zip(results, targets, strict=True)
-        ]
+        def send(block: Block, results: Sequence[Tensor]) -> list[Callable[[], None]]:
+            mark = transfers.mark()
+            return [
+                transfers.download(
+                    result[0],
+                    mark,
+                    target,
+                    block.batch,
+                    block.heads if result.shape[1] == len(block.heads) else block.kv_heads,
+                    block.tokens,
+                )
+                for result, target in zip(results, targets, strict=True)
+            ]
 
-    def arrive() -> None:
-        nonlocal leaving
-        if leaving is not None:
-            (block, waits), leaving = leaving, None
-            for wait in waits:
-                wait()
-            finished(block)
+        def arrive() -> None:
+            nonlocal leaving
+            if leaving is not None:
+                (block, waits), leaving = leaving, None
+                for wait in waits:
+                    wait()
+                finished(block)
 
-    visits = plan.visits(start)
-    current = next(visits, None)
-    if current is not None:
-        order(current)
-    while current is not None:
-        own, others = blocks.take(), chunks.take() if current.tokens is not None else []
-        reduction.add(current, own, others)
-        visited(current)
-        if current.is_last:
-            arrive()
-            leaving = current.block, send(current.block, reduction.finish(own))
-        blocks.give_back()
-        chunks.give_back()
+        visits = plan.visits(start)
         current = next(visits, None)
         if current is not None:
             order(current)
-    arrive()
+        while current is not None:
+            own, others = blocks.take(), chunks.take() if current.tokens is not None else []
+            reduction.add(current, own, others)
+            visited(current)
+            if current.is_last:
+                arrive()
+                leaving = current.block, send(current.block, reduction.finish(own))
+            blocks.give_back()
+            chunks.give_back()
+            current = next(visits, None)
+            if current is not None:
+                order(current)
+        arrive()
 
 
 class _Inbox:
@@ -133,7 +134,7 @@ class _Inbox:
         ]
         self._contents: list[Any] = [None] * plan.num_buffers
         self._arrived: list[Any] = [None] * plan.num_buffers
-        self._used: list[Any] = [None] * plan.num_buffers
+        self._used: list[Any] = [transfers.mark()] * plan.num_buffers  # the room may be second-hand
         self._current = 0
 
     def order(self, block: Block, tokens: range) -> None:

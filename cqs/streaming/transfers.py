@@ -38,6 +38,9 @@ class Transfers(Protocol):
         The caller may go on before, but must not write to the tensor.
         """
 
+    def close(self) -> None:
+        """Wait for all copies, those too that nobody will use."""
+
 
 class SameMemory:
     """The device is the CPU."""
@@ -62,6 +65,9 @@ class SameMemory:
         for head, values in zip(heads, tensor, strict=True):
             target.write(batch, head, rows, values)
         return lambda: None
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
 
 
 class OverLink:
@@ -112,6 +118,12 @@ class OverLink:
     ) -> Callable[[], None]:
         """Copy beside the computation, a piece while the one before is written."""
         return self._thread.submit(self._download, tensor, after, target, batch, heads, rows).result
+
+    def close(self) -> None:
+        """End the thread and both ways."""
+        self._thread.shutdown()
+        for lane in (self._up, self._down):
+            lane.stream.synchronize()
 
     def _download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
