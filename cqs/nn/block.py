@@ -111,8 +111,8 @@ class HybridTransformerBlock(nn.Module):
 
         Args:
             hidden: ``[batch, rows, hidden_size]``: a contiguous part of the sequence, the first on
-                the first rank of the mesh. Along the tensor axis parts are cut as ``torch.chunk``
-                cuts, so that some may be empty; between tensor axes they may differ in length.
+                the first rank of the mesh. Every rank needs a row. Along the tensor axis parts are
+                cut as ``torch.chunk`` cuts; between tensor axes they may differ in length.
                 ``distribute_tensor(whole, mesh, [Shard(1), Shard(1)]).to_local()`` is such a part.
             tokens: Positions of the rows of all ranks of this tensor axis; ``None`` asks the others
                 for their numbers, which a stack of blocks needs to do once.

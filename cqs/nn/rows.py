@@ -20,7 +20,7 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
 
     Raises:
         ValueError: on every rank, if shards differ in more than their rows, are elsewhere than the
-            mesh, or are not cut over the tensor axis as ``torch.chunk`` cuts, or have no rows.
+            mesh, are empty, or are not cut over the tensor axis as ``torch.chunk`` cuts.
     """
     if mesh is None:
         return range(shard.shape[1])
@@ -42,8 +42,8 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
 
 def _check_chunks(rows: tuple[int, ...]) -> None:
     length = -(-sum(rows) // len(rows))
-    if not length:
-        raise ValueError("there are no rows along a tensor axis: the mesh is too large for them")
+    if 0 in rows:
+        raise ValueError(f"every rank needs rows, a tensor axis has {rows}: the mesh is too large")
     if any(mine != min(length, sum(rows[i:])) for i, mine in enumerate(rows)):
         raise ValueError(f"along the tensor axis rows must be cut as torch.chunk cuts, got {rows}")
 

@@ -58,7 +58,7 @@ ROWS = torch.zeros(1, 2, 24, dtype=torch.float64)
     ("shards", "message"),
     [
         ([ROWS[:, :1], ROWS, ROWS, ROWS], "must be cut as torch.chunk cuts, got (1, 2)"),
-        ([ROWS[:, :0], ROWS[:, :0], ROWS, ROWS], "there are no rows along a tensor axis"),
+        ([ROWS, ROWS, ROWS, ROWS[:, :0]], "every rank needs rows, a tensor axis has (2, 0)"),
         ([ROWS, ROWS, ROWS.repeat(2, 1, 1), ROWS], "batch 1, rank 0 has 2"),
         ([ROWS, ROWS, ROWS, ROWS.float()], "dtype torch.float32, rank 0 has torch.float64"),
         ([ROWS, ROWS.to("meta"), ROWS, ROWS], "the mesh is of cpu, the input on meta"),
