@@ -1,7 +1,7 @@
 """Hugging Face transformers: models with ``attn_implementation="cqs"``."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import and_
@@ -19,7 +19,7 @@ from cqs.patterns import (
     Axis,
     BoundPattern,
     Pattern,
-    acsr,
+    Piece,
     causal,
     documents,
     from_mask,
@@ -60,8 +60,8 @@ def register(
 
     It works in models that take their attention from transformers' ``AttentionInterface``: causal
     or not, with grouped queries, sliding windows, padding, packed sequences, caches and dropout.
-    Masks become patterns, of a few integers where transformers' rule is known and contiguous
-    padding is all that comes on top, otherwise exactly those of the mask. A query that sees no
+    Masks become patterns, of a few integers where transformers' rule is known, padding or not,
+    otherwise exactly those of the mask. A query that sees no
     key, as in padding on the left, gives 0.
 
     What a layer asks for that cannot be honoured raises an error that names the layer when the
@@ -169,23 +169,24 @@ class _Implementation:
                 if asked.get(name) is not None and asked[name] is not False:
                     raise NotImplementedError(f"{name} is not supported")
             if self.group is not None:
-                _check_position_ids(asked.get("position_ids"), dist.get_rank(self.group))
+                _check_part(asked, dist.get_rank(self.group))
+            lengths = query.shape[2], key.shape[2]
             if isinstance(attention_mask, Tensor):
-                pattern = _of_tensor(attention_mask, query.shape[2])
+                pattern = _of_tensor(attention_mask, *lengths)
             elif attention_mask is None:
                 if is_causal is None:
                     is_causal = getattr(module, "is_causal", True)
-                pattern = _without_mask(query, key, is_causal, asked.get("sliding_window"))
+                pattern = _without_mask(lengths, is_causal, asked.get("sliding_window"))
             else:
-                pattern = attention_mask.pattern
-            if (lengths := asked.get("cu_seq_lens_q")) is not None:
-                pattern = pattern & documents(lengths, is_causal=False)
+                pattern = attention_mask.of_layer(lengths, is_causal)
+            if (ends := asked.get("cu_seq_lens_q")) is not None:
+                pattern = pattern & documents(ends, is_causal=False)
             device = query.device.type
             if torch.is_autocast_enabled(device):
                 dtype = torch.get_autocast_dtype(device)
                 query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
             compute = partial(self.compute, scale=scaling, dropout_p=dropout)
-            if self.group is None and _can_stack(pattern, query.shape[2], key.shape[2]):
+            if isinstance(pattern, _Stacked):
                 compute = partial(_compute_stacked, compute)
             output = compute(query, key, value, pattern=pattern)
         except (NotImplementedError, TypeError, ValueError) as error:
@@ -224,11 +225,9 @@ class _Implementation:
         distance = kv_offset + kv_length - q_offset - q_length
         pattern = _of_function(mask_function, distance, self.group is not None)
         if self.group is not None:
-            shape = batch_size, q_length, kv_length
-            return _Mask(_of_group(self.group, pattern, visible, shape, q_offset))
-        if pattern is not None and visible is not None:
-            padding = _of_padding(visible, q_length)
-            pattern = None if padding is None else pattern & padding
+            if visible is None:
+                visible = np.ones((batch_size, kv_length), dtype=bool)
+            return _Mask(_of_group(self.group, pattern, visible, q_offset))
         if pattern is None:
             mask = self.dense_mask(
                 batch_size=batch_size,
@@ -241,7 +240,9 @@ class _Implementation:
                 **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
             )
             pattern = _by_batch([from_mask(each[0]) for each in mask])
-        return _Mask(pattern)
+        elif visible is not None:
+            pattern = pattern & _of_padding(visible)
+        return _Mask(pattern, _stack(pattern, q_length, kv_length))
 
 
 @dataclass(frozen=True)
@@ -249,8 +250,20 @@ class _Mask:
     """A pattern that stands where transformers has the tensor of a mask."""
 
     pattern: Pattern
+    stacked: "_Stacked | None" = None
+    """The same for a batch as one sequence."""
     ndim: int = 4
     """Transformers takes masks of two dimensions for padding, and hands others back."""
+
+    def of_layer(self, lengths: tuple[int, int], is_causal: bool | None) -> Pattern:
+        """Return the pattern of a layer with these numbers of queries and keys.
+
+        What is causal and nothing else is so only where the layer does not say that it is not, as
+        with transformers' own attention, which then has no mask.
+        """
+        if is_causal is False and self.pattern == causal() and lengths[0] == lengths[1]:
+            return sliding_window(None, None)
+        return self.stacked or self.pattern
 
     def contiguous(self) -> "_Mask":
         """Return itself: ``generate`` asks with caches of fixed size."""
@@ -320,21 +333,24 @@ def _visible_keys(
     return None if visible.all() else visible
 
 
-def _of_padding(visible: NDArray[np.bool_], q_length: int) -> Pattern | None:
-    """Return the pattern of padding, ``None`` if the keys of a row are not one run.
+def _of_padding(visible: NDArray[np.bool_]) -> Pattern:
+    """Return the pattern of padding, given which keys are none ``[batch, kv_length]``."""
+    edges = (np.flatnonzero(np.diff(row, prepend=False, append=False)) for row in visible)
+    return _by_batch([_Visible(tuple(map(int, each))) for each in edges])
 
-    Args:
-        visible: Which keys are no padding ``[batch, kv_length]``.
-        q_length: Number of queries, all of which see them.
-    """
-    rows = []
-    for row in visible:
-        keys = np.flatnonzero(row)
-        first = int(keys[0]) if keys.size else 0
-        if not row[first : first + keys.size].all():
-            return None
-        rows.append(acsr(*([number] * q_length for number in (first, 1, keys.size))))
-    return _by_batch(rows)
+
+@dataclass(frozen=True)
+class _Visible(Pattern):
+    """Every query sees some runs of keys."""
+
+    edges: tuple[int, ...]
+    """First key and last + 1 of each run; ascending."""
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        queries, keys = lengths.queries(), lengths.keys()
+        runs = zip(self.edges[::2], self.edges[1::2], strict=True)
+        pieces = [Piece(queries, keys.within_cells(start, stop - 1)) for start, stop in runs]
+        return bind_pieces(lengths, pieces)
 
 
 def _by_batch(rows: Sequence[Pattern]) -> Pattern:
@@ -342,12 +358,13 @@ def _by_batch(rows: Sequence[Pattern]) -> Pattern:
     return rows[0] if len(set(rows)) == 1 else per_head([[row] for row in rows])
 
 
-def _of_tensor(mask: Tensor, q_length: int) -> Pattern:
+def _of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
     """Return the pattern of a boolean mask, or of one to be added to the scores.
 
     Args:
-        mask: ``[batch, heads, seqlen_q, seqlen_kv]``; 1 stands for all of the first three.
+        mask: ``[batch, heads, seqlen_q, seqlen_kv]``; 1 stands for all.
         q_length: Number of queries.
+        kv_length: Number of keys.
     """
     if mask.ndim != 4:
         raise NotImplementedError(
@@ -361,14 +378,14 @@ def _of_tensor(mask: Tensor, q_length: int) -> Pattern:
                 "biases are not supported"
             )
         mask = ~hidden
-    return from_mask(mask.expand(-1, -1, q_length, -1))
+    return from_mask(mask.expand(-1, -1, q_length, kv_length))
 
 
-def _without_mask(query: Tensor, key: Tensor, is_causal: bool, window: int | None) -> Pattern:
-    """Return the pattern of a layer that has no mask."""
+def _without_mask(lengths: tuple[int, int], is_causal: bool, window: int | None) -> Pattern:
+    """Return the pattern of a layer that has no mask, for its numbers of queries and keys."""
     if window is not None:
         raise NotImplementedError(f"a sliding window of {window} without a mask is not supported")
-    q_length, kv_length = query.shape[2], key.shape[2]
+    q_length, kv_length = lengths
     if not is_causal or q_length == 1:
         return sliding_window(None, None)
     if q_length != kv_length:
@@ -379,28 +396,29 @@ def _without_mask(query: Tensor, key: Tensor, is_causal: bool, window: int | Non
     return causal()
 
 
-def _can_stack(pattern: Pattern, q_length: int, kv_length: int) -> bool:
-    """Say whether batch elements differ, and in nothing but the pieces of their patterns."""
-    batch, num_heads = pattern.heads
-    return (
-        batch > 1
-        and num_heads == 1
-        and all(pattern.head(b, 0).bind(q_length, kv_length).blocks is None for b in range(batch))
-    )
-
-
 def _compute_stacked(
-    compute: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, pattern: Pattern
+    compute: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: "_Stacked",
 ) -> Tensor:
     """Compute a batch as one sequence, its elements one after another: one call, not many."""
-    batch, _, q_length, _ = query.shape
-    rows = tuple(pattern.head(element, 0) for element in range(batch))
     stacked = (
         tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
         for tensor in (query, key, value)
     )
-    output = compute(*stacked, pattern=_Stacked(rows, q_length, key.shape[2]))
-    return output.view(-1, batch, q_length, value.shape[3]).transpose(0, 1)
+    output = compute(*stacked, pattern=pattern)
+    return output.view(-1, *query.shape[::2], value.shape[3]).transpose(0, 1)
+
+
+def _stack(pattern: Pattern, q_length: int, kv_length: int) -> "_Stacked | None":
+    """Return what is the same for a batch as one sequence, if its elements differ, in pieces."""
+    batch, _ = pattern.heads
+    rows = tuple(pattern.head(element, 0) for element in range(batch))
+    if batch == 1 or any(row.bind(q_length, kv_length).blocks is not None for row in rows):
+        return None
+    return _Stacked(rows, q_length, kv_length)
 
 
 @dataclass(frozen=True)
@@ -431,11 +449,7 @@ def _moved(axis: Axis, by: int) -> Axis:
 
 
 def _of_group(
-    group: Any,
-    pattern: Pattern | None,
-    visible: NDArray[np.bool_] | None,
-    shape: tuple[int, int, int],
-    q_offset: int,
+    group: Any, pattern: Pattern | None, visible: NDArray[np.bool_], q_offset: int
 ) -> Pattern:
     """Return the pattern of the whole sequence, of which each rank has a part.
 
@@ -443,15 +457,11 @@ def _of_group(
         group: The process group.
         pattern: That of the mask function; ``None`` for one not known.
         visible: Which keys of this rank are no padding ``[batch, kv_length]``.
-        shape: Batch, queries and keys of this rank.
         q_offset: Position of this rank's first query in its own part.
     """
-    batch, q_length, kv_length = shape
-    if visible is None:
-        visible = np.ones((batch, kv_length), dtype=bool)
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, (pattern, visible, q_length, q_offset), group=group)
-    patterns, visibles, q_lengths, q_offsets = zip(*parts, strict=True)
+    dist.all_gather_object(parts, (pattern, visible, q_offset), group=group)
+    patterns, visibles, q_offsets = zip(*parts, strict=True)
     if any(q_offsets):
         raise NotImplementedError("a cache is not supported with a process group")
     if pattern is None or set(patterns) != {pattern}:
@@ -459,17 +469,15 @@ def _of_group(
             "with a process group masks must be causal, bidirectional or sliding windows, "
             "and sequences not packed"
         )
-    of_all = np.concatenate(visibles, axis=1)
-    if of_all.all():
-        return pattern
-    padding = _of_padding(of_all, sum(q_lengths))
-    if padding is None:
-        raise NotImplementedError("with a process group padding must be at the ends of sequences")
-    return pattern & padding
+    visible = np.concatenate(visibles, axis=1)
+    return pattern if visible.all() else pattern & _of_padding(visible)
 
 
-def _check_position_ids(position_ids: Tensor | None, rank: int) -> None:
+def _check_part(asked: Mapping[str, Any], rank: int) -> None:
     """Raise unless a rank says at which positions of the whole sequence its part is."""
+    if asked.get("cu_seq_lens_q") is not None:
+        raise NotImplementedError("packed sequences are not supported with a process group")
+    position_ids = asked.get("position_ids")
     if rank and position_ids is not None and (position_ids == 0).any():
         raise ValueError(
             f"position_ids of rank {rank} of the group count from 0: pass those of its part of "

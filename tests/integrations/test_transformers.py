@@ -129,6 +129,25 @@ def test_patterns_are_the_masks(name, padding):
     assert (masks == found["sdpa"]).all()
 
 
+def test_a_decoder_may_be_asked_to_look_both_ways():
+    model = make_model("Llama")
+    batch = BATCHES["whole"]() | {"is_causal": False}
+    expected = passes(with_attention(model, "sdpa"), **batch)
+    assert_alike(passes(with_attention(model, "cqs"), **batch), expected)
+    assert_differs(expected, passes(model, **BATCHES["whole"]()))
+
+
+def test_lengths_of_packed_sequences_are_honoured():
+    """Also where a cache keeps transformers from looking at the positions."""
+    model = make_model("Mistral")
+    batch = {
+        name: tensor[:1] for name, tensor in BATCHES["packed"]().items() if name != "use_cache"
+    }
+    expected = passes(with_attention(model, "sdpa"), **batch, use_cache=False)
+    lengths = torch.tensor([0, 10, 11, 33])
+    assert_alike(passes(with_attention(model, "cqs"), **batch, cu_seq_lens_q=lengths), expected)
+
+
 def test_known_rules_cost_a_few_integers():
     """Of a sequence whose mask would not fit into memory."""
     config = models.config_of("Mistral")
@@ -152,7 +171,7 @@ def test_dropout_is_that_of_cqs():
     found, _ = attend(torch.nn.Module(), query, key, value, None, dropout=0.4)
     torch.manual_seed(5)
     expected = cqs.attention(query, key, value, is_causal=True, dropout_p=0.4)
-    assert (found == expected.transpose(1, 2)).all()
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-6)
 
 
 def test_training_with_dropout_and_checkpoints_has_the_gradients_of_what_it_computed():
@@ -227,7 +246,9 @@ def test_transformers_without_the_interface_is_refused(monkeypatch):
     old = ModuleType("transformers")
     old.__version__ = "4.40.0"
     monkeypatch.setitem(sys.modules, "transformers", old)
-    with pytest.raises(ImportError, match="transformers 4.40.0 has not the interface .* pip install"):
+    with pytest.raises(
+        ImportError, match="transformers 4.40.0 has not the interface .* pip install"
+    ):
         register()
     monkeypatch.undo()
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position: None)
