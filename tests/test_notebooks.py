@@ -40,6 +40,8 @@ MANY_TOKENS, MANY_HEADS = 2**20, 32
 """,
     "6-in-a-model": """
 NUM_WORKERS = 3
+NUM_TOKENS = 32
+NUM_STEPS = 3
 """,
 }
 """What the first cell of each is replaced by."""
