@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from models import BATCHES, TOKENS, VOCABULARY, config_of, make_model, with_attention
+from tiny_models import BATCHES, TOKENS, VOCABULARY, config_of, make_model, with_attention
 from transformers import masking_utils
 
 from cqs.integrations.transformers import register

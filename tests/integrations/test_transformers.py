@@ -3,12 +3,12 @@
 import sys
 from types import ModuleType
 
-import models
 import pytest
 import shards
+import tiny_models
 import torch
 import transformers
-from models import BATCHES, FAMILIES, TOKENS, make_model, passes, with_attention
+from tiny_models import BATCHES, FAMILIES, TOKENS, make_model, passes, with_attention
 from transformers import AttentionInterface, masking_utils
 
 import cqs
@@ -104,7 +104,7 @@ MASKS = {
 def test_patterns_are_the_masks(name, padding):
     """Of what transformers' functions for masks hand over, compared with what sdpa gets."""
     maker, options = MASKS[name]
-    config = models.config_of("Llama")
+    config = tiny_models.config_of("Llama")
     config.sliding_window, config.attention_chunk_size = 6, 5
     mask = None
     if padding is not None:
@@ -150,7 +150,7 @@ def test_lengths_of_packed_sequences_are_honoured():
 
 def test_known_rules_cost_a_few_integers():
     """Of a sequence whose mask would not fit into memory."""
-    config = models.config_of("Mistral")
+    config = tiny_models.config_of("Mistral")
     config._attn_implementation = "cqs"
     tokens = 10**6
     options = {"inputs_embeds": torch.empty(1, tokens, 0), "past_key_values": None}
@@ -177,12 +177,12 @@ def test_dropout_is_that_of_cqs():
 def test_training_with_dropout_and_checkpoints_has_the_gradients_of_what_it_computed():
     model = with_attention(make_model("Llama", attention_dropout=0.3), "cqs").train()
     torch.manual_seed(3)
-    expected = passes(model, input_ids=models.token_ids(), use_cache=False)
+    expected = passes(model, input_ids=tiny_models.token_ids(), use_cache=False)
     model.activation_checkpointing_enable()
     torch.manual_seed(3)
-    found = passes(model, input_ids=models.token_ids(), use_cache=False)
+    found = passes(model, input_ids=tiny_models.token_ids(), use_cache=False)
     assert_alike(found, expected)
-    assert_differs(expected, passes(model.eval(), input_ids=models.token_ids()))
+    assert_differs(expected, passes(model.eval(), input_ids=tiny_models.token_ids()))
 
 
 def assert_differs(found, other):
@@ -227,11 +227,11 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
 
 
 def test_a_model_that_caps_its_scores_is_refused():
-    arguments = models.FAMILIES["Llama"][2] | {"head_dim": 8}
+    arguments = tiny_models.FAMILIES["Llama"][2] | {"head_dim": 8}
     config = transformers.Gemma2Config(**arguments, attn_logit_softcapping=50.0)
     model = with_attention(transformers.Gemma2ForCausalLM(config), "cqs")
     with pytest.raises(NotImplementedError, match="Gemma2Attention of layer 0: softcap is not"):
-        model(models.token_ids())
+        model(tiny_models.token_ids())
 
 
 def test_options_that_do_not_fit_are_refused():
