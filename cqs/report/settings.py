@@ -22,11 +22,11 @@ class Settings:
     head_dim: int
     dtype: str
     """Name of a dtype of PyTorch."""
-    is_causal: bool
-    pattern: str | None
+    is_causal: bool = False
+    pattern: str | None = None
     """The expression that makes it; see :func:`cqs.commands.pattern_text.parse_pattern`."""
-    repeats: int
-    seed: int
+    repeats: int = 5
+    seed: int = 0
 
     def make_pattern(self) -> Pattern | None:
         """Make the pattern, if there is one.
