@@ -17,7 +17,7 @@ from cqs.report.local import Measure, Tick
 from cqs.report.passes import Backward, Forward, Pass, bytes_of, make_pass
 from cqs.report.rows import ScalingRow, Turn, make_row
 from cqs.report.settings import Settings
-from cqs.report.stopwatch import Stopwatch
+from cqs.report.stopwatch import Stopwatch, in_turn
 from cqs.worker.memory import measure_peak_bytes
 
 Item = TypeVar("Item")
@@ -118,13 +118,22 @@ class _Ranks:
         _, call_bytes = measure_peak_bytes(call, work.problem.query.device)
         details = {"call_bytes": float(max(_gather(call_bytes)))}
         tick()
+        contenders = {
+            "tasks": lambda: self._time(self._watch, compute),
+            "all": lambda: max(self._time(self._watch_of_calls, call)),
+            "one": lambda: self._time_on_first(work.one),
+            "dense": lambda: self._time_on_first(work.dense),
+        }
         turns = []
-        for _ in range(self._settings.repeats):
-            tasks = self._time(self._watch, compute)
-            whole = max(self._time(self._watch_of_calls, call))
-            one, dense = map(self._time_on_first, (work.one, work.dense))
+        for found in in_turn(contenders, self._settings.repeats):
             turns.append(
-                Turn(tasks, one=one, dense=dense, whole=whole, transfer=whole - max(tasks))
+                Turn(
+                    found["tasks"],
+                    one=found["one"],
+                    dense=found["dense"],
+                    whole=found["all"],
+                    transfer=found["all"] - max(found["tasks"]),
+                )
             )
             tick()
         return make_row(

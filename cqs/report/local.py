@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import NamedTuple
 
 from cqs.report.passes import Pass, bytes_of, make_pass
 from cqs.report.rows import Held, ScalingRow, Turn, make_row, median_seconds
 from cqs.report.settings import Settings
-from cqs.report.stopwatch import Stopwatch
+from cqs.report.stopwatch import Stopwatch, in_turn
 from cqs.scheduler import Plan
 
 Tick = Callable[[], object]
@@ -30,15 +31,27 @@ def opened(settings: Settings) -> Iterator[Measure]:
         plan = work.problem.make_plan(num_workers)
         held = _check_and_weigh(work, plan)
         tick()
-        turns = []
-        for _ in range(settings.repeats):
-            turns.append(_time(work, plan, watch))
+        contenders = {
+            "tasks": lambda: _time_tasks(work, plan, watch),
+            "one": lambda: watch.time(work.one)[0],
+            "dense": lambda: watch.time(work.dense)[0],
+        }
+        rounds = []
+        for found in in_turn(contenders, settings.repeats):
+            rounds.append(found)
             tick()
-        medians = median_seconds([turn.tasks for turn in turns])
+        medians = median_seconds([found["tasks"].seconds for found in rounds])
         slowest = medians.index(max(medians))
-        for i, turn in enumerate(turns):
-            assert turn.merge is not None
-            turns[i] = turn._replace(whole=turn.tasks[slowest] + turn.merge / num_workers)
+        turns = [
+            Turn(
+                found["tasks"].seconds,
+                one=found["one"],
+                dense=found["dense"],
+                whole=found["tasks"].seconds[slowest] + found["tasks"].merge / num_workers,
+                merge=found["tasks"].merge,
+            )
+            for found in rounds
+        ]
         return make_row(settings, name, plan, turns=turns, held=held, num_devices=num_workers)
 
     yield measure
@@ -53,10 +66,14 @@ def _check_and_weigh(work: Pass, plan: Plan) -> list[Held]:
     return [work.weigh(task, number) for task, number in zip(plan.tasks, returned, strict=True)]
 
 
-def _time(work: Pass, plan: Plan, watch: Stopwatch) -> Turn:
-    """Time one worker, one dense call, every task and the merge."""
-    one, dense = (watch.time(compute)[0] for compute in (work.one, work.dense))
+class _TimedTasks(NamedTuple):
+    seconds: list[float]
+    merge: float
+
+
+def _time_tasks(work: Pass, plan: Plan, watch: Stopwatch) -> _TimedTasks:
+    """Time every task, and the merge of what they return."""
     timed = [watch.time(partial(work.compute, task, work.hold(task))) for task in plan.tasks]
     seconds, results = zip(*timed, strict=True)
     merge, _ = watch.time(work.merger(plan, results))
-    return Turn(list(seconds), one=one, dense=dense, merge=merge)
+    return _TimedTasks(list(seconds), merge)

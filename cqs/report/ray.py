@@ -12,7 +12,7 @@ from cqs.report.local import Measure, Tick
 from cqs.report.passes import Backward, Pass, make_pass
 from cqs.report.rows import Held, ScalingRow, Turn, make_row
 from cqs.report.settings import Settings
-from cqs.report.stopwatch import Stopwatch
+from cqs.report.stopwatch import Stopwatch, in_turn
 from cqs.scheduler import Plan
 
 PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
@@ -64,17 +64,20 @@ def _measure(
         for task in report.tasks
     ]
     tick()
+    contenders = {
+        "all": lambda: _run(cluster, work, plan)[1],
+        "one": lambda: _run(cluster, work, plan_of_one)[1],
+        "dense": lambda: watch.time(work.dense)[0],
+    }
     turns, reports = [], []
-    for _ in range(settings.repeats):
-        _, one = _run(cluster, work, plan_of_one)
-        dense, _ = watch.time(work.dense)
-        _, report = _run(cluster, work, plan)
+    for found in in_turn(contenders, settings.repeats):
+        report = found["all"]
         reports.append(report)
         turns.append(
             Turn(
                 [task.seconds for task in report.tasks],
-                one=one.seconds,
-                dense=dense,
+                one=found["one"].seconds,
+                dense=found["dense"],
                 whole=report.seconds,
                 merge=report.merge_seconds,
                 transfer=report.seconds - report.slowest_seconds,

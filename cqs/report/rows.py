@@ -28,7 +28,7 @@ class Turn(NamedTuple):
     """Of everything by one worker."""
     dense: float
     """Of all pairs, hidden by a pattern or not, by one call of PyTorch."""
-    whole: float = 0.0
+    whole: float
     """Of everything by all workers."""
     merge: float | None = None
     """Of merging what the tasks return; ``None`` if it is not timed apart."""

@@ -1,7 +1,7 @@
-"""How long a computation takes on a device."""
+"""How long computations take on a device, and their turns."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,3 +43,19 @@ class Stopwatch:
                 last()
 
         return work_first
+
+
+def in_turn(
+    computations: Mapping[str, Callable[[], Any]], repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Run computations in turn, each time beginning with another one.
+
+    A clock that drifts then meets all of them alike.
+
+    Yields:
+        For each repeat what they return, by name.
+    """
+    names = list(computations)
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        yield {name: computations[name]() for name in names[first:] + names[:first]}
