@@ -52,7 +52,7 @@ def _read(number):
     return (number - 3) // 2
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_blocks", "num_heads", "num_rows"])
 def _merge(
     output,
     lse,

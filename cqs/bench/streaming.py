@@ -24,6 +24,9 @@ _SAMPLE = 16
 _CHUNK = 2**20
 _POOL = 2**20
 _SHORT = 2**15
+_ERROR = 0.002
+"""Of float16. More is allowed to a resident call: one accumulator takes all tokens, and loses bits
+of each sum on a tensor core."""
 _DISTANCE = 0.005
 """Gradients of a million tokens in float16: weights of 1e-6 keep four bits there."""
 
@@ -103,7 +106,8 @@ def _measure_forward(
 
     _warm_up(attend, host)
     resident, answer = _time_resident(attend, host, repeats)
-    _check(answer, list(map(InMemory, host)), is_causal, range(length))
+    sources = list(map(InMemory, host))
+    error_of_resident = _error(answer, sources, is_causal, range(length))
     del answer
 
     def stream() -> None:
@@ -114,9 +118,13 @@ def _measure_forward(
         output.zero_()
         seconds, peak, _ = _time_and_measure(stream)
         streamed.append(seconds)
-    _check(output, list(map(InMemory, host)), is_causal, range(length))
+    error = _error(output, sources, is_causal, range(length))
+    assert error < _ERROR, f"sampled rows are wrong by {error}"
+    assert error_of_resident < 5 * _ERROR, f"those of the resident call by {error_of_resident}"
     plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal)
-    return _row("forward", shape, plan, streamed, resident, peak, plan.peak_bytes, plan.seconds)
+    row = _row("forward", shape, plan, streamed, resident, peak, plan.peak_bytes, plan.seconds)
+    row.details.update(error=error, baseline_error=error_of_resident)
+    return row
 
 
 def _measure_both(
@@ -178,7 +186,8 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
         streamed.attend(plan, InMemory(output), lse, start=start)
 
     seconds, peak, _ = _time_and_measure(stream)
-    _check(output, sources, is_causal, last.tokens, last)
+    error = _error(output, sources, is_causal, last.tokens, last)
+    assert error < _ERROR, f"sampled rows are wrong by {error}"
     share = plan.count(last.tokens, range(length)) / plan.live_pairs / plan.num_groups
     row = _row(
         "forward, one block",
@@ -190,7 +199,7 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
         plan.peak_bytes,
         share * plan.seconds,
     )
-    row.details.update(share=share, extrapolated_ms=1e3 * seconds / share)
+    row.details.update(error=error, share=share, extrapolated_ms=1e3 * seconds / share)
     return row
 
 
@@ -261,22 +270,24 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
     )
 
 
-def _check(
+def _error(
     output: Tensor,
     sources: Sequence[Source],
     is_causal: bool,
     rows: range,
     block: Block | None = None,
-) -> None:
-    """Raise unless sampled rows of the first and the last head agree with float64."""
+) -> float:
+    """Return the distance of sampled rows to float64, of the first or the last head: the worse."""
     heads = range(output.shape[1]) if block is None else block.heads
     group_size = sources[0].shape[1] // sources[1].shape[1]
     sample = [rows[i * (len(rows) - 1) // (_SAMPLE - 1)] for i in range(_SAMPLE)]
+    worst = 0.0
     for head in {heads[0], heads[-1]}:
         query = torch.cat([_read(sources[0], head, range(row, row + 1)) for row in sample])
         exact = _exact(query, sources[1:], head // group_size, sample, is_causal)
         found = output[0, head, sample].cuda().double()
-        assert (found - exact).norm() < 2e-3 * exact.norm(), "wrong rows"
+        worst = max(worst, float((found - exact).norm() / exact.norm()))
+    return worst
 
 
 def _exact(

@@ -19,7 +19,7 @@ from cqs.worker.triton.pairs import (
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_blocks", "num_heads", "num_rows"])
 def row_statistics(
     output,
     grad_output,
@@ -65,7 +65,7 @@ def row_statistics(
 
 
 @triton.jit(
-    do_not_specialize=["num_tiles", "num_queries"],
+    do_not_specialize=["num_tiles", "num_heads", "num_queries"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def query_gradients(
@@ -158,7 +158,7 @@ def query_gradients(
 
 
 @triton.jit(
-    do_not_specialize=["num_tiles", "num_queries", "num_keys"],
+    do_not_specialize=["num_tiles", "num_heads", "num_queries", "num_keys"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def key_gradients(

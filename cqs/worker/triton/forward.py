@@ -18,7 +18,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(
-    do_not_specialize=["num_tiles", "num_queries", "num_rows"],
+    do_not_specialize=["num_tiles", "num_heads", "num_queries", "num_rows"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def attend_tiles(

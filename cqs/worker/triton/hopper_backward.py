@@ -28,7 +28,7 @@ from cqs.worker.triton.hopper_queue import (
 
 
 @gluon.jit(
-    do_not_specialize=["num_tiles", "num_long", "num_items", "num_queries"],
+    do_not_specialize=["num_tiles", "num_long", "num_items", "num_heads", "num_queries"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def query_gradients_on_hopper(
@@ -82,7 +82,14 @@ def query_gradients_on_hopper(
 
 
 @gluon.jit(
-    do_not_specialize=["num_tiles", "num_long", "num_items", "num_queries", "num_keys"],
+    do_not_specialize=[
+        "num_tiles",
+        "num_long",
+        "num_items",
+        "num_heads",
+        "num_queries",
+        "num_keys",
+    ],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def key_gradients_on_hopper(

@@ -30,7 +30,7 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit(
-    do_not_specialize=["num_tiles", "num_long", "num_items", "num_rows"],
+    do_not_specialize=["num_tiles", "num_long", "num_items", "num_heads", "num_rows"],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def attend_tiles_on_hopper(
