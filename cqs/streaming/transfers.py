@@ -117,7 +117,8 @@ class OverLink:
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
     ) -> Callable[[], None]:
         """Copy beside the computation, a piece while the one before is written."""
-        return self._thread.submit(self._download, tensor, after, target, batch, heads, rows).result
+        leaving = [tensor]  # taken out on the thread: freed before it says that it is done
+        return self._thread.submit(self._download, leaving, after, target, batch, heads, rows).result
 
     def close(self) -> None:
         """End the thread and both ways."""
@@ -126,8 +127,15 @@ class OverLink:
             lane.stream.synchronize()
 
     def _download(
-        self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
+        self,
+        leaving: list[Tensor],
+        after: Any,
+        target: Target,
+        batch: int,
+        heads: range,
+        rows: range,
     ) -> None:
+        tensor = leaving.pop()
         lane = self._down
         lane.stream.wait_event(after)
         if isinstance(target, InMemory) and target.tensor.is_pinned():
