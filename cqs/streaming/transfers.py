@@ -118,7 +118,9 @@ class OverLink:
     ) -> Callable[[], None]:
         """Copy beside the computation, a piece while the one before is written."""
         leaving = [tensor]  # taken out on the thread: freed before it says that it is done
-        return self._thread.submit(self._download, leaving, after, target, batch, heads, rows).result
+        return self._thread.submit(
+            self._download, leaving, after, target, batch, heads, rows
+        ).result
 
     def close(self) -> None:
         """End the thread and both ways."""
