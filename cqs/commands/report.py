@@ -17,7 +17,7 @@ from cqs.report import distributed, local, ray
 from cqs.report.local import Measure
 from cqs.report.page import write_report
 from cqs.report.rows import PASSES, ScalingRow, read_rows
-from cqs.report.sections import summarize_rows
+from cqs.report.sections import describe, summarize_rows
 from cqs.report.settings import Settings
 from cqs.scheduler.arguments import as_integer
 
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
         raise SystemExit(130) from None
     finally:
         if rows := read_rows(path):
-            write_report(rows, directory)
+            write_report(describe(rows, str(directory)), directory)
     print(summarize_rows(rows))
     print(directory / "report.html")
 

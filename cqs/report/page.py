@@ -2,14 +2,14 @@
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cqs.plotting import plot_owners
-from cqs.report.sections import METHODS, Picture, Rows, Section, chapters, command, facts
+from cqs.report.content import Content, Picture
 from cqs.scheduler import Plan
 
 _CHART = {"figsize": (4, 3.2)}
@@ -28,27 +28,18 @@ class Drawing(NamedTuple):
     caption: str
 
 
-def write_report(rows: Rows, directory: Path) -> None:
-    """Write ``report.html`` and ``report.md``.
-
-    Args:
-        rows: Of one settings, at least one.
-        directory: Where to; it is there.
+def write_report(content: Content, directory: Path) -> None:
+    """Write ``report.html`` and ``report.md`` into a directory that is there.
 
     Raises:
         NotImplementedError: if matplotlib is not installed.
     """
-    (directory / "report.md").write_text(make_markdown(rows, str(directory)))
-    (directory / "report.html").write_text(make_page(rows, str(directory)))
+    (directory / "report.md").write_text(make_markdown(content))
+    (directory / "report.html").write_text(make_page(content))
 
 
-def make_page(rows: Rows, out: str) -> str:
-    """Return the report as an HTML page with everything inside.
-
-    Args:
-        rows: Of one settings, at least one.
-        out: The directory of the report, for the command that it names.
-    """
+def make_page(content: Content) -> str:
+    """Return the report as an HTML page with everything inside."""
     environment = Environment(
         loader=PackageLoader("cqs.report", ""),
         autoescape=True,
@@ -56,45 +47,31 @@ def make_page(rows: Rows, out: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    plans = {row.num_workers: row.make_plan() for row in rows}
     return environment.get_template("page.html").render(
-        title=_title(rows),
-        method=METHODS[rows[0].executor],
-        facts=facts(rows),
-        command=command(rows, out),
-        chapters=chapters(rows),
+        **content._asdict(),
         draw=_draw_chart,
-        matrices=[_draw_matrix(plan) for _, plan in sorted(plans.items())],
+        matrices=[_draw_matrix(plan) for plan in content.plans],
     )
 
 
-def make_markdown(rows: Rows, out: str) -> str:
-    """Return the report as Markdown, without its pictures; arguments as for :func:`make_page`."""
+def make_markdown(content: Content) -> str:
+    """Return the report as Markdown, without its pictures."""
     parts = [
-        f"# {_title(rows)}",
-        METHODS[rows[0].executor],
-        "\n".join(f"- {name}: {_escape(fact)}" for name, fact in facts(rows).items()),
-        f"```bash\n{command(rows, out)}\n```",
+        f"# {content.title}",
+        content.method,
+        "\n".join(f"- {name}: {_escape(fact)}" for name, fact in content.facts.items()),
+        f"```bash\n{content.command}\n```",
     ]
-    for chapter in chapters(rows):
+    for chapter in content.chapters:
         parts.append(f"## {chapter.title}")
         for section in chapter.sections:
-            parts += [f"### {section.title}", section.text, _markdown_table(section, chapter.rows)]
+            table = _markdown_table(chapter.table(section))
+            parts += [f"### {section.title}", section.text, table]
     return "\n\n".join(parts) + "\n"
 
 
-def _title(rows: Rows) -> str:
-    workers = sorted({row.num_workers for row in rows})
-    span = f"{workers[0]} to " if len(workers) > 1 else ""
-    return f"Attention over {rows[0].tokens:,} tokens by {span}{_count_workers(workers[-1])}"
-
-
-def _count_workers(number: int) -> str:
-    return "1 worker" if number == 1 else f"{number} workers"
-
-
-def _markdown_table(section: Section, rows: Rows) -> str:
-    header, *lines = section.table(rows)
+def _markdown_table(table: list[list[str]]) -> str:
+    header, *lines = table
     cells = [header, ["--:"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in cells)
 
@@ -106,12 +83,12 @@ def _escape(text: str) -> str:
     return text
 
 
-def _draw_chart(picture: Picture, rows: Rows) -> Drawing:
+def _draw_chart(picture: Picture, rows: Sequence[Any]) -> Drawing:
     return _draw(lambda axes: picture.plot(rows, axes), picture.caption, "svg", _CHART)
 
 
 def _draw_matrix(plan: Plan) -> Drawing:
-    caption = _count_workers(plan.num_workers)
+    caption = "1 worker" if plan.num_workers == 1 else f"{plan.num_workers} workers"
     return _draw(lambda axes: plot_owners(plan, axes).set_title(""), caption, "png", _MATRIX)
 
 

@@ -37,8 +37,8 @@ class Pass(ABC):
         self.problem = problem
         self._is_causal = settings.is_causal
         self._tensors = problem.query, problem.key, problem.value
-        self._backend = Worker.of(problem).choose_backend(*self._tensors)
-        self._worker = Worker.of(problem, self._backend)
+        self.backend = Worker.of(problem).choose_backend(*self._tensors)
+        self._worker = Worker.of(problem, self.backend)
 
     @property
     @abstractmethod
@@ -84,7 +84,7 @@ class Pass(ABC):
         sides = self.hold(task)
         held = [*sides[0], *sides[1]]
         return Held(
-            predicted=self.predict_bytes(task, self._backend),
+            predicted=self.predict_bytes(task, self.backend),
             peak=measure_held(lambda: self.compute(task, sides), held),
             received=sum(tokens.joined().nbytes for tokens in held),
             returned=returned,
@@ -151,7 +151,7 @@ class Backward(Pass):
         """
         super().__init__(settings, problem)
         self.grad_output = grad_output
-        self.answer = run_local(problem, problem.make_plan(1), backend=self._backend)
+        self.answer = run_local(problem, problem.make_plan(1), backend=self.backend)
         verify_rows(problem, self.answer)
         self._leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
         self._dense_output = self._attend_densely(*self._leaves)

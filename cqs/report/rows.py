@@ -3,12 +3,13 @@
 import json
 import platform
 import statistics
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from cqs.bench.measurement import Measurement, summarize
 from cqs.report.settings import Settings
@@ -17,6 +18,8 @@ from cqs.scheduler import Plan, make_plan
 PASSES = ("forward", "backward")
 _BENCHMARK = "scaling"
 _PACKAGES = ("numpy", "ray", "triton", "flash-attn-4")
+
+RowKind = TypeVar("RowKind", bound="Row")
 
 
 class Turn(NamedTuple):
@@ -57,8 +60,8 @@ def installed_versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingRow(Measurement):
-    """One worker count and pass; times are medians of the repeats, ratios those of the repeats."""
+class Row(Measurement, ABC):
+    """What was measured of one problem."""
 
     tokens: int
     num_heads: int
@@ -69,10 +72,27 @@ class ScalingRow(Measurement):
     seed: int
     tile: int
     """Of the plan: groups end at its multiples."""
-    num_devices: int
-    """How many compute at the same time; what the efficiency is counted by."""
     held_tokens: int
     """The longest subsequence: tokens that a task needs, the larger side, of the largest task."""
+    versions: dict[str, str] = field(default_factory=installed_versions)
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Hashable, ...]:
+        """What tells the rows of one report apart."""
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What the row was measured with."""
+        return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingRow(Row):
+    """One worker count and pass; times are medians of the repeats, ratios those of the repeats."""
+
+    num_devices: int
+    """How many compute at the same time; what the efficiency is counted by."""
     responsibility_ratio: float
     """Live pairs of the whole over those of the busiest task."""
     balance: float
@@ -98,7 +118,6 @@ class ScalingRow(Measurement):
     dense_ms: float
     speedup: float
     """Time of one worker over the time of all."""
-    versions: dict[str, str] = field(default_factory=installed_versions)
 
     @property
     def passes(self) -> str:
@@ -129,11 +148,6 @@ class ScalingRow(Measurement):
     def efficiency(self) -> float:
         """Speed-up over one worker, for each device."""
         return self.speedup / self.num_devices
-
-    @cached_property
-    def settings(self) -> Settings:
-        """What the row was measured with."""
-        return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
 
     def make_plan(self) -> Plan:
         """Return the plan that was measured."""
@@ -174,7 +188,7 @@ def make_row(
 
     return ScalingRow(
         benchmark=f"{_BENCHMARK} {passes}",
-        case=_describe_case(settings),
+        case=describe_case(settings),
         baseline="one dense call",
         num_workers=plan.num_workers,
         executor=settings.executor,
@@ -216,24 +230,27 @@ def median_seconds(turns: Sequence[Sequence[float]]) -> list[float]:
 
 
 def read_rows(path: Path) -> list[ScalingRow]:
+    """Read what :func:`read_kind` reads; forward passes first, by number of workers."""
+    rows = read_kind(ScalingRow, path)
+    return sorted(rows, key=lambda row: (PASSES.index(row.passes), row.num_workers))
+
+
+def read_kind(kind: type[RowKind], path: Path) -> list[RowKind]:
     """Read the rows of a file, none if there is no file; of two with one key the later counts.
 
-    Returns:
-        Forward passes first, by number of workers.
-
     Raises:
-        ValueError: if a line is no row; the message names it.
+        ValueError: if a line is no row of this kind; the message names it.
     """
     if not path.exists():
         return []
-    found: dict[tuple[int, str], ScalingRow] = {}
+    found = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
-            row = ScalingRow(**json.loads(line))
+            row = kind(**json.loads(line))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number} is no row of a report: {error}") from error
         found[row.key] = row
-    return sorted(found.values(), key=lambda row: (PASSES.index(row.passes), row.num_workers))
+    return list(found.values())
 
 
 def _milliseconds(seconds: Sequence[float | None]) -> float | None:
@@ -241,7 +258,7 @@ def _milliseconds(seconds: Sequence[float | None]) -> float | None:
     return 1e3 * statistics.median(found) if found else None
 
 
-def _describe_case(settings: Settings) -> str:
+def describe_case(settings: Settings) -> str:
     """Name a problem as rows of benchmarks do."""
     kind = "causal" if settings.is_causal else "full"
     shape = f"h{settings.num_heads}-kv{settings.num_kv_heads}-d{settings.head_dim}"

@@ -1,17 +1,13 @@
 """What a report says: its sections, with their tables and pictures, and its facts."""
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.plotting import scaling
-from cqs.report.rows import PASSES, ScalingRow
+from cqs.report.content import NOTHING, Axis, Chapter, Content, Picture, Section, span
+from cqs.report.rows import PASSES, Row, ScalingRow
 
-_NOTHING = "-"
-"""Shown of what was not measured."""
-
-Show = Callable[[ScalingRow], str]
 Rows = Sequence[ScalingRow]
 
 METHODS = {
@@ -29,57 +25,46 @@ METHODS = {
 """How each executor was measured."""
 
 
-class Picture(NamedTuple):
-    """A picture of the rows of a section."""
+def describe(rows: Rows, out: str) -> Content:
+    """Return what a report says.
 
-    plot: Callable[[Rows, Any], Any]
-    caption: str
-
-
-class Section(NamedTuple):
-    """A question, its answer in numbers and in pictures."""
-
-    title: str
-    text: str
-    columns: dict[str, Show]
-    """Header of a column and what it shows of a row, after the number of workers."""
-    pictures: tuple[Picture, ...]
-
-    def table(self, rows: Rows) -> list[list[str]]:
-        """Return the header and a line for each row, without columns that no row has."""
-        cells = {name: [show(row) for row in rows] for name, show in self.columns.items()}
-        columns = [
-            ["W", *(str(row.num_workers) for row in rows)],
-            *([name, *column] for name, column in cells.items() if set(column) != {_NOTHING}),
-        ]
-        return [list(line) for line in zip(*columns, strict=True)]
+    Args:
+        rows: Of one settings, at least one.
+        out: The directory of the report, for the command that it names.
+    """
+    plans = {row.num_workers: row.make_plan() for row in rows}
+    return Content(
+        title=_title(rows),
+        method=METHODS[rows[0].executor],
+        facts=facts(rows),
+        command=command(rows, out),
+        chapters=_chapters(rows),
+        plans=[plan for _, plan in sorted(plans.items())],
+    )
 
 
-class Chapter(NamedTuple):
-    """Sections about the same rows."""
-
-    title: str
-    rows: Rows
-    sections: tuple[Section, ...]
+def _title(rows: Rows) -> str:
+    workers = [row.num_workers for row in rows]
+    noun = "worker" if max(workers) == 1 else "workers"
+    return f"Attention over {rows[0].tokens:,} tokens by {span(workers)} {noun}"
 
 
-def chapters(rows: Rows) -> list[Chapter]:
-    """Return what a report says about rows of one settings, at least one."""
+def _chapters(rows: Rows) -> list[Chapter]:
     found = []
     of_passes = {name: [row for row in rows if row.passes == name] for name in PASSES}
     of_passes = {name: of_pass for name, of_pass in of_passes.items() if of_pass}
     plans = {row.num_workers: row for row in rows}
     by_workers = [plans[number] for number in sorted(plans)]
-    found.append(Chapter("Shares of the work", by_workers, (_SHARES,)))
+    found.append(Chapter("Shares of the work", _WORKERS, by_workers, (_SHARES,)))
     for name, of_pass in of_passes.items():
         sections = [_MEMORY, _TRAFFIC, _TIME, _SPEEDUP]
         if all("actors" in row.details for row in of_pass):
             sections.append(_RUN)
-        found.append(Chapter(f"{name.capitalize()} pass", of_pass, tuple(sections)))
+        found.append(Chapter(f"{name.capitalize()} pass", _WORKERS, of_pass, tuple(sections)))
     return found
 
 
-def facts(rows: Rows) -> dict[str, str]:
+def facts(rows: Sequence[Row]) -> dict[str, str]:
     """Return what was measured, where and how, by name; at least one row, all of one report."""
     row = rows[0]
     heads = f"{row.num_heads} heads of {row.head_dim}"
@@ -103,7 +88,7 @@ def facts(rows: Rows) -> dict[str, str]:
     if "actors" in row.details:
         executor += f", {_numbers(each.details['actors'] for each in rows)} actors"
     return {
-        "Problem": f"{row.tokens:,} tokens, {heads}, {row.dtype}",
+        "Problem": f"{span([each.tokens for each in rows])} tokens, {heads}, {row.dtype}",
         "Attention": kind,
         "Executor": executor,
         "Machine": ", ".join(sorted({each.device for each in rows})),
@@ -133,7 +118,8 @@ def command(rows: Rows, out: str) -> str:
 
     Of ranks a line for each number of them.
     """
-    options, workers = rows[0].settings.options, sorted({row.num_workers for row in rows})
+    options = ["--tokens", str(rows[0].tokens), *rows[0].settings.options]
+    workers = sorted({row.num_workers for row in rows})
     if "actors" in rows[0].details:
         options += ["--actors", f"{rows[-1].details['actors']:.0f}"]
     if any(row.passes == "backward" for row in rows):
@@ -159,7 +145,7 @@ def digits(number: float | None) -> str:
         ['0.0123', '1.50', '2,346', '-']
     """
     if number is None:
-        return _NOTHING
+        return NOTHING
     size = abs(number)
     if size < 1e-4:
         return "0"
@@ -168,9 +154,10 @@ def digits(number: float | None) -> str:
 
 
 def _mebibytes(number: int | None) -> str:
-    return _NOTHING if number is None else mebibytes(number)
+    return NOTHING if number is None else mebibytes(number)
 
 
+_WORKERS = Axis("W", "number of workers W", lambda row: str(row.num_workers))
 _SHARES = Section(
     "Longest subsequence and balance",
     "Tokens that the largest task needs, beside the whole sequence; live pairs of the whole over "
@@ -195,7 +182,7 @@ _MEMORY = Section(
         "predicted MiB": lambda row: _mebibytes(row.predicted_bytes),
         "measured MiB": lambda row: _mebibytes(row.peak_bytes),
         "measured / predicted": lambda row: (
-            _NOTHING if row.peak_ratio is None else f"{row.peak_ratio:.3f}"
+            NOTHING if row.peak_ratio is None else f"{row.peak_ratio:.3f}"
         ),
     },
     (Picture(scaling.plot_peak_bytes, "Peak memory of a task"),),

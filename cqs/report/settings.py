@@ -65,10 +65,9 @@ class Settings:
 
     @property
     def options(self) -> list[str]:
-        """The options of ``cqs report`` that say the same, as a shell would split them."""
+        """The options of ``cqs report`` but for ``--tokens``, as a shell would split them."""
         found = [
             "--executor", self.executor,
-            "--tokens", str(self.tokens),
             "--heads", str(self.num_heads),
             "--kv-heads", str(self.num_kv_heads),
             "--head-dim", str(self.head_dim),

@@ -20,9 +20,11 @@ TINY = ["report", "--tokens", "60", "--heads", "2", "--head-dim", "8", "--repeat
 def written(monkeypatch):
     """The numbers of workers of each report that was written."""
     found = []
-    monkeypatch.setattr(
-        report, "write_report", lambda rows, path: found.append([row.num_workers for row in rows])
-    )
+
+    def write(content, directory):
+        found.append([row.num_workers for row in content.chapters[0].rows])
+
+    monkeypatch.setattr(report, "write_report", write)
     return found
 
 

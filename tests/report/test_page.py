@@ -8,6 +8,7 @@ import pytest
 from scaling_rows import make_rows
 
 from cqs.report.page import write_report
+from cqs.report.sections import describe
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</td><script>document.title = 'owned'</script><img src=x onerror=alert(1)> *a* | `b`"
@@ -27,7 +28,7 @@ def reports(tmp_path_factory):
     found = {}
     for name, rows in REPORTS.items():
         found[name] = tmp_path_factory.mktemp(name)
-        write_report(rows, found[name])
+        write_report(describe(rows, str(found[name])), found[name])
     return found
 
 
