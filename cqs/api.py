@@ -85,7 +85,7 @@ def attention(
         resume: A file that says how far the computation has come, which goes on there when it is
             called again; removed when all is done. Needs an ``out`` in a file.
         progress: True draws a progress bar with the time left; a function is called with (pairs
-            done, pairs in all), of a head.
+            done, pairs in all), of all heads.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype and on the device of

@@ -57,20 +57,25 @@ class Problem:
         Yields:
             The batch elements and heads of a part, and the part: all of it if there is no pattern.
         """
+        for (row, heads), (_, kv_heads) in self.cuts():
+            batch, head = row.start or 0, heads.start or 0
+            yield (
+                (row, heads),
+                replace(
+                    self,
+                    query=self.query[row, heads],
+                    key=self.key[row, kv_heads],
+                    value=self.value[row, kv_heads],
+                    dropout=self.dropout and self.dropout.moved(batch, head),
+                    pattern=self.pattern and self.pattern.head(batch, head),
+                ),
+            )
+
+    def cuts(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+        """Yield the batch elements and heads of each part, and them and its key heads."""
         for row in self._rows_of_parts():
-            batch = row.start or 0
-            for heads, kv_heads in self._heads_of_parts(batch):
-                yield (
-                    (row, heads),
-                    replace(
-                        self,
-                        query=self.query[row, heads],
-                        key=self.key[row, kv_heads],
-                        value=self.value[row, kv_heads],
-                        dropout=self.dropout and self.dropout.moved(batch, heads.start or 0),
-                        pattern=self.pattern and self.pattern.head(batch, heads.start or 0),
-                    ),
-                )
+            for heads, kv_heads in self._heads_of_parts(row.start or 0):
+                yield (row, heads), (row, kv_heads)
 
     def _rows_of_parts(self) -> Iterator[slice]:
         """Yield batch elements that are computed together."""

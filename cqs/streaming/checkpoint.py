@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,25 @@ class Checkpoint:
     request: Mapping[str, Any]
     """What is computed, from which files; of types that JSON has."""
 
-    def load(self, plan: StreamPlan) -> tuple[StreamPlan, Position]:
-        """Return the plan to follow and where to go on: those of the file, if there is one.
+    def load(self, plans: Sequence[StreamPlan]) -> tuple[list[StreamPlan], int, Position]:
+        """Return the plans to follow, and the part and position to go on at.
+
+        Args:
+            plans: One for each part of the problem; the file, if there is one, has others.
 
         Raises:
             ValueError: if the file is of another computation, or of other or changed inputs, or
-                its plan takes more than the budget.
+                a plan takes more than the budget.
         """
         if not self.path.exists():
-            return plan, START
+            return list(plans), 0, START
         try:
             found = json.loads(self.path.read_text())
-            request, position = found["request"], Position(*found["position"])
-            choices: dict[str, Any] = {name: int(found["plan"][name]) for name in _CHOICES}
-            plan = replace(plan, **choices)
+            request = dict(found["request"])
+            choices: list[dict[str, Any]] = [
+                {name: int(each[name]) for name in _CHOICES} for each in found["plans"]
+            ]
+            part, position = int(found["part"]), Position(*map(int, found["position"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"'{self.path}' is no checkpoint: {error!r}") from error
         for name, value in self.request.items():
@@ -44,18 +49,20 @@ class Checkpoint:
                     f"'{self.path}' is of another computation: it has {name} "
                     f"{request.get(name)}, this one {value}"
                 )
-        if plan.peak_bytes > plan.budget:
-            raise ValueError(
-                f"'{self.path}' was begun with a larger memory budget: to go on takes "
-                f"{plan.peak_bytes} bytes, got {plan.budget}"
-            )
-        return plan, position
+        begun = [replace(plan, **each) for plan, each in zip(plans, choices, strict=True)]
+        for plan in begun[part:]:
+            if plan.peak_bytes > plan.budget:
+                raise ValueError(
+                    f"'{self.path}' was begun with a larger memory budget: to go on takes "
+                    f"{plan.peak_bytes} bytes, got {plan.budget}"
+                )
+        return begun, part, position
 
-    def save(self, plan: StreamPlan, position: Position) -> None:
-        """Note that everything up to a position is where it goes."""
+    def save(self, plans: Sequence[StreamPlan], part: int, position: Position) -> None:
+        """Note that everything up to a position in a part is where it goes."""
         partial = self.path.with_name(self.path.name + ".partial")
-        choices = {name: getattr(plan, name) for name in _CHOICES}
-        content = {"request": self.request, "plan": choices, "position": position}
+        choices = [{name: getattr(plan, name) for name in _CHOICES} for plan in plans]
+        content = {"request": self.request, "plans": choices, "part": part, "position": position}
         partial.write_text(json.dumps(content))
         os.replace(partial, self.path)
 

@@ -213,6 +213,12 @@ class StreamPlan:
         """Number of pairs of one head."""
         return self.count(range(self.num_held), range(self.num_streamed))
 
+    def pairs_until(self, position: Position) -> int:
+        """Return the number of pairs that are done at a position, of all heads."""
+        rows = self.count(range(position.row), range(self.num_streamed))
+        of_head = position.group * self.live_pairs + rows
+        return of_head * self.heads_at_once * self.group_size
+
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes that are held on the device at once."""

@@ -1,9 +1,10 @@
 """Attention within a budget, from whatever holds the tensors to whatever takes the answer."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype
-from cqs.patterns import Pattern
+from cqs.patterns import Pattern, causal, per_head, sliding_window
 from cqs.problem import Problem, check_problem
 from cqs.streaming.attention import Streamed
 from cqs.streaming.budget import parse_budget
@@ -31,7 +32,7 @@ from cqs.streaming.plan import (
     Visit,
     make_stream_plan,
 )
-from cqs.streaming.sources import InFile, InMemory, Source, as_source, as_target
+from cqs.streaming.sources import InFile, InMemory, Source, Target, as_source, as_target
 from cqs.verify import VerificationError, verify_rows
 from cqs.worker import Worker
 
@@ -77,28 +78,18 @@ def attend_within(
         dropout_p=dropout_p,
         seed=seed,
     )
-    if problem.differs_by_head:
-        raise NotImplementedError(
-            f"a memory budget is for one pattern of all heads, got {pattern!r}"
-        )
     where = _choose_device(device)
-    run = _Run(
-        problem,
-        where,
-        parse_budget(memory_budget, where),
-        backend,
-        out,
-        None if resume is None else Path(resume),
-        progress,
-    )
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
     )
     if needs_grad and (out is not None or resume is not None):
         raise ValueError("out= and resume= record no gradients: detach the tensors")
-    answer = (
-        attend_differentiably(problem, run.attend_and_keep) if needs_grad else run.attend(*sources)
-    )
+    with closing(_Reporter(progress, _num_pairs(problem))) as reporter:
+        run = _Run(where, parse_budget(memory_budget, where), backend, reporter)
+        if needs_grad:
+            answer = attend_differentiably(problem, run.attend_and_keep)
+        else:
+            answer = run.attend(problem, sources, out, None if resume is None else Path(resume))
     if verify:
         _verify(problem, sources, answer)
     return answer
@@ -106,50 +97,64 @@ def attend_within(
 
 @dataclass(frozen=True)
 class _Run:
-    problem: Problem
-    """Checked; its tensors may stand for what is elsewhere."""
+    """How the passes of a call are carried out.
+
+    A problem whose tensors are elsewhere has others in their place, without memory. Its parts, each
+    of heads of one pattern, are computed one after another.
+    """
+
     device: torch.device
     budget: int
     backend: str | None
-    out: Any
-    resume: Path | None
-    progress: Progress
+    reporter: "_Reporter"
 
-    def attend(self, *sources: Source) -> Partial:
-        """Compute the answer, and go on with less memory where there is too little."""
-        problem, streamed = self.problem, self._streamed(*sources)
+    def attend(
+        self,
+        problem: Problem,
+        sources: Sequence[Source],
+        out: Any = None,
+        resume: Path | None = None,
+    ) -> Partial:
+        """Compute the answer."""
+        parts = [part for _, part in problem.parts()]
+        workers = [self._worker(part) for part in parts]
         shape = (*problem.query.shape[:3], problem.value.shape[3])
         dtype = problem.query.dtype
-        output = torch.empty(shape, dtype=dtype) if self.out is None else self.out
+        output = torch.empty(shape, dtype=dtype) if out is None else out
         target = as_target(output, shape, dtype)
-        plan, position, checkpoint = self._plan(Pass.FORWARD, self.budget), START, None
-        if self.resume is not None:
+        plans = [self._plan(part, Pass.FORWARD, self.budget) for part in parts]
+        first, start, checkpoint = 0, START, None
+        if resume is not None:
             if not isinstance(target, InFile):
                 raise ValueError("resume= needs an out= that is in a file")
-            checkpoint = Checkpoint(self.resume, self._request(sources, target))
-            plan, position = checkpoint.load(plan)
+            checkpoint = Checkpoint(resume, self._request(problem, sources, target))
+            plans, first, start = checkpoint.load(plans)
             lse = checkpoint.lse(shape[:3], lse_dtype(dtype))
         else:
             lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
         prints = _fingerprints(sources)
 
-        def finish(block: Block) -> None:
-            nonlocal position
+        def finish(number: int, plan: StreamPlan, end: Position) -> None:
             if _fingerprints(sources) != prints:
                 raise OSError("an input file was changed while it was read")
-            position = block.end
             if checkpoint is not None:
-                checkpoint.save(plan, position)
+                plans[number] = plan
+                checkpoint.save(plans, number, end)
 
-        with _reporting(self.progress, plan, position) as visited:
-            while True:
-                try:
-                    streamed.attend(
-                        plan, target, lse, start=position, visited=visited, finished=finish
-                    )
-                    break
-                except torch.OutOfMemoryError as error:
-                    plan = self._with_less(plan, error)
+        query, key, value = sources
+        for number, (of_queries, of_keys) in enumerate(problem.cuts()):
+            if number >= first:
+                of_part = query.part(*of_queries), key.part(*of_keys), value.part(*of_keys)
+                self._attend_part(
+                    parts[number],
+                    Streamed(*of_part, workers[number], self.device),
+                    plans[number],
+                    target.part(*of_queries),
+                    lse[of_queries],
+                    start if number == first else START,
+                    partial(finish, number),
+                )
+            self.reporter.end_part(plans[number])
         if checkpoint is not None:
             lse = lse.clone()
             checkpoint.remove()
@@ -158,36 +163,66 @@ class _Run:
     def attend_and_keep(self, problem: Problem) -> Attended:
         """Compute the answer, and say how to differentiate it."""
         tensors = problem.query, problem.key, problem.value
-        answer = self.attend(*(InMemory(tensor.detach()) for tensor in tensors))
+        answer = self.attend(problem, [InMemory(tensor.detach()) for tensor in tensors])
         query, key, value = (_stand_in(tensor.shape, tensor.dtype) for tensor in tensors)
         without_tensors = replace(problem, query=query, key=key, value=value)
-        run = replace(self, problem=without_tensors)
-        return Attended(answer, (*tensors, *answer), run.differentiate)
+        return Attended(answer, (*tensors, *answer), partial(self._differentiate, without_tensors))
 
-    def differentiate(self, kept: Kept, grad_output: Tensor) -> Gradients:
+    def _attend_part(
+        self,
+        problem: Problem,
+        streamed: Streamed,
+        plan: StreamPlan,
+        target: Target,
+        lse: Tensor,
+        position: Position,
+        finish: Callable[[StreamPlan, Position], None],
+    ) -> None:
+        """Compute heads of one pattern, and go on with less memory where there is too little."""
+
+        def finished(block: Block) -> None:
+            nonlocal position
+            finish(plan, block.end)
+            position = block.end
+
+        while True:
+            self.reporter.begin(plan, position)
+            visited = partial(self.reporter.advance, plan)
+            try:
+                streamed.attend(
+                    plan, target, lse, start=position, visited=visited, finished=finished
+                )
+                return
+            except torch.OutOfMemoryError as error:
+                plan = self._with_less(problem, plan, error)
+
+    def _differentiate(self, problem: Problem, kept: Kept, grad_output: Tensor) -> Gradients:
         """Compute the gradients from what was kept."""
         *tensors, output, lse = (tensor.detach() for tensor in kept)
-        streamed, budget = self._streamed(*map(InMemory, tensors)), self.budget
+        query, key, value = map(InMemory, tensors)
+        streamed = Streamed(query, key, value, self._worker(problem), self.device)
+        budget = self.budget
         while True:
             passes = Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS
-            plans = [self._plan(which, budget) for which in passes]
+            plans = [self._plan(problem, which, budget) for which in passes]
             try:
                 return Gradients(*streamed.differentiate(plans, Partial(output, lse), grad_output))
             except torch.OutOfMemoryError as error:
-                budget = self._with_less(plans[0], error).budget
+                budget = self._with_less(problem, plans[0], error).budget
 
-    def _streamed(self, *sources: Source) -> Streamed:
-        worker = Worker.of(self.problem, self.backend)
-        query, key, value = sources
-        samples = [
-            torch.empty((1, 1, 1, source.shape[3]), dtype=source.dtype, device=self.device)
-            for source in (query, key, value)
-        ]
-        worker.choose_backend(samples[0], samples[1], samples[2])  # or say why not
-        return Streamed(query, key, value, worker, self.device)
+    def _worker(self, problem: Problem) -> Worker:
+        """Return what computes heads of one pattern; raises if the backend cannot."""
+        worker = Worker.of(problem, self.backend)
+        query, key, value = (
+            torch.empty((1, 1, 1, tensor.shape[3]), dtype=tensor.dtype, device=self.device)
+            for tensor in (problem.query, problem.key, problem.value)
+        )
+        worker.choose_backend(query, key, value)
+        return worker
 
-    def _plan(self, which: Pass, budget: int, heads_at_once: int | None = None) -> StreamPlan:
-        problem = self.problem
+    def _plan(
+        self, problem: Problem, which: Pass, budget: int, heads_at_once: int | None = None
+    ) -> StreamPlan:
         return make_stream_plan(
             problem.query.shape[2],
             problem.key.shape[2],
@@ -200,17 +235,18 @@ class _Run:
             heads_at_once=heads_at_once,
         )
 
-    def _with_less(self, plan: StreamPlan, error: Exception) -> StreamPlan:
+    def _with_less(self, problem: Problem, plan: StreamPlan, error: Exception) -> StreamPlan:
         """Return a plan for half the memory, after an allocation has failed; or raise ``error``."""
         budget = min(plan.budget, plan.peak_bytes) // 2
         if budget * _LEAST_SHARE < self.budget:
             raise error
         torch.cuda.empty_cache()
-        return self._plan(plan.which, budget, plan.heads_at_once)
+        return self._plan(problem, plan.which, budget, plan.heads_at_once)
 
-    def _request(self, sources: tuple[Source, ...], target: InFile) -> dict[str, Any]:
+    def _request(
+        self, problem: Problem, sources: Sequence[Source], target: InFile
+    ) -> dict[str, Any]:
         """Say what a checkpoint is of, in types that JSON has."""
-        problem = self.problem
         return {
             "shapes": [list(source.shape) for source in sources],
             "dtype": str(problem.query.dtype),
@@ -238,6 +274,8 @@ def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> Non
             key=key,
             value=value,
             dropout=problem.dropout and problem.dropout.moved(batch, heads.start),
+            pattern=problem.pattern
+            and per_head([[problem.pattern.head(batch, head) for head in heads]]),
         )
         output = _read(as_source("out", answer.output), batch, heads)
         lse = answer.lse[batch : batch + 1, heads.start : heads.stop]
@@ -272,34 +310,51 @@ def _choose_device(device: "torch.device | str | None") -> torch.device:
     return chosen
 
 
-def _fingerprints(sources: tuple[Source, ...]) -> list[Any]:
+def _fingerprints(sources: Sequence[Source]) -> list[Any]:
     return [list(source.fingerprint) if isinstance(source, InFile) else None for source in sources]
 
 
-@contextmanager
-def _reporting(
-    progress: Progress, plan: StreamPlan, start: Position
-) -> Iterator[Callable[[Visit], None]]:
-    """Give what is to be called after each visit."""
-    total = plan.live_pairs * plan.num_groups
-    done = 0
-    for block in plan.blocks():
-        if block.end > start:
-            break
-        done += plan.count(block.tokens, range(plan.num_streamed))
-    bar = tqdm(
-        total=total, initial=done, unit="pair", unit_scale=True, disable=progress is not True
-    )
+def _num_pairs(problem: Problem) -> int:
+    """Return the number of pairs of all heads."""
+    lengths = problem.query.shape[2], problem.key.shape[2]
+    total = 0
+    for _, part in problem.parts():
+        everything = causal() if part.is_causal else sliding_window(None, None)
+        bound = (part.pattern or everything).bind(*lengths)
+        total += bound.num_pairs * part.query.shape[0] * part.query.shape[1]
+    return total
 
-    def visited(visit: Visit) -> None:
-        nonlocal done
+
+class _Reporter:
+    """Says how many pairs are done, of all heads."""
+
+    def __init__(self, progress: Progress, total: int):
+        self._bar = tqdm(total=total, unit="pair", unit_scale=True, disable=progress is not True)
+        self._callback = progress if callable(progress) else None
+        self._total = total
+        self._before = self._done = 0
+
+    def begin(self, plan: StreamPlan, position: Position) -> None:
+        """Go on at a position of a part, which may be behind: a block is begun again."""
+        self._move(self._before + plan.pairs_until(position))
+
+    def advance(self, plan: StreamPlan, visit: Visit) -> None:
+        """Count a visit."""
         if visit.tokens is None:
             return
-        count = plan.count(visit.block.tokens, visit.tokens)
-        done += count
-        bar.update(count)
-        if callable(progress):
-            progress(done, total)
+        of_head = plan.count(visit.block.tokens, visit.tokens)
+        self._move(self._done + of_head * len(visit.block.heads))
+        if self._callback is not None:
+            self._callback(self._done, self._total)
 
-    with bar:
-        yield visited
+    def end_part(self, plan: StreamPlan) -> None:
+        """Go on with other heads."""
+        self._before += plan.pairs_until(Position(plan.num_groups, 0))
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+    def _move(self, done: int) -> None:
+        self._bar.update(done - self._done)
+        self._done = done

@@ -5,7 +5,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +37,9 @@ class Source(Protocol):
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
         """Fill ``[rows, dim]`` on the CPU, adjacent in memory."""
+
+    def part(self, batches: slice, heads: slice) -> "Source":
+        """Return some batch elements and heads, counted from 0 again."""
 
 
 class Target(Protocol):
@@ -70,6 +73,10 @@ class InMemory:
     def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
         """Copy rows in."""
         self.rows_in_place(batch, head, rows).copy_(values)
+
+    def part(self, batches: slice, heads: slice) -> "InMemory":
+        """Return some batch elements and heads."""
+        return InMemory(self.tensor[batches, heads])
 
     def rows_in_place(self, batch: int, head: int, rows: range) -> Tensor:
         """Return rows in place."""
@@ -121,6 +128,11 @@ class InFile:
             count = os.pwrite(self._descriptor, view, place)
             view, place = view[count:], place + count
 
+    def part(self, batches: slice, heads: slice) -> "InFile":
+        """Return some batch elements and heads."""
+        first, shape = _cut(self.shape, batches, heads)
+        return replace(self, shape=shape, offset=self._place(*first, 0))
+
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = self.shape[3] * self.dtype.itemsize
         return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
@@ -158,6 +170,15 @@ class OnDemand:
                 f"got {tuple(found.shape)} {found.dtype}"
             )
         into.copy_(found)
+
+    def part(self, batches: slice, heads: slice) -> "OnDemand":
+        """Return some batch elements and heads."""
+        (batch, head), shape = _cut(self.shape, batches, heads)
+
+        def function(i: int, j: int, rows: range) -> Tensor:
+            return self.function(batch + i, head + j, rows)
+
+        return replace(self, function=function, shape=shape)
 
 
 def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
@@ -292,6 +313,12 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         (mapped.strides[0], mapped.strides[1]),
         is_writable=bool(mapped.flags.writeable),
     )
+
+
+def _cut(shape: Shape, batches: slice, heads: slice) -> tuple[tuple[int, int], Shape]:
+    """Return the first batch element and head of a part, and its shape."""
+    rows, columns = range(shape[0])[batches], range(shape[1])[heads]
+    return (rows.start, columns.start), (len(rows), len(columns), shape[2], shape[3])
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
