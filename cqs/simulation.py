@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.heads import choose_num_stages, possible_head_parallel
 from cqs.scheduler.interest_sets import load_interest_set
+from cqs.scheduler.quorum import pair_offsets
 
 _SUM_ITEMSIZE = 4
 """Gradients are summed in float32."""
@@ -156,8 +158,10 @@ def by_quorums(
     A shard goes to ``num_slices`` devices for each of the m quorums that hold it, one of them its
     own, and results come back from there: in all ``(2 + 2g)(m - 1) / W`` of N x d per head without
     slices, with g key heads per head and W devices; with as many slices as devices, what Ulysses
-    moves. Of S stages the first one's way in and the last one's way out are exposed, the rest
-    travels beside the computation. In a causal case the devices at the ends of quorums need less.
+    moves. For even W and attention that is not causal a group or two of a quorum may be queries or
+    keys alone, as at the ends of quorums in a causal case, which is counted as if it needed both.
+    Of S stages the first one's way in and the last one's way out are exposed, the rest travels
+    beside the computation.
 
     Args:
         case: What is computed.
@@ -171,27 +175,38 @@ def by_quorums(
     interest_set = load_interest_set(num_workers)
     holders = len(interest_set) * num_slices
     near = _near(interest_set, num_workers, num_slices, machine.devices_per_node)
+    is_near = (near - 1) / (holders - 1) if holders > 1 else 1.0
     stages = case.num_stages(num_devices, num_slices, num_stages)
 
     queries, keys, results = case.shard_bytes(num_devices, num_slices)
     merged = results if num_workers > 1 else queries  # whole rows need no lse
-    going, coming = queries + keys, merged
+    of_queries, of_keys = (
+        num_groups * num_slices
+        for num_groups in _num_groups(interest_set, num_workers, case.is_causal)
+    )
+    other_queries, other_keys = of_queries - 1, of_keys - 1
+    going, coming = other_queries * queries + other_keys * keys, other_queries * merged
     if is_backward:
-        going, coming = queries + (merged if num_workers > 1 else 0), queries + keys
+        with_gradients = queries + (merged if num_workers > 1 else 0)
+        going, coming = other_queries * with_gradients, going
     way_in, way_out = (
-        machine.exchange((near - 1) * each / stages, (holders - near) * each / stages)
+        machine.exchange(is_near * each / stages, (1 - is_near) * each / stages)
         for each in (going, coming)
     )
     compute = case.seconds(machine, is_backward=is_backward) / num_devices
     seconds = way_in + max(compute, (stages - 1) * (way_in + way_out)) + way_out
 
     *tensors, answer = case.shard_bytes(num_devices)
-    held = holders * (queries + keys)
+    held = _copied(of_queries) * queries + _copied(of_keys) * keys
     if is_backward:
-        peak = held + answer + holders * (going * (1 + 1 / stages) + 2 * coming) + sum(tensors)
+        under_way = (of_queries * with_gradients + going) * min(2 / stages, 1)
+        found = of_queries * queries + of_keys * keys
+        peak = held + answer + under_way + found * (1 + 1 / stages) + coming + sum(tensors)
     else:
-        peak = held * (1 + 1 / stages) + 3 * holders * results + answer
-    return Forecast(seconds, (holders - 1) * (going + coming), peak, num_slices)
+        computed = of_queries * results * (1 if num_workers == 1 else 1 / stages)
+        own = results if num_workers > 1 else 0
+        peak = held + coming + of_queries * merged + computed + own + answer
+    return Forecast(seconds, going + coming, peak, num_slices)
 
 
 def by_ring(
@@ -439,6 +454,22 @@ def _read_row(found: dict[str, Any], passes: str) -> Row:
         passes,
         found["median_ms"] / 1e3,
     )
+
+
+def _num_groups(
+    interest_set: tuple[int, ...], num_workers: int, is_causal: bool
+) -> tuple[int, int]:
+    """Return of how many groups a worker needs the queries, and of how many the keys."""
+    partners, shared = pair_offsets(interest_set, num_workers)
+    if is_causal or shared is None:
+        return len(interest_set), len(interest_set)
+    queries, keys = {*partners, shared[0]}, {*chain(*partners.values()), shared[1]}
+    return len(queries), len(keys)
+
+
+def _copied(num_shards: int) -> int:
+    """Return of how many shards there is a copy on a device that needs so many; its own is one."""
+    return num_shards if num_shards > 1 else 0
 
 
 def _near(

@@ -14,6 +14,7 @@ from cqs.distributed.agreement import agree
 from cqs.distributed.exchange import (
     Piece,
     Transfer,
+    connect,
     moves_back,
     pieces,
     send_back,
@@ -135,6 +136,7 @@ def attention(
         seed=0 if problem is None or problem.dropout is None else problem.dropout.seed,
     )
     assert problem is not None and request is not None
+    connect(group, query.device)
     batch, num_heads, *_ = query.shape
     lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
     is_causal, pattern = check_pattern(pattern, request["is_causal"], batch, num_heads, *lengths)

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,6 +15,20 @@ from cqs.distributed.moves import Move, Moves, move
 
 HeadsOfRanks = tuple[range, ...]
 """For every rank, some heads; equally many for each."""
+
+
+_connected: "WeakSet[Any]" = WeakSet()
+
+
+def connect(group: Any, device: torch.device) -> None:
+    """Connect all ranks of a group, once; every rank must call this.
+
+    The first thing that NCCL does in a group takes all ranks, and messages may concern some.
+    """
+    group = group or dist.group.WORLD
+    if device.type == "cuda" and group not in _connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
 
 
 class Piece(NamedTuple):
@@ -25,49 +41,74 @@ class Piece(NamedTuple):
 
 
 class Transfer:
-    """Tensors under way, those that go the same way in one collective.
+    """Tensors under way, those that go the same way in one message for each rank.
 
     A GPU goes on meanwhile with what it has been given.
     """
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self._collectives: list[tuple[Any, Tensor, Tensor, list[int]]] = []
-
-    def add(
-        self,
-        packed: Tensor,
-        widths: list[int],
-        lengths: Sequence[int],
-        expected: Sequence[int],
-        group: Any,
-    ) -> None:
-        """Send rows to every rank.
+    def __init__(self, group: Any) -> None:
+        """Begin with nothing.
 
         Args:
-            packed: ``[rows, batch, heads, ...]``, contiguous: all heads of several tensors.
-            widths: Heads of each tensor.
-            lengths: Number of rows for every rank.
-            expected: Number of rows from every rank.
-            group: The process group.
+            group: The process group. A rank takes part where it sends or receives something.
         """
-        received = packed.new_empty((sum(expected), *packed.shape[1:]))
-        work = dist.all_to_all_single(
-            received, packed, list(expected), list(lengths), group=group, async_op=True
+        self._group, self._rank = group, dist.get_rank(group)
+        self._under_way: list[tuple[list[Any], Tensor | None]] = []
+        self._coming: list[Tensor] = []
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Take tensors that need not travel at all."""
+        self._coming += tensors
+
+    def send(
+        self,
+        sources: Sequence[Tensor],
+        widths: list[int],
+        moves: Moves,
+        lengths: Sequence[int],
+        expected: Sequence[int],
+    ) -> None:
+        """Pack rows and send them.
+
+        Args:
+            sources: ``[batch, heads, rows, ...]``.
+            widths: Heads that travel of each of them.
+            moves: Between the sources, twice, and the rows for other ranks, then those that come.
+            lengths: Number of rows for every rank.
+            expected: Number of rows from every rank; those of this rank are among the moves.
+        """
+        batch, _, _, *dim = sources[0].shape
+        packed, received = (
+            sources[0].new_empty((num_rows, batch, sum(widths), *dim))
+            for num_rows in (sum(lengths) - lengths[self._rank], sum(expected))
         )
-        # The collective reads `packed` until it is done: its memory must not be given to others.
-        self._collectives.append((work, packed, received, widths))
+        coming = received.movedim(0, 2).split(widths, dim=1)
+        move((*sources, *sources), (*packed.movedim(0, 2).split(widths, dim=1), *coming), moves)
+        leaving = list(lengths)
+        leaving[self._rank] = 0
+        messages = [
+            dist.P2POp(act, rows, group=self._group, group_peer=rank)
+            for act, parts in (
+                (dist.isend, packed.split(leaving)),
+                (dist.irecv, received.split(list(expected))),
+            )
+            for rank, rows in enumerate(parts)
+            if len(rows) and rank != self._rank
+        ]
+        # Messages are read from `packed` until they are sent: its memory is not free before.
+        self._under_way.append((dist.batch_isend_irecv(messages) if messages else [], packed))
+        self._coming += coming
 
     def wait(self) -> list[Tensor]:
-        """Return what came for each tensor, ``[batch, heads, rows, ...]``, rows first in memory.
+        """Return what came for each tensor, ``[batch, heads, rows, ...]``.
 
         On a GPU it is there for what is launched from now on.
         """
-        tensors: list[Tensor] = []
-        for work, _, received, widths in self._collectives:
-            work.wait()
-            tensors += received.movedim(0, 2).split(widths, dim=1)
-        return tensors
+        for works, _ in self._under_way:
+            for work in works:
+                work.wait()
+        self._under_way.clear()
+        return self._coming
 
 
 def send_out(
@@ -87,16 +128,21 @@ def send_out(
     Returns:
         Of tensors ``[batch, heads of a rank, tokens held, ...]``.
     """
-    transfer = Transfer()
+    transfer, rank = Transfer(group), dist.get_rank(group)
     for route, chosen in _by_way(shards, routes):
-        together = tuple(heads[i] for i in chosen)
+        sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
+        if route.stays(rank) and len(route.sends[rank]) == 1:
+            (rows,) = route.sends[rank]
+            transfer.keep(
+                [
+                    source[:, of_ranks[rank].start : of_ranks[rank].stop, rows.start : rows.stop]
+                    for source, of_ranks in zip(sources, together, strict=True)
+                ]
+            )
+            continue
         widths = [len(of_ranks[0]) for of_ranks in together]
-        sources = [shards[i] for i in chosen]
-        batch, _, _, *dim = sources[0].shape
-        packed = sources[0].new_empty((sum(route.lengths), batch, sum(widths), *dim))
-        targets = packed.movedim(0, 2).split(widths, dim=1)
-        move(sources, targets, _moves_out(route, together))
-        transfer.add(packed, widths, route.lengths, route.receives, group)
+        moves = _moves_out(route, together, rank)
+        transfer.send(sources, widths, moves, route.lengths, route.receives)
     return transfer
 
 
@@ -108,16 +154,15 @@ def send_back(held: Sequence[Tensor], routes: Sequence[Route], group: Any) -> Tr
         routes: Of each of them, that by which the tokens came.
         group: The process group.
     """
-    transfer = Transfer()
+    transfer, rank = Transfer(group), dist.get_rank(group)
     for route, chosen in _by_way(held, routes):
         sources = [held[i] for i in chosen]
-        widths = [source.shape[1] for source in sources]
-        batch, _, num_rows, *dim = sources[0].shape
-        packed = sources[0].new_empty((num_rows, batch, sum(widths), *dim))
-        targets = packed.movedim(0, 2).split(widths, dim=1)
-        whole = (Move(i, 0, 0, num_rows, 0, 0, width) for i, width in enumerate(widths))
-        move(sources, targets, tuple(whole))
-        transfer.add(packed, widths, route.receives, route.lengths, group)
+        if route.stays(rank):
+            transfer.keep(sources)
+            continue
+        widths = tuple(source.shape[1] for source in sources)
+        moves = _moves_home(route, widths, rank)
+        transfer.send(sources, list(widths), moves, route.receives, route.lengths)
     return transfer
 
 
@@ -138,30 +183,47 @@ def moves_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
         route: Of all of them.
         heads: Of each of them, the heads that every rank sent.
     """
-    return tuple(
-        Move(i, there, here, num_rows, 0, of_rank.start, len(of_rank))
-        for i, here, there, num_rows, of_rank in _parts(route, heads)
-    )
-
-
-@lru_cache(maxsize=256)
-def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
-    return tuple(
-        Move(i, here, there, num_rows, of_rank.start, 0, len(of_rank))
-        for i, here, there, num_rows, of_rank in _parts(route, heads)
-    )
-
-
-def _parts(
-    route: Route, heads: tuple[HeadsOfRanks, ...]
-) -> Iterator[tuple[int, int, int, int, range]]:
-    """Yield tensor, first row in the shard, first row under way, number of rows, and heads."""
-    first = 0
+    moves, there = [], 0
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
             for i, of_ranks in enumerate(heads):
-                yield i, rows.start, first, len(rows), of_ranks[rank]
-            first += len(rows)
+                first, width = of_ranks[rank].start, len(of_ranks[rank])
+                moves.append(Move(i, there, rows.start, len(rows), 0, first, width))
+            there += len(rows)
+    return tuple(moves)
+
+
+@lru_cache(maxsize=256)
+def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...], own: int) -> Moves:
+    """Return what packs shards for other ranks, and places what stays on this one."""
+    moves = []
+    of_others, of_own = 0, sum(route.receives[:own])
+    for rank, ranges in enumerate(route.sends):
+        for rows in ranges:
+            there = of_own if rank == own else of_others
+            for i, of_ranks in enumerate(heads, start=len(heads) if rank == own else 0):
+                first, width = of_ranks[rank].start, len(of_ranks[rank])
+                moves.append(Move(i, rows.start, there, len(rows), first, 0, width))
+            of_own += len(rows) if rank == own else 0
+            of_others += len(rows) if rank != own else 0
+    return tuple(moves)
+
+
+@lru_cache(maxsize=256)
+def _moves_home(route: Route, widths: tuple[int, ...], own: int) -> Moves:
+    """Return what packs results for other ranks, and places those for this one."""
+    before, here = sum(route.receives[:own]), route.receives[own]
+    after = sum(route.receives) - before - here
+    return tuple(
+        Move(tensor, source_row, target_row, num_rows, 0, 0, width)
+        for i, width in enumerate(widths)
+        for tensor, source_row, target_row, num_rows in (
+            (i, 0, 0, before),
+            (i + len(widths), before, sum(route.lengths[:own]), here),
+            (i, before + here, before, after),
+        )
+        if num_rows
+    )
 
 
 def _by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:

@@ -34,6 +34,14 @@ class Route:
         """Number of rows that go to every rank."""
         return [sum(map(len, ranges)) for ranges in self.sends]
 
+    def stays(self, rank: int) -> bool:
+        """Whether nothing goes to or comes from ranks other than this, whose route it is."""
+        return not any(
+            sent or received
+            for other, (sent, received) in enumerate(zip(self.lengths, self.receives, strict=True))
+            if other != rank
+        )
+
 
 @dataclass(frozen=True)
 class Stage:

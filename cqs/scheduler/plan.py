@@ -134,9 +134,11 @@ class Plan:
         for query_group in quorum(worker, self.interest_set, self.num_workers):
             offset = (query_group - worker) % self.num_workers
             alone = [(b + worker) % self.num_workers for b in partners.get(offset, ())]
+            if pair and not self.is_causal and query_group == pair[0]:
+                alone.append(pair[1])
             seen = self._seen(query_group, alone)
             seen_by_half: tuple[list[int], list[int]] = ([], [])
-            if pair and query_group in pair:
+            if pair and self.is_causal and query_group in pair:
                 half = pair.index(query_group)
                 if len(self._live_queries[query_group]) >= 2 - half:  # a row for this half
                     seen_by_half[half].extend(self._seen(query_group, [pair[1 - half]]))

@@ -49,7 +49,7 @@ def owned_pairs(
 
     Over all workers every ordered pair of groups appears exactly once, except, for an even
     ``num_workers``, the pairs at distance ``num_workers / 2``: two workers hold each of those and
-    share it by query rows (:func:`shared_pair`).
+    share it (:func:`shared_pair`).
 
     Args:
         worker: Index in ``range(num_workers)``.
@@ -78,9 +78,10 @@ def shared_pair(
 ) -> tuple[int, int] | None:
     """Return the pair of groups (p, q) that this worker shares with worker ``w + W / 2``.
 
-    The worker computes the first half of the rows of p against the keys of q, and the second half
-    of the rows of q against the keys of p; the other worker sees the same pair as (q, p) and so
-    computes exactly the rest. None for an odd ``num_workers``.
+    The worker computes the rows of p against the keys of q; the other worker sees the same pair as
+    (q, p) and so computes exactly the rest. Of causal attention one of the two is empty: there the
+    worker computes the first half of the rows of p against the keys of q, and the second half of
+    the rows of q against the keys of p. None for an odd ``num_workers``.
 
     Example:
         >>> shared_pair(0, (0, 1, 2), 4), shared_pair(2, (0, 1, 2), 4), shared_pair(0, (0, 1), 3)

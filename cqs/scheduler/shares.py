@@ -50,10 +50,17 @@ class Shares:
         return [(strip.query_group - offset) % self.num_workers for offset in offsets]
 
     def plain_parts(self, strip: Strip) -> list[tuple[Strip, int]]:
-        """Name the owner of a strip in a plan without a pattern; if two share it, cut it in two."""
-        distance = (strip.key_groups[0] - strip.query_group) % self.num_workers
-        offsets = self._owner_offsets[distance]
+        """Name the owner of a strip in a plan without a pattern; if two share it, cut it in two.
+
+        Unless there is as much work across the diagonal: then each takes one of the two.
+        """
+        lap, group = divmod(strip.key_groups[0], self.num_workers)
+        offsets = self._owner_offsets[(group - strip.query_group) % self.num_workers]
         owners = [(strip.query_group - offset) % self.num_workers for offset in offsets]
+        if len(owners) == 2:
+            across = self._key_groups[lap * self.num_workers + strip.query_group]
+            if self._count(self._query_groups[group], across) == strip.live_pairs:
+                owners.pop()
         parts = (strip,) if len(owners) == 1 else self._cut(strip, strip.live_pairs // 2)
         return [(part, owner) for part, owner in zip(parts, owners, strict=True) if part]
 
