@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 class Transfer:
     """Tensors under way, those that go the same way in one message for each rank.
 
-    A GPU goes on meanwhile with what it has been given.
+    A GPU goes on meanwhile with what it has been given, once all is posted.
     """
 
     def __init__(self, group: Any) -> None:
@@ -53,14 +53,15 @@ class Transfer:
             group: The process group. A rank takes part where it sends or receives something.
         """
         self._group, self._rank = group, dist.get_rank(group)
-        self._under_way: list[tuple[list[Any], Tensor | None]] = []
+        self._messages: list[dist.P2POp] = []
+        self._under_way: list[Any] = []
         self._coming: list[Tensor] = []
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Take tensors that need not travel at all."""
         self._coming += tensors
 
-    def send(
+    def pack(
         self,
         sources: Sequence[Tensor],
         widths: list[int],
@@ -68,7 +69,7 @@ class Transfer:
         lengths: Sequence[int],
         expected: Sequence[int],
     ) -> None:
-        """Pack rows and send them.
+        """Pack rows that are to be sent.
 
         Args:
             sources: ``[batch, heads, rows, ...]``.
@@ -86,7 +87,7 @@ class Transfer:
         move((*sources, *sources), (*packed.movedim(0, 2).split(widths, dim=1), *coming), moves)
         leaving = list(lengths)
         leaving[self._rank] = 0
-        messages = [
+        self._messages += [
             dist.P2POp(act, rows, group=self._group, group_peer=rank)
             for act, parts in (
                 (dist.isend, packed.split(leaving)),
@@ -95,19 +96,22 @@ class Transfer:
             for rank, rows in enumerate(parts)
             if len(rows) and rank != self._rank
         ]
-        # Messages are read from `packed` until they are sent: its memory is not free before.
-        self._under_way.append((dist.batch_isend_irecv(messages) if messages else [], packed))
         self._coming += coming
+
+    def post(self) -> "Transfer":
+        """Send what was packed."""
+        if self._messages:
+            self._under_way = dist.batch_isend_irecv(self._messages)
+        return self
 
     def wait(self) -> list[Tensor]:
         """Return what came for each tensor, ``[batch, heads, rows, ...]``.
 
         On a GPU it is there for what is launched from now on.
         """
-        for works, _ in self._under_way:
-            for work in works:
-                work.wait()
-        self._under_way.clear()
+        for work in self._under_way:
+            work.wait()
+        self._messages.clear()  # only now may the memory of what was packed be given to others
         return self._coming
 
 
@@ -142,8 +146,8 @@ def send_out(
             continue
         widths = [len(of_ranks[0]) for of_ranks in together]
         moves = _moves_out(route, together, rank)
-        transfer.send(sources, widths, moves, route.lengths, route.receives)
-    return transfer
+        transfer.pack(sources, widths, moves, route.lengths, route.receives)
+    return transfer.post()
 
 
 def send_back(held: Sequence[Tensor], routes: Sequence[Route], group: Any) -> Transfer:
@@ -162,8 +166,8 @@ def send_back(held: Sequence[Tensor], routes: Sequence[Route], group: Any) -> Tr
             continue
         widths = tuple(source.shape[1] for source in sources)
         moves = _moves_home(route, widths, rank)
-        transfer.send(sources, list(widths), moves, route.receives, route.lengths)
-    return transfer
+        transfer.pack(sources, list(widths), moves, route.receives, route.lengths)
+    return transfer.post()
 
 
 def pieces(received: Tensor, route: Route) -> Iterator[Piece]:
