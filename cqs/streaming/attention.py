@@ -78,7 +78,7 @@ class Streamed:
         )
         of_keys = Side((self.key, self.value), has_key_heads=True)
         gradients = tuple(
-            torch.empty(source.shape, dtype=source.dtype)
+            torch.empty(source.shape, dtype=source.dtype, device="cpu")
             for source in (self.query, self.key, self.value)
         )
         for plan in plans:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def parse_budget(budget: Any, device: torch.device) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"memory_budget must be like '8GiB', '500MB' or 'auto', got {budget!r}")
-    return as_integer("memory_budget", int(float(match[1]) * _UNITS[match[2]]), 1)
+    return as_integer("memory_budget", int(Fraction(match[1]) * _UNITS[match[2]]), 1)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -58,7 +58,10 @@ def stream(
         visited: Called when a visit was launched.
         finished: Called when the results of a block are where they go.
     """
-    with closing(make_transfers(device)) as transfers:
+    with (
+        torch.autocast(device.type, enabled=False),  # dtypes are the caller's
+        closing(make_transfers(device)) as transfers,
+    ):
         blocks = _Inbox(transfers, plan, held, min(plan.rows, plan.num_held), device)
         chunks = _Inbox(transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device)
         leaving: tuple[Block, list[Callable[[], None]]] | None = None

@@ -68,10 +68,7 @@ def attend_within(
     tensors = (query, key, value)
     sources = tuple(map(as_source, _NAMES, tensors))
     problem = check_problem(
-        *(
-            tensor if isinstance(tensor, Tensor) else _stand_in(source.shape, source.dtype)
-            for tensor, source in zip(tensors, sources, strict=True)
-        ),
+        *map(_as_tensor, tensors, sources),
         is_causal=is_causal,
         pattern=pattern,
         scale=scale,
@@ -84,6 +81,8 @@ def attend_within(
     )
     if needs_grad and (out is not None or resume is not None):
         raise ValueError("out= and resume= record no gradients: detach the tensors")
+    if needs_grad and not all(isinstance(source, InMemory) for source in sources):
+        raise ValueError("gradients need all tensors in memory: load the others, or detach")
     with closing(_Reporter(progress, _num_pairs(problem))) as reporter:
         run = _Run(where, parse_budget(memory_budget, where), backend, reporter)
         if needs_grad:
@@ -120,26 +119,28 @@ class _Run:
         workers = [self._worker(part) for part in parts]
         shape = (*problem.query.shape[:3], problem.value.shape[3])
         dtype = problem.query.dtype
-        output = torch.empty(shape, dtype=dtype) if out is None else out
-        target = as_target(output, shape, dtype)
+        output = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
+        target = as_target(output, shape, dtype, sources)
         plans = [self._plan(part, Pass.FORWARD, self.budget) for part in parts]
         first, start, checkpoint = 0, START, None
         if resume is not None:
             if not isinstance(target, InFile):
                 raise ValueError("resume= needs an out= that is in a file")
-            checkpoint = Checkpoint(resume, self._request(problem, sources, target))
+            checkpoint = Checkpoint(resume, self._request(problem, sources, target), target)
             plans, first, start = checkpoint.load(plans)
-            lse = checkpoint.lse(shape[:3], lse_dtype(dtype))
+            lse = checkpoint.lse
         else:
-            lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
+            lse = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
         prints = _fingerprints(sources)
 
-        def finish(number: int, plan: StreamPlan, end: Position) -> None:
+        def finish(number: int, where: tuple[slice, slice], plan: StreamPlan, block: Block) -> None:
             if _fingerprints(sources) != prints:
                 raise OSError("an input file was changed while it was read")
             if checkpoint is not None:
                 plans[number] = plan
-                checkpoint.save(plans, number, end)
+                batch, head = (each.start or 0 for each in where)
+                place = batch + block.batch, head + block.heads.start, block.tokens
+                checkpoint.save(plans, number, block.end, place)
 
         query, key, value = sources
         for number, (of_queries, of_keys) in enumerate(problem.cuts()):
@@ -152,7 +153,7 @@ class _Run:
                     target.part(*of_queries),
                     lse[of_queries],
                     start if number == first else START,
-                    partial(finish, number),
+                    partial(finish, number, of_queries),
                 )
             self.reporter.end_part(plans[number])
         if checkpoint is not None:
@@ -176,13 +177,13 @@ class _Run:
         target: Target,
         lse: Tensor,
         position: Position,
-        finish: Callable[[StreamPlan, Position], None],
+        finish: Callable[[StreamPlan, Block], None],
     ) -> None:
         """Compute heads of one pattern, and go on with less memory where there is too little."""
 
         def finished(block: Block) -> None:
             nonlocal position
-            finish(plan, block.end)
+            finish(plan, block)
             position = block.end
 
         while True:
@@ -193,7 +194,7 @@ class _Run:
                     plan, target, lse, start=position, visited=visited, finished=finished
                 )
                 return
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
                 plan = self._with_less(problem, plan, error)
 
     def _differentiate(self, problem: Problem, kept: Kept, grad_output: Tensor) -> Gradients:
@@ -207,7 +208,7 @@ class _Run:
             plans = [self._plan(problem, which, budget) for which in passes]
             try:
                 return Gradients(*streamed.differentiate(plans, Partial(output, lse), grad_output))
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
                 budget = self._with_less(problem, plans[0], error).budget
 
     def _worker(self, problem: Problem) -> Worker:
@@ -236,12 +237,15 @@ class _Run:
         )
 
     def _with_less(self, problem: Problem, plan: StreamPlan, error: Exception) -> StreamPlan:
-        """Return a plan for half the memory, after an allocation has failed; or raise ``error``."""
+        """Return a plan for half the memory, if an allocation has failed; or raise ``error``."""
         budget = min(plan.budget, plan.peak_bytes) // 2
-        if budget * _LEAST_SHARE < self.budget:
+        if not _is_shortage(error) or budget * _LEAST_SHARE < self.budget:
             raise error
         torch.cuda.empty_cache()
-        return self._plan(problem, plan.which, budget, plan.heads_at_once)
+        try:
+            return self._plan(problem, plan.which, budget, plan.heads_at_once)
+        except ValueError:  # not even a tile fits
+            raise error from None
 
     def _request(
         self, problem: Problem, sources: Sequence[Source], target: InFile
@@ -288,15 +292,24 @@ def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> Non
 
 def _read(source: Source, batch: int, heads: range) -> Tensor:
     _, _, tokens, columns = source.shape
-    found = torch.empty((1, len(heads), tokens, columns), dtype=source.dtype)
+    found = torch.empty((1, len(heads), tokens, columns), dtype=source.dtype, device="cpu")
     for into, head in zip(found[0], heads, strict=True):
         source.read(batch, head, range(tokens), into)
     return found
 
 
+def _as_tensor(argument: Any, source: Source) -> Tensor:
+    """Return an argument as autograd knows it, or what stands for one that is not in memory."""
+    if isinstance(argument, Tensor):
+        return argument
+    if isinstance(source, InMemory):
+        return source.tensor
+    return _stand_in(source.shape, source.dtype)
+
+
 def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor without memory that has a shape and dtype."""
-    return torch.empty((1, 1, 1, 1), dtype=dtype).expand(shape)
+    return torch.empty((1, 1, 1, 1), dtype=dtype, device="cpu").expand(shape)
 
 
 def _choose_device(device: "torch.device | str | None") -> torch.device:
@@ -305,9 +318,16 @@ def _choose_device(device: "torch.device | str | None") -> torch.device:
     chosen = torch.device(device)
     if chosen.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"device must be the CPU or a GPU, got {chosen}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise NotImplementedError(f"device is {chosen}, but there is no GPU")
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
+
+
+def _is_shortage(error: Exception) -> bool:
+    """Say whether an allocation has failed; PyTorch has no type of error for the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _fingerprints(sources: Sequence[Source]) -> list[Any]:
@@ -329,6 +349,8 @@ class _Reporter:
     """Says how many pairs are done, of all heads."""
 
     def __init__(self, progress: Progress, total: int):
+        if not isinstance(progress, bool) and not callable(progress):
+            raise TypeError(f"progress must be a bool or a function, got {progress!r}")
         self._bar = tqdm(total=total, unit="pair", unit_scale=True, disable=progress is not True)
         self._callback = progress if callable(progress) else None
         self._total = total

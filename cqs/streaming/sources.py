@@ -4,7 +4,7 @@ import json
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 Shape = tuple[int, int, int, int]
@@ -114,7 +115,7 @@ class InFile:
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
         """Read rows; raises OSError if the file has become too short."""
-        view, place = _bytes_of(into), self._place(batch, head, rows.start)
+        view, place = bytes_of(into), self._place(batch, head, rows.start)
         while view:
             count = os.preadv(self._descriptor, [view], place)
             if not count:
@@ -123,7 +124,7 @@ class InFile:
 
     def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
         """Write rows; raises OSError if the disk is full."""
-        view, place = _bytes_of(values), self._place(batch, head, rows.start)
+        view, place = bytes_of(values), self._place(batch, head, rows.start)
         while view:
             count = os.pwrite(self._descriptor, view, place)
             view, place = view[count:], place + count
@@ -169,7 +170,7 @@ class OnDemand:
                 f"the function must return {tuple(into.shape)} {into.dtype} for {len(rows)} rows, "
                 f"got {tuple(found.shape)} {found.dtype}"
             )
-        into.copy_(found)
+        into.copy_(found.detach())
 
     def part(self, batches: slice, heads: slice) -> "OnDemand":
         """Return some batch elements and heads."""
@@ -215,17 +216,21 @@ def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
     return InMemory(tensor.detach())
 
 
-def as_target(out: Any, shape: Shape, dtype: torch.dtype) -> InMemory | InFile:
+def as_target(
+    out: Any, shape: Shape, dtype: torch.dtype, sources: Sequence[Source] = ()
+) -> InMemory | InFile:
     """Return what writes the output to where the user wants it.
 
     Args:
         out: As for :func:`as_source`, but a function.
         shape: That it must have.
         dtype: Likewise.
+        sources: What is read meanwhile.
 
     Raises:
         TypeError: if it is of another kind.
-        ValueError: if it cannot be written to, or its shape or dtype is another.
+        ValueError: if it cannot be written to, its shape or dtype is another, some of its elements
+            share memory, or it shares memory or a file with a source.
     """
     target = as_source("out", out)
     if isinstance(target, OnDemand):
@@ -237,6 +242,13 @@ def as_target(out: Any, shape: Shape, dtype: torch.dtype) -> InMemory | InFile:
     is_writable = target.is_writable if isinstance(target, InFile) else True
     if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out cannot be written to: it is read-only")
+    if isinstance(target, InMemory) and any(
+        length > 1 and not stride
+        for length, stride in zip(target.shape, target.tensor.stride(), strict=True)
+    ):
+        raise ValueError("out cannot be written to: its elements share memory")
+    if any(_meets(target, source) for source in sources):
+        raise ValueError("out must share neither memory nor a file with query, key and value")
     return target
 
 
@@ -268,19 +280,20 @@ def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
 
 
 def _in_safetensors(path: Path, name: str) -> InFile:
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(min(length, 10**8)))
-            entry = header[name]
-            shape, dtype = tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]]
-            first, _ = entry["data_offsets"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"'{path}' has no tensor {name!r} to read: {error!r}") from error
+    try:
+        with safe_open(path, framework="numpy"):  # which checks all that the header says
+            pass
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(length))[name]
+        shape, dtype = tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"'{path}' has no tensor {name!r} to read: {error!r}") from error
     if len(shape) != 4:
         raise ValueError(f"{name} of '{path}' must have four dimensions, got {list(shape)}")
     head_bytes = shape[2] * shape[3] * dtype.itemsize
-    return InFile(path, shape, dtype, 8 + length + first, (shape[1] * head_bytes, head_bytes))
+    offset = 8 + length + entry["data_offsets"][0]
+    return InFile(path, shape, dtype, offset, (shape[1] * head_bytes, head_bytes))
 
 
 def _file_of(mapped: np.memmap) -> InFile | None:
@@ -315,11 +328,29 @@ def _file_of(mapped: np.memmap) -> InFile | None:
     )
 
 
+def _meets(target: InMemory | InFile, source: Source) -> bool:
+    """Say whether to write one may change the other."""
+    if isinstance(target, InFile) and isinstance(source, InFile):
+        return target.path.samefile(source.path)
+    if isinstance(target, InMemory) and isinstance(source, InMemory):
+        return np.shares_memory(_array(target.tensor), _array(source.tensor))
+    return False
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """Return the memory of a tensor as NumPy sees it, which has no bfloat16."""
+    array: np.ndarray = (
+        tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    ).numpy()
+    return array
+
+
 def _cut(shape: Shape, batches: slice, heads: slice) -> tuple[tuple[int, int], Shape]:
     """Return the first batch element and head of a part, and its shape."""
     rows, columns = range(shape[0])[batches], range(shape[1])[heads]
     return (rows.start, columns.start), (len(rows), len(columns), shape[2], shape[3])
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU whose elements are adjacent."""
     return tensor.view(torch.uint8).numpy().data.cast("B")

@@ -1,0 +1,259 @@
+"""What goes wrong around a computation within a budget: the right answer or one clear error."""
+
+import itertools
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import cqs
+from cqs.streaming import OnDemand, open_tensor
+from cqs.streaming.budget import parse_budget
+
+SHAPE = (1, 2, 300, 16)
+WITHIN = {"memory_budget": 60_000, "device": "cpu"}
+BOTH_WAYS = WITHIN | {"memory_budget": 120_000}
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(SHAPE, generator=generator) for _ in range(3)]
+
+
+@pytest.fixture
+def maps(tensors, tmp_path, monkeypatch):
+    """The same in files of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name, tensor in zip("qkv", tensors, strict=True):
+        np.save(name, tensor.numpy())
+    return [np.load(f"{name}.npy", mmap_mode="r") for name in "qkv"]
+
+
+def new_output():
+    return np.lib.format.open_memmap("out.npy", "w+", np.float32, SHAPE)
+
+
+def test_a_query_may_be_learned_while_the_rest_is_given(tensors, maps):
+    query, key, value = tensors
+    leaves = [query.clone().requires_grad_() for _ in range(2)]
+    within = cqs.attention(leaves[0], key.numpy(), np.asfortranarray(value), **BOTH_WAYS)
+    resident = cqs.attention(leaves[1], key, value)
+    torch.testing.assert_close(within, resident, atol=1e-6, rtol=1e-5)
+    for output in (within, resident):
+        output.sin().sum().backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, atol=1e-6, rtol=1e-5)
+    made = OnDemand(lambda batch, head, rows: key[batch, head, rows], SHAPE, torch.float32)
+    for elsewhere in (maps[1], open_tensor("k.npy"), made):
+        with pytest.raises(ValueError, match="gradients need all tensors in memory"):
+            cqs.attention(leaves[0], elsewhere, value, **BOTH_WAYS)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_another_default_device_changes_nothing(tensors, needs_grad):
+    leaves = [tensor.requires_grad_(needs_grad) for tensor in tensors]
+    expected = cqs.attention(*leaves)
+    with torch.device("meta"):
+        output = cqs.attention(*leaves, verify=True, **BOTH_WAYS)
+        if needs_grad:
+            gradients = torch.autograd.grad(output.sum(), leaves)
+            assert all(each.device.type == "cpu" for each in gradients)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_autocast_changes_nothing(tensors):
+    expected = cqs.attention(*tensors, backend="reference")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = cqs.attention(*tensors, backend="reference", **WITHIN)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_function_may_be_a_model(tensors):
+    query, key, value = tensors
+    layer = torch.nn.Linear(16, 16)
+    made = OnDemand(
+        lambda batch, head, rows: layer(key[batch, head, rows.start : rows.stop]),
+        SHAPE,
+        torch.float32,
+    )
+    output = cqs.attention(query, made, value, **WITHIN)
+    expected = cqs.attention(query, layer(key).detach(), value)
+    assert not output.requires_grad
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_an_output_that_is_read_or_written_twice_is_refused(tensors, maps):
+    query, key, value = tensors
+    save_file({"key": key, "out": value}, "some.safetensors")
+    in_file = replace(open_tensor("some.safetensors", "out"), is_writable=True)
+    overlaps = [
+        ((query, key, value), value),
+        ((query, key, value), key.numpy()),
+        ((query, key, value.expand(1, 2, 300, 16)), value.flip(3).set_(value).view(SHAPE)),
+        ((np.load("q.npy", mmap_mode="r+"), key, value), np.load("q.npy", mmap_mode="r+")),
+        ((query, open_tensor("some.safetensors", "key"), value), in_file),
+    ]
+    for arguments, out in overlaps:
+        with pytest.raises(ValueError, match="share neither memory nor a file with query, key"):
+            cqs.attention(*arguments, out=out, **WITHIN)
+    with pytest.raises(ValueError, match="its elements share memory"):
+        cqs.attention(*tensors, out=torch.zeros(1, 1, 300, 16).expand(SHAPE), **WITHIN)
+    packed = torch.stack([*tensors, torch.zeros(SHAPE)], dim=3).bfloat16()
+    *inputs, out = packed.unbind(dim=3)
+    cqs.attention(*inputs, out=out, **WITHIN)
+    expected = cqs.attention(*(tensor.clone() for tensor in inputs))
+    torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_options_that_cannot_be_are_named(tensors, monkeypatch):
+    device = torch.device("cpu")
+    for budget in ("1" * 400, "9999999999 TiB"):
+        with pytest.raises(ValueError, match="memory_budget must be at most"):
+            parse_budget(budget, device)
+    assert parse_budget("0.1GB", device) == 10**8
+    for progress in (1, "yes", None):
+        with pytest.raises(TypeError, match="progress must be a bool or a function, got"):
+            cqs.attention(*tensors, progress=progress, **WITHIN)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NotImplementedError, match="device is cuda:1, but there is no GPU"):
+        cqs.attention(*tensors, memory_budget=60_000, device="cuda:1")
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(number):
+    calls = itertools.count(1)
+
+    def progress(done, total):
+        if next(calls) == number:
+            raise Stop
+
+    return progress
+
+
+def make_anew():
+    new_output()
+
+
+def lose_lse():
+    os.unlink("run.lse.npy")
+
+
+def cut_lse():
+    os.truncate("run.lse.npy", 300)
+
+
+def make_lse_anew():
+    np.save("run.lse.npy", np.zeros(SHAPE[:3], np.float32))
+
+
+def widen_lse():
+    np.save("run.lse.npy", np.zeros(SHAPE[:3]))
+
+
+def forget_plans():
+    with open("run", "r+") as file:
+        found = json.load(file)
+        file.seek(0)
+        json.dump(found | {"plans": []}, file)
+        file.truncate()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (make_anew, ValueError, "'run' is of other results than those in"),
+        (lose_lse, OSError, "No such file or directory: 'run.lse.npy'"),
+        (cut_lse, ValueError, "'run' is of other results than those in"),
+        (make_lse_anew, ValueError, "'run' is of other results than those in"),
+        (widen_lse, ValueError, "'run.lse.npy' is of another computation"),
+        (forget_plans, ValueError, "'run' is no checkpoint"),
+    ],
+)
+def test_a_checkpoint_without_its_results_is_refused(maps, spoil, error, message):
+    options = {"out": new_output(), "resume": "run", **WITHIN}
+    with pytest.raises(Stop):
+        cqs.attention(*maps, progress=stop_after(5), **options)
+    spoil()
+    with pytest.raises(error, match=message):
+        cqs.attention(*maps, **options)
+
+
+def damaged(change):
+    entry = {"dtype": "F32", "shape": list(SHAPE), "data_offsets": [0, 4 * 300 * 32]} | change
+    header = json.dumps({"query": entry}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4 * 300 * 32)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        damaged({})[:50],
+        damaged({})[:-1],
+        damaged({"data_offsets": [-16, 4 * 300 * 32 - 16]}),
+        damaged({"data_offsets": [0, 8]}),
+        damaged({"shape": [1, 2, -300, 16]}),
+        damaged({"shape": [1, 2, 300.0, 16]}),
+        damaged({"dtype": "I32"}),
+        (2**63).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+    ],
+)
+def test_damaged_safetensors_are_refused(content, tmp_path):
+    path = tmp_path / "some.safetensors"
+    path.write_bytes(damaged({}))
+    assert open_tensor(path, "query").shape == SHAPE
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="some.safetensors' has no tensor 'query' to read"):
+        open_tensor(path, "query")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_shortage_in_the_middle_counts_no_pair_twice(error):
+    """On the CPU PyTorch raises but a RuntimeError."""
+    tensor = torch.randn(1, 2, 1500, 16)
+    calls, seen, fails = itertools.count(), [], {11}
+
+    def read(batch, head, rows):
+        if next(calls) in fails:
+            raise error(message)
+        return tensor[batch, head, rows.start : rows.stop]
+
+    made = OnDemand(read, tensor.shape, tensor.dtype)
+    options = {
+        "memory_budget": 200_000,
+        "device": "cpu",
+        "progress": lambda *done: seen.append(done),
+    }
+    message = "DefaultCPUAllocator: can't allocate memory"
+    output = cqs.attention(tensor, made, tensor, **options)
+    torch.testing.assert_close(output, cqs.attention(*[tensor] * 3), atol=1e-6, rtol=1e-5)
+    assert any(later <= earlier for (earlier, _), (later, _) in itertools.pairwise(seen)), "again"
+    assert seen[-1] == (2 * 1500**2,) * 2 and max(seen) == seen[-1]
+    calls, fails = itertools.count(), range(100)
+    with pytest.raises(error, match="can't allocate"):
+        cqs.attention(tensor, made, tensor, **options)
+    if error is RuntimeError:
+        calls, message = itertools.count(), "of another kind"
+        with pytest.raises(error, match=message):
+            cqs.attention(tensor, made, tensor, **options)
+        assert next(calls) == 1
+
+
+def test_no_file_stays_open(maps):
+    def number():
+        return len(os.listdir("/proc/self/fd"))
+
+    before, out = number(), new_output()
+    for _ in range(3):
+        cqs.attention(*map(open_tensor, ("q.npy", "k.npy", "v.npy")), out=out, **WITHIN)
+        with pytest.raises(Stop):
+            cqs.attention(*maps, out=out, progress=stop_after(3), **WITHIN)
+    assert number() <= before + 1, "and the map of the output"
