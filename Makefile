@@ -9,6 +9,9 @@ demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
 
 # Ray's tests wait more than they compute, and look at what else runs: apart, but beside the others.
+# One thread each: on small tensors more threads wait for each other, and long where cores are busy.
+test test-ray test-rest: export OMP_NUM_THREADS := 1
+
 test: $(INSTALLED)
 	$(MAKE) --jobs 2 --output-sync test-ray test-rest
 

@@ -26,13 +26,15 @@ RAGGED = {
 @KINDS
 @pytest.mark.parametrize("num_workers", range(1, 65))
 def test_the_answer_is_exact_for_every_number_of_workers(assert_right, num_workers, is_causal):
-    for case in RAGGED.values():
+    """Of four shapes; beyond 16 workers two of them take turns with the other two."""
+    first, step = (0, 1) if num_workers <= 16 else (num_workers % 2, 2)
+    for case in list(RAGGED.values())[first::step]:
         problem = replace(case, is_causal=is_causal).make()
         assert_right(problem, attend(problem, num_workers=num_workers))
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 31, 64])
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 31])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_the_answer_is_exact_in_every_dtype(assert_right, dtype, num_workers, is_causal):
     for case in RAGGED.values():

@@ -32,7 +32,6 @@ from cqs.tiler import Tiler
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 
 NUM_WORKERS = [1, 2, 3, 4, 7, 8, 13]
-EVERY_NUMBER = pytest.mark.parametrize("num_workers", NUM_WORKERS)
 EVERY_PATTERN = pytest.mark.parametrize("name", NAMES)
 CASES = {
     "square": Case("square", 131, 131, num_heads=2, num_kv_heads=2, batch=2),
@@ -72,10 +71,11 @@ def run_tasks(problem, num_workers, backend):
 
 
 @EVERY_PATTERN
-@EVERY_NUMBER
-def test_patterns_are_exact(assert_right, num_workers, name):
-    """Shapes go round: every pattern and every number of workers meets all four."""
-    case = turn(CASES.values(), NAMES.index(name), NUM_WORKERS.index(num_workers))
+@pytest.mark.parametrize("each", range(4))
+def test_patterns_are_exact(assert_right, name, each):
+    """Shapes and numbers of workers go round: every pattern meets all four shapes."""
+    case = turn(CASES.values(), NAMES.index(name), each)
+    num_workers = turn(NUM_WORKERS, NAMES.index(name), 2 * each)
     problem = with_pattern(case, name).make()
     assert_right(problem, attend(problem, num_workers=num_workers, verify=True))
 
@@ -112,10 +112,11 @@ def count_pairs(name, num_workers, backend, dtype, device, tokens):
         )
 
 
-@EVERY_NUMBER
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
 @EVERY_PATTERN
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_every_live_pair_is_computed_once(backend, name, num_workers):
+def test_every_live_pair_is_computed_once(name, num_workers):
+    """Backends go round."""
+    backend = turn(["cpu", "reference"], NAMES.index(name), NUM_WORKERS.index(num_workers))
     count_pairs(name, num_workers, backend, torch.float32, "cpu", 128)
 
 

@@ -9,11 +9,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+def make_context():
+    """Where processes begin with what takes long to import."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["cqs.nn", "cqs.testing"])
+    return context
+
+
 class Ranks:
     """A group of processes, and one of the first n of them for every n; with nccl a GPU each."""
 
     def __init__(self, num_ranks=8, backend="gloo"):
-        context = mp.get_context("spawn")
+        context = make_context()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import make_context
 
 import cqs.distributed
 
@@ -31,7 +31,7 @@ def attend_until_somebody_dies(rank, file, results, all_have_heard):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_dead_rank_ends_the_others_soon(tmp_path):
-    context = mp.get_context("spawn")
+    context = make_context()
     results, all_have_heard = context.Queue(), context.Event()
     arguments = str(tmp_path / "store"), results, all_have_heard
     processes = [

@@ -103,7 +103,7 @@ def draw(make, tokens, batch, width=SMALL["hidden_size"]):
     return torch.randn(2, batch, tokens, width, generator=generator, dtype=torch.float64)
 
 
-def largest_differences(group, make, shape, options, tokens=29, batch=2, steps=10):
+def largest_differences(group, make, shape, options, tokens=29, batch=2, steps=3):
     """Return by how much a model on a mesh strays from the same on one device."""
     data = draw(make, tokens, batch, options.get("hidden_size", SMALL["hidden_size"]))
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def checked_layers(group, scatter_dim):
     column = ColumnParallelLinear(3, 4, mesh=axis, dtype=torch.float64)
     row = RowParallelLinear(4, 3, scatter_dim=scatter_dim, mesh=axis, dtype=torch.float64)
     generator = torch.Generator().manual_seed(1)
-    shape = 2, 3 * axis.size(), 3
+    shape = 2, axis.size(), 3
     inputs = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
     def both(inputs):
