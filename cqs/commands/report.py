@@ -2,49 +2,84 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from cqs.bench.measurement import append_rows, describe_device
-from cqs.commands.integers import parse_integer, parse_integers
+from cqs.commands.integers import parse_integers
 from cqs.commands.pattern_text import PATTERN_HELP
 from cqs.plotting import check_picture
-from cqs.report import distributed, local, ray
+from cqs.report import case_sections, case_study, distributed, local, ray, sections
+from cqs.report.content import Content
 from cqs.report.local import Measure
 from cqs.report.page import write_report
-from cqs.report.rows import PASSES, ScalingRow, read_rows
-from cqs.report.sections import describe, summarize_rows
+from cqs.report.rows import PASSES, Row, read_rows
 from cqs.report.settings import Settings
 from cqs.scheduler.arguments import as_integer
 
-_KINDS = ("scaling",)
 _EXECUTORS = ("local", "ray", "distributed")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
-_NUM_WORKERS = (1, 2, 3, 4, 7, 8, 13, 31)
+
+
+class _Defaults(NamedTuple):
+    tokens: tuple[int, ...]
+    num_heads: int
+    head_dim: int
+    dtype: str
+
+
+class _Kind(NamedTuple):
+    """One kind of report."""
+
+    out: str
+    num_workers: tuple[int, ...]
+    on_cpu: _Defaults
+    on_gpu: _Defaults
+    keys: Callable[[argparse.Namespace, Sequence[Settings], Sequence[int]], list[Any]]
+    """Returns the keys of all rows that options, settings and numbers of workers ask for."""
+    measure: Callable[[argparse.Namespace, Sequence[Settings], Sequence[Any], Path], None]
+    """Measures rows of these keys, and appends them to a file as soon as they are there."""
+    read: Callable[[Path], list[Any]]
+    describe: Callable[[Any, str], Content]
+    summarize: Callable[[Any], str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs report``; what is left out depends on the machine."""
-    parser.add_argument("kind", nargs="?", choices=_KINDS, default=_KINDS[0])
+    parser.add_argument(
+        "kind", nargs="?", choices=_KINDS, default="scaling",
+        help="scaling: what W workers hold, take and gain; memory: what one of W holds over time, "
+        "and the published case study; default: scaling",
+    )  # fmt: skip
     parser.add_argument(
         "--workers", type=parse_integers, metavar="W,W,...",
-        help=f"default: {','.join(map(str, _NUM_WORKERS))}; distributed: as torchrun started",
+        help=f"default: {_listed('scaling')}; memory: {_listed('memory')}; distributed: as "
+        "torchrun started",
     )  # fmt: skip
     parser.add_argument("--executor", choices=_EXECUTORS, default="local")
     parser.add_argument(
-        "--tokens", type=parse_integer, metavar="N", help="default: 8K, on a GPU 64K"
-    )
+        "--tokens", type=parse_integers, metavar="N",
+        help="default: 8K, on a GPU 64K; memory: N,N,..., default: 2500,5000,10000, on a GPU as "
+        "published, to 49000",
+    )  # fmt: skip
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--backward", action="store_true", help="measure gradients too")
-    parser.add_argument("--heads", type=int, metavar="H", help="default: 8, on a GPU 16")
+    parser.add_argument("--heads", type=int, metavar="H", help="default: 8, scaling on a GPU 16")
     parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
-    parser.add_argument("--head-dim", type=int, metavar="D", help="default: 64, on a GPU 128")
-    parser.add_argument("--dtype", choices=_DTYPES, help="default: float32, on a GPU bfloat16")
+    parser.add_argument(
+        "--head-dim", type=int, metavar="D", help="default: 64, scaling on a GPU 128"
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES,
+        help="default: float32, on a GPU bfloat16; memory: on a GPU float16",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, metavar="R")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -52,97 +87,135 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--address", help="ray: of a running cluster; default: a private one")
     parser.add_argument(
-        "--out", default="cqs-report", metavar="DIR",
+        "--out", metavar="DIR",
         help="directory for report.html, report.md and rows.jsonl; what was measured there before "
-        "with the same options is kept; default: cqs-report",
+        f"with the same options is kept; default: {_KINDS['scaling'].out}; memory: "
+        f"{_KINDS['memory'].out}",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure what is missing, row by row, and write the report, of less if interrupted."""
+    kind = _KINDS[options.kind]
     settings = _read_settings(options)
     workers = _read_workers(options)
-    if settings.executor == "distributed" and not distributed.is_first():
-        distributed.serve(settings)
+    if options.executor == "distributed" and not distributed.is_first():
+        distributed.serve(settings[0])
         return
-    directory = Path(options.out)
+    directory = Path(options.out or kind.out)
     directory.mkdir(parents=True, exist_ok=True)
     check_picture(directory / "report.svg")
     path = directory / "rows.jsonl"
-    rows = read_rows(path)
-    known = {row.key for row in rows}
-    passes = PASSES if options.backward else PASSES[:1]
-    missing = [(number, name) for number in workers for name in passes]
-    missing = [key for key in missing if key not in known]
+    rows = kind.read(path)
+    known: set[Hashable] = {row.key for row in rows}
+    missing = [key for key in kind.keys(options, settings, workers) if key not in known]
     if rows:
-        _check_same(rows[0], settings, path, is_complete=not missing)
+        _check_same(options, rows[0], settings[0], path, is_complete=not missing)
     try:
-        with _open(settings, options) as measure:
-            _measure_rows(measure, missing, settings.repeats, path)
+        kind.measure(options, settings, missing, path)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        if rows := read_rows(path):
-            write_report(describe(rows, str(directory)), directory)
-    print(summarize_rows(rows))
+        if rows := kind.read(path):
+            write_report(kind.describe(rows, str(directory)), directory)
+    print(kind.summarize(rows))
     print(directory / "report.html")
 
 
-def _read_settings(options: argparse.Namespace) -> Settings:
-    """Return the settings, with defaults for this machine.
+def _listed(kind: str) -> str:
+    return ",".join(map(str, _KINDS[kind].num_workers))
+
+
+def _read_settings(options: argparse.Namespace) -> list[Settings]:
+    """Return the settings, ascending in tokens, with defaults for this machine.
 
     Raises:
-        ValueError: if a number is too small.
+        ValueError: if a number is too small, or if there are more numbers of tokens than one.
     """
-    on_gpu = torch.cuda.is_available()
-    heads = (16 if on_gpu else 8) if options.heads is None else options.heads
+    kind = _KINDS[options.kind]
+    default = kind.on_gpu if torch.cuda.is_available() else kind.on_cpu
+    heads = default.num_heads if options.heads is None else options.heads
     numbers = {
-        "tokens": (65536 if on_gpu else 8192) if options.tokens is None else options.tokens,
         "heads": heads,
         "kv-heads": heads if options.kv_heads is None else options.kv_heads,
-        "head-dim": (128 if on_gpu else 64) if options.head_dim is None else options.head_dim,
+        "head-dim": default.head_dim if options.head_dim is None else options.head_dim,
         "repeats": options.repeats,
     }
     for name, number in numbers.items():
         as_integer(f"--{name}", number, 1)
-    return Settings(
-        executor=options.executor,
-        tokens=numbers["tokens"],
-        num_heads=heads,
-        num_kv_heads=numbers["kv-heads"],
-        head_dim=numbers["head-dim"],
-        dtype=options.dtype or ("bfloat16" if on_gpu else "float32"),
-        is_causal=options.causal,
-        pattern=options.pattern,
-        repeats=options.repeats,
-        seed=as_integer("--seed", options.seed, 0),
-    )
+    tokens = default.tokens if options.tokens is None else options.tokens
+    if options.kind == "scaling" and len(tokens) > 1:
+        raise ValueError("--tokens takes several numbers for cqs report memory alone")
+    return [
+        Settings(
+            executor=options.executor,
+            tokens=number,
+            num_heads=heads,
+            num_kv_heads=numbers["kv-heads"],
+            head_dim=numbers["head-dim"],
+            dtype=options.dtype or default.dtype,
+            is_causal=options.causal,
+            pattern=options.pattern,
+            repeats=options.repeats,
+            seed=as_integer("--seed", options.seed, 0),
+        )
+        for number in sorted({as_integer("--tokens", number, 1) for number in tokens})
+    ]
 
 
 def _read_workers(options: argparse.Namespace) -> list[int]:
     """Return the numbers of workers, ascending.
 
     Raises:
-        ValueError: if one is less than 1, or if options do not go with the executor.
+        ValueError: if one is less than 1, or if options do not go with the kind or the executor.
     """
+    if options.kind == "memory" and (options.executor != "local" or options.backward):
+        raise ValueError("cqs report memory is of executor local and of forward passes")
     if options.executor != "ray" and not (options.actors is options.address is None):
         raise ValueError("--actors and --address go with --executor ray")
     if options.executor == "distributed":
         if options.workers is not None:
             raise ValueError("--workers does not go with --executor distributed: a rank is one")
         return [distributed.num_ranks()]
-    workers = _NUM_WORKERS if options.workers is None else options.workers
+    workers = _KINDS[options.kind].num_workers if options.workers is None else options.workers
     return sorted({as_integer("--workers", number, 1) for number in workers})
 
 
-def _check_same(row: ScalingRow, settings: Settings, path: Path, *, is_complete: bool) -> None:
+def _check_same(
+    options: argparse.Namespace, row: Row, settings: Settings, path: Path, *, is_complete: bool
+) -> None:
     """Raise ValueError unless rows with these settings may join those of a file."""
+    if options.kind == "memory":
+        settings = replace(settings, tokens=row.tokens)
     differences = row.settings.differences(settings)
     if not is_complete and row.device != describe_device():
         differences.append(f"machine {row.device}, not {describe_device()}")
     if differences:
         raise ValueError(f"{path} has rows of {'; '.join(differences)}: take another --out")
+
+
+def _scaling_keys(
+    options: argparse.Namespace, settings: Sequence[Settings], workers: Sequence[int]
+) -> list[tuple[int, str]]:
+    passes = PASSES if options.backward else PASSES[:1]
+    return [(number, name) for number in workers for name in passes]
+
+
+def _measure_scaling(
+    options: argparse.Namespace,
+    settings: Sequence[Settings],
+    missing: Sequence[tuple[int, str]],
+    path: Path,
+) -> None:
+    """Measure and append row by row; the bar counts the check and the repeats of each."""
+    with (
+        _open(settings[0], options) as measure,
+        tqdm(total=len(missing) * (1 + options.repeats), disable=not missing) as bar,
+    ):
+        for num_workers, name in missing:
+            bar.set_description(f"W = {num_workers}, {name}")
+            append_rows([measure(num_workers, name, bar.update)], str(path))
 
 
 def _open(settings: Settings, options: argparse.Namespace) -> AbstractContextManager[Measure]:
@@ -155,11 +228,51 @@ def _open(settings: Settings, options: argparse.Namespace) -> AbstractContextMan
             return local.opened(settings)
 
 
-def _measure_rows(
-    measure: Measure, missing: Sequence[tuple[int, str]], repeats: int, path: Path
+def _memory_keys(
+    options: argparse.Namespace, settings: Sequence[Settings], workers: Sequence[int]
+) -> list[tuple[int, int]]:
+    return [(each.tokens, number) for each in settings for number in workers]
+
+
+def _measure_memory(
+    options: argparse.Namespace,
+    settings: Sequence[Settings],
+    missing: Sequence[tuple[int, int]],
+    path: Path,
 ) -> None:
-    """Measure and append row by row; the bar counts the check and the repeats of each."""
-    with tqdm(total=len(missing) * (1 + repeats), disable=not missing) as bar:
-        for num_workers, name in missing:
-            bar.set_description(f"W = {num_workers}, {name}")
-            append_rows([measure(num_workers, name, bar.update)], str(path))
+    """Measure and append, for each number of tokens, all numbers of workers together."""
+    of_tokens = {each.tokens: each for each in settings}
+    workers_of: dict[int, list[int]] = {}
+    for tokens, number in missing:
+        workers_of.setdefault(tokens, []).append(number)
+    total = len(missing) + len(workers_of) * options.repeats
+    with tqdm(total=total, disable=not missing) as bar:
+        for tokens, workers in workers_of.items():
+            bar.set_description(f"N = {tokens}")
+            append_rows([*case_study.measure(of_tokens[tokens], workers, bar.update)], str(path))
+
+
+_KINDS = {
+    "scaling": _Kind(
+        "cqs-report",
+        (1, 2, 3, 4, 7, 8, 13, 31),
+        _Defaults((8192,), 8, 64, "float32"),
+        _Defaults((65_536,), 16, 128, "bfloat16"),
+        _scaling_keys,
+        _measure_scaling,
+        read_rows,
+        sections.describe,
+        sections.summarize_rows,
+    ),
+    "memory": _Kind(
+        "cqs-report-memory",
+        case_study.NUM_WORKERS,
+        _Defaults((2500, 5000, 10_000), 8, 64, "float32"),
+        _Defaults(case_study.TOKENS, 8, 64, "float16"),
+        _memory_keys,
+        _measure_memory,
+        case_study.read_rows,
+        case_sections.describe,
+        case_sections.summarize_rows,
+    ),
+}

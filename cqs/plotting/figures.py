@@ -1,6 +1,7 @@
 """Figures to draw on, and files to draw into."""
 
 import os
+from math import ceil, floor, log2
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,31 @@ def _number(axis: Any, length: int, room: float) -> None:
     else:
         axis.set_major_locator(MaxNLocator(max(min(int(room) - 1, 5), 1), integer=True))
         axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def write_plainly(axis: Any) -> None:
+    """Write the numbers of a logarithmic axis without powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(base=2, numticks=9))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
+
+
+def make_logarithmic(axes: Any) -> None:
+    """Scale the vertical axis, once all is drawn, from one power of two to another."""
+    axes.set_yscale("log", base=2)
+    write_plainly(axes.yaxis)
+    low, high = axes.dataLim.intervaly
+    axes.set_ylim(0.9 * 2 ** floor(log2(low)), 1.1 * 2 ** ceil(log2(high)))
+
+
+def add_legend(axes: Any, num_columns: int = 2) -> Any:
+    """Say above the picture what is what, if there is a choice; return the axes."""
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": num_columns}
+        axes.legend(**place, frameon=False, fontsize="small")
+    return axes
 
 
 def check_picture(path: str | Path) -> None:

@@ -1,10 +1,9 @@
 """What was measured, by number of workers."""
 
 from collections.abc import Callable, Sequence
-from math import ceil, floor, log2
 from typing import TYPE_CHECKING, Any
 
-from cqs.plotting.figures import new_axes
+from cqs.plotting.figures import add_legend, make_logarithmic, new_axes, write_plainly
 
 if TYPE_CHECKING:
     from cqs.report.rows import ScalingRow
@@ -39,7 +38,7 @@ def plot_held_tokens(rows: Rows, axes: Any = None) -> Any:
     _draw_reference(axes, rows, lambda workers: 100 * workers**-0.5, r"$1/\sqrt{W}$")
     _draw_lines(axes, rows, {"longest subsequence": lambda row: 100 * row.held_share})
     axes.set_ylim(0, 105)
-    return _finish(axes)
+    return add_legend(axes)
 
 
 def plot_responsibility(rows: Rows, axes: Any = None) -> Any:
@@ -55,8 +54,8 @@ def plot_responsibility(rows: Rows, axes: Any = None) -> Any:
     axes = _prepare(rows, axes, "responsibility ratio")
     _draw_reference(axes, rows, float, "W")
     _draw_lines(axes, rows, {"responsibility ratio": lambda row: row.responsibility_ratio})
-    _make_logarithmic(axes)
-    return _finish(axes)
+    make_logarithmic(axes)
+    return add_legend(axes)
 
 
 def plot_balance(rows: Rows, axes: Any = None) -> Any:
@@ -76,7 +75,7 @@ def plot_balance(rows: Rows, axes: Any = None) -> Any:
     }
     _draw_lines(axes, rows, lines)
     axes.set_ylim(0, 1.1 * axes.dataLim.y1)
-    return _finish(axes)
+    return add_legend(axes)
 
 
 def plot_peak_bytes(rows: Rows, axes: Any = None) -> Any:
@@ -95,8 +94,8 @@ def plot_peak_bytes(rows: Rows, axes: Any = None) -> Any:
         "predicted": lambda row: row.predicted_bytes and row.predicted_bytes / _MIB,
     }
     _draw_lines(axes, rows, lines, ((_BLUE, "o", "none"), (_ORANGE, "x", "--")))
-    _make_logarithmic(axes)
-    return _finish(axes)
+    make_logarithmic(axes)
+    return add_legend(axes)
 
 
 def plot_traffic(rows: Rows, axes: Any = None) -> Any:
@@ -115,8 +114,8 @@ def plot_traffic(rows: Rows, axes: Any = None) -> Any:
         "returned": lambda row: row.bytes_out / _MIB,
     }
     _draw_lines(axes, rows, lines)
-    _make_logarithmic(axes)
-    return _finish(axes)
+    make_logarithmic(axes)
+    return add_legend(axes)
 
 
 def plot_times(rows: Rows, axes: Any = None) -> Any:
@@ -137,8 +136,8 @@ def plot_times(rows: Rows, axes: Any = None) -> Any:
         "transfer, waiting": lambda row: row.transfer_ms,
     }
     _draw_lines(axes, rows, lines)
-    _make_logarithmic(axes)
-    return _finish(axes)
+    make_logarithmic(axes)
+    return add_legend(axes)
 
 
 def plot_speedup(rows: Rows, axes: Any = None) -> Any:
@@ -159,8 +158,8 @@ def plot_speedup(rows: Rows, axes: Any = None) -> Any:
     _draw_lines(axes, rows, lines)
     devices = {row.num_workers: row.num_devices for row in rows}
     axes.plot([*devices], [*devices.values()], color="gray", linewidth=1, label="devices")
-    _make_logarithmic(axes)
-    return _finish(axes)
+    make_logarithmic(axes)
+    return add_legend(axes)
 
 
 def plot_efficiency(rows: Rows, axes: Any = None) -> Any:
@@ -177,7 +176,7 @@ def plot_efficiency(rows: Rows, axes: Any = None) -> Any:
     axes.axhline(100, color="gray", linewidth=1)
     _draw_lines(axes, rows, {"efficiency": lambda row: 100 * row.efficiency})
     axes.set_ylim(0, 1.1 * axes.dataLim.y1)
-    return _finish(axes)
+    return add_legend(axes)
 
 
 def plot_run_parts(rows: Rows, axes: Any = None) -> Any:
@@ -201,34 +200,17 @@ def plot_run_parts(rows: Rows, axes: Any = None) -> Any:
     axes.set(xlabel="workers", ylabel="milliseconds")
     if len(names) > 10:
         axes.tick_params(axis="x", rotation=90)
-    return _finish(axes)
+    return add_legend(axes)
 
 
 def _prepare(rows: Rows, axes: Any, label: str) -> Any:
     """Return axes whose horizontal one has the numbers of workers from 1 on."""
     axes = new_axes(_SIZE) if axes is None else axes
     axes.set_xscale("log", base=2)
-    _write_plainly(axes.xaxis)
+    write_plainly(axes.xaxis)
     axes.set(xlim=(0.9, 1.2 * max(row.num_workers for row in rows)), xlabel="workers", ylabel=label)
     axes.grid(color="gray", alpha=0.3)
     return axes
-
-
-def _write_plainly(axis: Any) -> None:
-    """Write the numbers of a logarithmic axis without powers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(base=2, numticks=9))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
-
-
-def _make_logarithmic(axes: Any) -> None:
-    """Scale the vertical axis, once all is drawn, from one power of two to another."""
-    axes.set_yscale("log", base=2)
-    _write_plainly(axes.yaxis)
-    low, high = axes.dataLim.intervaly
-    axes.set_ylim(0.9 * 2 ** floor(log2(low)), 1.1 * 2 ** ceil(log2(high)))
 
 
 def _draw_lines(
@@ -253,11 +235,3 @@ def _draw_reference(axes: Any, rows: Rows, of_workers: Callable[[float], float],
     most = max(row.num_workers for row in rows)
     workers = [most ** (i / _SMOOTH) for i in range(_SMOOTH + 1)]
     axes.plot(workers, list(map(of_workers, workers)), color="gray", linewidth=1, label=name)
-
-
-def _finish(axes: Any) -> Any:
-    """Say above the picture what is what, if there is a choice."""
-    if len(axes.get_legend_handles_labels()[1]) > 1:
-        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
-        axes.legend(**place, frameon=False, fontsize="small")
-    return axes

@@ -4,16 +4,26 @@ from itertools import combinations
 
 import matplotlib.pyplot as plt
 import pytest
+from case_rows import make_cases
 from matplotlib.text import Text
 from scaling_rows import MANY, make_rows
 from timeline_reports import make_report
 
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided
-from cqs.plotting import plot_density, plot_memory, plot_owners, plot_timeline, plot_wheel, scaling
+from cqs.plotting import (
+    case_study,
+    plot_density,
+    plot_memory,
+    plot_owners,
+    plot_timeline,
+    plot_wheel,
+    scaling,
+)
 
 NUM_WORKERS = (3, 7, 13, 31, 111)
 LENGTHS = (10, 100, 1000, 10**6)
+CASES = ("plot_active_memory", "plot_longest", "plot_longest_times", "plot_ratios")
 
 
 @pytest.fixture
@@ -103,3 +113,11 @@ def test_memory(check_text, size):
 @pytest.mark.parametrize("name", [name for name in vars(scaling) if name.startswith("plot_")])
 def test_scaling(check_text, name, workers):
     check_text(getattr(scaling, name)(make_rows(workers, executor="ray")))
+
+
+@pytest.mark.parametrize("tokens", [(10,), (10_000,), (10**6, 10**7)], ids=str)
+@pytest.mark.parametrize("workers", [(7,), (1, 4, 7, 8, 31), (1, 3, 7, 13, 31, 111)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_case_study(check_text, name, workers, tokens):
+    rows = make_cases(tokens, workers)
+    check_text(getattr(case_study, name)(rows[: len(workers)] if "memory" in name else rows))

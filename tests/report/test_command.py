@@ -9,6 +9,7 @@ from scaling_rows import make_rows
 from cqs.__main__ import main
 from cqs.bench.measurement import append_rows
 from cqs.commands import report
+from cqs.report import case_sections, case_study
 from cqs.report.rows import read_rows
 from cqs.report.sections import command
 from cqs.verify import VerificationError
@@ -18,11 +19,12 @@ TINY = ["report", "--tokens", "60", "--heads", "2", "--head-dim", "8", "--repeat
 
 @pytest.fixture
 def written(monkeypatch):
-    """The numbers of workers of each report that was written."""
+    """What each report that was written has a line for."""
     found = []
 
     def write(content, directory):
-        found.append([row.num_workers for row in content.chapters[0].rows])
+        chapter = content.chapters[0]
+        found.append([int(chapter.axis.show(row)) for row in chapter.rows])
 
     monkeypatch.setattr(report, "write_report", write)
     return found
@@ -133,3 +135,74 @@ def test_rows_of_other_options_or_machines_are_left_alone(tmp_path, written, cap
     assert main([*TINY, "--workers", "1,2", "--out", str(tmp_path)]) == 2
     assert "machine elsewhere, not " in capsys.readouterr().err
     assert path.read_text().count("\n") == 1
+
+
+MEMORY = ["report", "memory", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
+
+
+def test_a_report_on_memory_is_written_and_its_command_measures_the_same(tmp_path, capsys):
+    out = tmp_path / "new"
+    options = ["--tokens", "120,60", "--workers", "7,1", "--causal", "--out", str(out)]
+    assert main([*MEMORY, *options]) == 0
+    found = sorted(path.name for path in out.iterdir())
+    assert found == ["report.html", "report.md", "rows.jsonl"]
+    rows = case_study.read_rows(out / "rows.jsonl")
+    assert [row.key for row in rows] == [(60, 1), (60, 7), (120, 1), (120, 7)]
+    assert str(out / "report.html") in capsys.readouterr().out
+    (out / "rows.jsonl").unlink()
+    line = case_sections.command(rows, str(out))
+    assert line in (out / "report.md").read_text()
+    assert main(shlex.split(line.removeprefix("cqs "))) == 0
+    again = case_study.read_rows(out / "rows.jsonl")
+    assert [(row.key, row.settings) for row in again] == [(row.key, row.settings) for row in rows]
+
+
+def test_an_interrupted_report_on_memory_goes_on_with_the_next_length(
+    tmp_path, monkeypatch, written, capsys
+):
+    path, append = tmp_path / "rows.jsonl", report.append_rows
+
+    def interrupt(rows, out):
+        append(rows, out)
+        raise KeyboardInterrupt
+
+    options = [*MEMORY, "--tokens", "60,90", "--workers", "1,3", "--out", str(tmp_path)]
+    monkeypatch.setattr(report, "append_rows", interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        main(options)
+    assert stopped.value.code == 130 and "goes on" in capsys.readouterr().err
+    kept = path.read_text()
+    assert kept.count("\n") == 2 and written == [[60]]
+
+    monkeypatch.setattr(report, "append_rows", append)
+    assert main(options) == 0
+    assert path.read_text().startswith(kept) and path.read_text().count("\n") == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(case_study, "measure", lambda *_: pytest.fail("it was measured"))
+        assert main(options) == 0
+        assert main([*options, "--seed", "1"]) == 2
+    assert "seed 0, not 1: take another --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--executor", "ray"], "of executor local and of forward passes"),
+        (["--backward"], "of executor local and of forward passes"),
+        (["--tokens", "60,0"], "--tokens must be at least 1, got 0"),
+        (["--actors", "2"], "--actors and --address go with --executor ray"),
+    ],
+)
+def test_options_that_a_report_on_memory_cannot_honour_are_refused(
+    tmp_path, capsys, options, message
+):
+    assert main([*MEMORY, "--tokens", "60", "--out", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_directory_has_rows_of_one_kind(tmp_path, written, capsys):
+    assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 0
+    assert main([*MEMORY, "--tokens", "60", "--out", str(tmp_path)]) == 2
+    assert "line 1 is no row of a report" in capsys.readouterr().err
+    assert main([*TINY, "--tokens", "60,70", "--out", str(tmp_path)]) == 2
+    assert "--tokens takes several numbers for cqs report memory alone" in capsys.readouterr().err

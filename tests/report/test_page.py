@@ -5,8 +5,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from case_rows import make_cases
 from scaling_rows import make_rows
 
+from cqs.report import case_sections
+from cqs.report.case_study import RESIDENT, TOKENS
 from cqs.report.page import write_report
 from cqs.report.sections import describe
 
@@ -20,15 +23,20 @@ REPORTS = {
     "pattern": make_rows((111,), pattern="sliding_window(256, 0) | global_tokens(4)"),
     "hostile": [replace(row, device=HOSTILE, commit=HOSTILE) for row in make_rows((1,))],
 }
+MEMORY_REPORTS = {
+    "memory": make_cases(),
+    "ragged": [*make_cases((100,), (1, 7)), *make_cases((10**6,), (7, 111), RESIDENT)],
+}
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """The directory of each report."""
     found = {}
-    for name, rows in REPORTS.items():
+    for name, rows in (REPORTS | MEMORY_REPORTS).items():
         found[name] = tmp_path_factory.mktemp(name)
-        write_report(describe(rows, str(found[name])), found[name])
+        say = describe if name in REPORTS else case_sections.describe
+        write_report(say(rows, str(found[name])), found[name])
     return found
 
 
@@ -80,6 +88,8 @@ def visit(browser, reports):
         ("ray", "light"),
         ("distributed", "light"),
         ("pattern", "dark"),
+        ("memory", "light"),
+        ("memory", "dark"),
     ],
 )
 def test_nothing_leaves_the_page_and_every_picture_is_there(visit, name, width, scheme):
@@ -152,6 +162,25 @@ def test_tables_of_the_page_are_those_of_markdown(visit, reports):
     shown += "line => [...line.cells].map(cell => cell.innerText))"
     assert page.evaluate(shown) == written
     assert {"before", "computing", "between", "after"} < set(sum(written, []))
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_memory_and_the_case_study_are_tabulated_by_tokens(visit, reports, width):
+    page = visit("memory", width)
+    assert page.title() == "One worker of 1 to 31: memory and time over 10,000 to 49,000 tokens"
+    assert page.locator("table").count() == 5 and page.locator("img").count() == 9 + 3
+    header = page.locator("thead").first.locator("th").all_inner_texts()
+    assert header == ["N", "W=1", "W=4", "W=7", "W=8", "W=31"]
+    lines = page.locator("table", has_text="Longest subsequence").locator("tbody th")
+    assert lines.all_inner_texts() == [f"{tokens:,}" for tokens in TOKENS]
+    cells = "[...document.querySelectorAll('th,td')].map(each => each.getBoundingClientRect())"
+    assert max(page.evaluate(f"{cells}.map(box => box.height)")) < 36
+
+
+def test_what_one_length_lacks_is_a_dash(reports):
+    text = (reports["ragged"] / "report.md").read_text()
+    assert "| 1,000,000 | - | 377,964 | 94,915 |" in text
+    assert "tensors, by the history" in text and "the resident set of the process" in text
 
 
 def test_what_was_not_measured_has_no_column(reports):

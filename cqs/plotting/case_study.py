@@ -1,0 +1,110 @@
+"""What one worker of W holds and takes: over time, and by the length of the sequence."""
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from cqs.plotting.figures import add_legend, make_logarithmic, new_axes
+from cqs.plotting.memory import plot_memory
+
+if TYPE_CHECKING:
+    from cqs.report.case_study import CaseRow
+
+Rows = Sequence["CaseRow"]
+"""Of one report, by number of tokens and of workers."""
+
+_SIZE = (4, 3.2)
+"""Inches, of a new figure."""
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Of Okabe and Ito, "Color Universal Design", 2008: apart for all eyes, on white and on black."""
+_MARKERS = "os^Dv"
+
+
+def plot_active_memory(rows: Rows, axes: Any = None) -> Any:
+    """Plot what one worker holds while it computes its task, for every number of workers.
+
+    Args:
+        rows: At least one, all of one number of tokens.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+    Returns:
+        The matplotlib axes.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    axes = new_axes(_SIZE) if axes is None else axes
+    axes.set_prop_cycle(color=_COLORS)
+    for row in rows:
+        plot_memory(row.samples, axes)
+        axes.lines[-1].set_label(f"W = {row.num_workers}")
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    return add_legend(axes, 3)
+
+
+def plot_longest(rows: Rows, axes: Any = None) -> Any:
+    """Plot the longest subsequence by the number of tokens.
+
+    Args:
+        rows: At least one.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = _draw_lines(rows, axes, lambda row: row.held_tokens)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("longest subsequence, tokens")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    return add_legend(axes, 3)
+
+
+def plot_longest_times(rows: Rows, axes: Any = None) -> Any:
+    """Plot the time of the task of the longest subsequence by the number of tokens.
+
+    Args:
+        rows: At least one.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = _draw_lines(rows, axes, lambda row: row.median_ms)
+    axes.set_ylabel("milliseconds")
+    make_logarithmic(axes)
+    return add_legend(axes, 3)
+
+
+def plot_ratios(rows: Rows, axes: Any = None) -> Any:
+    """Plot that time over the time of the whole, beside 1 / W.
+
+    Args:
+        rows: At least one.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = _draw_lines(rows, axes, lambda row: row.ratio)
+    for i, number in enumerate(sorted({row.num_workers for row in rows})):
+        axes.axhline(1 / number, color="gray", linewidth=1, zorder=1, label=None if i else "1 / W")
+    axes.set_ylabel("task over whole")
+    make_logarithmic(axes)
+    return add_legend(axes, 3)
+
+
+def _draw_lines(rows: Rows, axes: Any, quantity: "Callable[[CaseRow], float]") -> Any:
+    """Draw a line for each number of workers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes = new_axes(_SIZE) if axes is None else axes
+    workers = sorted({row.num_workers for row in rows})
+    for number, color, marker in zip(workers, cycle(_COLORS), cycle(_MARKERS), strict=False):
+        points = [(row.tokens, quantity(row)) for row in rows if row.num_workers == number]
+        lengths, numbers = zip(*points, strict=True)
+        axes.plot(lengths, numbers, color=color, marker=marker, ms=5, label=f"W = {number}")
+    axes.set(xlim=(0, 1.1 * max(row.tokens for row in rows)), xlabel="tokens")
+    axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(color="gray", alpha=0.3)
+    return axes

@@ -1,0 +1,156 @@
+"""What a report on the memory of one worker says."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from cqs.commands.table import format_table, mebibytes
+from cqs.plotting import case_study as plots
+from cqs.report.case_study import RESIDENT, TENSORS, CaseRow
+from cqs.report.content import NOTHING, Axis, Chapter, Content, Picture, Section, Show, span
+from cqs.report.sections import digits, facts
+
+Rows = Sequence[CaseRow]
+
+_METHOD = (
+    "Of every plan the task with the longest subsequence was measured, alone on its device, by the "
+    "kernels that compute the whole with one worker. Groups end at any token, as in the published "
+    "study. A time begins and ends with an idle device; medians of the repeats are shown."
+)
+_COUNTED = {
+    TENSORS: "Counted are tensors, by the history of PyTorch's allocator.",
+    RESIDENT: "Counted is the resident set of the process, every millisecond, beyond what it was "
+    "at the start.",
+}
+
+
+class _Length(NamedTuple):
+    """The rows of one number of tokens, by number of workers."""
+
+    tokens: int
+    by_workers: dict[int, CaseRow]
+
+
+def describe(rows: Rows, out: str) -> Content:
+    """Return what a report says.
+
+    Args:
+        rows: Of the same settings but for the number of tokens, at least one; ascending.
+        out: The directory of the report, for the command that it names.
+    """
+    lengths = [
+        _Length(tokens, {row.num_workers: row for row in rows if row.tokens == tokens})
+        for tokens in dict.fromkeys(row.tokens for row in rows)
+    ]
+    workers = sorted({row.num_workers for row in rows})
+    axis = Axis("N", "number of tokens N", lambda length: f"{length.tokens:,}")
+    return Content(
+        title=f"One worker of {span(workers)}: memory and time over "
+        f"{span([row.tokens for row in rows])} tokens",
+        method=_METHOD,
+        facts=facts(rows),
+        command=command(rows, out),
+        chapters=[
+            Chapter("Active memory", axis, lengths, _memory_sections(lengths, workers)),
+            Chapter("Case study", axis, lengths, _study_sections(workers)),
+        ],
+    )
+
+
+def summarize_rows(rows: Rows) -> str:
+    """Tabulate what matters most, for the terminal."""
+    columns: dict[str, Callable[[CaseRow], str]] = {
+        "N": lambda row: f"{row.tokens:,}",
+        "W": lambda row: str(row.num_workers),
+        "longest": lambda row: f"{row.held_tokens:,}",
+        "MiB": lambda row: mebibytes(row.peak_bytes),
+        "predicted MiB": lambda row: mebibytes(row.predicted_bytes),
+        "ms": lambda row: digits(row.median_ms),
+        "to the whole": lambda row: digits(row.ratio),
+    }
+    return format_table(list(columns), [[show(row) for show in columns.values()] for row in rows])
+
+
+def command(rows: Rows, out: str) -> str:
+    """Return the command that measures the same into the directory ``out``."""
+    numbers = {
+        "--workers": sorted({row.num_workers for row in rows}),
+        "--tokens": sorted({row.tokens for row in rows}),
+    }
+    lists = [word for name, each in numbers.items() for word in (name, ",".join(map(str, each)))]
+    options = rows[0].settings.options
+    return shlex.join(["cqs", "report", "memory", *lists, *options, "--out", out])
+
+
+def _memory_sections(lengths: Sequence[_Length], workers: Sequence[int]) -> tuple[Section, ...]:
+    counted = {row.memory for length in lengths for row in length.by_workers.values()}
+    pictures = tuple(
+        Picture(partial(_plot_memory, number), f"Active memory over time, N = {length.tokens:,}")
+        for number, length in enumerate(lengths)
+    )
+    return (
+        Section(
+            "What one worker holds, and for how long",
+            "MiB that the worker of the longest subsequence holds, from before it is given its "
+            "tokens until it has let go of its results: the curves, of the quickest of the "
+            "repeats, and in the table their peaks. "
+            + " ".join(_COUNTED[name] for name in sorted(counted)),
+            _columns(workers, lambda row: mebibytes(row.peak_bytes)),
+            pictures,
+        ),
+        Section(
+            "Measured over predicted",
+            "The same peaks over those that the plan predicts, which are of tensors without the "
+            "scratch of kernels (on CPUs PyTorch's takes up to 0.6 MiB a thread).",
+            _columns(workers, lambda row: f"{row.peak_bytes / row.predicted_bytes:.3f}"),
+            (),
+        ),
+    )
+
+
+def _study_sections(workers: Sequence[int]) -> tuple[Section, ...]:
+    return (
+        Section(
+            "Longest subsequence",
+            "Tokens that the worker of the longest subsequence needs. Of the interest sets that "
+            "are as good the plan has the one that makes it shortest.",
+            _columns(workers, lambda row: f"{row.held_tokens:,}"),
+            (_picture(plots.plot_longest, "Longest subsequence"),),
+        ),
+        Section(
+            "Time of the longest task",
+            "Milliseconds. It computes the pairs that it owns, not all pairs of its subsequence.",
+            _columns(workers, lambda row: digits(row.median_ms)),
+            (_picture(plots.plot_longest_times, "Time of the longest task"),),
+        ),
+        Section(
+            "Ratio to the whole",
+            "The same time over that of everything by one worker in the same repeat: 1 / W where "
+            "nothing is lost.",
+            _columns(workers, lambda row: digits(row.ratio)),
+            (_picture(plots.plot_ratios, "Time of the longest task over that of the whole"),),
+        ),
+    )
+
+
+def _columns(workers: Sequence[int], show: Callable[[CaseRow], str]) -> dict[str, Show]:
+    """Return a column for each number of workers."""
+
+    def of(number: int, length: _Length) -> str:
+        row = length.by_workers.get(number)
+        return NOTHING if row is None else show(row)
+
+    return {f"W={number}": partial(of, number) for number in workers}
+
+
+def _picture(plot: Callable[[Rows, Any], Any], caption: str) -> Picture:
+    return Picture(lambda lengths, axes: plot(_rows(lengths), axes), caption)
+
+
+def _plot_memory(number: int, lengths: Sequence[_Length], axes: Any) -> Any:
+    return plots.plot_active_memory(_rows([lengths[number]]), axes)
+
+
+def _rows(lengths: Sequence[_Length]) -> list[CaseRow]:
+    return [row for length in lengths for row in length.by_workers.values()]

@@ -1,0 +1,228 @@
+"""The published case study: what one worker of W holds and takes, and for how long.
+
+Bian and Somani (IEEE Access 2025) compare, for sequences of 10,000 to 49,000 tokens, the longest
+subsequence that one of 4, 7, 8 and 31 workers receives, the time that it takes, and its memory.
+"""
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, gcd
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cqs.bench.measurement import summarize
+from cqs.report.passes import Forward, Pass, make_pass
+from cqs.report.rows import Row, describe_case, read_kind
+from cqs.report.settings import Settings
+from cqs.report.stopwatch import Stopwatch, in_turn
+from cqs.scheduler import Plan, Task, make_plan, quorum
+from cqs.worker.memory import record_memory
+from cqs.worker.resident import STATM, record_resident
+
+NUM_WORKERS = (1, 4, 7, 8, 31)
+TOKENS = (10_000, 20_000, 30_000, 40_000, 45_000, 46_000, 47_000, 48_000, 49_000)
+"""As published."""
+TENSORS, RESIDENT = "tensors", "resident set"
+"""What is counted as memory."""
+_MOST_SAMPLES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRow(Row):
+    """The task of the longest subsequence; its time is a median, the ratio is to the whole."""
+
+    interest_set: list[int]
+    """Of the plan."""
+    whole_ms: float
+    """Of everything by one worker."""
+    predicted_bytes: int
+    """Peak that the plan predicts, with what the task is given."""
+    peak_bytes: int
+    memory: str
+    """:data:`TENSORS`, as PyTorch's allocator has them, or :data:`RESIDENT`, of the process."""
+    sample_seconds: list[float]
+    """Since before the task was given anything."""
+    sample_bytes: list[int]
+    """Held from then on; if there are very many samples, of neighbours the largest."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells the rows of one report apart."""
+        return self.tokens, self.num_workers
+
+    @property
+    def samples(self) -> list[tuple[float, int]]:
+        """Seconds and bytes, as :func:`cqs.plotting.plot_memory` takes them."""
+        return list(zip(self.sample_seconds, self.sample_bytes, strict=True))
+
+
+def plan_case(settings: Settings, num_workers: int) -> Plan:
+    """Plan as published, but for the choice of the interest set.
+
+    Groups end at any token. All multiples of an interest set by a number without common divisors
+    with W are as good; which groups get the tokens by which they differ decides about the longest
+    subsequence. The published scheduler takes one by chance, this the best.
+    """
+    make = partial(
+        make_plan,
+        settings.tokens,
+        num_workers=num_workers,
+        is_causal=settings.is_causal,
+        pattern=settings.make_pattern(),
+    )
+    plan = make()
+    sizes = list(map(len, plan.token_groups))
+
+    def longest(interest_set: tuple[int, ...]) -> int:
+        quorums = (quorum(worker, interest_set, num_workers) for worker in range(num_workers))
+        return max(sum(sizes[group] for group in groups) for groups in quorums)
+
+    units = [unit for unit in range(1, num_workers + 1) if gcd(unit, num_workers) == 1]
+    multiples = [
+        tuple(sorted(unit * offset % num_workers for offset in plan.interest_set)) for unit in units
+    ]
+    return make(interest_set=min(multiples, key=longest))
+
+
+def longest_task(plan: Plan) -> Task:
+    """Return the task that needs most tokens, of several the one with most pairs."""
+    return max(plan.tasks, key=lambda task: (task.held_tokens, task.live_pairs))
+
+
+def measure(
+    settings: Settings, workers: Sequence[int], tick: Callable[[], object] = lambda: None
+) -> list[CaseRow]:
+    """Measure the longest task of each number of workers, and the whole; all take turns.
+
+    Args:
+        settings: Of executor ``"local"``.
+        workers: Their numbers.
+        tick: Called once for each of them, checked and recorded, and after every repeat.
+
+    Raises:
+        VerificationError: if the merged result of all tasks is wrong.
+    """
+    work, watch = make_pass(settings, "forward"), Stopwatch()
+    assert isinstance(work, Forward)
+    plans = {number: plan_case(settings, number) for number in sorted({1, *workers})}
+    tasks = {number: longest_task(plan) for number, plan in plans.items()}
+    recordings = {}
+    for number in workers:
+        _check(work, plans[number])
+        recordings[number] = _record(work, tasks[number], settings.repeats)
+        tick()
+    contenders = {str(number): partial(_time, work, task, watch) for number, task in tasks.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for found in in_turn(contenders, settings.repeats):
+        for name, each in found.items():
+            seconds[name].append(each)
+        tick()
+    return [
+        _make_row(
+            settings,
+            plans[number],
+            tasks[number],
+            recordings[number],
+            seconds=seconds[str(number)],
+            whole=seconds["1"],
+            predicted_bytes=work.predict_bytes(tasks[number], work.backend),
+        )
+        for number in workers
+    ]
+
+
+def read_rows(path: Path) -> list[CaseRow]:
+    """Read what :func:`cqs.report.rows.read_kind` reads, by number of tokens and of workers."""
+    return sorted(read_kind(CaseRow, path), key=lambda row: row.key)
+
+
+class _Recording(NamedTuple):
+    memory: str
+    samples: list[tuple[float, int]]
+
+
+def _check(work: Pass, plan: Plan) -> None:
+    results = [work.compute(task, work.hold(task)) for task in plan.tasks]
+    work.verify(work.merger(plan, results)())
+
+
+def _record(work: Pass, task: Task, repeats: int) -> _Recording:
+    """Record what is held from before a task is given its tokens until it has let go of all.
+
+    Of the repeats the quickest counts: in others something else ran at the same time.
+    """
+    device = work.problem.query.device
+
+    def compute() -> None:
+        held = work.hold(task)
+        results = work.compute(task, held)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        del held, results
+
+    memory, record = TENSORS, partial(record_memory, compute, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # a block of it may be up to a megabyte larger than is asked for
+        compute()  # no recorded time is to be that of making blocks
+    elif STATM.exists():
+        memory, record = RESIDENT, partial(record_resident, compute)
+    gc.collect()  # nothing else is to be freed meanwhile
+    recorded = [record()[1] for _ in range(repeats)]
+    return _Recording(memory, min(recorded, key=lambda samples: samples[-1][0]))
+
+
+def _time(work: Pass, task: Task, watch: Stopwatch) -> float:
+    return watch.time(partial(work.compute, task, work.hold(task)))[0]
+
+
+def _make_row(
+    settings: Settings,
+    plan: Plan,
+    task: Task,
+    recording: _Recording,
+    *,
+    seconds: list[float],
+    whole: list[float],
+    predicted_bytes: int,
+) -> CaseRow:
+    samples = _thin(recording.samples)
+    return CaseRow(
+        benchmark="memory",
+        case=describe_case(settings),
+        baseline="one worker",
+        num_workers=plan.num_workers,
+        executor=settings.executor,
+        dtype=settings.dtype,
+        ratio=statistics.median(one / all_ for one, all_ in zip(seconds, whole, strict=True)),
+        repeats=settings.repeats,
+        tokens=settings.tokens,
+        num_heads=settings.num_heads,
+        num_kv_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim,
+        is_causal=settings.is_causal,
+        pattern=settings.pattern,
+        seed=settings.seed,
+        tile=plan.tile,
+        interest_set=list(plan.interest_set),
+        held_tokens=task.held_tokens,
+        whole_ms=1e3 * statistics.median(whole),
+        predicted_bytes=predicted_bytes,
+        peak_bytes=max(held for _, held in samples),
+        memory=recording.memory,
+        sample_seconds=[round(at, 7) for at, _ in samples],
+        sample_bytes=[held for _, held in samples],
+        **summarize(seconds),  # type: ignore[arg-type]
+    )
+
+
+def _thin(samples: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Keep the first, the last, and of neighbours between them the largest."""
+    first, *between, last = samples
+    size = ceil(len(between) / _MOST_SAMPLES) or 1
+    lots = [between[i : i + size] for i in range(0, len(between), size)]
+    return [first, *(max(lot, key=lambda sample: sample[1]) for lot in lots), last]
