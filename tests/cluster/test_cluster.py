@@ -7,6 +7,7 @@ import torch
 
 import cqs
 from cqs.cases import CASES, Case
+from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.verify import VerificationError
@@ -24,9 +25,10 @@ def options(problem):
     return {"is_causal": problem.is_causal, "scale": problem.scale}
 
 
-@pytest.mark.parametrize("num_workers", [1, 4, 7, 13])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_is_exact_and_always_has_the_same_bits(cluster, case, num_workers):
+def test_every_case_is_exact_and_always_has_the_same_bits(cluster, case):
+    """Numbers of workers go round."""
+    num_workers = (1, 4, 7, 13)[CASES.index(case) % 4]
     problem = case.make()
     output, lse = cluster.attention(
         *tensors(problem), **options(problem), num_workers=num_workers, return_lse=True
@@ -48,7 +50,7 @@ def test_every_dtype_travels(cluster, dtype):
     assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output)
 
 
-@pytest.mark.parametrize("num_actors", [1, 2, 3])
+@pytest.mark.parametrize("num_actors", [1, 3])
 def test_any_number_of_actors_gives_the_same_bits(ray_session, cluster, num_actors):
     problem = CASES[3].make()
     with_four = cluster.attention(*tensors(problem), **options(problem), num_workers=8)
@@ -73,7 +75,13 @@ def test_numbers_of_numpy_are_numbers(ray_session):
         cluster.attention(*tensors(problem), scale=np.float32(0.5), num_workers=np.int64(7))
 
 
-def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session):
+@pytest.fixture
+def short_wait(monkeypatch):
+    """For room that nobody will give back."""
+    monkeypatch.setattr(pool, "_RELEASE_SECONDS", 0.5)
+
+
+def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session, short_wait):
     class Spy(TaskActor):
         def visible(self):
             return os.environ["CUDA_VISIBLE_DEVICES"]
@@ -233,7 +241,9 @@ def test_a_closed_cluster_refuses(ray_session):
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
-def test_bad_arguments_are_named_and_leave_no_actor(ray_session, arguments, error, message):
+def test_bad_arguments_are_named_and_leave_no_actor(
+    ray_session, short_wait, arguments, error, message
+):
     free = ray_session.available_resources()
     with pytest.raises(error, match=message):
         cqs.Cluster(**arguments)

@@ -51,7 +51,7 @@ def run_with_signal(cluster, tensors, number, signal_number):
     return future, victims
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 3])
 def test_killed_workers_do_not_change_a_bit(cluster, tensors, undisturbed, number):
     future, victims = run_with_signal(cluster, tensors, number, signal.SIGKILL)
     assert torch.equal(future.result(timeout=120), undisturbed)
@@ -108,7 +108,7 @@ def test_workers_that_died_between_runs_are_replaced(cluster, tensors, undisturb
 @pytest.mark.parametrize(
     ("num_actors", "error", "message"),
     [
-        (4, TaskFailedError, "task 3 was running on 2 workers when they died or hung"),
+        (2, TaskFailedError, "task 3 was running on 2 workers when they died or hung"),
         (1, WorkersDiedError, "all 1 workers died.*task 3 was running on 1 of them"),
     ],
 )
