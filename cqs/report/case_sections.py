@@ -16,7 +16,8 @@ Rows = Sequence[CaseRow]
 _METHOD = (
     "Of every plan the task with the longest subsequence was measured, alone on its device, by the "
     "kernels that compute the whole with one worker. Groups end at any token, as in the published "
-    "study. A time begins and ends with an idle device; medians of the repeats are shown."
+    "study. A time begins when nothing else runs and ends when the device is done; medians of the "
+    "repeats are shown."
 )
 _COUNTED = {
     TENSORS: "Counted are tensors, by the history of PyTorch's allocator.",

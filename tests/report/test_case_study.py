@@ -108,7 +108,7 @@ def test_on_a_gpu_tensors_are_counted_to_the_end_of_the_last_kernel():
     rows = measure(replace(settings, dtype="float16"), case_study.NUM_WORKERS)
     for row in rows:
         assert row.memory == case_study.TENSORS and row.sample_bytes[-1] == 0
-        assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05, abs=2**20)
+        assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05, abs=2**21)
         assert row.sample_seconds[-1] > row.median_ms / 2e3
     assert rows[0].peak_bytes > rows[2].peak_bytes > rows[4].peak_bytes
     assert [row.held_tokens for row in rows] == [10_000, 7500, 4287, 5000, 1937]
