@@ -335,10 +335,13 @@ class StreamPlan:
         shape = self._shape_of_group
         lse = shape.num_heads * shape.sum_itemsize
         wider = shape.sum_itemsize // shape.itemsize
-        if self.which == Pass.KEY_GRADIENTS:
-            return (1 + wider) * shape.key_bytes(rows) + 2 * lse * chunk
-        if self.which == Pass.QUERY_GRADIENTS:
-            return (1 + wider) * shape.query_bytes(rows) + 2 * lse * rows
+        if self.which != Pass.FORWARD:
+            queries, keys = (chunk, rows) if self.holds_keys else (rows, chunk)
+            mine = shape.key_bytes(rows) if self.holds_keys else shape.query_bytes(rows)
+            results = (1 + wider) * mine + 2 * lse * queries
+            if not self.rates.is_gpu:  # its kernels compute all gradients, of two steps at once
+                results += (2 + wider) * (shape.query_bytes(queries) + shape.key_bytes(keys))
+            return results
         if not self.merges:
             return self.num_buffers * shape.result_bytes(rows)
         output = shape.num_heads * rows * shape.value_columns * shape.itemsize

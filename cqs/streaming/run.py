@@ -115,8 +115,7 @@ class _Run:
         resume: Path | None = None,
     ) -> Partial:
         """Compute the answer."""
-        parts = [part for _, part in problem.parts()]
-        workers = [self._worker(part) for part in parts]
+        parts = [self._in_strips(part) for _, part in problem.parts()]
         shape = (*problem.query.shape[:3], problem.value.shape[3])
         dtype = problem.query.dtype
         output = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
@@ -148,7 +147,7 @@ class _Run:
                 of_part = query.part(*of_queries), key.part(*of_keys), value.part(*of_keys)
                 self._attend_part(
                     parts[number],
-                    Streamed(*of_part, workers[number], self.device),
+                    Streamed(*of_part, Worker.of(parts[number], self.backend), self.device),
                     plans[number],
                     target.part(*of_queries),
                     lse[of_queries],
@@ -201,8 +200,8 @@ class _Run:
         """Compute the gradients from what was kept."""
         *tensors, output, lse = (tensor.detach() for tensor in kept)
         query, key, value = map(InMemory, tensors)
-        streamed = Streamed(query, key, value, self._worker(problem), self.device)
-        budget = self.budget
+        problem, budget = self._in_strips(problem), self.budget
+        streamed = Streamed(query, key, value, Worker.of(problem, self.backend), self.device)
         while True:
             passes = Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS
             plans = [self._plan(problem, which, budget) for which in passes]
@@ -211,15 +210,20 @@ class _Run:
             except RuntimeError as error:
                 budget = self._with_less(problem, plans[0], error).budget
 
-    def _worker(self, problem: Problem) -> Worker:
-        """Return what computes heads of one pattern; raises if the backend cannot."""
-        worker = Worker.of(problem, self.backend)
+    def _in_strips(self, problem: Problem) -> Problem:
+        """Return a problem with a pattern if the reference computes it; or say who cannot.
+
+        It holds all scores of a call, and calls for a pattern are small.
+        """
         query, key, value = (
             torch.empty((1, 1, 1, tensor.shape[3]), dtype=tensor.dtype, device=self.device)
             for tensor in (problem.query, problem.key, problem.value)
         )
-        worker.choose_backend(query, key, value)
-        return worker
+        backend = Worker.of(problem, self.backend).choose_backend(query, key, value)
+        if backend != "reference" or problem.pattern is not None:
+            return problem
+        pattern = causal() if problem.is_causal else sliding_window(None, None)
+        return replace(problem, is_causal=False, pattern=pattern)
 
     def _plan(
         self, problem: Problem, which: Pass, budget: int, heads_at_once: int | None = None
