@@ -199,11 +199,13 @@ def by_quorums(
     *tensors, answer = case.shard_bytes(num_devices)
     held = _copied(of_queries) * queries + _copied(of_keys) * keys
     if is_backward:
-        under_way = (of_queries * with_gradients + going) * min(2 / stages, 1)
         found = of_queries * queries + of_keys * keys
-        peak = held + answer + under_way + found * (1 + 1 / stages) + coming + sum(tensors)
+        last = _copied(of_queries) * (queries + with_gradients) + _copied(of_keys) * keys
+        summed = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0
+        last += max(summed - coming, 0)  # what was sent is free by then
+        peak = held + answer + found + last / stages + coming + sum(tensors)
     else:
-        computed = of_queries * results * (1 if num_workers == 1 else 1 / stages)
+        computed = results * (of_queries if num_workers == 1 else _copied(of_queries) / stages)
         own = results if num_workers > 1 else 0
         peak = held + coming + of_queries * merged + computed + own + answer
     return Forecast(seconds, going + coming, peak, num_slices)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cqs.bench.block import PARTS
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -142,22 +144,21 @@ def test_two_gpus_beside_other_ways():
         "| tokens | pass | one | `cqs` | `cqs quorums` | `ring` | `all-gather` | `ulysses` "
         "| `ulysses in two` |"
     )
-    (body,) = tables("docs/distributed.md", header)
-    assert len(body) == 8
-    for tokens, name, one, *cells in body:
-        length, _, kind = tokens.partition(" ")
-        of_case = [
-            row
-            for row in rows
-            if row["benchmark"] == f"peers {name}"
-            and row["case"].startswith(f"{kind or 'full'}-{number(length)}-")
-        ]
-        milliseconds = the(of_case, executor="one")["median_ms"]
-        assert one == (f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}")
-        for method, cell in zip(re.findall("`(.+?)`", header), cells, strict=True):
-            found = [row for row in of_case if row["executor"] == method]
-            expected = [percent(row["details"]["efficiency"]) for row in found]
-            assert cell == "".join(expected), (tokens, name, method)
+    bodies = tables("docs/distributed.md", header)
+    assert [len(body) for body in bodies] == [8, 8]
+    for heads, body in zip(("h16-kv16-d128", "h32-kv8-d128"), bodies, strict=True):
+        for tokens, name, one, *cells in body:
+            length, _, kind = tokens.partition(" ")
+            case = f"{kind or 'full'}-{number(length)}-{heads}"
+            of_case = [
+                row for row in rows if row["benchmark"] == f"peers {name}" and row["case"] == case
+            ]
+            milliseconds = the(of_case, executor="one")["median_ms"]
+            assert one == (f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}")
+            for method, cell in zip(re.findall("`(.+?)`", header), cells, strict=True):
+                found = [row for row in of_case if row["executor"] == method]
+                expected = [percent(row["details"]["efficiency"]) for row in found]
+                assert cell == "".join(expected), (case, name, method)
 
 
 def of_patterns(rows, name, passes, executor):
@@ -220,3 +221,20 @@ def test_what_a_budget_costs():
         )
         seconds = f"{row['median_ms'] / 1e3:.2f}"
         assert cells == [seconds, f"{row['ratio']:.2f}", f"{peak}, {predicted}", budget]
+
+
+def test_where_the_time_of_a_layer_goes():
+    rows = rows_of("block-h200-x2")
+    header = "| layer | sequence x tensor | step | attention | feed-forward | waiting | rest |"
+    (body,) = tables("docs/howto/long-context-block.md", f"{header} MiB of a rank |")
+    assert len(body) == len(rows)
+    for layer, mesh, *cells in body:
+        (row,) = (
+            row
+            for row in rows
+            if row["case"].startswith(layer) and row["executor"].endswith(mesh.replace(" ", ""))
+        )
+        details = row["details"]
+        parts = (details[f"{part}_ms"] for part in PARTS)
+        expected = [f"{each:.1f}" for each in (row["median_ms"], *parts)]
+        assert cells == [*expected, f"{details['peak_bytes'] / 2**20:.0f}"]
