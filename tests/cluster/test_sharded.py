@@ -22,7 +22,7 @@ from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 
 pytestmark = pytest.mark.ray
 
-LONG = Case("long", 3001, 3001, num_heads=8, num_kv_heads=2, head_dim=64)
+LONG = Case("long", 1501, 1501, num_heads=8, num_kv_heads=2, head_dim=64)
 LENGTHS = 40, 0, 3, 70
 
 

@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformer
 import cqs
 from cqs.integrations.transformers import register
 
-SENTENCES = 200
+SENTENCES = 50
 
 
 def load(implementation):
@@ -23,7 +23,7 @@ def load(implementation):
 @pytest.fixture(scope="module")
 def texts():
     """Sentences, and documents cut at the 512 tokens that the model has positions for."""
-    return {"sentences": real_text.sentences(SENTENCES), "documents": real_text.documents(4)}
+    return {"sentences": real_text.sentences(SENTENCES), "documents": real_text.documents(2)}
 
 
 def embed(model, texts):
