@@ -201,9 +201,9 @@ def by_quorums(
     if is_backward:
         found = of_queries * queries + of_keys * keys
         last = _copied(of_queries) * (queries + with_gradients) + _copied(of_keys) * keys
-        summed = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0
-        last += max(summed - coming, 0)  # what was sent is free by then
-        peak = held + answer + found + last / stages + coming + sum(tensors)
+        sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
+        beyond = max(sums - coming, 0.0)  # what was sent is free by then
+        peak = held + answer + found + (last + beyond) / stages + coming + sum(tensors)
     else:
         computed = results * (of_queries if num_workers == 1 else _copied(of_queries) / stages)
         own = results if num_workers > 1 else 0
