@@ -60,7 +60,7 @@ def test_every_backend_is_exact(assert_right, case, backend):
 @pytest.mark.parametrize(
     ("dtype", "every_num_workers"),
     [
-        (torch.float32, range(1, 65)),
+        (torch.float32, range(1, 65, 3)),
         (torch.bfloat16, (1, 2, 7, 8, 31, 64)),
         (torch.float16, (1, 2, 7, 8, 31, 64)),
     ],
