@@ -238,3 +238,27 @@ def test_where_the_time_of_a_layer_goes():
         parts = (details[f"{part}_ms"] for part in PARTS)
         expected = [f"{each:.1f}" for each in (row["median_ms"], *parts)]
         assert cells == [*expected, f"{details['peak_bytes'] / 2**20:.0f}"]
+
+
+def test_what_numbers_of_workers_gain():
+    reports = {
+        name: {row["num_workers"]: row for row in rows_of(f"report-{name}")}
+        for name in ("cpu", "h200")
+    }
+    columns = "responsibility ratio | measured / predicted bytes | times as fast as W = 1"
+    header = f"| W | holds | CPU: {columns} | H200: {columns} |"
+    (body,) = tables("docs/howto/worker-count.md", header)
+    assert [int(number) for number, *_ in body] == list(reports["cpu"])
+    for number, holds, *cells in body:
+        row = reports["cpu"][int(number)]
+        assert holds == f"{100 * row['held_tokens'] / row['tokens']:.1f} %"
+        expected = []
+        for report in reports.values():
+            row = report.get(int(number))
+            if row is None:
+                expected += ["", "", ""]
+                continue
+            assert abs(row["peak_ratio"] - 1) < 0.05
+            ratio = f"{row['responsibility_ratio']:#.4g}".rstrip(".")
+            expected += [ratio, f"{row['peak_ratio']:.3f}", f"{row['speedup']:.3g}"]
+        assert cells == expected, number
