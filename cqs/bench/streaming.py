@@ -1,4 +1,4 @@
-"""Sequences that stay in host memory, computed under a budget, beside the same on the device."""
+"""Sequences that are not on the device, computed under a budget, beside the same on the device."""
 
 import statistics
 import time
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import cqs
 from cqs.bench.measurement import Measurement, publish, summarize
+from cqs.bench.streaming_files import measure_files
 from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
 from cqs.streaming.attention import Streamed
@@ -46,8 +47,10 @@ def run(
 ) -> None:
     """Check and time attention of pinned tensors under a budget, and of the same on the device.
 
+    Without a GPU: of files by ``cqs attend``, forward, whose resident set is measured.
+
     Args:
-        tokens: Sequence lengths; ``None`` means 2^20.
+        tokens: Sequence lengths; ``None`` means 2^20, without a GPU 2^18.
         repeats: How often each is timed.
         heads: Of the queries.
         kv_heads: Of the keys; ``None`` means as many.
@@ -61,19 +64,23 @@ def run(
         out: File to append rows to, or ``None``.
 
     Raises:
-        NotImplementedError: if there is no GPU.
+        NotImplementedError: if there is no GPU, and this is not Linux, or the backward pass or a
+            part is asked for.
     """
-    if not torch.cuda.is_available():
-        raise NotImplementedError("bench streaming needs a GPU")
-    shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads)
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and (part or backward == "yes"):
+        raise NotImplementedError("--part and --backward need a GPU")
+    shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=2 if on_gpu else 4)
     rows: list[Measurement] = []
-    for length in tokens or [2**20]:
+    for length in tokens or [2**20 if on_gpu else 2**18]:
         for is_causal in {"yes": [True], "no": [False], "both": [False, True]}[causal]:
             resident = 2 * (shape.query_bytes(length) + shape.key_bytes(length) // 2)
             if backward == "yes":
                 resident *= 2
             given = resident // _SHARE if budget is None else parse_budget(budget, _device())
-            if part:
+            if not on_gpu:
+                rows.append(measure_files(length, shape, is_causal, given))
+            elif part:
                 rows.append(_measure_part(length, shape, is_causal, given))
             else:
                 measure = _measure_both if backward == "yes" else _measure_forward
@@ -82,7 +89,7 @@ def run(
         "case": lambda row: row.case,
         "pass": lambda row: row.benchmark.partition(" ")[2],
         "s": lambda row: f"{row.median_ms / 1e3:.3f}",
-        "to resident": lambda row: f"{row.ratio:.3f}",
+        "to baseline": lambda row: f"{row.ratio:.3f}",
         "predicted s": lambda row: f"{row.details['predicted_ms'] / 1e3:.3f}",
         "MiB": lambda row: f"{row.details['peak_bytes'] / 2**20:.0f}",
         "predicted": lambda row: f"{row.details['predicted_bytes'] / 2**20:.0f}",
@@ -92,6 +99,8 @@ def run(
 
 
 def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
