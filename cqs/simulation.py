@@ -197,17 +197,17 @@ def by_quorums(
     seconds = way_in + max(compute, (stages - 1) * (way_in + way_out)) + way_out
 
     *tensors, answer = case.shard_bytes(num_devices)
-    held = _copied(of_queries) * queries + _copied(of_keys) * keys
+    copied = _copied(of_queries) * queries + _copied(of_keys) * keys
     if is_backward:
-        found = of_queries * queries + of_keys * keys
-        last = _copied(of_queries) * (queries + with_gradients) + _copied(of_keys) * keys
+        held = found = of_queries * queries + of_keys * keys
+        last = _copied(of_queries) * with_gradients + copied
         sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
         beyond = max(sums - coming, 0.0)  # what was sent is free by then
         peak = held + answer + found + (last + beyond) / stages + coming + sum(tensors)
     else:
         computed = results * (of_queries if num_workers == 1 else _copied(of_queries) / stages)
         own = results if num_workers > 1 else 0
-        peak = held + coming + of_queries * merged + computed + own + answer
+        peak = copied + coming + of_queries * merged + computed + own + answer
     return Forecast(seconds, going + coming, peak, num_slices)
 
 

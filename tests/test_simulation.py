@@ -179,13 +179,10 @@ def test_more_devices_hold_less_each(method, passes):
 
 def bytes_kept(case, layout, num_slices):
     """Of what a rank received, and of its answer, at the end of a forward pass."""
-    part, rank = case.part(num_slices), 0
+    part = case.part(num_slices)
     kept = case.shard_bytes(len(layout.of_queries.sends))[2]
-    if not layout.of_queries.stays(rank):
-        kept += part.query_bytes(sum(layout.of_queries.receives))
-    if not layout.of_keys.stays(rank):
-        kept += part.key_bytes(sum(layout.of_keys.receives))
-    return kept
+    kept += part.query_bytes(sum(layout.of_queries.receives))
+    return kept + part.key_bytes(sum(layout.of_keys.receives))
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.distributed.agreement import agree
-from cqs.distributed.exchange import (
-    Piece,
-    Transfer,
-    connect,
-    moves_back,
-    pieces,
-    send_back,
-    send_out,
-)
+from cqs.distributed.exchange import Exchange, Piece, Transfer, connect, moves_back, pieces
 from cqs.distributed.layout import Layout, Route, Stage, lay_out
 from cqs.distributed.moves import move
 from cqs.gradients import Gradients
@@ -165,7 +157,9 @@ def attention(
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
         worker = Worker(part.scale, backend, part.dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks, or on none
-        return _Share(group, rank, layout, worker).attend(part, with_lse=return_lse)
+        share = _Share(group, rank, layout, worker)
+        with Exchange(group, in_place=not request["requires_grad"]) as exchange:
+            return share.attend(part, exchange, with_lse=return_lse)
 
     answer = attend_differentiably(problem, attend)
     return (answer.output, answer.lse) if return_lse else answer.output
@@ -181,16 +175,17 @@ class _Share:
     worker: Worker
     """Of all heads."""
 
-    def attend(self, problem: Problem, *, with_lse: bool) -> Attended:
+    def attend(self, problem: Problem, exchange: Exchange, *, with_lse: bool) -> Attended:
         """Send tokens out, compute this rank's task, and merge what comes back for its shard.
 
         Args:
             problem: The shard.
+            exchange: Not in place if what is kept matters: all ranks then keep copies alike.
             with_lse: Whether the lse of the answer matters. If not, it may be left unwritten.
         """
         layout, routes = self.layout, self._routes
         tensors = problem.query, problem.key, problem.value
-        coming = (send_out(tensors, stage.heads, routes, self.group) for stage in layout.stages)
+        coming = (exchange.send_out(tensors, stage.heads, routes) for stage in layout.stages)
         kept: list[Tensor] = []
         returning: list[Transfer] = []
         own: list[Partial | None] = []
@@ -200,7 +195,7 @@ class _Share:
             held = transfer.wait()
             partial = self._compute(stage, *held)
             needed = partial if with_lse or not layout.is_final else partial[:1]
-            returning.append(send_back(needed, [routes[0]] * len(needed), self.group))
+            returning.append(exchange.send_back(needed, [routes[0]] * len(needed)))
             kept += [*held, *partial] if layout.is_final else held
         for stage in layout.stages[1:]:  # while the last results travel
             own.append(self._compute_own(stage, tensors))
@@ -215,9 +210,16 @@ class _Share:
     def _differentiate(
         self, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
     ) -> Gradients:
+        with Exchange(self.group, in_place=True) as exchange:
+            return self._send_gradients(exchange, shapes, kept, grad_output)
+
+    def _send_gradients(
+        self, exchange: Exchange, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
+    ) -> Gradients:
         """Send the gradient out, and add up what comes back for this shard.
 
         Args:
+            exchange: Of this pass.
             shapes: Of the shards of query, key and value.
             kept: By :meth:`attend`.
             grad_output: Gradient of the shard of the output.
@@ -227,11 +229,10 @@ class _Share:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
         coming = (
-            send_out(
+            exchange.send_out(
                 of_shard,
                 [stage.query_heads] * len(of_shard),
                 [layout.of_queries] * len(of_shard),
-                self.group,
             )
             for stage in layout.stages
         )
@@ -240,7 +241,7 @@ class _Share:
         for i, (stage, transfer) in enumerate(zip(layout.stages, _one_ahead(coming), strict=True)):
             query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
             found = self._compute_gradients(stage, query, key, value, *transfer.wait(), *own)
-            returning.append(send_back(found, self._routes, self.group))
+            returning.append(exchange.send_back(found, self._routes))
         gradients = Gradients(*map(grad_output.new_empty, shapes))
         for stage, transfer in zip(layout.stages, returning, strict=True):
             received = transfer.wait()

@@ -1,6 +1,8 @@
 """Rows of tokens from the shards to who computes with them, and results back."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,6 +19,9 @@ HeadsOfRanks = tuple[range, ...]
 """For every rank, some heads; equally many for each."""
 
 
+_TAG = 0x637173
+"""Of our messages, among those of the caller."""
+_SETTLING = timedelta(seconds=10)
 _connected: "WeakSet[Any]" = WeakSet()
 
 
@@ -88,7 +93,7 @@ class Transfer:
         leaving = list(lengths)
         leaving[self._rank] = 0
         self._messages += [
-            dist.P2POp(act, rows, group=self._group, group_peer=rank)
+            dist.P2POp(act, rows, group=self._group, tag=_TAG, group_peer=rank)
             for act, parts in (
                 (dist.isend, packed.split(leaving)),
                 (dist.irecv, received.split(list(expected))),
@@ -105,69 +110,98 @@ class Transfer:
         return self
 
     def wait(self) -> list[Tensor]:
-        """Return what came for each tensor, ``[batch, heads, rows, ...]``.
+        """Return what came for each tensor, ``[batch, heads, rows, ...]``; once.
 
         On a GPU it is there for what is launched from now on.
         """
         for work in self._under_way:
             work.wait()
+        self._under_way.clear()
         self._messages.clear()  # only now may the memory of what was packed be given to others
-        return self._coming
+        coming, self._coming = self._coming, []
+        return coming
+
+    def settle(self) -> None:
+        """Wait a while for what is under way and will not be used: the group may be used again."""
+        with suppress(RuntimeError):  # others have failed too
+            for work in self._under_way:
+                work.wait(_SETTLING)
 
 
-def send_out(
-    shards: Sequence[Tensor],
-    heads: Sequence[HeadsOfRanks],
-    routes: Sequence[Route],
-    group: Any,
-) -> Transfer:
-    """Send every rank the rows that it needs, of its heads; get those that this one needs.
+class Exchange:
+    """Sends tensors between the ranks of a group, and settles what is under way if that fails."""
 
-    Args:
-        shards: Each ``[batch, heads, rows, ...]``.
-        heads: Of each of them, the heads that every rank needs.
-        routes: Of each of them.
-        group: The process group.
+    def __init__(self, group: Any, *, in_place: bool) -> None:
+        """Begin with nothing.
 
-    Returns:
-        Of tensors ``[batch, heads of a rank, tokens held, ...]``.
-    """
-    transfer, rank = Transfer(group), dist.get_rank(group)
-    for route, chosen in _by_way(shards, routes):
-        sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
-        if route.stays(rank) and len(route.sends[rank]) == 1:
-            (rows,) = route.sends[rank]
-            transfer.keep(
-                [
-                    source[:, of_ranks[rank].start : of_ranks[rank].stop, rows.start : rows.stop]
-                    for source, of_ranks in zip(sources, together, strict=True)
-                ]
-            )
-            continue
-        widths = [len(of_ranks[0]) for of_ranks in together]
-        moves = _moves_out(route, together, rank)
-        transfer.pack(sources, widths, moves, route.lengths, route.receives)
-    return transfer.post()
+        Args:
+            group: The process group.
+            in_place: Whether what stays on its rank may be the caller's own memory.
+        """
+        self._group, self._rank, self._in_place = group, dist.get_rank(group), in_place
+        self._transfers: list[Transfer] = []
 
+    def __enter__(self) -> "Exchange":
+        return self
 
-def send_back(held: Sequence[Tensor], routes: Sequence[Route], group: Any) -> Transfer:
-    """Return results for the tokens held to whose they are; see :func:`pieces`.
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for transfer in self._transfers:
+                transfer.settle()
 
-    Args:
-        held: Each ``[batch, heads of a rank, tokens held, ...]``.
-        routes: Of each of them, that by which the tokens came.
-        group: The process group.
-    """
-    transfer, rank = Transfer(group), dist.get_rank(group)
-    for route, chosen in _by_way(held, routes):
-        sources = [held[i] for i in chosen]
-        if route.stays(rank):
-            transfer.keep(sources)
-            continue
-        widths = tuple(source.shape[1] for source in sources)
-        moves = _moves_home(route, widths, rank)
-        transfer.pack(sources, list(widths), moves, route.receives, route.lengths)
-    return transfer.post()
+    def send_out(
+        self, shards: Sequence[Tensor], heads: Sequence[HeadsOfRanks], routes: Sequence[Route]
+    ) -> Transfer:
+        """Send every rank the rows that it needs, of its heads; get those that this one needs.
+
+        Args:
+            shards: Each ``[batch, heads, rows, ...]``.
+            heads: Of each of them, the heads that every rank needs.
+            routes: Of each of them.
+
+        Returns:
+            Of tensors ``[batch, heads of a rank, tokens held, ...]``.
+        """
+        transfer, rank = self._begin(), self._rank
+        for route, chosen in _by_way(shards, routes):
+            sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
+            if self._in_place and route.stays(rank) and len(route.sends[rank]) == 1:
+                (rows,) = route.sends[rank]
+                transfer.keep(
+                    [
+                        source[:, of_rank.start : of_rank.stop, rows.start : rows.stop]
+                        for source, of_rank in zip(
+                            sources, (of_ranks[rank] for of_ranks in together), strict=True
+                        )
+                    ]
+                )
+                continue
+            widths = [len(of_ranks[0]) for of_ranks in together]
+            moves = _moves_out(route, together, rank)
+            transfer.pack(sources, widths, moves, route.lengths, route.receives)
+        return transfer.post()
+
+    def send_back(self, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
+        """Return results for the tokens held to whose they are; see :func:`pieces`.
+
+        Args:
+            held: Each ``[batch, heads of a rank, tokens held, ...]``.
+            routes: Of each of them, that by which the tokens came.
+        """
+        transfer, rank = self._begin(), self._rank
+        for route, chosen in _by_way(held, routes):
+            sources = [held[i] for i in chosen]
+            if route.stays(rank):
+                transfer.keep(sources)
+                continue
+            widths = tuple(source.shape[1] for source in sources)
+            moves = _moves_home(route, widths, rank)
+            transfer.pack(sources, list(widths), moves, route.receives, route.lengths)
+        return transfer.post()
+
+    def _begin(self) -> Transfer:
+        self._transfers.append(Transfer(self._group))
+        return self._transfers[-1]
 
 
 def pieces(received: Tensor, route: Route) -> Iterator[Piece]:

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import cqs.distributed
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.worker import Worker
 
 
 def shards_of(problem, cuts, rank):
@@ -106,3 +108,43 @@ def check_local(group, case, options):
     tensors = problem.query, problem.key, problem.value
     output = cqs.distributed.attention(*tensors, group=group, **options)
     assert torch.equal(output, cqs.attention(*tensors, **options))
+
+
+def error_beside_messages(group, case, cuts, options):
+    """The same while a message of the caller, as long as one of ours may be, is under way."""
+    rank, own = dist.get_rank(group), torch.full((512,), 7.0, dtype=torch.float64)
+    sent = dist.isend(own, group=group, group_dst=0) if rank == 1 else None
+    error = largest_error(group, case, cuts, options)
+    if sent is not None:
+        sent.wait()
+    if rank == 0:
+        received = torch.zeros_like(own)
+        dist.recv(received, group=group, group_src=1)
+        assert torch.equal(received, own)
+    return error
+
+
+def error_after_failure(group, case, cuts, options):
+    """The same after a call that failed on all ranks with messages under way."""
+    run_together = Worker.run_together
+
+    def fail(self, *arguments, **options):
+        Worker.run_together = run_together
+        raise torch.OutOfMemoryError("as if")
+
+    tensors, *_ = shards_of(case.make(torch.float64), cuts, dist.get_rank(group))
+    Worker.run_together = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        cqs.distributed.attention(*tensors, group=group, is_causal=case.is_causal, **options)
+    return largest_error(group, case, cuts, options)
+
+
+def gradients_after_writing(group, case, cuts, is_written):
+    """Gradients of queries, whether keys and values are written to after the call or not."""
+    (query, *others), *_ = shards_of(case.make(torch.float64), cuts, dist.get_rank(group))
+    key, value = (tensor.detach() for tensor in others)
+    output = cqs.distributed.attention(query, key, value, group=group, is_causal=case.is_causal)
+    if is_written:
+        key.zero_(), value.zero_()
+    (gradient,) = torch.autograd.grad(output.square().sum(), query)
+    return gradient

@@ -4,7 +4,17 @@ import random
 
 import pytest
 import torch
-from programs import bits, check_local, check_tracks_exact, complaint, dropped, largest_error
+from programs import (
+    bits,
+    check_local,
+    check_tracks_exact,
+    complaint,
+    dropped,
+    error_after_failure,
+    error_beside_messages,
+    gradients_after_writing,
+    largest_error,
+)
 from sparse_cases import NAMES, with_pattern
 
 import cqs.distributed
@@ -83,6 +93,26 @@ def test_every_run_has_the_same_bits(ranks):
     for other in runs[1:]:
         for ours, theirs in zip(runs[0], other, strict=True):
             assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("program", [error_beside_messages, error_after_failure])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_else_a_group_does_is_no_matter(ranks, program, num_ranks, is_causal):
+    case = Case("square", 64, 64, 4, 4, head_dim=8, is_causal=is_causal)
+    options = {"head_parallel": 1, "num_stages": 4}
+    assert max(ranks.run(num_ranks, program, case, cut(case, num_ranks, 0), options)) < 1e-10
+
+
+def test_keys_may_be_written_to_before_the_backward_pass(ranks):
+    """Though on one of three ranks nothing of theirs travels."""
+    case = Case("square", 60, 60, 4, 4, is_causal=True)
+    cuts = 2 * ([0, 20, 40, 60],)
+    gradients, others = (
+        ranks.run(3, gradients_after_writing, case, cuts, is_written)
+        for is_written in (False, True)
+    )
+    assert all(map(torch.equal, gradients, others))
 
 
 @pytest.mark.parametrize("head_parallel", [1, 2, 4])
