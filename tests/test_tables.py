@@ -245,7 +245,7 @@ def test_what_numbers_of_workers_gain():
         name: {row["num_workers"]: row for row in rows_of(f"report-{name}")}
         for name in ("cpu", "h200")
     }
-    columns = "responsibility ratio | measured / predicted bytes | times as fast as W = 1"
+    columns = "responsibility ratio | measured / predicted bytes | times as fast as one call"
     header = f"| W | holds | CPU: {columns} | H200: {columns} |"
     (body,) = tables("docs/howto/worker-count.md", header)
     assert [int(number) for number, *_ in body] == list(reports["cpu"])
@@ -260,5 +260,31 @@ def test_what_numbers_of_workers_gain():
                 continue
             assert abs(row["peak_ratio"] - 1) < 0.05
             ratio = f"{row['responsibility_ratio']:#.4g}".rstrip(".")
-            expected += [ratio, f"{row['peak_ratio']:.3f}", f"{row['speedup']:.3g}"]
+            expected += [ratio, f"{row['peak_ratio']:.3f}", f"{row['speedup']:#.3g}"]
         assert cells == expected, number
+
+
+def test_ranges_between_two_gpus():
+    rows = rows_of("peers-h200-x2")
+
+    def ranges(passes, of_row):
+        found = []
+        for method in ("ring", "cqs", "cqs quorums"):
+            values = [
+                of_row(row["details"])
+                for row in rows
+                if row["benchmark"] == f"peers {passes}" and row["executor"] == method
+            ]
+            found += [min(values), max(values)]
+        return found
+
+    text = " ".join((ROOT / "docs/comparison.md").read_text().split())
+    forward, backward = (
+        [f"{each:.0f}" for each in ranges(passes, lambda details: 100 * details["efficiency"])]
+        for passes in ("forward", "backward")
+    )
+    shown = (
+        "it reached {} to {} % of twice the rate of one, `cqs` {} to {} and quorums alone {} to {}"
+    )
+    assert shown.format(*forward) in text
+    assert "backward {} to {}, {} to {} and {} to {} %".format(*backward) in text

@@ -55,7 +55,12 @@ def plot_owners(plan: Plan, axes: Any = None, *, worker: int | None = None) -> A
         for owner, color in enumerate(worker_colors(plan.num_workers))
     ]
     label_tokens(axes, plan.seqlen_q, plan.seqlen_kv)
-    axes.set_title(f"{plan.num_workers} workers, {len(plan.interest_set)} groups to a quorum")
+    named = (
+        f"{plan.num_workers} workers"
+        if worker is None
+        else f"worker {worker} of {plan.num_workers}"
+    )
+    axes.set_title(f"{named}, {len(plan.interest_set)} groups to a quorum")
     if plan.pattern is None:
         _draw_blocks(plan, axes, colors)
     else:
