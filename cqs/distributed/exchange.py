@@ -18,7 +18,6 @@ from cqs.distributed.moves import Move, Moves, move
 HeadsOfRanks = tuple[range, ...]
 """For every rank, some heads; equally many for each."""
 
-
 _TAG = 0x637173
 """Of our messages, among those of the caller."""
 _SETTLING = timedelta(seconds=10)
