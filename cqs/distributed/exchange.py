@@ -1,5 +1,6 @@
 """Rows of tokens from the shards to who computes with them, and results back."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +21,8 @@ HeadsOfRanks = tuple[range, ...]
 
 _TAG = 0x637173
 """Of our messages, among those of the caller."""
-_SETTLING = timedelta(seconds=10)
+_SETTLING_SECONDS = 10.0
+"""How long a call that fails waits for messages, at most."""
 _connected: "WeakSet[Any]" = WeakSet()
 
 
@@ -120,15 +122,15 @@ class Transfer:
         coming, self._coming = self._coming, []
         return coming
 
-    def settle(self) -> None:
-        """Wait a while for what is under way and will not be used: the group may be used again."""
+    def settle(self, end: float) -> None:
+        """Wait, until some time of the clock, for what is under way and will not be used."""
         with suppress(RuntimeError):  # others have failed too
             for work in self._under_way:
-                work.wait(_SETTLING)
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
 
 
 class Exchange:
-    """Sends tensors between the ranks of a group, and settles what is under way if that fails."""
+    """Sends tensors between the ranks of a group, which can be used again if something fails."""
 
     def __init__(self, group: Any, *, in_place: bool) -> None:
         """Begin with nothing.
@@ -145,8 +147,9 @@ class Exchange:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
+            end = time.monotonic() + _SETTLING_SECONDS
             for transfer in self._transfers:
-                transfer.settle()
+                transfer.settle(end)
 
     def send_out(
         self, shards: Sequence[Tensor], heads: Sequence[HeadsOfRanks], routes: Sequence[Route]
