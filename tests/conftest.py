@@ -74,6 +74,15 @@ def assert_right():
     return check
 
 
+@pytest.fixture
+def one_thread():
+    """Kernels of the CPU take scratch for each thread, which no plan can know."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def ray_session():
     """A Ray of the caller's own with four GPUs that do not exist: clusters join and leave it."""

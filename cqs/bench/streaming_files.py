@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cqs.bench.measurement import Measurement, summarize
 from cqs.problem import check_problem
@@ -46,12 +45,11 @@ def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: i
         files = _make(Path(folder), length, shape)
         command = [sys.executable, "-m", "cqs", "attend", *map(str, files)]
         command += ["--budget", str(budget), "--device", "cpu", *["--causal"] * is_causal]
-        start = time.perf_counter()
-        process = subprocess.Popen(command)
-        resident = 0
-        while process.poll() is None:
-            resident = max(resident, _most_resident(process.pid))
-            time.sleep(_INTERVAL)
+        start, resident = time.perf_counter(), 0
+        with subprocess.Popen(command) as process:
+            while process.poll() is None:
+                resident = max(resident, _most_resident(process.pid))
+                time.sleep(_INTERVAL)
         seconds = time.perf_counter() - start
         if process.returncode:
             raise RuntimeError(f"cqs attend ended with {process.returncode}")
@@ -110,11 +108,9 @@ def _error(files: list[Path], is_causal: bool) -> float:
     group_size = query.shape[1] // key.shape[1]
 
     def error_of(head: int) -> float:
-        def of(tensor: Tensor, head: int) -> Tensor:
-            return tensor[:, head : head + 1]
-
-        of_head = (of(query, head), *(of(each, head // group_size) for each in (key, value)))
+        numbers = head, head // group_size, head // group_size
+        of_head = (t[:, [i]] for t, i in zip((query, key, value), numbers, strict=True))
         exact = exact_rows(check_problem(*of_head, is_causal=is_causal), rows)
-        return float((of(output, head)[:, :, rows] - exact).norm() / exact.norm())
+        return float((output[:, [head]][:, :, rows] - exact).norm() / exact.norm())
 
     return max(error_of(head) for head in (0, query.shape[1] - 1))

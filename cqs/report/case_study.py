@@ -17,7 +17,7 @@ import torch
 
 from cqs.bench.measurement import summarize
 from cqs.report.passes import Forward, Pass, make_pass
-from cqs.report.rows import Row, describe_case, read_kind
+from cqs.report.rows import Row, fields_of, read_kind
 from cqs.report.settings import Settings
 from cqs.report.stopwatch import Stopwatch, in_turn
 from cqs.scheduler import Plan, Task, make_plan, quorum
@@ -193,21 +193,8 @@ def _make_row(
     samples = _thin(recording.samples)
     return CaseRow(
         benchmark="memory",
-        case=describe_case(settings),
         baseline="one worker",
-        num_workers=plan.num_workers,
-        executor=settings.executor,
-        dtype=settings.dtype,
         ratio=statistics.median(one / all_ for one, all_ in zip(seconds, whole, strict=True)),
-        repeats=settings.repeats,
-        tokens=settings.tokens,
-        num_heads=settings.num_heads,
-        num_kv_heads=settings.num_kv_heads,
-        head_dim=settings.head_dim,
-        is_causal=settings.is_causal,
-        pattern=settings.pattern,
-        seed=settings.seed,
-        tile=plan.tile,
         interest_set=list(plan.interest_set),
         held_tokens=task.held_tokens,
         whole_ms=1e3 * statistics.median(whole),
@@ -216,6 +203,7 @@ def _make_row(
         memory=recording.memory,
         sample_seconds=[round(at, 7) for at, _ in samples],
         sample_bytes=[held for _, held in samples],
+        **fields_of(settings, plan),
         **summarize(seconds),  # type: ignore[arg-type]
     )
 

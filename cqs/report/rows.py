@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cqs.bench.measurement import Measurement, summarize
 from cqs.report.settings import Settings
@@ -188,22 +188,9 @@ def make_row(
 
     return ScalingRow(
         benchmark=f"{_BENCHMARK} {passes}",
-        case=describe_case(settings),
         baseline="one dense call",
-        num_workers=plan.num_workers,
-        executor=settings.executor,
-        dtype=settings.dtype,
         ratio=statistics.median(turn.whole / turn.dense for turn in turns),
-        repeats=settings.repeats,
         details=details or {},
-        tokens=settings.tokens,
-        num_heads=settings.num_heads,
-        num_kv_heads=settings.num_kv_heads,
-        head_dim=settings.head_dim,
-        is_causal=settings.is_causal,
-        pattern=settings.pattern,
-        seed=settings.seed,
-        tile=plan.tile,
         num_devices=num_devices,
         held_tokens=max(task.held_tokens for task in plan.tasks),
         responsibility_ratio=plan.responsibility_ratio,
@@ -220,6 +207,7 @@ def make_row(
         one_ms=1e3 * statistics.median(turn.one for turn in turns),
         dense_ms=1e3 * statistics.median(turn.dense for turn in turns),
         speedup=statistics.median(turn.one / turn.whole for turn in turns),
+        **fields_of(settings, plan),
         **summarize([turn.whole for turn in turns]),  # type: ignore[arg-type]
     )
 
@@ -258,9 +246,14 @@ def _milliseconds(seconds: Sequence[float | None]) -> float | None:
     return 1e3 * statistics.median(found) if found else None
 
 
-def describe_case(settings: Settings) -> str:
-    """Name a problem as rows of benchmarks do."""
+def fields_of(settings: Settings, plan: Plan) -> dict[str, Any]:
+    """Return what a row takes from the settings, and names as rows of benchmarks do."""
     kind = "causal" if settings.is_causal else "full"
     shape = f"h{settings.num_heads}-kv{settings.num_kv_heads}-d{settings.head_dim}"
     pattern = "" if settings.pattern is None else f" {settings.pattern}"
-    return f"{kind}-{settings.tokens}-{shape}{pattern}"
+    return {
+        **{each.name: getattr(settings, each.name) for each in fields(Settings)},
+        "case": f"{kind}-{settings.tokens}-{shape}{pattern}",
+        "num_workers": plan.num_workers,
+        "tile": plan.tile,
+    }

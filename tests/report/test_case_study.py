@@ -17,6 +17,7 @@ from cqs.verify import VerificationError
 from cqs.worker import resident
 from cqs.worker.resident import record_resident
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = Settings("local", 300, num_heads=2, num_kv_heads=2, head_dim=16, dtype="float32", repeats=2)
 PUBLISHED = {
     4: (7500, 15000, 22500, 30000, 33750, 34500, 35250, 36000, 36750),
@@ -26,15 +27,6 @@ PUBLISHED = {
 }
 """Longest subsequences of 10,000 to 49,000 tokens (Bian and Somani, IEEE Access 2025)."""
 needs_statm = pytest.mark.skipif(not resident.STATM.exists(), reason="needs /proc/self/statm")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Kernels of the CPU take scratch for each thread, which no plan can know."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def longest(tokens, num_workers):

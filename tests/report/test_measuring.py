@@ -19,6 +19,7 @@ from cqs.report.settings import Settings
 from cqs.verify import VerificationError
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = Settings(
     executor="local",
     tokens=200,
@@ -38,15 +39,6 @@ KINDS = {
     "causal-pattern": {"pattern": "strided(16)", "is_causal": True},
     "blind-rows": {"pattern": "block_sparse([[1, 0], [0, 0]], 100)"},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Kernels of the CPU take scratch for each thread, which no plan can know."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
