@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bind
+from itertools import chain
 from typing import Any
 
 import torch
@@ -186,12 +187,15 @@ class _Share:
         layout, routes = self.layout, self._routes
         tensors = problem.query, problem.key, problem.value
         coming = (exchange.send_out(tensors, stage.heads, routes) for stage in layout.stages)
+        first = next(coming)
+        try:  # while the first stage travels
+            own = [self._compute_own(layout.stages[0], tensors)]
+        except BaseException:
+            next(coming, None)  # ranks that compute nothing here have this under way, too
+            raise
         kept: list[Tensor] = []
         returning: list[Transfer] = []
-        own: list[Partial | None] = []
-        for stage, transfer in zip(layout.stages, _one_ahead(coming), strict=True):
-            if not own:  # while the first stage travels
-                own.append(self._compute_own(stage, tensors))
+        for stage, transfer in zip(layout.stages, _one_ahead(chain([first], coming)), strict=True):
             held = transfer.wait()
             partial = self._compute(stage, *held)
             needed = partial if with_lse or not layout.is_final else partial[:1]

@@ -37,13 +37,11 @@ class Ranks:
         """Return what ``program(group, *arguments)`` returns on each of the first ranks."""
         for pipe in self._pipes[:num_ranks]:
             pipe.send((num_ranks, program, arguments, options))
-        found = []
-        for rank, pipe in enumerate(self._pipes[:num_ranks]):
-            assert pipe.poll(120), f"rank {rank} of {num_ranks} hangs"
-            found.append(pipe.recv())
-        errors = [error for _, error in found if error]
+        found = [pipe.recv() if pipe.poll(120) else None for pipe in self._pipes[:num_ranks]]
+        errors = [answer[1] for answer in found if answer and answer[1]]
+        errors += [f"rank {rank} hangs" for rank, answer in enumerate(found) if answer is None]
         assert not errors, "\n".join(errors)
-        return [result for result, _ in found]
+        return [answer[0] for answer in found]
 
     def stop(self):
         for process in self._processes:
