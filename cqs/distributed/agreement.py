@@ -1,12 +1,15 @@
 """One cheap collective by which ranks find out that they do not ask for the same."""
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 _control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
@@ -46,39 +49,65 @@ def agree(
     """
     request = {name: repr(value) for name, value in (request or {}).items()}  # equal if they are
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
-    mine = [error is not None, int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
-    own = torch.tensor([mine] * dist.get_world_size(group), dtype=torch.int64, device="cpu")
-    gathered = torch.empty_like(own)
-    control = _control_group(group)
+    mine = [int(error is not None), int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
+    num_ranks, control = dist.get_world_size(group), _control_group(group)
     try:
-        dist.all_to_all_single(gathered, own, group=control)  # a dead rank fails it on all others
+        found = swap(control, mine, [len(mine)] * num_ranks)
     except RuntimeError as lost:
         raise RuntimeError(
             "not all ranks of the group answer: one has died, or does not call attention"
         ) from lost
-    table = gathered.tolist()
+    table = [found[i : i + len(mine)] for i in range(0, len(found), len(mine))]
     if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
-        _explain(control, request, error)
+        _explain(control, num_ranks, request, error)
     return Shards(tuple(row[2] for row in table), tuple(row[3] for row in table), table[0][4])
 
 
+def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Return the numbers that all ranks pass, one after another.
+
+    Every rank talks to all others, so a dead one fails this on all.
+
+    Args:
+        control: Of all ranks.
+        own: Those of this rank.
+        lengths: How many there are of every rank.
+    """
+    sent = torch.tensor(list(own) * len(lengths), dtype=torch.int64, device="cpu")
+    found = sent.new_empty(sum(lengths))
+    control.alltoall_base(found, sent, list(lengths), [len(own)] * len(lengths)).wait()
+    return found.tolist()
+
+
 def _control_group(group: Any) -> Any:
-    """Return a group of the same ranks that takes tensors of the CPU."""
+    """Return what takes tensors of the CPU between the ranks of a group.
+
+    It meets by the store of the group: :func:`torch.distributed.new_group` names a group by how
+    many a rank knows, and hangs where those are not equally many.
+    """
     group = group or dist.group.WORLD
     if "cpu:" in dist.get_backend_config(group):
         return group
     if group not in _control_groups:
-        ranks = dist.get_process_group_ranks(group)
-        _control_groups[group] = dist.new_group(
-            ranks, backend="gloo", use_local_synchronization=True
-        )
+        _control_groups[group] = make_control_group(group)
     return _control_groups[group]
 
 
-def _explain(group: Any, request: dict[str, Any], error: Exception | None) -> None:
+def make_control_group(group: Any) -> Any:
+    """Return a group of the same ranks, by gloo; every rank must call this, once."""
+    store = dist.PrefixStore("cqs", group.get_group_store())
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    return dist.ProcessGroupGloo(store, rank, num_ranks, default_pg_timeout)
+
+
+def _explain(
+    control: Any, num_ranks: int, request: dict[str, str], error: Exception | None
+) -> None:
     """Gather what was asked and raise the error that says whose differs."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (request, None if error is None else repr(error)), group=group)
+    text = json.dumps([request, None if error is None else repr(error)]).encode()
+    lengths = swap(control, [len(text)], [1] * num_ranks)
+    texts = iter(swap(control, text, lengths))
+    found = [json.loads(bytes(islice(texts, length))) for length in lengths]
     if error is not None:
         raise error
     for rank, (_, message) in enumerate(found):

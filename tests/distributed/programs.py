@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import cqs.distributed
+from cqs.distributed.agreement import make_control_group, swap
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.worker import Worker
 
@@ -100,6 +101,16 @@ def complaint(group, of_rank, changed, options, rows=8, device="cpu"):
     except Exception as error:
         return type(error), str(error)
     return None
+
+
+def swap_with_unequal_groups(group):
+    """Exchange numbers by a control group, made where ranks know other numbers of groups."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    alone = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
+    control = make_control_group(group)
+    for each in alone:
+        dist.destroy_process_group(each)
+    return swap(control, [rank] * (rank + 1), range(1, num_ranks + 1))
 
 
 def check_local(group, case, options):

@@ -14,6 +14,7 @@ from programs import (
     error_beside_messages,
     gradients_after_writing,
     largest_error,
+    swap_with_unequal_groups,
 )
 from sparse_cases import NAMES, with_pattern
 
@@ -113,6 +114,10 @@ def test_keys_may_be_written_to_before_the_backward_pass(ranks):
         for is_written in (False, True)
     )
     assert all(map(torch.equal, gradients, others))
+
+
+def test_ranks_may_know_other_numbers_of_groups(ranks):
+    assert ranks.run(3, swap_with_unequal_groups) == 3 * [[0, 1, 1, 2, 2, 2]]
 
 
 @pytest.mark.parametrize("head_parallel", [1, 2, 4])
