@@ -1,9 +1,9 @@
 """How long ways to spread one attention over devices should take, by arithmetic alone.
 
-A device computes, sends and receives at constant rates, and all devices do the same. Left out are
-what small kernels lose and merges cost, which flatters the ring with its many steps; and copies
-around a collective, its growing latency and links that share a switch, which flatters whatever
-exchanges with many devices at once.
+A device computes, sends and receives at constant rates, and all devices do the same; beside its
+products a kernel takes a time for each row that it begins with. Left out are launches and merges,
+which flatters the ring with its many steps; and copies around a collective, its growing latency and
+links that share a switch, which flatters whatever exchanges with many devices at once.
 """
 
 import json
@@ -25,7 +25,9 @@ _SUM_ITEMSIZE = 4
 
 _PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 """Whether each is backward."""
-_FITTED = ("rate", "backward_rate", "bandwidth", "latency")
+_FITTED = ("rate", "backward_rate", "per_row", "bandwidth", "latency")
+_BACKWARD_ROWS = 6
+"""How many times as long as forward a kernel takes for a row backward, beside its products."""
 _PENALTY = 1e-3
 """Of a parameter that is e times what it was; a row that is off by a tenth costs 0.01."""
 
@@ -38,6 +40,9 @@ class Machine:
     """Operations per second of one device, forward; the default is of an H200 and our kernels."""
     backward_rate: float = 420e12
     """The same of the backward pass."""
+    per_row: float = 0.7e-9
+    """Seconds that a kernel takes, forward, for each row of queries and head beside its products:
+    to begin and to end it. A row that several kernels work on is paid several times."""
     bandwidth: float = 300e9
     """Bytes per second that a device sends within its node, while it receives as many."""
     latency: float = 20e-6
@@ -47,10 +52,10 @@ class Machine:
     """Bytes per second and device, each way, between nodes."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless all numbers are positive, the latency at least 0."""
+        """Raise ValueError unless all numbers are positive, what may be left out at least 0."""
         for field in fields(self):
             number = getattr(self, field.name)
-            if not (number > 0 or field.name == "latency" and number == 0):
+            if not (number > 0 or field.name in ("latency", "per_row") and number == 0):
                 raise ValueError(f"{field.name} must be positive, got {number:g}")
 
     def exchange(self, inside: float, outside: float = 0) -> float:
@@ -89,10 +94,18 @@ class Case:
             pairs = self.tokens * self._keys / (2 if self.is_causal else 1)
         return (10 if is_backward else 4) * pairs * shape.head_dim * shape.num_heads * shape.batch
 
-    def seconds(self, machine: Machine, *, is_backward: bool) -> float:
-        """Return the time of one device."""
+    def seconds(self, machine: Machine, *, is_backward: bool, calls: float = 1) -> float:
+        """Return the time of one device.
+
+        Args:
+            machine: On what.
+            is_backward: Which pass.
+            calls: Of kernels that each query takes part in.
+        """
         rate = machine.backward_rate if is_backward else machine.rate
-        return self.flops(is_backward=is_backward) / rate
+        row = machine.per_row * (_BACKWARD_ROWS if is_backward else 1)
+        rows = calls * self.tokens * self.shape.num_heads * self.shape.batch
+        return self.flops(is_backward=is_backward) / rate + rows * row
 
     def seconds_of_one(self, machine: Machine, passes: str) -> float:
         """Return the time of one device; see :func:`forecast`."""
@@ -193,17 +206,17 @@ def by_quorums(
         machine.exchange(is_near * each / stages, (1 - is_near) * each / stages)
         for each in (going, coming)
     )
-    compute = case.seconds(machine, is_backward=is_backward) / num_devices
+    calls = of_queries // num_slices
+    compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     seconds = way_in + max(compute, (stages - 1) * (way_in + way_out)) + way_out
 
     *tensors, answer = case.shard_bytes(num_devices)
     copied = _copied(of_queries) * queries + _copied(of_keys) * keys
     if is_backward:
         held = found = of_queries * queries + of_keys * keys
-        last = _copied(of_queries) * with_gradients + copied
         sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
         beyond = max(sums - coming, 0.0)  # what was sent is free by then
-        peak = held + answer + found + (last + beyond) / stages + coming + sum(tensors)
+        peak = held + answer + found + (copied + beyond) / stages + coming + sum(tensors)
     else:
         computed = results * (of_queries if num_workers == 1 else _copied(of_queries) / stages)
         own = results if num_workers > 1 else 0
@@ -249,7 +262,11 @@ def by_ring(
     if is_backward and num_steps > 1:
         hops = [(float(keys), 1), (keys + sums, num_steps - 2), (sums, 1)]
         home = float(keys)
-    step = case.seconds(machine, is_backward=is_backward) / num_devices / num_steps
+    each_call = (
+        0.5 if case.is_causal else 1
+    )  # zig-zag: of half of the rows, or with half of the keys
+    calls = 1 + (num_steps - 1) * each_call
+    step = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices / num_steps
     seconds += sum(n * max(step, machine.hop(each, num_devices)) for each, n in hops)
     seconds += machine.hop(home, num_devices)
 
@@ -287,7 +304,8 @@ def by_all_gather(
 
     moved = (num_devices - 1) * keys
     entering = max(num_devices / machine.devices_per_node - 1, 0) * keys
-    compute = case.seconds(machine, is_backward=is_backward) / num_devices
+    calls = min(num_devices, 2)
+    compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     own = compute / num_devices
     gather = machine.exchange(moved, entering)
     if not is_backward:
@@ -343,9 +361,9 @@ def forecast(
 
     Example:
         >>> case = Case(2**20, AttentionShape(32, 128, num_kv_heads=8))
-        >>> forecast("cqs", case, 64, Machine()).num_slices
-        2
-        >>> forecast("ulysses", case, 64, Machine()) is None
+        >>> forecast("cqs", case, 256, Machine()).num_slices
+        4
+        >>> forecast("ulysses", case, 256, Machine()) is None
         True
     """
     chosen, shape = METHODS[method], case.shape

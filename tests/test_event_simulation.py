@@ -188,11 +188,9 @@ def test_the_command_draws_forecasts(tmp_path):
 
 def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
     def of_quorums(*options):
-        assert (
-            main(["simulate", *"--devices 4096 --tokens 1e9 --kv-heads 8".split(), *options]) == 0
-        )
+        assert main(["simulate", *"--devices 128 --kv-heads 8".split(), *options]) == 0
         (line,) = (row for row in capsys.readouterr().out.splitlines() if " cqs  " in row)
-        *_, milliseconds, _, _, _, peak = line.split()
+        *_, milliseconds, _, _, _, peak = line.removesuffix("<").split()
         return float(milliseconds), float(peak)
 
     fastest, frugal = of_quorums(), of_quorums("--slack", "1")

@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backward-rate", type=float, metavar="TFLOPS", help="default: 0.7 of the other"
     )
     machine.add_argument(
+        "--per-row", type=float, metavar="NANOSECONDS",
+        help="of a kernel, forward, for each row of queries and head beside its products; "
+        "default: 0.7",
+    )  # fmt: skip
+    machine.add_argument(
         "--devices-per-node", type=int, metavar="D", help="then --link is for within a node"
     )
     machine.add_argument("--between", type=_link, metavar="LINK", help="of nodes; default: ib")
@@ -302,11 +307,13 @@ def _machine(options: argparse.Namespace) -> Machine:
         print(
             f"Fitted: {machine.rate / 1e12:.0f} TFLOP/s forward, "
             f"{machine.backward_rate / 1e12:.0f} backward, "
+            f"{machine.per_row * 1e9:.2f} nanoseconds a row, "
             f"{machine.bandwidth / 1e9:.0f} GB/s, {machine.latency * 1e6:.0f} microseconds"
         )
     given = {
         "rate": _scaled(options.rate, 1e12),
         "backward_rate": _scaled(options.backward_rate, 1e12),
+        "per_row": _scaled(options.per_row, 1e-9),
         "bandwidth": _scaled(options.link, 1e9),
         "latency": _scaled(options.latency, 1e-6),
         "devices_per_node": options.devices_per_node,

@@ -224,7 +224,7 @@ def choose_head_parallel(case: Case, num_ranks: int) -> int:
     Example:
         >>> shape = AttentionShape(40, 128, num_kv_heads=8)
         >>> [choose_head_parallel(Case(n, shape, is_causal=True), 32) for n in (2**14, 2**17)]
-        [8, 2]
+        [8, 4]
     """
     found = forecast("cqs", case, num_ranks, Machine(), slack=_SLACK)
     assert found is not None, "one slice is always possible"
