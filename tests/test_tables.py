@@ -1,5 +1,6 @@
 """The tables of README.md and docs, computed again from the rows that they quote."""
 
+import itertools
 import json
 import math
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cqs.bench.block import PARTS
+from cqs.simulation import fit, read_rows
 
 ROOT = Path(__file__).parent.parent
 
@@ -138,15 +140,16 @@ def test_accuracy(dtype):
         )
 
 
-def test_two_gpus_beside_other_ways():
-    rows = rows_of("peers-h200-x2")
+def test_gpus_beside_other_ways():
     header = (
         "| tokens | pass | one | `cqs` | `cqs quorums` | `ring` | `all-gather` | `ulysses` "
         "| `ulysses in two` |"
     )
     bodies = tables("docs/distributed.md", header)
-    assert [len(body) for body in bodies] == [8, 8]
-    for heads, body in zip(("h16-kv16-d128", "h32-kv8-d128"), bodies, strict=True):
+    assert [len(body) for body in bodies] == [8, 8, 12, 8]
+    measured = itertools.product((2, 4), ("h16-kv16-d128", "h32-kv8-d128"))
+    for (num_gpus, heads), body in zip(measured, bodies, strict=True):
+        rows = rows_of(f"peers-h200-x{num_gpus}")
         for tokens, name, one, *cells in body:
             length, _, kind = tokens.partition(" ")
             case = f"{kind or 'full'}-{number(length)}-{heads}"
@@ -159,6 +162,26 @@ def test_two_gpus_beside_other_ways():
                 found = [row for row in of_case if row["executor"] == method]
                 expected = [percent(row["details"]["efficiency"]) for row in found]
                 assert cell == "".join(expected), (case, name, method)
+
+
+def test_cqs_is_the_fastest_backward_on_four_gpus():
+    rows = [row for row in rows_of("peers-h200-x4") if row["benchmark"] == "peers backward"]
+    for case in {row["case"] for row in rows}:
+        of_case = [row for row in rows if row["case"] == case and row["executor"] != "one"]
+        assert min(of_case, key=lambda row: row["median_ms"])["executor"] == "cqs", case
+
+
+def test_four_gpus_are_predicted_from_two():
+    measured = read_rows(ROOT / "docs/results/peers-h200-x4.jsonl")
+    machine = fit(read_rows(ROOT / "docs/results/peers-h200-x2.jsonl"))
+    strays = [abs(row.ratio(machine) - 1) for row in measured]
+    counts = [sum(stray < most for stray in strays) for most in (0.05, 0.1)]
+    text = " ".join((ROOT / "docs/distributed.md").read_text().split())
+    shown = f"{counts[0]} of {len(strays)} times within 5 %, {counts[1]} within 10 %"
+    assert shown in text and f"{machine.latency * 1e6:.0f} microseconds" in text
+    assert all(
+        stray < 0.1 for row, stray in zip(measured, strays, strict=True) if row.case.tokens >= 2**16
+    )
 
 
 def of_patterns(rows, name, passes, executor):
@@ -223,8 +246,25 @@ def test_what_a_budget_costs():
         assert cells == [seconds, f"{row['ratio']:.2f}", f"{peak}, {predicted}", budget]
 
 
+def test_what_one_worker_holds():
+    rows = rows_of("memory-h200")
+    header = "| N | W | longest subsequence | MiB | to predicted | ms | to the whole |"
+    (body,) = tables("docs/benchmarks.md", header)
+    assert len(body) == len(rows)
+    for (tokens, num_workers, *cells), row in zip(body, rows, strict=True):
+        assert (number(tokens), int(num_workers)) == (row["tokens"], row["num_workers"])
+        assert abs(row["peak_bytes"] / row["predicted_bytes"] - 1) < 0.05
+        assert cells == [
+            f"{row['held_tokens']:,}",
+            f"{row['peak_bytes'] / 2**20:.1f}",
+            f"{row['peak_bytes'] / row['predicted_bytes']:.3f}",
+            f"{row['median_ms']:#.3g}",
+            f"{row['ratio']:#.3g}",
+        ]
+
+
 def test_where_the_time_of_a_layer_goes():
-    rows = rows_of("block-h200-x2")
+    rows = rows_of("block-h200-x2") + rows_of("block-h200-x4")
     header = "| layer | sequence x tensor | step | attention | feed-forward | waiting | rest |"
     (body,) = tables("docs/howto/long-context-block.md", f"{header} MiB of a rank |")
     assert len(body) == len(rows)
@@ -264,27 +304,16 @@ def test_what_numbers_of_workers_gain():
         assert cells == expected, number
 
 
-def test_ranges_between_two_gpus():
-    rows = rows_of("peers-h200-x2")
-
-    def ranges(passes, of_row):
-        found = []
-        for method in ("ring", "cqs", "cqs quorums"):
+def test_ranges_of_efficiency():
+    (body,) = tables("docs/comparison.md", "| | ring | `cqs` | quorums alone |")
+    cases = itertools.product(("two", "four"), ("forward", "backward"))
+    for (num_gpus, passes), (label, *cells) in zip(cases, body, strict=True):
+        rows = rows_of(f"peers-h200-x{2 if num_gpus == 'two' else 4}")
+        assert label == f"{num_gpus}, {passes}"
+        for method, cell in zip(("ring", "cqs", "cqs quorums"), cells, strict=True):
             values = [
-                of_row(row["details"])
+                100 * row["details"]["efficiency"]
                 for row in rows
                 if row["benchmark"] == f"peers {passes}" and row["executor"] == method
             ]
-            found += [min(values), max(values)]
-        return found
-
-    text = " ".join((ROOT / "docs/comparison.md").read_text().split())
-    forward, backward = (
-        [f"{each:.0f}" for each in ranges(passes, lambda details: 100 * details["efficiency"])]
-        for passes in ("forward", "backward")
-    )
-    shown = (
-        "it reached {} to {} % of twice the rate of one, `cqs` {} to {} and quorums alone {} to {}"
-    )
-    assert shown.format(*forward) in text
-    assert "backward {} to {}, {} to {} and {} to {} %".format(*backward) in text
+            assert cell == f"{min(values):.0f} to {max(values):.0f} %"
