@@ -13,6 +13,7 @@ from cqs.executors.local import run_local, run_local_backward
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem
 from cqs.scheduler import Plan
+from cqs.uncompiled import uncompiled
 from cqs.verify import verify_rows
 from cqs.worker.backends import check_backend_name
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from cqs.executors.ray import Cluster
 
 
+@uncompiled
 def attention(
     query: Tensor,
     key: Tensor,

@@ -17,6 +17,7 @@ from cqs.partial import Partial, lse_dtype
 from cqs.patterns import from_block_mask
 from cqs.patterns.masks import listed_blocks
 from cqs.problem import Problem, check_problem
+from cqs.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from cqs.executors.ray import Cluster
 
 
+@uncompiled
 def flex_attention(
     query: Tensor,
     key: Tensor,

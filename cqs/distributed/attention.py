@@ -21,10 +21,12 @@ from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_pattern, check_problem
 from cqs.scheduler.arguments import as_bool, as_integer
 from cqs.scheduler.heads import why_not_head_parallel
+from cqs.uncompiled import uncompiled
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.backends import check_backend_name
 
 
+@uncompiled
 def attention(
     query: Tensor,
     key: Tensor,

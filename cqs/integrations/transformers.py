@@ -29,6 +29,7 @@ from cqs.patterns import (
 from cqs.patterns.masks import as_array
 from cqs.patterns.pattern import Lengths
 from cqs.patterns.regular import bind_pieces
+from cqs.uncompiled import uncompiled
 from cqs.worker.backends import check_backend_name
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class _Implementation:
     group: Any
     """The process group, if there is one."""
 
+    @uncompiled
     def attend(
         self,
         module: torch.nn.Module,
@@ -193,6 +195,7 @@ class _Implementation:
             raise type(error)(f"{_name_of(module)}: {error}") from error
         return output.transpose(1, 2).contiguous(), None
 
+    @uncompiled
     def mask(
         self,
         *,

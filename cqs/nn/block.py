@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from cqs.nn.attention import SelfAttention
 from cqs.nn.feed_forward import FeedForward
-from cqs.nn.mesh import broadcast_parameters, check_mesh
+from cqs.nn.mesh import broadcast_parameters, check_mesh, uncompiled_on_mesh
 from cqs.nn.rows import find_tokens
 from cqs.patterns import Pattern
 
@@ -106,6 +106,7 @@ class HybridTransformerBlock(nn.Module):
             )
             broadcast_parameters(self, mesh, "sequence")
 
+    @uncompiled_on_mesh
     def forward(self, hidden: Tensor, tokens: range | None = None) -> Tensor:
         """Compute the block for the rows of this rank; every rank of the mesh calls this.
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from cqs.nn.block import HybridTransformerBlock
-from cqs.nn.mesh import AXES, broadcast_parameters
+from cqs.nn.mesh import AXES, broadcast_parameters, uncompiled_on_mesh
 from cqs.nn.rows import find_tokens
 
 
@@ -62,6 +62,7 @@ class HybridDecoder(nn.Module):
                     broadcast_parameters(getattr(self, name), self.mesh, axis)
                 parallelize_module(self, self.mesh["tensor"], {name: replicated})
 
+    @uncompiled_on_mesh
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the rows of this rank; every rank of the mesh calls this.
 

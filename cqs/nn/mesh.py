@@ -1,11 +1,18 @@
 """The devices of a layer: one mesh with an axis for the sequence and one for tensor parallelism."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cqs.uncompiled import uncompiled
+
 AXES = ("sequence", "tensor")
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
@@ -53,3 +60,17 @@ def broadcast_parameters(module: nn.Module, mesh: DeviceMesh, axis: str) -> None
         local = data.to_local() if isinstance(data, DTensor) else data
         if not local.is_meta:
             dist.broadcast(local, group=mesh.get_group(axis), group_src=0)
+
+
+def uncompiled_on_mesh(forward: _Forward) -> _Forward:
+    """Have ``torch.compile`` leave a module as it is if it has a mesh.
+
+    PyTorch 2.13 fails to compile the norm of a DTensor whose shape varies.
+    """
+    outside = uncompiled(forward)
+
+    @wraps(forward)
+    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (forward if self.mesh is None else outside)(self, *args, **kwargs)
+
+    return choose  # type: ignore[return-value]

@@ -7,8 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cqs.distributed.agreement import agree
+from cqs.uncompiled import uncompiled
 
 
+@uncompiled
 def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
     """Return the positions of what the ranks of this tensor axis have together.
 

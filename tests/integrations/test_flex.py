@@ -170,6 +170,25 @@ def test_gradients_through_a_score_function(mask_mod):
         assert (got - want).norm() < 1e-2 * want.norm()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_function_computes_the_same():
+    """Also where PyTorch's FlexAttention is called for its score."""
+    layer = torch.nn.Linear(16, 16, dtype=torch.float64)
+
+    def attend(query, mask, score_mod):
+        query = layer(query)
+        return cqs.flex_attention(query, query, query, score_mod, mask, num_workers=3).sin()
+
+    compiled = torch.compile(attend, backend="aot_eager")
+    for tokens in (90, 100):
+        query = torch.randn(2, 4, tokens, 16, dtype=torch.float64)
+        mask = block_mask(up_to, tokens, tokens, BLOCK_SIZE=32)
+        outputs = [each(query, mask, None) for each in (attend, compiled)]
+        check(*(torch.autograd.grad(each.sum(), layer.parameters()) for each in outputs))
+        with torch.no_grad():
+            check([compiled(query, mask, capped)], [attend(query, mask, capped)])
+
+
 def test_what_does_not_fit_is_refused():
     query, key, value = operands()
     with pytest.raises(TypeError, match="block_mask must be a BlockMask"):

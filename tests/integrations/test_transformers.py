@@ -200,6 +200,23 @@ def test_autocast_lowers_the_precision_of_attention():
     assert error < 0.02 * expected["output"].float().norm()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("family", ["Llama", "Bert"])
+def test_a_compiled_model_computes_the_same(family):
+    """Compiled once, whatever is padding."""
+    model = with_attention(make_model(family), "cqs")
+    expected = [passes(model, **BATCHES[kind]()) for kind in BATCHES if kind.startswith("padded")]
+    model.compile(backend="aot_eager")
+    for want, kind, stance in zip(
+        expected,
+        ["padded on the left", "padded on the right"],
+        ["default", "fail_on_recompile"],
+        strict=True,
+    ):
+        with torch.compiler.set_stance(stance):
+            assert_alike(passes(model, **BATCHES[kind]()), want)
+
+
 class Layer(torch.nn.Module):
     layer_idx = 7
     is_causal = True

@@ -7,11 +7,14 @@ from models import (
     SHAPES,
     cut,
     difference_under_fully_shard,
+    draw,
     largest_differences,
     make_block,
+    make_compiled,
     make_decoder,
     make_mesh,
     moved_between_layouts,
+    train,
     uneven_difference,
 )
 
@@ -114,6 +117,24 @@ def test_a_block_is_llamas():
     gate, up, down = (state[f"feed_forward.{name}.weight"] for name in ("gate", "up", "down"))
     expected = expected + layer(torch.nn.functional.silu(layer(rows, gate)) * layer(rows, up), down)
     torch.testing.assert_close(block(hidden), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_decoder_trains_as_one_that_is_not(one_thread):
+    """Compiled once for one length and once for any."""
+    patterns = [WINDOW, None]
+    for tokens, stance in ((29, "default"), (31, "default"), (40, "fail_on_recompile")):
+        data, found = draw(make_decoder, tokens, 2), []
+        with torch.compiler.set_stance(stance):
+            for make in (make_decoder, make_compiled):
+                torch.manual_seed(0)
+                found.append(train(make(None, patterns), None, data, 2))
+        torch.testing.assert_close(*found, atol=1e-12, rtol=0)
+
+
+def test_a_compiled_decoder_on_a_mesh_trains_as_on_one_device(mesh_ranks):
+    found = mesh_ranks.run(2, largest_differences, make_compiled, (1, 2), {"patterns": [WINDOW]})
+    assert max(map(max, found)) < 1e-11
 
 
 def test_blocks_of_a_decoder_are_alike():
