@@ -37,7 +37,8 @@ def attention(
 ) -> jax.Array:
     """Compute what ``jax.nn.dot_product_attention`` computes, by :func:`cqs.attention`.
 
-    Arrays go to PyTorch and back by DLPack, without a copy, on the CPU or the GPU where they are.
+    Arrays go to PyTorch and back by DLPack, without a copy, on the CPU or the GPU where they are. A
+    GPU is waited for before and after: JAX and PyTorch do not know what the other still reads.
     Inside ``jax.jit`` and other transformations PyTorch is called back with arrays in host memory,
     and computes on the CPU. Reverse-mode derivatives are defined, once; the backward pass computes
     the forward pass again.
@@ -230,12 +231,26 @@ def _by_torch(
     """
 
     def call(give: Callable[[Tensor], Any], operands: Any, limits: Any) -> Any:
-        return jax.tree.map(give, function(*map(torch.from_dlpack, operands), *limits))
+        tensors = [*map(torch.from_dlpack, operands)]
+        _finish(tensors[0].device)
+        found = function(*tensors, *limits)
+        _finish(tensors[0].device)
+        return jax.tree.map(give, found)
 
     if any(isinstance(array, jax.core.Tracer) for array in (*operands, *limits)):
         later = partial(call, _to_numpy)
         return jax.pure_callback(later, results, operands, limits, vmap_method="sequential")
     return call(jax.dlpack.from_dlpack, operands, limits)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for a GPU.
+
+    DLPack has streams wait for arrays to be computed, but not for them to be read: JAX frees memory
+    once its kernels are launched, for itself and for PyTorch to write to.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _to_numpy(tensor: Tensor) -> Any:

@@ -1,6 +1,9 @@
 """Attention for JAX is that of jax.nn, on the same arrays, with its gradients."""
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +110,15 @@ def test_a_query_that_sees_no_key_gives_nothing():
     grad_query, *others = pull(grad_output)
     assert (grad_query[:, 11:] == 0).all()
     assert all(jnp.isfinite(gradient).all() for gradient in others)
+
+
+@pytest.mark.gpu
+def test_arrays_stay_on_the_gpu():
+    """In a process of its own, with a JAX that has not taken most of the memory."""
+    pytest.importorskip("jax_plugins", reason="needs JAX for CUDA")
+    program = Path(__file__).with_name("jax_on_gpu.py")
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_what_is_not_supported_is_refused():

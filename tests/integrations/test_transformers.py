@@ -13,6 +13,7 @@ from transformers import AttentionInterface, masking_utils
 
 import cqs
 from cqs.integrations.transformers import register
+from cqs.testing import assert_tracks_exact
 
 register()
 register("cqs-of-5", num_workers=5)
@@ -215,6 +216,19 @@ def test_a_compiled_model_computes_the_same(family):
     ):
         with torch.compiler.set_stance(stance):
             assert_alike(passes(model, **BATCHES[kind]()), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["whole", "padded on the right"])
+def test_a_model_on_a_gpu_tracks_one_in_float64(kind):
+    model = make_model("Llama", hidden_size=128).bfloat16().cuda()
+    batch = {name: tensor.cuda() for name, tensor in BATCHES[kind]().items()}
+    found, eager = (passes(with_attention(model, name), **batch) for name in ("cqs", "eager"))
+    exact = passes(model.double(), **batch)
+    assert found.keys() == exact.keys()
+    for name, want in exact.items():
+        assert found[name].dtype == torch.bfloat16 and found[name].is_cuda
+        assert_tracks_exact(found[name], eager[name], want, slack=3, name=name)
 
 
 class Layer(torch.nn.Module):

@@ -90,8 +90,8 @@ def passes(model, **batch):
     mask = batch.get("attention_mask")
     if mask is not None and mask.ndim == 2:
         output = output[mask.bool()]
-    weights = torch.randn(output.shape, generator=torch.manual_seed(2), dtype=output.dtype)
-    (output * weights).sum().backward()
+    signs = 2 * torch.randint(2, output.shape, generator=torch.manual_seed(2)) - 1
+    (output * signs.to(output)).sum().backward()
     gradients = {
         name: parameter.grad
         for name, parameter in model.named_parameters()

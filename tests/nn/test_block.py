@@ -1,5 +1,7 @@
 """A block, and a model of blocks, on a mesh are what they are on one device."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from models import (
@@ -20,6 +22,7 @@ from models import (
 
 from cqs.nn import HybridDecoder, HybridTransformerBlock
 from cqs.patterns import causal, global_tokens, per_head, sliding_window, strided
+from cqs.testing import assert_tracks_exact
 
 WINDOW = sliding_window(6, 0) | global_tokens(2)
 OF_HEADS = per_head([[causal(), strided(3), sliding_window(4, 0)] * 4])
@@ -72,6 +75,29 @@ def test_gradients_are_those_under_fully_shard(mesh_ranks, shape):
 
 def test_states_move_between_layouts(mesh_ranks):
     assert all(mesh_ranks.run(4, moved_between_layouts, [(1, 4), (2, 2), (4, 1)]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", [None, sliding_window(50, 0) | global_tokens(2)], ids=str)
+def test_a_block_on_a_gpu_tracks_one_in_float64(pattern):
+    """As the same block on a CPU does."""
+    sizes = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "feed_forward_size": 384}
+    block = make_block(None, **sizes, pattern=pattern, dtype=torch.bfloat16)
+    hidden = torch.randn(2, 300, 256).bfloat16()
+
+    def passes(device, dtype):
+        ours = deepcopy(block).to(device, dtype)
+        inputs = hidden.to(device, dtype, copy=True).requires_grad_()
+        output = ours(inputs)
+        output.sum().backward()
+        assert output.device.type == device
+        gradients = {name: each.grad.cpu() for name, each in ours.named_parameters()}
+        return {"output": output.detach().cpu(), "hidden": inputs.grad.cpu(), **gradients}
+
+    found = passes("cuda", torch.bfloat16)
+    eager, exact = passes("cpu", torch.bfloat16), passes("cpu", torch.float64)
+    for name, want in exact.items():
+        assert_tracks_exact(found[name], eager[name], want, slack=3, name=name)
 
 
 def gradcheck(group):
