@@ -78,7 +78,7 @@ class Checkpoint:
         position: Position,
         last: tuple[int, int, range],
     ) -> None:
-        """Note that everything up to a position in a part is where it goes.
+        """Note that everything up to a position in a part is where it goes, also for the disk.
 
         Args:
             plans: As they are followed.
@@ -95,13 +95,22 @@ class Checkpoint:
             "last": [batch, head, rows.start, rows.stop],
             "digest": self._digest(batch, head, rows),
         }
+        self.output.flush()
+        self._mapped_lse.flush()
         partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps(content))
+        with open(partial, "w") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, self.path)
 
-    @cached_property
+    @property
     def lse(self) -> Tensor:
         """``[batch, num_heads, seqlen_q]``, mapped from its file, which is new at first."""
+        return torch.from_numpy(self._mapped_lse)
+
+    @cached_property
+    def _mapped_lse(self) -> np.memmap:
         shape, dtype = self.output.shape[:3], lse_dtype(self.output.dtype)
         of_numpy = np.float64 if dtype == torch.float64 else np.float32
         mode = "r+" if self.path.exists() else "w+"
@@ -110,7 +119,7 @@ class Checkpoint:
             raise ValueError(f"'{self._lse_path}' is of another computation")
         with open(self._lse_path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, os.path.getsize(self._lse_path))
-        return torch.from_numpy(mapped)
+        return mapped
 
     def remove(self) -> None:
         """Forget it, once everything is computed."""

@@ -129,6 +129,10 @@ class InFile:
             count = os.pwrite(self._descriptor, view, place)
             view, place = view[count:], place + count
 
+    def flush(self) -> None:
+        """Wait until the disk has what was written to the file; raises OSError if it cannot."""
+        os.fsync(self._descriptor)
+
     def part(self, batches: slice, heads: slice) -> "InFile":
         """Return some batch elements and heads."""
         first, shape = _cut(self.shape, batches, heads)

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,6 +185,47 @@ def test_a_checkpoint_without_its_results_is_refused(maps, spoil, error, message
     spoil()
     with pytest.raises(error, match=message):
         cqs.attention(*maps, **options)
+
+
+@pytest.fixture
+def disks(monkeypatch):
+    """What a disk has for certain whenever a file has been renamed: what was written there."""
+    disk, states = {}, []
+
+    def flushed(path):
+        disk[Path(path).name] = Path(path).read_bytes()
+
+    def fsync(descriptor, fsync=os.fsync):
+        fsync(descriptor)
+        flushed(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def flush(mapped, flush=np.memmap.flush):
+        flush(mapped)
+        flushed(mapped.filename)
+
+    def rename(source, target, rename=os.replace):
+        rename(source, target)
+        disk[Path(target).name] = disk.pop(Path(source).name, b"")
+        states.append(dict(disk))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(np.memmap, "flush", flush)
+    monkeypatch.setattr(os, "replace", rename)
+    return states
+
+
+def test_a_checkpoint_holds_after_a_loss_of_power(maps, disks):
+    """Whatever it calls final was on the disk before."""
+    expected = cqs.attention(*maps, **WITHIN)
+    cqs.attention(*maps, out=new_output(), resume="run", **WITHIN)
+    found = list(disks)
+    assert len(found) > 3
+    for state in found:
+        for name in ("out.npy", "run", "run.lse.npy"):
+            Path(name).write_bytes(state.get(name, b""))
+        out = np.load("out.npy", mmap_mode="r+")
+        cqs.attention(*maps, out=out, resume="run", **WITHIN)
+        assert torch.equal(torch.from_numpy(np.load("out.npy")), expected)
 
 
 def damaged(change):
