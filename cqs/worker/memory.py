@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Task
@@ -76,14 +76,12 @@ def record_memory(
         return result, [(0.0, 0), *samples]
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it announces every start on stderr otherwise
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
+    # Not torch.profiler.profile, which imports all of torch.compile.
+    with profile(profile_memory=True, use_kineto=True) as profiler:
         start = time.time()
         result = compute()
-    recorded = profiler.profiler
-    assert recorded is not None and recorded.kineto_results is not None
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    assert profiler.kineto_results is not None
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     sizes = accumulate(event.nbytes() for event in events)
     times = (event.start_ns() / 1e9 - start for event in events)
