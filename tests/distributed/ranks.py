@@ -12,7 +12,8 @@ import torch.multiprocessing as mp
 def make_context():
     """Where processes begin with what takes long to import."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["cqs.nn", "cqs.testing"])
+    # DTensor imports torch._dynamo where it is first used.
+    context.set_forkserver_preload(["cqs.nn", "cqs.testing", "pytest", "torch._dynamo"])
     return context
 
 
