@@ -57,6 +57,15 @@ def test_attention_is_loaded_when_it_is_used():
     assert {"torch", "cqs.api"} <= imported and not imported & {"ray", "triton", "torch._dynamo"}
 
 
+def test_memory_is_measured_without_what_compiles():
+    """It takes as long to import as all the rest, and every actor would."""
+    imported = modules_after(
+        "import torch; from cqs.worker.memory import measure_peak_bytes; "
+        "measure_peak_bytes(lambda: torch.ones(3), torch.device('cpu'))"
+    )
+    assert "cqs.worker.memory" in imported and "torch._dynamo" not in imported
+
+
 def test_patterns_are_loaded_when_they_are_used():
     imported = modules_after("import cqs; cqs.patterns.sliding_window(3, 0)")
     assert "cqs.patterns" in imported and "torch" not in imported
