@@ -8,12 +8,15 @@ DOCS_INSTALLED := .venv/docs-installed
 demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
 
-# Ray's tests wait more than they compute, and look at what else runs: apart, but beside the others.
-# One thread each: on small tensors more threads wait for each other, and long where cores are busy.
-test test-ray test-rest: export OMP_NUM_THREADS := 1
+# Ray's tests wait more than they compute, and look at what else runs: apart, but beside the others,
+# and those beside whatever else is to be made. One thread each: on small tensors more threads wait for
+# each other, and long where cores are busy.
+ifneq (,$(filter test,$(MAKECMDGOALS)))
+MAKEFLAGS += --jobs=2 --output-sync
+endif
+test-ray test-rest: export OMP_NUM_THREADS := 1
 
-test: $(INSTALLED)
-	$(MAKE) --jobs 2 --output-sync test-ray test-rest
+test: test-rest test-ray
 
 test-ray: $(INSTALLED)
 	$(VENV)/python -m pytest -m ray

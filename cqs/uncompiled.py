@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -18,13 +18,17 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     for programs that compile nothing.
     """
 
+    @cache
+    def outside() -> Callable[_P, _T]:
+        found: Callable[_P, _T] = torch.compiler.disable(function)
+        return found
+
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # skipped, or it would be compiled for all kinds
             torch._dynamo.skip_frame(msg=f"{function.__name__} of cqs runs outside of the graph")
-        result: _T = torch.compiler.disable(function)(*args, **kwargs)
-        return result
+        return outside()(*args, **kwargs)
 
     return call
