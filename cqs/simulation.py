@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -171,10 +171,9 @@ def by_quorums(
     A shard goes to ``num_slices`` devices for each of the m quorums that hold it, one of them its
     own, and results come back from there: in all ``(2 + 2g)(m - 1) / W`` of N x d per head without
     slices, with g key heads per head and W devices; with as many slices as devices, what Ulysses
-    moves. For even W and attention that is not causal a group or two of a quorum may be queries or
-    keys alone, as at the ends of quorums in a causal case, which is counted as if it needed both.
-    Of S stages the first one's way in and the last one's way out are exposed, the rest travels
-    beside the computation.
+    moves. For even W a group or two of a quorum may be queries or keys alone, and if attention is
+    causal those at its ends are: then the device that moves most counts. Of S stages the first
+    one's way in and the last one's way out are exposed, the rest travels beside the computation.
 
     Args:
         case: What is computed.
@@ -193,35 +192,53 @@ def by_quorums(
 
     queries, keys, results = case.shard_bytes(num_devices, num_slices)
     merged = results if num_workers > 1 else queries  # whole rows need no lse
-    of_queries, of_keys = (
-        num_groups * num_slices
-        for num_groups in _num_groups(interest_set, num_workers, case.is_causal)
-    )
-    other_queries, other_keys = of_queries - 1, of_keys - 1
-    going, coming = other_queries * queries + other_keys * keys, other_queries * merged
-    if is_backward:
+    needs = [
+        _Needs(
+            each.queries * num_slices,
+            each.keys * num_slices,
+            # a device is in one half of its group, and half of the queries may be all of its own
+            (each.query_results if num_slices == 1 else math.ceil(each.query_results)) * num_slices,
+            each.key_results * num_slices,
+        )
+        for each in _needs(interest_set, num_workers, case.is_causal)
+    ]
+
+    def moved(needed: _Needs) -> tuple[float, float]:
+        """Return the bytes that come to a worker, and those of results, on either way."""
+        there = (needed.queries - 1) * queries + (needed.keys - 1) * keys
+        if not is_backward:
+            return there, (max(needed.queries, needed.query_results) - 1) * merged
+        back = (needed.query_results - 1) * queries + (needed.key_results - 1) * keys
         with_gradients = queries + (merged if num_workers > 1 else 0)
-        going, coming = other_queries * with_gradients, going
+        return (needed.queries - 1) * with_gradients, max(there, back)
+
+    def peak_of(needed: _Needs) -> float:
+        of_queries = _copied(needed.queries, needed.query_results)
+        copied = of_queries * queries + _copied(needed.keys, needed.key_results) * keys
+        if is_backward:
+            held = needed.queries * queries + needed.keys * keys
+            sent = held - queries - keys
+            received = needed.query_results * queries + needed.key_results * keys
+            sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
+            last = copied + max(sums - sent, 0.0)  # what was sent is free when sums begin
+            return held + answer + received + last / stages + sent + sum(tensors)
+        computed = results * of_queries / stages
+        if num_workers == 1:
+            computed = results * needed.queries
+        own = results if num_workers > 1 else 0
+        sent = (needed.queries - 1) * merged
+        return copied + sent + needed.query_results * merged + computed + own + answer
+
+    going, coming = map(max, zip(*map(moved, needs), strict=True))
     way_in, way_out = (
         machine.exchange(is_near * each / stages, (1 - is_near) * each / stages)
         for each in (going, coming)
     )
-    calls = of_queries // num_slices
+    calls = max(each.queries for each in needs) / num_slices
     compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     seconds = way_in + max(compute, (stages - 1) * (way_in + way_out)) + way_out
-
     *tensors, answer = case.shard_bytes(num_devices)
-    copied = _copied(of_queries) * queries + _copied(of_keys) * keys
-    if is_backward:
-        held = found = of_queries * queries + of_keys * keys
-        sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
-        beyond = max(sums - coming, 0.0)  # what was sent is free by then
-        peak = held + answer + found + (copied + beyond) / stages + coming + sum(tensors)
-    else:
-        computed = results * (of_queries if num_workers == 1 else _copied(of_queries) / stages)
-        own = results if num_workers > 1 else 0
-        peak = copied + coming + of_queries * merged + computed + own + answer
-    return Forecast(seconds, going + coming, peak, num_slices)
+    return Forecast(seconds, going + coming, max(map(peak_of, needs)), num_slices)
 
 
 def by_ring(
@@ -476,20 +493,57 @@ def _read_row(found: dict[str, Any], passes: str) -> Row:
     )
 
 
-def _num_groups(
-    interest_set: tuple[int, ...], num_workers: int, is_causal: bool
-) -> tuple[int, int]:
-    """Return of how many groups a worker needs the queries, and of how many the keys."""
+class _Needs(NamedTuple):
+    """Of how many groups a worker needs what; its own is one of each."""
+
+    queries: float
+    keys: float
+    query_results: float
+    """How often what was computed for its own group is there: for its queries..."""
+    key_results: float
+    """... and for its keys."""
+
+
+@lru_cache(maxsize=256)
+def _needs(interest_set: tuple[int, ...], num_workers: int, is_causal: bool) -> tuple[_Needs, ...]:
+    """Return what workers need.
+
+    If attention is causal they differ by which of their groups come before others; some of each
+    kind are looked at. Of a pair that two workers share each needs half of the queries.
+    """
     partners, shared = pair_offsets(interest_set, num_workers)
-    if is_causal or shared is None:
-        return len(interest_set), len(interest_set)
-    queries, keys = {*partners, shared[0]}, {*chain(*partners.values()), shared[1]}
-    return len(queries), len(keys)
+    if not is_causal:
+        num_queries = num_keys = len(interest_set)
+        if shared is not None:
+            num_queries = len({*partners, shared[0]})
+            num_keys = len({*chain(*partners.values()), shared[1]})
+        return (_Needs(num_queries, num_keys, num_queries, num_keys),)
+
+    def needs(worker: int, offset: int) -> tuple[float, float]:
+        """Return what part of the queries of a group a worker needs for others, and of its keys."""
+        group = (worker + offset) % num_workers
+        others = [(worker + other) % num_workers for other in partners.get(offset, ())]
+        part = 1.0 if any(other < group for other in others) else 0.0
+        if shared is not None and offset in shared:
+            others.append((worker + sum(shared) - offset) % num_workers)
+            part = max(part, 0.5 if others[-1] < group else 0.0)
+        return part, float(any(other > group for other in others))
+
+    distances = [offset for offset in interest_set if offset]
+    found = []
+    for worker in {(-offset - i) % num_workers for offset in interest_set for i in (0, 1)}:
+        of_others = [needs(worker, each) for each in distances]
+        by_others = [needs((worker - each) % num_workers, each) for each in distances]
+        sums = (
+            1 + sum(part[i] for part in parts) for parts in (of_others, by_others) for i in (0, 1)
+        )
+        found.append(_Needs(*sums))
+    return tuple(found)
 
 
-def _copied(num_shards: int) -> int:
-    """Return of how many shards there is a copy on a device that needs so many; its own is one."""
-    return num_shards if num_shards > 1 else 0
+def _copied(needed: float, results: float) -> float:
+    """Return of how many groups a worker has a copy; of its own none if nothing of it travels."""
+    return needed if max(needed, results) > 1 else 0.0
 
 
 def _near(

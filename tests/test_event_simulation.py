@@ -188,13 +188,13 @@ def test_the_command_draws_forecasts(tmp_path):
 
 def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
     def of_quorums(*options):
-        assert main(["simulate", *"--devices 128 --kv-heads 8".split(), *options]) == 0
+        assert main(["simulate", *"--devices 256 --kv-heads 8 --causal no".split(), *options]) == 0
         (line,) = (row for row in capsys.readouterr().out.splitlines() if " cqs  " in row)
         *_, milliseconds, _, _, _, peak = line.removesuffix("<").split()
         return float(milliseconds), float(peak)
 
     fastest, frugal = of_quorums(), of_quorums("--slack", "1")
-    assert fastest[0] <= frugal[0] <= 1.01 * fastest[0] and frugal[1] < 0.6 * fastest[1]
+    assert fastest[0] <= frugal[0] <= 1.01 * fastest[0] and frugal[1] < 0.7 * fastest[1]
 
 
 @pytest.mark.parametrize(

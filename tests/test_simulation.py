@@ -77,8 +77,8 @@ def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, num_slices
         bytes_received(case, layout, num_slices, rank)
         for rank, layout in enumerate(layouts(case, num_devices, num_slices))
     ]
-    if is_causal and num_slices < num_devices:  # the ends of quorums are keys or queries alone
-        assert 0.4 * moved < sum(real) / num_devices <= max(real) <= moved
+    if is_causal and num_slices < num_devices:  # who gets most tokens may get fewer results
+        assert 0.9 * moved < max(real) <= moved
     else:
         assert set(real) == {moved}
 
@@ -189,9 +189,10 @@ def bytes_kept(case, layout, num_slices):
 @pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
 @pytest.mark.parametrize(("num_devices", "num_cases"), [(2, 8), (4, 10)])
 def test_memory_is_what_gpus_allocated(method, passes, num_devices, num_cases):
-    """But for quorums of causal attention, of which the model says what they need at most.
+    """But for what these rows were measured before.
 
-    When two were measured, a backward pass held the gradient of the output longer.
+    A worker that has half of a pair got all of its queries; and when two GPUs were measured, a
+    backward pass held the gradient of the output longer.
     """
     with open(RESULTS / f"peers-h200-x{num_devices}.jsonl") as file:
         rows = [json.loads(line) for line in file]
@@ -209,11 +210,13 @@ def test_memory_is_what_gpus_allocated(method, passes, num_devices, num_cases):
         found = by_quorums(case, num_devices, Machine(), num_slices, is_backward=is_backward)
         peak = found.peak_bytes
         if is_backward:
-            peak -= bytes_kept(case, layouts(case, num_devices, num_slices)[0], num_slices)
-        if is_backward and num_devices == 2:
-            assert peak < 1.5 * details["peak_bytes"] < 1.8 * peak
-        elif case.is_causal and num_slices == 1:
-            assert details["peak_bytes"] < peak < 1.8 * details["peak_bytes"]
+            kept = (
+                bytes_kept(case, layout, num_slices)
+                for layout in layouts(case, num_devices, num_slices)
+            )
+            peak -= max(kept)
+        if is_backward and num_devices == 2 or case.is_causal and num_slices == 1:
+            assert peak < 1.05 * details["peak_bytes"] < 2 * peak
         else:
             assert peak == pytest.approx(details["peak_bytes"], rel=0.01)
 

@@ -10,6 +10,7 @@ from cqs.distributed.locality import split_steps
 from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Plan, Step, make_plan
 from cqs.scheduler.heads import choose_num_stages
+from cqs.scheduler.task import join_ranges
 from cqs.simulation import Case, Machine, forecast
 
 Lengths = tuple[int, ...]
@@ -141,9 +142,11 @@ def lay_out(
     )
     tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
-    of_queries = make_route(shards_q, [task.held_queries for task in tasks], rank)
-    of_keys = make_route(shards_kv, [task.held_keys for task in tasks], rank)
-    if seqlens_q == seqlens_kv and all(task.held_queries == task.held_keys for task in tasks):
+    wanted_queries = [join_ranges(step.queries for step in task.steps) for task in tasks]
+    wanted_keys = [join_ranges(task.held_keys) for task in tasks]
+    of_queries = make_route(shards_q, wanted_queries, rank)
+    of_keys = make_route(shards_kv, wanted_keys, rank)
+    if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
         of_keys = of_queries
     own_steps: tuple[Step, ...] = ()
     steps = tasks[rank].steps
@@ -223,7 +226,7 @@ def choose_head_parallel(case: Case, num_ranks: int) -> int:
 
     Example:
         >>> shape = AttentionShape(40, 128, num_kv_heads=8)
-        >>> [choose_head_parallel(Case(n, shape, is_causal=True), 32) for n in (2**14, 2**17)]
+        >>> [choose_head_parallel(Case(n, shape, is_causal=True), 64) for n in (2**14, 2**17)]
         [8, 4]
     """
     found = forecast("cqs", case, num_ranks, Machine(), slack=_SLACK)

@@ -12,7 +12,7 @@ from cqs.scheduler.interest_sets import check_interest_set, load_interest_set
 from cqs.scheduler.levelling import level_work
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
 from cqs.scheduler.strips import Count, Strip, join_strips
-from cqs.scheduler.task import Step, Task
+from cqs.scheduler.task import Step, Task, join_ranges
 from cqs.scheduler.validate import validate_pattern_tasks, validate_tasks
 
 
@@ -358,7 +358,7 @@ class Plan:
             first, second = (self._runs(seen + extra) for extra in seen_by_half)
             cuts = [
                 (queries[:half], first, causal_keys[:half]),
-                (queries[half:], _join([*second, causal_keys[:half]]), causal_keys[half:]),
+                (queries[half:], join_ranges([*second, causal_keys[:half]]), causal_keys[half:]),
             ]
         else:
             cuts = [(queries, self._runs(seen), causal_keys)]
@@ -384,18 +384,7 @@ class Plan:
                 start = self.key_groups[indices[first]].start
                 runs.append(range(start, self.key_groups[index].stop))
                 first = last + 1
-        return _join(runs)
-
-
-def _join(ranges: Iterable[range]) -> tuple[range, ...]:
-    """Sort disjoint ranges, join those that touch and drop the empty."""
-    runs: list[range] = []
-    for piece in sorted(filter(len, ranges), key=lambda piece: piece.start):
-        if runs and runs[-1].stop == piece.start:
-            runs[-1] = range(runs[-1].start, piece.stop)
-        else:
-            runs.append(piece)
-    return tuple(runs)
+        return join_ranges(runs)
 
 
 def _check_pattern(pattern: Any, is_causal: bool = False) -> Any:

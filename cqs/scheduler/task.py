@@ -1,5 +1,6 @@
 """A task: what one worker holds and computes, as ranges of tokens."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -79,3 +80,19 @@ class Task:
     def held_tokens(self) -> int:
         """Number of tokens whose query, key and value this task needs, the larger side."""
         return max(sum(map(len, self.held_queries)), sum(map(len, self.held_keys)))
+
+
+def join_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
+    """Sort disjoint ranges, join those that touch and drop the empty.
+
+    Example:
+        >>> join_ranges([range(6, 9), range(0, 2), range(2, 4), range(5, 5)])
+        (range(0, 4), range(6, 9))
+    """
+    runs: list[range] = []
+    for piece in sorted(filter(len, ranges), key=lambda piece: piece.start):
+        if runs and runs[-1].stop == piece.start:
+            runs[-1] = range(runs[-1].start, piece.stop)
+        else:
+            runs.append(piece)
+    return tuple(runs)

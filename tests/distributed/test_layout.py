@@ -140,8 +140,8 @@ def test_on_few_ranks_heads_are_cut_where_that_spares_most(tokens):
 
 def test_on_many_ranks_heads_are_cut_less_where_their_way_would_not_be_hidden():
     """One key head of a rank is one stage, in which nothing travels beside a computation."""
-    assert [chosen(32, 40, 8, 2**n, is_causal=True) for n in (14, 17, 20)] == [8, 4, 8]
-    assert chosen(32, 40, 8, 2**17, num_pairs=2**27) == 8  # few pairs leave nothing to hide it
+    assert [chosen(64, 40, 8, 2**n, is_causal=True) for n in (14, 17, 20)] == [8, 4, 4]
+    assert chosen(64, 40, 8, 2**17, num_pairs=2**27) == 8  # few pairs leave nothing to hide it
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
