@@ -175,7 +175,7 @@ TENSORS = {
         ({"backend": "fastest"}, "rank 2 of the group failed: ValueError"),
         ({"pattern": "causal"}, "rank 2 of the group failed: TypeError"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else "".join(each),
 )
 def test_ranks_that_disagree_find_out(ranks, changed, message):
     found = ranks.run(4, complaint, 2, changed, {})
