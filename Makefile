@@ -3,7 +3,7 @@ VENV := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 
-.PHONY: demo test test-ray test-rest test-gpu lint docs notebooks wheel check-dist check-package clean
+.PHONY: demo test test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
 
 demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
@@ -16,13 +16,17 @@ MAKEFLAGS += --jobs=2 --output-sync
 endif
 test-ray test-rest: export OMP_NUM_THREADS := 1
 
-test: test-rest test-ray
+test: test-rest test-ray test-kernels
 
 test-ray: $(INSTALLED)
 	$(VENV)/python -m pytest -m ray
 
 test-rest: $(INSTALLED)
-	$(VENV)/python -m pytest -m "not ray"
+	$(VENV)/python -m pytest -m "not ray" --ignore tests/worker/test_compilation.py
+
+# They compile for a minute, after Ray's tests if those are made too.
+test-kernels: $(INSTALLED)
+	$(VENV)/python -m pytest tests/worker/test_compilation.py
 
 lint: $(INSTALLED)
 	$(VENV)/ruff check
