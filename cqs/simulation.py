@@ -6,30 +6,24 @@ which flatters the ring with its many steps; and copies around a collective, its
 links that share a switch, which flatters whatever exchanges with many devices at once.
 """
 
-import json
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
-from itertools import chain
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from cqs.scheduler import AttentionShape
+from cqs.scheduler.group_needs import GroupNeeds, group_needs
 from cqs.scheduler.heads import choose_num_stages, possible_head_parallel
 from cqs.scheduler.interest_sets import load_interest_set
-from cqs.scheduler.quorum import pair_offsets
 
 _SUM_ITEMSIZE = 4
 """Gradients are summed in float32."""
 
 _PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 """Whether each is backward."""
-_FITTED = ("rate", "backward_rate", "per_row", "bandwidth", "latency")
 _BACKWARD_ROWS = 6
 """How many times as long as forward a kernel takes for a row backward, beside its products."""
-_PENALTY = 1e-3
-"""Of a parameter that is e times what it was; a row that is off by a tenth costs 0.01."""
 
 
 @dataclass(frozen=True)
@@ -193,17 +187,17 @@ def by_quorums(
     queries, keys, results = case.shard_bytes(num_devices, num_slices)
     merged = results if num_workers > 1 else queries  # whole rows need no lse
     needs = [
-        _Needs(
+        GroupNeeds(
             each.queries * num_slices,
             each.keys * num_slices,
             # a device is in one half of its group, and half of the queries may be all of its own
             (each.query_results if num_slices == 1 else math.ceil(each.query_results)) * num_slices,
             each.key_results * num_slices,
         )
-        for each in _needs(interest_set, num_workers, case.is_causal)
+        for each in group_needs(interest_set, num_workers, case.is_causal)
     ]
 
-    def moved(needed: _Needs) -> tuple[float, float]:
+    def moved(needed: GroupNeeds) -> tuple[float, float]:
         """Return the bytes that come to a worker, and those of results, on either way."""
         there = (needed.queries - 1) * queries + (needed.keys - 1) * keys
         if not is_backward:
@@ -212,7 +206,7 @@ def by_quorums(
         with_gradients = queries + (merged if num_workers > 1 else 0)
         return (needed.queries - 1) * with_gradients, max(there, back)
 
-    def peak_of(needed: _Needs) -> float:
+    def peak_of(needed: GroupNeeds) -> float:
         of_queries = _copied(needed.queries, needed.query_results)
         copied = of_queries * queries + _copied(needed.keys, needed.key_results) * keys
         if is_backward:
@@ -404,141 +398,6 @@ def forecast(
     fastest = min(found, key=lambda one: one.seconds)
     nearly = [one for one in found if one.seconds <= (1 + slack) * fastest.seconds]
     return min(nearly, key=lambda one: one.peak_bytes) if slack else fastest
-
-
-class Row(NamedTuple):
-    """A measured time."""
-
-    method: str
-    case: Case
-    num_devices: int
-    passes: str
-    seconds: float
-
-    def ratio(self, machine: Machine) -> float:
-        """Return the predicted time over the measured one."""
-        found = forecast(self.method, self.case, self.num_devices, machine, self.passes)
-        assert found is not None, "it was measured"
-        return found.seconds / self.seconds
-
-
-def read_rows(path: str) -> list[Row]:
-    """Read what ``cqs bench peers --out`` wrote, but for methods that are not modelled.
-
-    Raises:
-        ValueError: if there is none, or a line is no JSON object.
-    """
-    rows = []
-    with open(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                found = json.loads(line)
-                kind, _, passes = found["benchmark"].partition(" ")
-                if kind == "peers" and found["executor"] in ("one", *METHODS):
-                    rows.append(_read_row(found, passes))
-            except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}") from error
-    if not rows:
-        raise ValueError(f"{path} has no rows of `cqs bench peers`")
-    return rows
-
-
-def fit(rows: Sequence[Row], machine: Machine | None = None) -> Machine:
-    """Return the machine whose forecasts are nearest, in the squares of logs of ratios.
-
-    A search by patterns (Hooke and Jeeves, 1961) over rates, bandwidth within a node and latency.
-    Rows of few devices say little about the last two apart: a penalty holds them to where they
-    began.
-
-    Args:
-        rows: Measured.
-        machine: Where to begin, with a latency above 0; ``None`` means the default.
-    """
-    start = machine = machine or Machine()
-
-    def misfit(found: Machine) -> float:
-        strays = (getattr(found, name) / getattr(start, name) for name in _FITTED)
-        penalty = sum(math.log(stray) ** 2 for stray in strays)
-        return sum(math.log(row.ratio(found)) ** 2 for row in rows) + _PENALTY * penalty
-
-    least, factor = misfit(machine), 2.0
-    while factor > 1.002:
-        neighbours = [
-            replace(machine, **{name: getattr(machine, name) * times})
-            for name in _FITTED
-            for times in (factor, 1 / factor)
-        ]
-        found, best = min(((misfit(one), one) for one in neighbours), key=lambda pair: pair[0])
-        if found < least:
-            least, machine = found, best
-        else:
-            factor = math.sqrt(factor)
-    return machine
-
-
-def _read_row(found: dict[str, Any], passes: str) -> Row:
-    match = re.fullmatch(r"(full|causal)-(\d+)-h(\d+)-kv(\d+)-d(\d+)", found["case"])
-    if match is None:
-        raise ValueError(f"unknown case {found['case']!r}")
-    tokens, heads, kv_heads, head_dim = map(int, match.groups()[1:])
-    itemsize = 4 if found["dtype"] == "float32" else 2
-    shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=itemsize)
-    is_one = found["executor"] == "one"
-    return Row(
-        "ring" if is_one else found["executor"],
-        Case(tokens, shape, match[1] == "causal"),
-        1 if is_one else int(found["num_workers"]),
-        passes,
-        found["median_ms"] / 1e3,
-    )
-
-
-class _Needs(NamedTuple):
-    """Of how many groups a worker needs what; its own is one of each."""
-
-    queries: float
-    keys: float
-    query_results: float
-    """How often what was computed for its own group is there: for its queries..."""
-    key_results: float
-    """... and for its keys."""
-
-
-@lru_cache(maxsize=256)
-def _needs(interest_set: tuple[int, ...], num_workers: int, is_causal: bool) -> tuple[_Needs, ...]:
-    """Return what workers need.
-
-    If attention is causal they differ by which of their groups come before others; some of each
-    kind are looked at. Of a pair that two workers share each needs half of the queries.
-    """
-    partners, shared = pair_offsets(interest_set, num_workers)
-    if not is_causal:
-        num_queries = num_keys = len(interest_set)
-        if shared is not None:
-            num_queries = len({*partners, shared[0]})
-            num_keys = len({*chain(*partners.values()), shared[1]})
-        return (_Needs(num_queries, num_keys, num_queries, num_keys),)
-
-    def needs(worker: int, offset: int) -> tuple[float, float]:
-        """Return what part of the queries of a group a worker needs for others, and of its keys."""
-        group = (worker + offset) % num_workers
-        others = [(worker + other) % num_workers for other in partners.get(offset, ())]
-        part = 1.0 if any(other < group for other in others) else 0.0
-        if shared is not None and offset in shared:
-            others.append((worker + sum(shared) - offset) % num_workers)
-            part = max(part, 0.5 if others[-1] < group else 0.0)
-        return part, float(any(other > group for other in others))
-
-    distances = [offset for offset in interest_set if offset]
-    found = []
-    for worker in {(-offset - i) % num_workers for offset in interest_set for i in (0, 1)}:
-        of_others = [needs(worker, each) for each in distances]
-        by_others = [needs((worker - each) % num_workers, each) for each in distances]
-        sums = (
-            1 + sum(part[i] for part in parts) for parts in (of_others, by_others) for i in (0, 1)
-        )
-        found.append(_Needs(*sums))
-    return tuple(found)
 
 
 def _copied(needed: float, results: float) -> float:

@@ -12,19 +12,9 @@ import pytest
 
 from cqs.__main__ import main
 from cqs.distributed.layout import lay_out
+from cqs.fitting import Row, fit, read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
-from cqs.simulation import (
-    METHODS,
-    Case,
-    Machine,
-    Row,
-    _near,
-    by_quorums,
-    by_ring,
-    fit,
-    forecast,
-    read_rows,
-)
+from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
 FULL = AttentionShape(32, 128)

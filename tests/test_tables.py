@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cqs.bench.block import PARTS
-from cqs.simulation import fit, read_rows
+from cqs.fitting import fit, read_rows
 
 ROOT = Path(__file__).parent.parent
 

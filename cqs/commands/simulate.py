@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from cqs.commands.integers import parse_integer, parse_integers
 from cqs.commands.table import format_table, mebibytes, percent
+from cqs.fitting import fit, read_rows
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.arguments import as_integer
-from cqs.simulation import Case, Forecast, Machine, fit, forecast, read_rows
+from cqs.simulation import Case, Forecast, Machine, forecast
 
 if TYPE_CHECKING:
     import numpy as np

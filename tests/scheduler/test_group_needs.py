@@ -1,0 +1,32 @@
+"""What is said of workers is what their tasks need."""
+
+import pytest
+
+from cqs.scheduler import load_interest_set, make_plan
+from cqs.scheduler.group_needs import group_needs
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_workers", [*range(1, 17), 26, 31, 40])
+def test_needs_are_those_of_tasks(num_workers, is_causal):
+    """Of the workers that are looked at, one needs the most of anything."""
+    size = 10
+    plan = make_plan(*2 * [size * num_workers], num_workers=num_workers, is_causal=is_causal)
+    queries, keys = ([0] * num_workers for _ in range(2))
+    of_tasks = set()
+    for task in plan.tasks:
+        rows = sum(len(step.queries) for step in task.steps)
+        of_tasks.add((rows / size, sum(map(len, task.held_keys)) / size))
+        for counts, held in (
+            (queries, [step.queries for step in task.steps]),
+            (keys, task.held_keys),
+        ):
+            for each in held:
+                counts[each.start // size] += len(each) / size
+    found = group_needs(load_interest_set(num_workers), num_workers, is_causal)
+    assert {(needed.queries, needed.keys) for needed in found} <= of_tasks
+    assert [max(column) for column in zip(*found, strict=True)] == [
+        *map(max, zip(*of_tasks, strict=True)),
+        max(queries),
+        max(keys),
+    ]
