@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,8 @@ class RunReport:
     @property
     def between_seconds(self) -> float:
         """Between its tasks: fetching groups, returning results."""
-        if not self.tasks:
-            return 0.0
-        first, last = self.slowest[0], self.slowest[-1]
-        return last.started + last.seconds - first.started - self.slowest_seconds
+        gaps = (b.started - a.started - a.seconds for a, b in pairwise(self.slowest))
+        return sum(gaps, 0.0)
 
     @property
     def after_seconds(self) -> float:

@@ -66,7 +66,8 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
         return ray, lambda: None
     address = address or ""
     found = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):(\d+)", address)
-    if not found and address != "auto":
+    is_port = found and 0 < int(found[2]) < 2**16  # the resolver would take others modulo 2^16
+    if not is_port and address != "auto":
         raise ValueError(f"address must be 'auto', HOST:PORT or ray://HOST:PORT, got {address!r}")
     try:
         if found:  # Ray itself tries for minutes
@@ -77,7 +78,7 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except NotImplementedError:
         raise
-    except (OSError, OverflowError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise ValueError(f"no Ray cluster answers at address {address!r}: {error}") from error
     return ray, ray.shutdown
 
