@@ -7,13 +7,14 @@ what was last saved. How long a task or a step takes is not computed here: :mod:
 """
 
 import heapq
-import json
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from cqs.result_rows import read_result_rows
 
 _HOUR = 3600.0
 _MOST_DEATHS = 10**6
@@ -275,16 +276,13 @@ def read_relative_times(path: str) -> tuple[float, ...]:
     Raises:
         ValueError: if there is none, or a line is no JSON object.
     """
-    found = []
-    with open(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                if row["repeats"] >= _LEAST_REPEATS:
-                    found += [row[name] / row["median_ms"] for name in ("p20_ms", "p80_ms")]
-                    found.append(1.0)
-            except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}") from error
+
+    def pick(row: dict[str, Any]) -> list[float]:
+        if row["repeats"] < _LEAST_REPEATS:
+            return []
+        return [1.0, *(row[name] / row["median_ms"] for name in ("p20_ms", "p80_ms"))]
+
+    found = read_result_rows(path, pick)
     if not found:
         raise ValueError(f"{path} has no rows of {_LEAST_REPEATS} repeats or more")
     return tuple(sorted(found))

@@ -1,12 +1,12 @@
 """Forecasts beside what ``cqs bench peers`` measured, and the machine for which they agree best."""
 
-import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from cqs.result_rows import read_result_rows
 from cqs.scheduler import AttentionShape
 from cqs.simulation import METHODS, Case, Machine, forecast
 
@@ -37,16 +37,7 @@ def read_rows(path: str) -> list[Row]:
     Raises:
         ValueError: if there is none, or a line is no JSON object.
     """
-    rows = []
-    with open(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                found = json.loads(line)
-                kind, _, passes = found["benchmark"].partition(" ")
-                if kind == "peers" and found["executor"] in ("one", *METHODS):
-                    rows.append(_read_row(found, passes))
-            except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}") from error
+    rows = read_result_rows(path, _pick)
     if not rows:
         raise ValueError(f"{path} has no rows of `cqs bench peers`")
     return rows
@@ -55,13 +46,13 @@ def read_rows(path: str) -> list[Row]:
 def fit(rows: Sequence[Row], machine: Machine | None = None) -> Machine:
     """Return the machine whose forecasts are nearest, in the squares of logs of ratios.
 
-    A search by patterns (Hooke and Jeeves, 1961) over rates, bandwidth within a node and latency.
-    Rows of few devices say little about the last two apart: a penalty holds them to where they
-    began.
+    A search by patterns (Hooke and Jeeves, 1961) over rates, time for a row, bandwidth within a
+    node and latency. Rows of few devices say little about the last two apart: a penalty holds them
+    to where they began.
 
     Args:
         rows: Measured.
-        machine: Where to begin, with a latency above 0; ``None`` means the default.
+        machine: Where to begin, with nothing that is 0; ``None`` means the default.
     """
     start = machine = machine or Machine()
 
@@ -85,18 +76,24 @@ def fit(rows: Sequence[Row], machine: Machine | None = None) -> Machine:
     return machine
 
 
-def _read_row(found: dict[str, Any], passes: str) -> Row:
+def _pick(found: dict[str, Any]) -> list[Row]:
+    """Return the row, or none if it is of something else."""
+    kind, _, passes = found["benchmark"].partition(" ")
+    is_one = found["executor"] == "one"
+    if kind != "peers" or not (is_one or found["executor"] in METHODS):
+        return []
     match = re.fullmatch(r"(full|causal)-(\d+)-h(\d+)-kv(\d+)-d(\d+)", found["case"])
     if match is None:
         raise ValueError(f"unknown case {found['case']!r}")
     tokens, heads, kv_heads, head_dim = map(int, match.groups()[1:])
     itemsize = 4 if found["dtype"] == "float32" else 2
     shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=itemsize)
-    is_one = found["executor"] == "one"
-    return Row(
-        "ring" if is_one else found["executor"],
-        Case(tokens, shape, match[1] == "causal"),
-        1 if is_one else int(found["num_workers"]),
-        passes,
-        found["median_ms"] / 1e3,
-    )
+    return [
+        Row(
+            "ring" if is_one else found["executor"],
+            Case(tokens, shape, match[1] == "causal"),
+            1 if is_one else int(found["num_workers"]),
+            passes,
+            found["median_ms"] / 1e3,
+        )
+    ]

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import cqs.simulation
 from cqs.__main__ import main
 from cqs.distributed.layout import lay_out
 from cqs.fitting import Row, fit, read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
+from cqs.scheduler.group_needs import GroupNeeds, group_needs
 from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
@@ -178,35 +180,40 @@ def bytes_kept(case, layout, num_slices):
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
 @pytest.mark.parametrize(("num_devices", "num_cases"), [(2, 8), (4, 10)])
-def test_memory_is_what_gpus_allocated(method, passes, num_devices, num_cases):
-    """But for what these rows were measured before.
+def test_memory_is_what_gpus_allocated(monkeypatch, method, passes, num_devices, num_cases):
+    """As layouts were then: a worker that has half of a pair got all of its queries.
 
-    A worker that has half of a pair got all of its queries; and when two GPUs were measured, a
-    backward pass held the gradient of the output longer.
+    When two GPUs were measured, each stage of a backward pass whose outputs travel held their
+    gradients to its end. What a worker keeps of a causal quorum is not told from what it needs.
     """
+
+    def whole(*arguments):
+        return [GroupNeeds(*map(math.ceil, each)) for each in group_needs(*arguments)]
+
+    monkeypatch.setattr(cqs.simulation, "group_needs", whole)
     with open(RESULTS / f"peers-h200-x{num_devices}.jsonl") as file:
         rows = [json.loads(line) for line in file]
-    found = [
+    measured = [
         row for row in rows if row["benchmark"] == f"peers {passes}" and row["executor"] == method
     ]
-    assert len(found) == num_cases
-    for row in found:
+    assert len(measured) == num_cases
+    is_backward = passes == "backward"
+    for row in measured:
         details = row["details"]
         shape = AttentionShape(details["heads"], 128, num_kv_heads=details["kv_heads"])
         case = Case(details["tokens"], shape, row["case"].startswith("causal"))
         slices = 1 if method == "cqs quorums" else "auto"
-        num_slices = num_devices // layouts(case, num_devices, slices)[0].plan.num_workers
-        is_backward = passes == "backward"
-        found = by_quorums(case, num_devices, Machine(), num_slices, is_backward=is_backward)
-        peak = found.peak_bytes
+        layout = layouts(case, num_devices, slices)[0]
+        num_slices = num_devices // layout.plan.num_workers
+        peak = by_quorums(
+            case, num_devices, Machine(), num_slices, is_backward=is_backward
+        ).peak_bytes
         if is_backward:
-            kept = (
-                bytes_kept(case, layout, num_slices)
-                for layout in layouts(case, num_devices, num_slices)
-            )
-            peak -= max(kept)
-        if is_backward and num_devices == 2 or case.is_causal and num_slices == 1:
-            assert peak < 1.05 * details["peak_bytes"] < 2 * peak
+            peak -= bytes_kept(case, layout, num_slices)
+            if num_devices == 2 and num_slices == 2:
+                peak += case.shard_bytes(2)[0] / case.num_stages(2, 2)
+        if is_backward and case.is_causal and num_slices == 1:
+            assert 0.6 < peak / details["peak_bytes"] < 1.3
         else:
             assert peak == pytest.approx(details["peak_bytes"], rel=0.01)
 
