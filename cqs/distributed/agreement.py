@@ -50,7 +50,7 @@ def agree(
     request = {name: repr(value) for name, value in (request or {}).items()}  # equal if they are
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
     mine = [int(error is not None), int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
-    num_ranks, control = dist.get_world_size(group), _control_group(group)
+    num_ranks, control = dist.get_world_size(group), control_group(group)
     try:
         found = swap(control, mine, [len(mine)] * num_ranks)
     except RuntimeError as lost:
@@ -79,7 +79,12 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return found.tolist()
 
 
-def _control_group(group: Any) -> Any:
+def meet(control: Any) -> None:
+    """Wait until all ranks have come here."""
+    swap(control, [0], [1] * control.size())
+
+
+def control_group(group: Any) -> Any:
     """Return what takes tensors of the CPU between the ranks of a group.
 
     It meets by the store of the group: :func:`torch.distributed.new_group` names a group by how

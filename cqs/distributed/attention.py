@@ -12,9 +12,11 @@ from torch import Tensor
 
 from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.distributed.agreement import agree
-from cqs.distributed.exchange import Exchange, Piece, Transfer, connect, moves_back, pieces
+from cqs.distributed.carriers import carrier_of
+from cqs.distributed.exchange import Exchange, Piece, moves_back, pieces
 from cqs.distributed.layout import Layout, Route, Stage, lay_out
 from cqs.distributed.moves import move
+from cqs.distributed.transfer import Carrier, Transfer
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_rows
 from cqs.patterns import Pattern
@@ -131,7 +133,7 @@ def attention(
         seed=0 if problem is None or problem.dropout is None else problem.dropout.seed,
     )
     assert problem is not None and request is not None
-    connect(group, query.device)
+    carrier = carrier_of(group, query.device)
     batch, num_heads, *_ = query.shape
     lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
     is_causal, pattern = check_pattern(pattern, request["is_causal"], batch, num_heads, *lengths)
@@ -160,8 +162,8 @@ def attention(
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
         worker = Worker(part.scale, backend, part.dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks, or on none
-        share = _Share(group, rank, layout, worker)
-        with Exchange(group, in_place=not request["requires_grad"]) as exchange:
+        share = _Share(carrier, rank, layout, worker)
+        with Exchange(carrier, in_place=not request["requires_grad"]) as exchange:
             return share.attend(part, exchange, with_lse=return_lse)
 
     answer = attend_differentiably(problem, attend)
@@ -172,7 +174,7 @@ def attention(
 class _Share:
     """What one rank does."""
 
-    group: Any
+    carrier: Carrier
     rank: int
     layout: Layout
     worker: Worker
@@ -216,7 +218,7 @@ class _Share:
     def _differentiate(
         self, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
     ) -> Gradients:
-        with Exchange(self.group, in_place=True) as exchange:
+        with Exchange(self.carrier, in_place=True) as exchange:
             return self._send_gradients(exchange, shapes, kept, grad_output)
 
     def _send_gradients(

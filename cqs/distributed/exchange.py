@@ -2,39 +2,21 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cqs.distributed.layout import Route
-from cqs.distributed.moves import Move, Moves, move
+from cqs.distributed.moves import Move, Moves
+from cqs.distributed.transfer import Carrier, Parcel, Transfer
 
 HeadsOfRanks = tuple[range, ...]
 """For every rank, some heads; equally many for each."""
 
-_TAG = 0x637173
-"""Of our messages, among those of the caller."""
 _SETTLING_SECONDS = 10.0
 """How long a call that fails waits for messages, at most."""
-_connected: "WeakSet[Any]" = WeakSet()
-
-
-def connect(group: Any, device: torch.device) -> None:
-    """Connect all ranks of a group, once; every rank must call this.
-
-    The first thing that NCCL does in a group takes all ranks, and messages may concern some.
-    """
-    group = group or dist.group.WORLD
-    if device.type == "cuda" and group not in _connected:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _connected.add(group)
 
 
 class Piece(NamedTuple):
@@ -46,100 +28,17 @@ class Piece(NamedTuple):
     """``[batch, heads, rows, ...]``."""
 
 
-class Transfer:
-    """Tensors under way, those that go the same way in one message for each rank.
-
-    A GPU goes on meanwhile with what it has been given, once all is posted.
-    """
-
-    def __init__(self, group: Any) -> None:
-        """Begin with nothing.
-
-        Args:
-            group: The process group. A rank takes part where it sends or receives something.
-        """
-        self._group, self._rank = group, dist.get_rank(group)
-        self._messages: list[dist.P2POp] = []
-        self._under_way: list[Any] = []
-        self._coming: list[Tensor] = []
-
-    def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Take tensors that need not travel at all."""
-        self._coming += tensors
-
-    def pack(
-        self,
-        sources: Sequence[Tensor],
-        widths: list[int],
-        moves: Moves,
-        lengths: Sequence[int],
-        expected: Sequence[int],
-    ) -> None:
-        """Pack rows that are to be sent.
-
-        Args:
-            sources: ``[batch, heads, rows, ...]``.
-            widths: Heads that travel of each of them.
-            moves: Between the sources, twice, and the rows for other ranks, then those that come.
-            lengths: Number of rows for every rank.
-            expected: Number of rows from every rank; those of this rank are among the moves.
-        """
-        batch, _, _, *dim = sources[0].shape
-        packed, received = (
-            sources[0].new_empty((num_rows, batch, sum(widths), *dim))
-            for num_rows in (sum(lengths) - lengths[self._rank], sum(expected))
-        )
-        coming = received.movedim(0, 2).split(widths, dim=1)
-        move((*sources, *sources), (*packed.movedim(0, 2).split(widths, dim=1), *coming), moves)
-        leaving = list(lengths)
-        leaving[self._rank] = 0
-        self._messages += [
-            dist.P2POp(act, rows, group=self._group, tag=_TAG, group_peer=rank)
-            for act, parts in (
-                (dist.isend, packed.split(leaving)),
-                (dist.irecv, received.split(list(expected))),
-            )
-            for rank, rows in enumerate(parts)
-            if len(rows) and rank != self._rank
-        ]
-        self._coming += coming
-
-    def post(self) -> "Transfer":
-        """Send what was packed."""
-        if self._messages:
-            self._under_way = dist.batch_isend_irecv(self._messages)
-        return self
-
-    def wait(self) -> list[Tensor]:
-        """Return what came for each tensor, ``[batch, heads, rows, ...]``; once.
-
-        On a GPU it is there for what is launched from now on.
-        """
-        for work in self._under_way:
-            work.wait()
-        self._under_way.clear()
-        self._messages.clear()  # only now may the memory of what was packed be given to others
-        coming, self._coming = self._coming, []
-        return coming
-
-    def settle(self, end: float) -> None:
-        """Wait, until some time of the clock, for what is under way and will not be used."""
-        with suppress(RuntimeError):  # others have failed too
-            for work in self._under_way:
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
-
-
 class Exchange:
     """Sends tensors between the ranks of a group, which can be used again if something fails."""
 
-    def __init__(self, group: Any, *, in_place: bool) -> None:
+    def __init__(self, carrier: Carrier, *, in_place: bool) -> None:
         """Begin with nothing.
 
         Args:
-            group: The process group.
+            carrier: Between the ranks of the group.
             in_place: Whether what stays on its rank may be the caller's own memory.
         """
-        self._group, self._rank, self._in_place = group, dist.get_rank(group), in_place
+        self._carrier, self._in_place = carrier, in_place
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
@@ -164,24 +63,24 @@ class Exchange:
         Returns:
             Of tensors ``[batch, heads of a rank, tokens held, ...]``.
         """
-        transfer, rank = self._begin(), self._rank
+        coming: list[Tensor] = []
+        parcels = []
         for route, chosen in _by_way(shards, routes):
             sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
-            if self._in_place and route.stays(rank) and len(route.sends[rank]) == 1:
-                (rows,) = route.sends[rank]
-                transfer.keep(
-                    [
-                        source[:, of_rank.start : of_rank.stop, rows.start : rows.stop]
-                        for source, of_rank in zip(
-                            sources, (of_ranks[rank] for of_ranks in together), strict=True
-                        )
-                    ]
-                )
-                continue
             widths = [len(of_ranks[0]) for of_ranks in together]
-            moves = _moves_out(route, together, rank)
-            transfer.pack(sources, widths, moves, route.lengths, route.receives)
-        return transfer.post()
+            own = route.sends[route.rank]
+            if self._in_place and route.stays and len(own) == 1:
+                parcels.append(Parcel(route, False, sources, widths, ()))
+                coming += [
+                    source[:, of_rank.start : of_rank.stop, own[0].start : own[0].stop]
+                    for source, of_rank in zip(
+                        sources, (of_ranks[route.rank] for of_ranks in together), strict=True
+                    )
+                ]
+                continue
+            parcels.append(Parcel(route, False, sources, widths, _moves_out(route, together)))
+            coming += parcels[-1].coming
+        return self._send(parcels, coming)
 
     def send_back(self, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Return results for the tokens held to whose they are; see :func:`pieces`.
@@ -190,19 +89,18 @@ class Exchange:
             held: Each ``[batch, heads of a rank, tokens held, ...]``.
             routes: Of each of them, that by which the tokens came.
         """
-        transfer, rank = self._begin(), self._rank
+        coming: list[Tensor] = []
+        parcels = []
         for route, chosen in _by_way(held, routes):
             sources = [held[i] for i in chosen]
-            if route.stays(rank):
-                transfer.keep(sources)
-                continue
             widths = tuple(source.shape[1] for source in sources)
-            moves = _moves_home(route, widths, rank)
-            transfer.pack(sources, list(widths), moves, route.receives, route.lengths)
-        return transfer.post()
+            moves = () if route.stays else _moves_home(route, widths)
+            parcels.append(Parcel(route, True, sources, widths, moves))
+            coming += sources if route.stays else parcels[-1].coming
+        return self._send(parcels, coming)
 
-    def _begin(self) -> Transfer:
-        self._transfers.append(Transfer(self._group))
+    def _send(self, parcels: Sequence[Parcel], coming: list[Tensor]) -> Transfer:
+        self._transfers.append(Transfer(coming, self._carrier.send(parcels)))
         return self._transfers[-1]
 
 
@@ -234,9 +132,9 @@ def moves_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
 
 
 @lru_cache(maxsize=256)
-def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...], own: int) -> Moves:
+def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
     """Return what packs shards for other ranks, and places what stays on this one."""
-    moves = []
+    own, moves = route.rank, []
     of_others, of_own = 0, sum(route.receives[:own])
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
@@ -250,8 +148,9 @@ def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...], own: int) -> Moves
 
 
 @lru_cache(maxsize=256)
-def _moves_home(route: Route, widths: tuple[int, ...], own: int) -> Moves:
+def _moves_home(route: Route, widths: tuple[int, ...]) -> Moves:
     """Return what packs results for other ranks, and places those for this one."""
+    own = route.rank
     before, here = sum(route.receives[:own]), route.receives[own]
     after = sum(route.receives) - before - here
     return tuple(

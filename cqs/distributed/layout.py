@@ -1,10 +1,10 @@
 """Who computes what in a group of ranks, and which rows of whose shard that takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from cqs.distributed.locality import split_steps
 from cqs.patterns import BoundPattern
@@ -19,6 +19,15 @@ _SLACK = 0.02
 """By how much longer than the fastest a split may take that holds less: the model is no better."""
 
 
+class Places(NamedTuple):
+    """Where ranks that pack rows for all others, one after another, put them."""
+
+    firsts: tuple[int, ...]
+    """For every rank, the first of the rows that it packs for this one."""
+    most: int
+    """The rows that a rank packs, at most."""
+
+
 @dataclass(frozen=True)
 class Route:
     """Where the rows of one side of the problem go, as one rank sees it, and come back from."""
@@ -29,18 +38,46 @@ class Route:
     """Number of rows that come from every rank. Together, in the order of ranks, they are..."""
     held: tuple[range, ...]
     """... these tokens, ascending."""
+    rank: int = field(repr=False)
+    """Whose route it is."""
+    shards: Sequence[range] = field(compare=False, repr=False)
+    """The tokens that every rank has."""
+    wanted: Sequence[tuple[range, ...]] = field(compare=False, repr=False)
+    """Those that every rank needs."""
+
+    @cached_property
+    def places_out(self) -> Places:
+        """Where rows are that go to who needs them."""
+        return _places(self._numbers, self.rank)
+
+    @cached_property
+    def places_home(self) -> Places:
+        """Where results for them are that go back."""
+        return _places(list(zip(*self._numbers, strict=True)), self.rank)
+
+    @cached_property
+    def _numbers(self) -> list[list[int]]:
+        """For every rank, how many of its rows every other needs."""
+        return [
+            [
+                0 if owner == other else sum(map(len, _common(shard, ranges)))
+                for other, ranges in enumerate(self.wanted)
+            ]
+            for owner, shard in enumerate(self.shards)
+        ]
 
     @property
     def lengths(self) -> list[int]:
         """Number of rows that go to every rank."""
         return [sum(map(len, ranges)) for ranges in self.sends]
 
-    def stays(self, rank: int) -> bool:
-        """Whether nothing goes to or comes from ranks other than this, whose route it is."""
+    @property
+    def stays(self) -> bool:
+        """Whether nothing goes to or comes from other ranks."""
         return not any(
             sent or received
             for other, (sent, received) in enumerate(zip(self.lengths, self.receives, strict=True))
-            if other != rank
+            if other != self.rank
         )
 
 
@@ -214,7 +251,15 @@ def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], ran
         ),
         receives=tuple(sum(map(len, _common(shard, wanted[rank]))) for shard in shards),
         held=wanted[rank],
+        rank=rank,
+        shards=shards,
+        wanted=wanted,
     )
+
+
+def _places(numbers: Sequence[Sequence[int]], rank: int) -> Places:
+    """Return the places for a rank; ``numbers`` are of rows, from every rank to every rank."""
+    return Places(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
 
 
 def choose_head_parallel(case: Case, num_ranks: int) -> int:

@@ -15,12 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cqs.distributed.carriers import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.recipe import Recipe
 from cqs.executors.ray.session import import_ray
 
 Shapes = tuple[tuple[int, ...], ...]
 """Those of the tensors of a shard."""
+
+_RELEASE_SECONDS = 2.0
+"""In which a GPU gets done with what it waited for."""
 
 
 class Member:
@@ -164,6 +168,7 @@ class Member:
         with self._leaving:
             self._generation = None
             if dist.is_initialized():
+                release(dist.group.WORLD, _RELEASE_SECONDS)
                 dist.distributed_c10d._abort_process_group()
 
 

@@ -1,0 +1,73 @@
+"""What carries rows between the ranks of a group."""
+
+import socket
+import zlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from cqs.distributed.agreement import control_group, swap
+from cqs.distributed.transfer import Carrier, Messages
+
+if TYPE_CHECKING:
+    from cqs.distributed.peer_memory import PeerMemory
+
+_peers: "WeakKeyDictionary[Any, PeerMemory | None]" = WeakKeyDictionary()
+"""Of groups on GPUs: ``None`` if their ranks do not reach each other's memory."""
+
+
+def carrier_of(group: Any, device: torch.device) -> Carrier:
+    """Return what carries rows between the ranks of a group; every rank must call this.
+
+    GPUs of one host fetch from each other's memory; others, and CPUs, send messages.
+    """
+    group = group or dist.group.WORLD
+    if device.type != "cuda":
+        return Messages(group)
+    if group not in _peers:
+        _peers[group] = _connect(group, device)
+    return _peers[group] or Messages(group)
+
+
+def peer_bytes(group: Any) -> int:
+    """Return the bytes of this GPU that other ranks fetch from; PyTorch does not count them."""
+    peers = _peers.get(group or dist.group.WORLD)
+    return 0 if peers is None else peers.num_bytes
+
+
+def let_go(group: Any) -> None:
+    """Have this GPU's memory that others fetch from freed; every rank must call this.
+
+    The next call takes what it needs.
+    """
+    _peers.pop(group or dist.group.WORLD, None)
+
+
+def release(group: Any, seconds: float) -> None:
+    """End what waits on this GPU for other ranks, so that the group can be left."""
+    if (peers := _peers.get(group)) is not None:
+        peers.release(seconds)
+
+
+def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
+    """Let GPUs reach each other's memory, or else open all connections of NCCL."""
+    control = control_group(group)
+    found = swap(control, [find_spec("cuda.bindings") is not None, _host()], [2] * control.size())
+    if all(found[::2]) and len(set(found[1::2])) == 1:
+        from cqs.distributed.peer_memory import connect_peers
+
+        if (peers := connect_peers(group, device)) is not None:
+            return peers
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # messages may concern some ranks
+    return None
+
+
+def _host() -> int:
+    """Return a number of this host, as it has been since it was started."""
+    started = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname() + (started.read_text() if started.exists() else "")
+    return zlib.crc32(name.encode())

@@ -1,0 +1,170 @@
+"""Rows of tensors on their way between ranks, and the messages that carry them."""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.distributed.layout import Places, Route
+from cqs.distributed.moves import Moves, move
+
+_TAG = 0x637173
+"""Of our messages, among those of the caller."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Rows of tensors that go the same way: together to each rank, and together from each."""
+
+    route: Route
+    is_home: bool
+    """Whether they go back by it."""
+    sources: Sequence[Tensor]
+    """``[batch, heads, rows, ...]``, equal but for the heads."""
+    widths: Sequence[int]
+    """Heads of each of them that travel."""
+    moves: Moves
+    """Between the sources, twice, and the rows for other ranks, then those that come; none if what
+    stays is used where it is."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of rows for every other rank."""
+        numbers = list(self.route.receives) if self.is_home else self.route.lengths
+        numbers[self.route.rank] = 0
+        return numbers
+
+    @property
+    def expected(self) -> list[int]:
+        """Number of rows from every rank, this one included."""
+        return self.route.lengths if self.is_home else list(self.route.receives)
+
+    @property
+    def places(self) -> Places:
+        """Where ranks have packed what they send."""
+        return self.route.places_home if self.is_home else self.route.places_out
+
+    @cached_property
+    def received(self) -> Tensor:
+        """``[rows, batch, heads, ...]``, rank by rank."""
+        return self.new_rows(sum(self.expected))
+
+    @property
+    def coming(self) -> list[Tensor]:
+        """What is received for each of the sources, ``[batch, heads, rows, ...]``."""
+        return self._by_source(self.received)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a row of all sources, the same on all ranks."""
+        batch, _, _, *dim = self.sources[0].shape
+        return batch, sum(self.widths), *dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of all sources."""
+        return math.prod(self.row_shape) * self.sources[0].itemsize
+
+    def new_rows(self, number: int) -> Tensor:
+        """Make room for some rows."""
+        return self.sources[0].new_empty((number, *self.row_shape))
+
+    def pack(self, packed: Tensor) -> None:
+        """Copy the rows for other ranks to ``packed``, those of this rank to where they come."""
+        if self.moves:
+            targets = *self._by_source(packed), *self._by_source(self.received)
+            move((*self.sources, *self.sources), targets, self.moves)
+
+    def _by_source(self, rows: Tensor) -> list[Tensor]:
+        return list(rows.movedim(0, 2).split(list(self.widths), dim=1))
+
+
+class UnderWay(Protocol):
+    """Something that comes."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Have what a GPU does from now on wait for it; with a time-out, wait here for so long."""
+
+
+class Carrier(Protocol):
+    """What takes parcels from rank to rank."""
+
+    def send(self, parcels: Sequence[Parcel]) -> list[UnderWay]:
+        """Send parcels, and have those of other ranks come; a GPU is not waited for.
+
+        Every rank of the group calls this as often, with parcels of rows of the same sizes.
+        """
+
+
+class Messages:
+    """Carries by messages of torch.distributed, one from each rank to each."""
+
+    def __init__(self, group: Any) -> None:
+        """Use a group, of which a rank takes part where it sends or receives something."""
+        self._group = group
+
+    def send(self, parcels: Sequence[Parcel]) -> list[UnderWay]:
+        """Send parcels; see :class:`Carrier`."""
+        messages = []
+        for parcel in parcels:
+            packed = parcel.new_rows(sum(parcel.lengths))
+            parcel.pack(packed)
+            ways: list[tuple[Any, Tensor, list[int]]] = [(dist.isend, packed, parcel.lengths)]
+            if not parcel.route.stays:
+                ways.append((dist.irecv, parcel.received, parcel.expected))
+            messages += [
+                dist.P2POp(act, rows, group=self._group, tag=_TAG, group_peer=rank)
+                for act, tensor, lengths in ways
+                for rank, rows in enumerate(tensor.split(lengths))
+                if len(rows) and rank != parcel.route.rank
+            ]
+        if not messages:
+            return []
+        return [_Batch(messages, dist.batch_isend_irecv(messages))]
+
+
+class _Batch:
+    """Messages that were posted together."""
+
+    def __init__(self, messages: list[dist.P2POp], works: list[Any]) -> None:
+        self._messages, self._works = messages, works
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for work in self._works:
+            work.wait(*([] if timeout is None else [timeout]))
+        self._messages.clear()  # only now may the memory of what was packed be given to others
+
+
+class Transfer:
+    """Tensors under way.
+
+    A GPU goes on meanwhile with what it has been given.
+    """
+
+    def __init__(self, coming: list[Tensor], under_way: list[UnderWay]) -> None:
+        """Wait for ``under_way`` before ``coming`` is used."""
+        self._coming, self._under_way = coming, under_way
+
+    def wait(self) -> list[Tensor]:
+        """Return what came for each tensor, ``[batch, heads, rows, ...]``; once.
+
+        On a GPU it is there for what is launched from now on.
+        """
+        for each in self._under_way:
+            each.wait()
+        self._under_way.clear()
+        coming, self._coming = self._coming, []
+        return coming
+
+    def settle(self, end: float) -> None:
+        """Wait, until some time of the clock, for what is under way and will not be used."""
+        with suppress(RuntimeError):  # others have failed too
+            for each in self._under_way:
+                each.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
