@@ -16,6 +16,7 @@ from cqs.distributed.layout import lay_out
 from cqs.fitting import Row, fit, read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
 from cqs.scheduler.group_needs import GroupNeeds, group_needs
+from cqs.scheduler.heads import STAGE_FLOPS
 from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
@@ -41,6 +42,7 @@ def layouts(case, num_devices, num_slices, num_stages=1):
             pattern=None,
             interest_set=None,
             tile=1,
+            stage_flops=STAGE_FLOPS,
         )
         for rank in range(num_devices)
     ]

@@ -35,7 +35,7 @@ def time_in_turn(
 
 
 def make_busy() -> Callable[[], None]:
-    """Return what keeps the GPU busy with matrix products for about 12 milliseconds.
+    """Return what keeps the GPU busy with matrix products for about 24 milliseconds.
 
     What is launched meanwhile, as in the middle of a model, does not wait for the caller: what a
     launch costs is no part of its time.
@@ -43,7 +43,7 @@ def make_busy() -> Callable[[], None]:
     matrix = torch.randn(10_240, 10_240, dtype=torch.bfloat16, device="cuda")
 
     def work() -> None:
-        for _ in range(4):
+        for _ in range(8):
             matrix @ matrix
 
     return work

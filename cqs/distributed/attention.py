@@ -1,9 +1,10 @@
 """The one call that training code needs: shards in, shards out, gradients too."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bind
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.distributed.agreement import agree
 from cqs.distributed.carriers import carrier_of
 from cqs.distributed.exchange import Exchange, Piece, moves_back, pieces
+from cqs.distributed.lanes import Lanes
 from cqs.distributed.layout import Layout, Route, Stage, lay_out
 from cqs.distributed.moves import move
 from cqs.distributed.transfer import Carrier, Transfer
@@ -158,12 +160,15 @@ def attention(
             pattern=part.pattern,
             interest_set=request["interest_set"],
             tile=GPU_TILE if part.query.is_cuda else 1,
+            stage_flops=carrier.stage_flops,
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
         worker = Worker(part.scale, backend, part.dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks, or on none
         share = _Share(carrier, rank, layout, worker)
-        with Exchange(carrier, in_place=not request["requires_grad"]) as exchange:
+        with Exchange(
+            carrier, len(layout.stages), in_place=not request["requires_grad"]
+        ) as exchange:
             return share.attend(part, exchange, with_lse=return_lse)
 
     answer = attend_differentiably(problem, attend)
@@ -190,26 +195,32 @@ class _Share:
         """
         layout, routes = self.layout, self._routes
         tensors = problem.query, problem.key, problem.value
-        coming = (exchange.send_out(tensors, stage.heads, routes) for stage in layout.stages)
-        first = next(coming)
-        try:  # while the first stage travels
-            own = [self._compute_own(layout.stages[0], tensors)]
-        except BaseException:
-            next(coming, None)  # ranks that compute nothing here have this under way, too
-            raise
-        kept: list[Tensor] = []
-        returning: list[Transfer] = []
-        for stage, transfer in zip(layout.stages, _one_ahead(chain([first], coming)), strict=True):
-            held = transfer.wait()
-            partial = self._compute(stage, *held)
-            needed = partial if with_lse or not layout.is_final else partial[:1]
-            returning.append(exchange.send_back(needed, [routes[0]] * len(needed)))
-            kept += [*held, *partial] if layout.is_final else held
-        for stage in layout.stages[1:]:  # while the last results travel
-            own.append(self._compute_own(stage, tensors))
         answer = problem.empty_answer()
-        for stage, transfer, own_part in zip(layout.stages, returning, own, strict=True):
-            self._merge(answer, stage, transfer.wait(), own_part)
+        kept: list[Tensor] = []
+        with self._lanes(problem.query) as lanes:
+
+            def send_out(i: int) -> Transfer:
+                with lanes.at(i):
+                    return exchange.send_out(i, tensors, layout.stages[i].heads, routes)
+
+            coming = self._in_turns(send_out)
+            own: list[Partial | None] = []
+            returning: list[Transfer] = []
+            for i, (stage, transfer) in enumerate(zip(layout.stages, coming, strict=True)):
+                with lanes.at(i):
+                    if i == 0:  # while the first stage travels
+                        own.append(self._compute_own(stage, tensors))
+                    held = transfer.wait()
+                    partial = self._compute(stage, *held)
+                    needed = partial if with_lse or not layout.is_final else partial[:1]
+                    returning.append(exchange.send_back(i, needed, [routes[0]] * len(needed)))
+                    kept += [*held, *partial] if layout.is_final else held
+            for i, stage in enumerate(layout.stages[1:], 1):  # while the last results travel
+                with lanes.at(i):
+                    own.append(self._compute_own(stage, tensors))
+            for i, stage in enumerate(layout.stages):
+                with lanes.at(i):
+                    self._merge(answer, stage, returning[i].wait(), own[i])
         if not layout.is_final:
             kept += answer
         shapes = [tensor.shape for tensor in tensors]
@@ -218,7 +229,7 @@ class _Share:
     def _differentiate(
         self, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
     ) -> Gradients:
-        with Exchange(self.carrier, in_place=True) as exchange:
+        with Exchange(self.carrier, len(self.layout.stages), in_place=True) as exchange:
             return self._send_gradients(exchange, shapes, kept, grad_output)
 
     def _send_gradients(
@@ -236,28 +247,44 @@ class _Share:
         if not layout.is_final:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
-        coming = (
-            exchange.send_out(
-                of_shard,
-                [stage.query_heads] * len(of_shard),
-                [layout.of_queries] * len(of_shard),
-            )
-            for stage in layout.stages
-        )
-        returning = []
         each_kept = len(kept) // len(layout.stages)
-        for i, (stage, transfer) in enumerate(zip(layout.stages, _one_ahead(coming), strict=True)):
-            query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
-            found = self._compute_gradients(stage, query, key, value, *transfer.wait(), *own)
-            returning.append(exchange.send_back(found, self._routes))
-        gradients = Gradients(*map(grad_output.new_empty, shapes))
-        for stage, transfer in zip(layout.stages, returning, strict=True):
-            received = transfer.wait()
-            for total, part, heads, route in zip(
-                gradients, received, stage.heads, self._routes, strict=True
-            ):
-                _add_up(total, part, heads, route)
+        with self._lanes(grad_output) as lanes:
+
+            def send_out(i: int) -> Transfer:
+                heads, route = layout.stages[i].query_heads, layout.of_queries
+                with lanes.at(i):
+                    return exchange.send_out(
+                        i, of_shard, [heads] * len(of_shard), [route] * len(of_shard)
+                    )
+
+            returning = []
+            for i, transfer in enumerate(self._in_turns(send_out)):
+                with lanes.at(i):
+                    query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
+                    found = self._compute_gradients(
+                        layout.stages[i], query, key, value, *transfer.wait(), *own
+                    )
+                    returning.append(exchange.send_back(i, found, self._routes))
+            gradients = Gradients(*map(grad_output.new_empty, shapes))
+            for i, (stage, transfer) in enumerate(zip(layout.stages, returning, strict=True)):
+                with lanes.at(i):
+                    received = transfer.wait()
+                    for total, part, heads, route in zip(
+                        gradients, received, stage.heads, self._routes, strict=True
+                    ):
+                        _add_up(total, part, heads, route)
         return gradients
+
+    def _lanes(self, like: Tensor) -> Lanes:
+        return Lanes(like.device, self.carrier.num_lanes)
+
+    def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
+        """Yield the transfers of all stages, with as many under way as the carrier has turns."""
+        stages = iter(range(len(self.layout.stages)))
+        under_way = deque(map(send, islice(stages, self.carrier.num_turns)))
+        while under_way:
+            yield under_way.popleft()
+            under_way += map(send, islice(stages, 1))
 
     @property
     def _routes(self) -> tuple[Route, Route, Route]:
@@ -334,15 +361,6 @@ class _Share:
             if own is not None and of_heads == heads[self.rank]:
                 parts.append((own, slice(None)))
             merge_rows(into, parts)
-
-
-def _one_ahead(transfers: Iterator[Transfer]) -> Iterator[Transfer]:
-    """Yield each transfer when the next is under way too."""
-    current = next(transfers, None)
-    while current is not None:
-        following = next(transfers, None)
-        yield current
-        current = following
 
 
 def _by_heads(found: Iterable[Piece], heads: Sequence[range]) -> dict[range, list[Piece]]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,14 +31,16 @@ class Piece(NamedTuple):
 class Exchange:
     """Sends tensors between the ranks of a group, which can be used again if something fails."""
 
-    def __init__(self, carrier: Carrier, *, in_place: bool) -> None:
+    def __init__(self, carrier: Carrier, num_stages: int, *, in_place: bool) -> None:
         """Begin with nothing.
 
         Args:
             carrier: Between the ranks of the group.
+            num_stages: How many parts there are of all that travels one way.
             in_place: Whether what stays on its rank may be the caller's own memory.
         """
         self._carrier, self._in_place = carrier, in_place
+        self._num_turns = min(num_stages, carrier.num_turns)
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
@@ -51,11 +53,16 @@ class Exchange:
                 transfer.settle(end)
 
     def send_out(
-        self, shards: Sequence[Tensor], heads: Sequence[HeadsOfRanks], routes: Sequence[Route]
+        self,
+        stage: int,
+        shards: Sequence[Tensor],
+        heads: Sequence[HeadsOfRanks],
+        routes: Sequence[Route],
     ) -> Transfer:
         """Send every rank the rows that it needs, of its heads; get those that this one needs.
 
         Args:
+            stage: Number of the stage.
             shards: Each ``[batch, heads, rows, ...]``.
             heads: Of each of them, the heads that every rank needs.
             routes: Of each of them.
@@ -80,12 +87,13 @@ class Exchange:
                 continue
             parcels.append(Parcel(route, False, sources, widths, _moves_out(route, together)))
             coming += parcels[-1].coming
-        return self._send(parcels, coming)
+        return self._send(stage, parcels, coming)
 
-    def send_back(self, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
+    def send_back(self, stage: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Return results for the tokens held to whose they are; see :func:`pieces`.
 
         Args:
+            stage: Number of the stage.
             held: Each ``[batch, heads of a rank, tokens held, ...]``.
             routes: Of each of them, that by which the tokens came.
         """
@@ -97,10 +105,11 @@ class Exchange:
             moves = () if route.stays else _moves_home(route, widths)
             parcels.append(Parcel(route, True, sources, widths, moves))
             coming += sources if route.stays else parcels[-1].coming
-        return self._send(parcels, coming)
+        return self._send(stage, parcels, coming)
 
-    def _send(self, parcels: Sequence[Parcel], coming: list[Tensor]) -> Transfer:
-        self._transfers.append(Transfer(coming, self._carrier.send(parcels)))
+    def _send(self, stage: int, parcels: Sequence[Parcel], coming: list[Tensor]) -> Transfer:
+        under_way = self._carrier.send(parcels, stage % self._num_turns, self._num_turns)
+        self._transfers.append(Transfer(coming, under_way))
         return self._transfers[-1]
 
 
@@ -150,19 +159,23 @@ def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
 @lru_cache(maxsize=256)
 def _moves_home(route: Route, widths: tuple[int, ...]) -> Moves:
     """Return what packs results for other ranks, and places those for this one."""
-    own = route.rank
-    before, here = sum(route.receives[:own]), route.receives[own]
-    after = sum(route.receives) - before - here
-    return tuple(
-        Move(tensor, source_row, target_row, num_rows, 0, 0, width)
-        for i, width in enumerate(widths)
-        for tensor, source_row, target_row, num_rows in (
-            (i, 0, 0, before),
-            (i + len(widths), before, sum(route.lengths[:own]), here),
-            (i, before + here, before, after),
-        )
-        if num_rows
-    )
+    moves, there = [], 0
+    own, of_own = route.rank, sum(route.lengths[: route.rank])
+    for rank, (here, number) in enumerate(_spans(route.receives)):
+        if not number:
+            continue
+        for i, width in enumerate(widths):
+            if rank == own:
+                moves.append(Move(i + len(widths), here, of_own, number, 0, 0, width))
+            else:
+                moves.append(Move(i, here, there, number, 0, 0, width))
+        there += number if rank != own else 0
+    return tuple(moves)
+
+
+def _spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return beginning and length of parts that follow each other."""
+    return zip(accumulate(lengths, initial=0), lengths, strict=False)
 
 
 def _by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:

@@ -139,6 +139,7 @@ def lay_out(
     pattern: Any,
     interest_set: tuple[int, ...] | None,
     tile: int,
+    stage_flops: float,
 ) -> Layout:
     """Lay out attention over shards of these lengths.
 
@@ -156,6 +157,7 @@ def lay_out(
         pattern: Likewise.
         interest_set: Likewise.
         tile: Likewise.
+        stage_flops: See :func:`cqs.scheduler.heads.choose_num_stages`.
     """
     num_ranks = len(seqlens_q)
     bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
@@ -197,6 +199,7 @@ def lay_out(
         flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
         num_ranks=num_ranks,
         num_kv_heads=max(num_kv_heads // head_parallel, 1),
+        stage_flops=stage_flops,
     )
     stages = _make_stages(number, num_ranks, head_parallel, num_heads, num_kv_heads)
     return Layout(

@@ -1,7 +1,7 @@
 """GPUs of a host that read each other's memory, beside whatever they compute.
 
-Copy engines move the rows, and streams wait for numbers in memory: unlike a message of NCCL, which
-is a kernel at both ends, this takes no multiprocessor from kernels that run meanwhile.
+Copy engines fetch the rows, and streams wait for numbers in memory. A message of NCCL is a kernel
+at both ends: it takes multiprocessors from those that run meanwhile, or waits until they end.
 """
 
 import os
@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from torch import Tensor
 
 from cqs.distributed.agreement import control_group, meet, swap
 from cqs.distributed.transfer import Parcel, UnderWay
+from cqs.scheduler.heads import STAGE_FLOPS
 
-_NUM_SLOTS = 2
 _ALIGNMENT = 512
 _LEAST_BYTES = 1 << 21
 """Less shares its page with memory that is none of the other ranks' business."""
+_TOLD, _FETCHED = 0, 1
+"""What numbers say: what is there, and what has been fetched."""
 _RELEASED = 1 << 30
 """Later than any send."""
 _POLL_SECONDS = 0.01
@@ -36,22 +38,24 @@ _HANDLE_BYTES = 64
 class PeerMemory:
     """Carries parcels: each rank packs them into memory of its own, from where others fetch.
 
-    The memory has two slots, which sends use in turn; they are of one size, and parcels at one
-    place, on all ranks. Before them are two numbers for every rank: its last send that had
-    something for this one, and the last of this rank's sends that it has fetched. Whoever needs a
-    number to be high enough waits on the GPU: for rows to be there, or for a slot to be free.
+    What the sends of a turn pack has the same place on all ranks. Before all are numbers: the last
+    send of every rank that had something for this one, and the last of this rank's sends that it
+    has fetched. Whoever needs a number to be high enough waits on the GPU: for rows to be there, or
+    for room to be free. Lanes, each of which sends in order, have numbers of their own.
     """
 
+    num_lanes = 2
+    num_turns = 4
+    stage_flops = STAGE_FLOPS
+
     def __init__(self, group: Any, device: torch.device, memory: "_Memory") -> None:
-        """Begin with slots of no bytes; see :func:`connect_peers`."""
+        """Begin without room; see :func:`connect_peers`."""
         self._group = weakref.ref(group)
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._device, self.memory = device, memory
         self._timeout = group._get_backend(device).options._timeout
-        self._slot_bytes = 0
         self._number = 0
         self._fetching = torch.cuda.Stream(device)
-        self._packing = torch.cuda.current_stream(device)
         self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
         self._is_released = False
         threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
@@ -61,37 +65,36 @@ class PeerMemory:
         """Bytes of this rank's memory that others fetch from; PyTorch does not count them."""
         return self.memory.own.nbytes
 
-    def send(self, parcels: Sequence[Parcel]) -> list[UnderWay]:
+    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
 
         Raises:
             RuntimeError: after :meth:`release`.
-            torch.OutOfMemoryError: if a rank has no memory for longer slots.
+            torch.OutOfMemoryError: if a rank has no room for what is packed.
         """
         if self._is_released:
             raise RuntimeError("the group was aborted")
         rooms = [_aligned(parcel.places.most * parcel.row_bytes) for parcel in parcels]
-        if sum(rooms) > self._slot_bytes:
-            self._grow(sum(rooms))
+        header = _header_bytes(self._num_ranks)
+        if header + num_turns * sum(rooms) > self.num_bytes:
+            self._grow(header + num_turns * sum(rooms))
         self._number += 1
-        slot = self._number % _NUM_SLOTS
-        begin = _header_bytes(self._num_ranks) + slot * self._slot_bytes
-        firsts = [begin + sum(rooms[:i]) for i in range(len(rooms))]
-        self._packing = torch.cuda.current_stream(self._device)
-        for reader, number in self.memory.readers[slot].items():
-            self._wait(self._packing, self._num_ranks + reader, number)
+        lane = turn % self.num_lanes
+        stream = torch.cuda.current_stream(self._device)
+        firsts = [header + turn * sum(rooms) + sum(rooms[:i]) for i in range(len(rooms))]
+        places = range(firsts[0], firsts[0] + sum(rooms))
+        self._make_room(stream, places, lane)
         for parcel, first in zip(parcels, firsts, strict=True):
-            packed = self.memory.own[first : first + sum(parcel.lengths) * parcel.row_bytes]
-            packed = packed.view(parcel.sources[0].dtype).view(-1, *parcel.row_shape)
-            parcel.pack(packed)
-        self.memory.readers[slot] = {
-            rank: self._number
+            parcel.pack(self.memory.rows(first, sum(parcel.lengths), parcel))
+        readers = [
+            rank
             for rank in range(self._num_ranks)
             if any(parcel.lengths[rank] for parcel in parcels)
-        }
-        for reader in self.memory.readers[slot]:
-            self._tell(self._packing, reader, self._rank)
-        return self._fetch(parcels, firsts)
+        ]
+        for reader in readers:
+            self._tell(stream, reader, _TOLD, lane)
+        self.memory.unread.append(_Unread(places, lane, self._number, readers, set()))
+        return self._fetch(parcels, firsts, lane, stream)
 
     def release(self, seconds: float) -> None:
         """End what waits for other ranks, within some time; what it was to fetch is garbage."""
@@ -101,7 +104,7 @@ class PeerMemory:
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             while time.monotonic() < end:  # ranks that are alive may yet write a lower number
                 numbers.fill_(_RELEASED)
-                if self._fetching.query() and self._packing.query():
+                if torch.cuda.current_stream().query() and self._fetching.query():
                     return
                 time.sleep(_POLL_SECONDS)
 
@@ -118,17 +121,32 @@ class PeerMemory:
             )
             os.abort()
 
-    def _fetch(self, parcels: Sequence[Parcel], firsts: Sequence[int]) -> list[UnderWay]:
+    def _make_room(self, stream: torch.cuda.Stream, places: range, lane: int) -> None:
+        """Let the stream of a lane wait until what was packed in some bytes has been fetched."""
+        unread = []
+        for each in self.memory.unread:
+            if places.start < each.places.stop and each.places.start < places.stop:
+                for reader in each.readers:
+                    self._wait(stream, reader, _FETCHED, each.lane, each.number)
+                each.awaited.add(lane)
+            covered = places.start <= each.places.start and each.places.stop <= places.stop
+            if not covered and len(each.awaited) < self.num_lanes:
+                unread.append(each)
+        self.memory.unread = unread
+
+    def _fetch(
+        self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, stream: torch.cuda.Stream
+    ) -> list[UnderWay]:
         """Have rows copied here as soon as they are packed, those of the next rank first."""
         received = [parcel.received for parcel in parcels if not parcel.route.stays]
         if not received:
             return []
-        self._fetching.wait_stream(self._packing)  # till then the memory may be in other use
+        self._fetching.wait_stream(stream)  # before, the memory may be in other use
         for step in range(1, self._num_ranks):
             owner = (self._rank + step) % self._num_ranks
             if not any(parcel.expected[owner] for parcel in parcels):
                 continue
-            self._wait(self._fetching, owner, self._number)
+            self._wait(self._fetching, owner, _TOLD, lane, self._number)
             for parcel, first in zip(parcels, firsts, strict=True):
                 if not (num_rows := parcel.expected[owner]):
                     continue
@@ -141,37 +159,50 @@ class PeerMemory:
                         self._fetching.cuda_stream,
                     )
                 )
-            self._tell(self._fetching, owner, self._num_ranks + self._rank)
+            self._tell(self._fetching, owner, _FETCHED, lane)
         event = self._fetching.record_event()
         self._unfinished.append((event, time.monotonic() + self._timeout.total_seconds()))
-        return [_Fetched(event, self._fetching, received)]
+        return [_OnItsWay(event, self._fetching, received)]
 
-    def _wait(self, stream: torch.cuda.Stream, place: int, number: int) -> None:
-        """Let a stream go on when a number of this rank's memory is at least ``number``."""
-        address = self.memory.addresses[self._rank] + 4 * place
+    def _wait(
+        self, stream: torch.cuda.Stream, rank: int, what: int, lane: int, number: int
+    ) -> None:
+        """Let a stream go on when a rank has told this one a number that is at least ``number``."""
+        address = self.memory.addresses[self._rank] + 4 * _place(rank, what, lane)
         at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         _check(driver.cuStreamWaitValue32(stream.cuda_stream, address, number, at_least))
 
-    def _tell(self, stream: torch.cuda.Stream, rank: int, place: int) -> None:
-        """Write the number of this send to a rank's memory, after all that the stream does."""
-        address = self.memory.addresses[rank] + 4 * place
+    def _tell(self, stream: torch.cuda.Stream, rank: int, what: int, lane: int) -> None:
+        """Tell a rank the number of this send, after all that the stream does."""
+        address = self.memory.addresses[rank] + 4 * _place(self._rank, what, lane)
         _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, self._number, 0))
 
-    def _grow(self, slot_bytes: int) -> None:
-        """Take memory for longer slots; all ranks do."""
+    def _grow(self, num_bytes: int) -> None:
+        """Take more memory; all ranks do."""
         control = control_group(self._group())
         torch.cuda.synchronize(self._device)
-        meet(control)  # nobody reads or tells any more
+        meet(control)  # nobody fetches or tells any more
         self.memory.disconnect()
         meet(control)
         self.memory.free()
-        num_bytes = _header_bytes(self._num_ranks) + _NUM_SLOTS * slot_bytes
         memory = _Memory.share(self._device, self._rank, control, num_bytes)
         if memory is None:
             raise torch.OutOfMemoryError(
                 f"a rank of the group has no {num_bytes / 2**20:.0f} MiB for what others fetch"
             )
-        self.memory, self._slot_bytes = memory, slot_bytes
+        self.memory = memory
+
+
+class _Unread(NamedTuple):
+    """What others may not yet have fetched."""
+
+    places: range
+    """Its bytes."""
+    lane: int
+    number: int
+    readers: list[int]
+    awaited: set[int]
+    """Lanes that go on only when it has been fetched."""
 
 
 def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
@@ -187,7 +218,7 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
     return None if memory is None else PeerMemory(group, device, memory)
 
 
-class _Fetched:
+class _OnItsWay:
     """Rows that a stream copies."""
 
     def __init__(
@@ -209,7 +240,7 @@ class _Fetched:
 class _Memory:
     """Memory of this rank's GPU that the others read, and theirs.
 
-    It begins with two numbers for every rank; see :class:`PeerMemory`.
+    It begins with the numbers of :class:`PeerMemory`.
     """
 
     def __init__(self, device: torch.device, rank: int, addresses: list[int], num_bytes: int):
@@ -217,8 +248,7 @@ class _Memory:
         self.addresses = addresses
         """Of every rank, in this process."""
         self.own = torch.as_tensor(_Bytes(addresses[rank], num_bytes), device=device)
-        self.readers: list[dict[int, int]] = [{} for _ in range(_NUM_SLOTS)]
-        """Of each slot: who fetches what is in it, and since which send it is there."""
+        self.unread: list[_Unread] = []
 
     @classmethod
     def share(
@@ -256,13 +286,18 @@ class _Memory:
             with torch.cuda.device(self._device):
                 _check(driver.cuMemFree(self.addresses[self._rank]))
 
+    def rows(self, first: int, number: int, parcel: Parcel) -> Tensor:
+        """Return the memory from some byte on as rows of a parcel."""
+        found = self.own[first : first + number * parcel.row_bytes]
+        return found.view(parcel.sources[0].dtype).view(number, *parcel.row_shape)
+
     def has_been_read(self) -> bool:
         """Whether other ranks have fetched all that is for them; waits for the GPU."""
         numbers = self.own[: _header_bytes(len(self.addresses))].view(torch.int32).tolist()
         return all(
-            numbers[len(self.addresses) + rank] >= number
-            for readers in self.readers
-            for rank, number in readers.items()
+            numbers[_place(reader, _FETCHED, each.lane)] >= each.number
+            for each in self.unread
+            for reader in each.readers
         )
 
 
@@ -332,5 +367,10 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _header_bytes(num_ranks: int) -> int:
-    """Bytes of two numbers for every rank."""
-    return _aligned(2 * num_ranks * 4)
+    """Bytes of the numbers that all ranks tell."""
+    return _aligned(4 * _place(num_ranks, 0, 0))
+
+
+def _place(rank: int, what: int, lane: int) -> int:
+    """Return which of the numbers in a rank's memory is the one that a rank tells."""
+    return (rank * PeerMemory.num_lanes + lane) * 2 + what

@@ -34,19 +34,19 @@ class Parcel:
     """Between the sources, twice, and the rows for other ranks, then those that come; none if what
     stays is used where it is."""
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Number of rows for every other rank."""
         numbers = list(self.route.receives) if self.is_home else self.route.lengths
         numbers[self.route.rank] = 0
         return numbers
 
-    @property
+    @cached_property
     def expected(self) -> list[int]:
         """Number of rows from every rank, this one included."""
         return self.route.lengths if self.is_home else list(self.route.receives)
 
-    @property
+    @cached_property
     def places(self) -> Places:
         """Where ranks have packed what they send."""
         return self.route.places_home if self.is_home else self.route.places_out
@@ -56,18 +56,18 @@ class Parcel:
         """``[rows, batch, heads, ...]``, rank by rank."""
         return self.new_rows(sum(self.expected))
 
-    @property
+    @cached_property
     def coming(self) -> list[Tensor]:
         """What is received for each of the sources, ``[batch, heads, rows, ...]``."""
         return self._by_source(self.received)
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a row of all sources, the same on all ranks."""
         batch, _, _, *dim = self.sources[0].shape
         return batch, sum(self.widths), *dim
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a row of all sources."""
         return math.prod(self.row_shape) * self.sources[0].itemsize
@@ -79,7 +79,7 @@ class Parcel:
     def pack(self, packed: Tensor) -> None:
         """Copy the rows for other ranks to ``packed``, those of this rank to where they come."""
         if self.moves:
-            targets = *self._by_source(packed), *self._by_source(self.received)
+            targets = *self._by_source(packed), *self.coming
             move((*self.sources, *self.sources), targets, self.moves)
 
     def _by_source(self, rows: Tensor) -> list[Tensor]:
@@ -96,21 +96,38 @@ class UnderWay(Protocol):
 class Carrier(Protocol):
     """What takes parcels from rank to rank."""
 
-    def send(self, parcels: Sequence[Parcel]) -> list[UnderWay]:
+    num_lanes: int
+    """How many streams of a GPU may compute in turns without keeping parcels from travelling."""
+    num_turns: int
+    """How many stages may be under way on one way at one time."""
+    stage_flops: float
+    """Operations beside which a parcel should travel, for what sending one takes."""
+
+    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels, and have those of other ranks come; a GPU is not waited for.
 
         Every rank of the group calls this as often, with parcels of rows of the same sizes.
+
+        Args:
+            parcels: What goes with this send.
+            turn: Of the stage, from 0. What is under way in one turn comes after what was sent
+                there before.
+            num_turns: How many there are.
         """
 
 
 class Messages:
     """Carries by messages of torch.distributed, one from each rank to each."""
 
+    num_lanes = 1
+    num_turns = 2
+    stage_flops = 1e12
+
     def __init__(self, group: Any) -> None:
         """Use a group, of which a rank takes part where it sends or receives something."""
         self._group = group
 
-    def send(self, parcels: Sequence[Parcel]) -> list[UnderWay]:
+    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels; see :class:`Carrier`."""
         messages = []
         for parcel in parcels:

@@ -1,7 +1,7 @@
 """How many heads a rank computes, and how many of them at one time."""
 
-_STAGE_FLOPS = 1e12
-"""What a stage should have to compute, a GPU some milliseconds: to launch it takes about one."""
+STAGE_FLOPS = 2.5e11
+"""What a stage should have to compute, where GPUs reach each other's memory."""
 _MAX_STAGES = 4
 
 
@@ -32,7 +32,14 @@ def possible_head_parallel(num_ranks: int, num_heads: int, num_kv_heads: int) ->
     ]
 
 
-def choose_num_stages(most: int | None, *, flops: float, num_ranks: int, num_kv_heads: int) -> int:
+def choose_num_stages(
+    most: int | None,
+    *,
+    flops: float,
+    num_ranks: int,
+    num_kv_heads: int,
+    stage_flops: float = STAGE_FLOPS,
+) -> int:
     """Return into how many parts a rank cuts its heads: a divisor of the number of key heads.
 
     Args:
@@ -40,11 +47,12 @@ def choose_num_stages(most: int | None, *, flops: float, num_ranks: int, num_kv_
         flops: What a rank computes in the forward pass.
         num_ranks: A single one has nothing that could travel meanwhile.
         num_kv_heads: Of a rank.
+        stage_flops: What a stage should have to compute, at least.
 
     Example:
-        >>> choose_num_stages(None, flops=3e12, num_ranks=8, num_kv_heads=4)
+        >>> choose_num_stages(None, flops=6e11, num_ranks=8, num_kv_heads=4)
         2
     """
     if most is None:
-        most = min(int(flops / _STAGE_FLOPS), _MAX_STAGES) if num_ranks > 1 else 1
+        most = min(int(flops / stage_flops), _MAX_STAGES) if num_ranks > 1 else 1
     return max(n for n in range(1, max(most, 1) + 1) if num_kv_heads % n == 0)

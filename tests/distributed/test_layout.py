@@ -7,7 +7,7 @@ import pytest
 from cqs.distributed.layout import choose_head_parallel, cut_shards, lay_out
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.heads import possible_head_parallel
+from cqs.scheduler.heads import STAGE_FLOPS, possible_head_parallel
 from cqs.simulation import Case, Machine, by_quorums
 
 
@@ -37,6 +37,7 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
                 pattern=pattern,
                 interest_set=None,
                 tile=1,
+                stage_flops=STAGE_FLOPS,
             )
             for rank in range(num_ranks)
         ]
@@ -52,10 +53,25 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
                 ]
                 assert sent == [token for tokens in route.held for token in tokens]
                 assert list(route.receives) == [each.lengths[receiver] for each in routes]
+            check_places(routes)
+
+
+def check_places(routes):
+    """Every rank knows where the others have packed what is for it, one after another."""
+    for rank, route in enumerate(routes):
+        sent = [0 if other == rank else number for other, number in enumerate(route.lengths)]
+        back = [0 if other == rank else number for other, number in enumerate(route.receives)]
+        assert route.stays == (not any(sent) and not any(back))
+        for other, receiver in enumerate(routes):
+            assert receiver.places_out.firsts[rank] == sum(sent[:other])
+            assert receiver.places_home.firsts[rank] == sum(back[:other])
+            assert receiver.places_out.most >= sum(sent)
+            assert receiver.places_home.most >= sum(back)
 
 
 def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
     options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1, "head_dim": 16}
+    options["stage_flops"] = STAGE_FLOPS
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
         for rank in range(8):
             layout = lay_out(
@@ -90,6 +106,7 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
         pattern=None,
         interest_set=None,
         tile=1,
+        stage_flops=STAGE_FLOPS,
     )
     for side, number in (("query_heads", 24), ("kv_heads", 12)):
         found = [
@@ -116,6 +133,7 @@ def test_stages_are_as_many_as_pay():
             pattern=None,
             interest_set=None,
             tile=128,
+            stage_flops=STAGE_FLOPS,
         )
         return len(layout.stages)
 
@@ -174,6 +192,7 @@ def test_all_ranks_choose_the_same_split():
             pattern=None,
             interest_set=None,
             tile=128,
+            stage_flops=STAGE_FLOPS,
         )
         for rank in range(32)
     ]
