@@ -52,18 +52,18 @@ class PeerMemory:
         """Begin without room; see :func:`connect_peers`."""
         self._group = weakref.ref(group)
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._device, self.memory = device, memory
+        self._device, self._memory = device, memory
         self._timeout = group._get_backend(device).options._timeout
         self._number = 0
-        self._fetching = torch.cuda.Stream(device)
+        self._fetching = [torch.cuda.Stream(device) for _ in range(self._num_ranks)]
         self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
         self._is_released = False
-        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+        threading.Thread(target=_watch, args=(weakref.ref(self), memory), daemon=True).start()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's memory that others fetch from; PyTorch does not count them."""
-        return self.memory.own.nbytes
+        return self._memory.own.nbytes
 
     def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
@@ -77,7 +77,7 @@ class PeerMemory:
         rooms = [_aligned(parcel.places.most * parcel.row_bytes) for parcel in parcels]
         header = _header_bytes(self._num_ranks)
         if header + num_turns * sum(rooms) > self.num_bytes:
-            self._grow(header + num_turns * sum(rooms))
+            self._memory.grow(control_group(self._group()), header + num_turns * sum(rooms))
         self._number += 1
         lane = turn % self.num_lanes
         stream = torch.cuda.current_stream(self._device)
@@ -85,7 +85,7 @@ class PeerMemory:
         places = range(firsts[0], firsts[0] + sum(rooms))
         self._make_room(stream, places, lane)
         for parcel, first in zip(parcels, firsts, strict=True):
-            parcel.pack(self.memory.rows(first, sum(parcel.lengths), parcel))
+            parcel.pack(self._memory.rows(first, sum(parcel.lengths), parcel))
         readers = [
             rank
             for rank in range(self._num_ranks)
@@ -93,18 +93,18 @@ class PeerMemory:
         ]
         for reader in readers:
             self._tell(stream, reader, _TOLD, lane)
-        self.memory.unread.append(_Unread(places, lane, self._number, readers, set()))
+        self._memory.unread.append(_Unread(places, lane, self._number, readers, set()))
         return self._fetch(parcels, firsts, lane, stream)
 
     def release(self, seconds: float) -> None:
         """End what waits for other ranks, within some time; what it was to fetch is garbage."""
         self._is_released = True
         end = time.monotonic() + seconds
-        numbers = self.memory.own[: _header_bytes(self._num_ranks)].view(torch.int32)
+        numbers = self._memory.own[: _header_bytes(self._num_ranks)].view(torch.int32)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             while time.monotonic() < end:  # ranks that are alive may yet write a lower number
                 numbers.fill_(_RELEASED)
-                if torch.cuda.current_stream().query() and self._fetching.query():
+                if all(stream.query() for stream in (torch.cuda.current_stream(), *self._fetching)):
                     return
                 time.sleep(_POLL_SECONDS)
 
@@ -124,7 +124,7 @@ class PeerMemory:
     def _make_room(self, stream: torch.cuda.Stream, places: range, lane: int) -> None:
         """Let the stream of a lane wait until what was packed in some bytes has been fetched."""
         unread = []
-        for each in self.memory.unread:
+        for each in self._memory.unread:
             if places.start < each.places.stop and each.places.start < places.stop:
                 for reader in each.readers:
                     self._wait(stream, reader, _FETCHED, each.lane, each.number)
@@ -132,21 +132,20 @@ class PeerMemory:
             covered = places.start <= each.places.start and each.places.stop <= places.stop
             if not covered and len(each.awaited) < self.num_lanes:
                 unread.append(each)
-        self.memory.unread = unread
+        self._memory.unread = unread
 
     def _fetch(
         self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, stream: torch.cuda.Stream
     ) -> list[UnderWay]:
-        """Have rows copied here as soon as they are packed, those of the next rank first."""
-        received = [parcel.received for parcel in parcels if not parcel.route.stays]
-        if not received:
-            return []
-        self._fetching.wait_stream(stream)  # before, the memory may be in other use
-        for step in range(1, self._num_ranks):
-            owner = (self._rank + step) % self._num_ranks
-            if not any(parcel.expected[owner] for parcel in parcels):
+        """Have rows copied here as soon as they are packed, from all ranks at a time."""
+        found: list[UnderWay] = []
+        before = stream.record_event()  # till then the memory may be in other use
+        for owner, fetching in enumerate(self._fetching):
+            if owner == self._rank or not any(parcel.expected[owner] for parcel in parcels):
                 continue
-            self._wait(self._fetching, owner, _TOLD, lane, self._number)
+            fetching.wait_event(before)
+            self._wait(fetching, owner, _TOLD, lane, self._number)
+            received = [parcel.received for parcel in parcels if parcel.expected[owner]]
             for parcel, first in zip(parcels, firsts, strict=True):
                 if not (num_rows := parcel.expected[owner]):
                     continue
@@ -154,43 +153,29 @@ class PeerMemory:
                 _check(
                     driver.cuMemcpyAsync(
                         parcel.received.data_ptr() + row * parcel.row_bytes,
-                        self.memory.addresses[owner] + first + there * parcel.row_bytes,
+                        self._memory.addresses[owner] + first + there * parcel.row_bytes,
                         num_rows * parcel.row_bytes,
-                        self._fetching.cuda_stream,
+                        fetching.cuda_stream,
                     )
                 )
-            self._tell(self._fetching, owner, _FETCHED, lane)
-        event = self._fetching.record_event()
-        self._unfinished.append((event, time.monotonic() + self._timeout.total_seconds()))
-        return [_OnItsWay(event, self._fetching, received)]
+            self._tell(fetching, owner, _FETCHED, lane)
+            event = fetching.record_event()
+            self._unfinished.append((event, time.monotonic() + self._timeout.total_seconds()))
+            found.append(_OnItsWay(event, fetching, received))
+        return found
 
     def _wait(
         self, stream: torch.cuda.Stream, rank: int, what: int, lane: int, number: int
     ) -> None:
         """Let a stream go on when a rank has told this one a number that is at least ``number``."""
-        address = self.memory.addresses[self._rank] + 4 * _place(rank, what, lane)
+        address = self._memory.addresses[self._rank] + 4 * _place(rank, what, lane)
         at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         _check(driver.cuStreamWaitValue32(stream.cuda_stream, address, number, at_least))
 
     def _tell(self, stream: torch.cuda.Stream, rank: int, what: int, lane: int) -> None:
         """Tell a rank the number of this send, after all that the stream does."""
-        address = self.memory.addresses[rank] + 4 * _place(self._rank, what, lane)
+        address = self._memory.addresses[rank] + 4 * _place(self._rank, what, lane)
         _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, self._number, 0))
-
-    def _grow(self, num_bytes: int) -> None:
-        """Take more memory; all ranks do."""
-        control = control_group(self._group())
-        torch.cuda.synchronize(self._device)
-        meet(control)  # nobody fetches or tells any more
-        self.memory.disconnect()
-        meet(control)
-        self.memory.free()
-        memory = _Memory.share(self._device, self._rank, control, num_bytes)
-        if memory is None:
-            raise torch.OutOfMemoryError(
-                f"a rank of the group has no {num_bytes / 2**20:.0f} MiB for what others fetch"
-            )
-        self.memory = memory
 
 
 class _Unread(NamedTuple):
@@ -214,8 +199,9 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
         ``None`` on all ranks if one does not reach another.
     """
     control = control_group(group)
-    memory = _Memory.share(device, dist.get_rank(group), control, _header_bytes(control.size()))
-    return None if memory is None else PeerMemory(group, device, memory)
+    memory = _Memory(device, dist.get_rank(group), control.size())
+    reached = memory.take(control, _header_bytes(control.size()))
+    return PeerMemory(group, device, memory) if reached else None
 
 
 class _OnItsWay:
@@ -243,35 +229,51 @@ class _Memory:
     It begins with the numbers of :class:`PeerMemory`.
     """
 
-    def __init__(self, device: torch.device, rank: int, addresses: list[int], num_bytes: int):
+    def __init__(self, device: torch.device, rank: int, num_ranks: int) -> None:
+        """Have none."""
         self._device, self._rank = device, rank
-        self.addresses = addresses
+        self.addresses = [0] * num_ranks
         """Of every rank, in this process."""
-        self.own = torch.as_tensor(_Bytes(addresses[rank], num_bytes), device=device)
+        self.own = torch.empty(0, dtype=torch.uint8, device=device)
         self.unread: list[_Unread] = []
 
-    @classmethod
-    def share(
-        cls, device: torch.device, rank: int, control: Any, num_bytes: int
-    ) -> "_Memory | None":
-        """Take memory, and open that of the other ranks; ``None`` on all if one cannot."""
+    def take(self, control: Any, num_bytes: int) -> bool:
+        """Take memory, and open that of the other ranks; say whether all ranks could."""
         num_bytes = max(num_bytes, _LEAST_BYTES)
-        with torch.cuda.device(device):
+        with torch.cuda.device(self._device):
             address, handle = _allocate(num_bytes)
             handles = swap(control, handle, [len(handle)] * control.size())
-            addresses = [
+            self.addresses = [
                 _open(bytes(handles[other * len(handle) : (other + 1) * len(handle)]))
-                if other != rank
+                if other != self._rank
                 else address
                 for other in range(control.size())
             ]
-        memory = cls(device, rank, addresses, num_bytes)
-        if all(swap(control, [all(addresses)], [1] * control.size())):
-            return memory
-        memory.disconnect()
+        if all(swap(control, [all(self.addresses)], [1] * control.size())):
+            self.own = torch.as_tensor(_Bytes(address, num_bytes), device=self._device)
+            return True
+        self.let_go(control)
+        return False
+
+    def grow(self, control: Any, num_bytes: int) -> None:
+        """Take more memory instead; all ranks do.
+
+        Raises:
+            torch.OutOfMemoryError: if a rank has not as much; all have none then.
+        """
+        torch.cuda.synchronize(self._device)
+        meet(control)  # nobody fetches or tells any more
+        self.let_go(control)
+        if not self.take(control, num_bytes):
+            raise torch.OutOfMemoryError(
+                f"a rank of the group has no {num_bytes / 2**20:.0f} MiB for what others fetch"
+            )
+
+    def let_go(self, control: Any) -> None:
+        """Let go of all memory; all ranks do."""
+        self.disconnect()
         meet(control)
-        memory.free()
-        return None
+        self.free()
 
     def disconnect(self) -> None:
         """Let go of other ranks' memory."""
@@ -282,9 +284,11 @@ class _Memory:
 
     def free(self) -> None:
         """Let go of this rank's memory, which nobody may read any more."""
-        if self.addresses[self._rank]:
+        self.own, self.unread = self.own[:0], []
+        if address := self.addresses[self._rank]:
             with torch.cuda.device(self._device):
-                _check(driver.cuMemFree(self.addresses[self._rank]))
+                _check(driver.cuMemFree(address))
+        self.addresses = [0] * len(self.addresses)
 
     def rows(self, first: int, number: int, parcel: Parcel) -> Tensor:
         """Return the memory from some byte on as rows of a parcel."""
@@ -341,19 +345,16 @@ def _open(reserved: bytes) -> int:
     return 0 if error else int(address)
 
 
-def _watch(of: "weakref.ref[PeerMemory]") -> None:
+def _watch(of: "weakref.ref[PeerMemory]", memory: _Memory) -> None:
     """Check the time while there is a carrier, then free what others have read."""
-    memory = None
     while (carrier := of()) is not None:
         carrier.check_time()
-        memory = carrier.memory
         del carrier
         time.sleep(_WATCH_SECONDS)
-    if memory is not None:
-        memory.disconnect()
-        while not memory.has_been_read():
-            time.sleep(_WATCH_SECONDS)
-        memory.free()
+    memory.disconnect()
+    while not memory.has_been_read():
+        time.sleep(_WATCH_SECONDS)
+    memory.free()
 
 
 def _check(answer: tuple[Any, ...]) -> None:
