@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from cqs.distributed.agreement import control_group, meet, swap
+from cqs.distributed.moves import Move, move
 from cqs.distributed.transfer import Parcel, UnderWay
 from cqs.scheduler.heads import STAGE_FLOPS
 
@@ -55,7 +57,7 @@ class PeerMemory:
         self._device, self._memory = device, memory
         self._timeout = group._get_backend(device).options._timeout
         self._number = 0
-        self._fetching = [torch.cuda.Stream(device) for _ in range(self._num_ranks)]
+        self._fetching = torch.cuda.Stream(device)
         self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
         self._is_released = False
         threading.Thread(target=_watch, args=(weakref.ref(self), memory), daemon=True).start()
@@ -63,9 +65,11 @@ class PeerMemory:
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's memory that others fetch from; PyTorch does not count them."""
-        return self._memory.own.nbytes
+        return self._memory.tensors[self._rank].nbytes
 
-    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
+    def send(
+        self, parcels: Sequence[Parcel], turn: int, num_turns: int, *, is_alone: bool
+    ) -> list[UnderWay]:
         """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
 
         Raises:
@@ -85,26 +89,30 @@ class PeerMemory:
         places = range(firsts[0], firsts[0] + sum(rooms))
         self._make_room(stream, places, lane)
         for parcel, first in zip(parcels, firsts, strict=True):
-            parcel.pack(self._memory.rows(first, sum(parcel.lengths), parcel))
+            parcel.pack(self._memory.rows(self._rank, first, sum(parcel.lengths), parcel))
         readers = [
             rank
             for rank in range(self._num_ranks)
             if any(parcel.lengths[rank] for parcel in parcels)
         ]
         for reader in readers:
-            self._tell(stream, reader, _TOLD, lane)
+            self._tell(stream, reader, _TOLD, lane, self._number)
         self._memory.unread.append(_Unread(places, lane, self._number, readers, set()))
-        return self._fetch(parcels, firsts, lane, stream)
+        pieces = self._pieces(parcels, firsts)
+        if not pieces:
+            return []
+        incoming = _Incoming(self, lane, self._number, pieces)
+        return [incoming if is_alone else self._fetch(incoming, stream)]
 
     def release(self, seconds: float) -> None:
         """End what waits for other ranks, within some time; what it was to fetch is garbage."""
         self._is_released = True
         end = time.monotonic() + seconds
-        numbers = self._memory.own[: _header_bytes(self._num_ranks)].view(torch.int32)
+        numbers = self._memory.numbers
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             while time.monotonic() < end:  # ranks that are alive may yet write a lower number
                 numbers.fill_(_RELEASED)
-                if all(stream.query() for stream in (torch.cuda.current_stream(), *self._fetching)):
+                if torch.cuda.current_stream().query() and self._fetching.query():
                     return
                 time.sleep(_POLL_SECONDS)
 
@@ -134,35 +142,55 @@ class PeerMemory:
                 unread.append(each)
         self._memory.unread = unread
 
-    def _fetch(
-        self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, stream: torch.cuda.Stream
-    ) -> list[UnderWay]:
-        """Have rows copied here as soon as they are packed, from all ranks at a time."""
-        found: list[UnderWay] = []
-        before = stream.record_event()  # till then the memory may be in other use
-        for owner, fetching in enumerate(self._fetching):
-            if owner == self._rank or not any(parcel.expected[owner] for parcel in parcels):
-                continue
-            fetching.wait_event(before)
-            self._wait(fetching, owner, _TOLD, lane, self._number)
-            received = [parcel.received for parcel in parcels if parcel.expected[owner]]
+    def _pieces(self, parcels: Sequence[Parcel], firsts: Sequence[int]) -> "list[_Piece]":
+        """List what comes: of each parcel, the rows of each rank, those of the next rank first."""
+        found = []
+        for step in range(1, self._num_ranks):
+            owner = (self._rank + step) % self._num_ranks
             for parcel, first in zip(parcels, firsts, strict=True):
-                if not (num_rows := parcel.expected[owner]):
-                    continue
-                row, there = sum(parcel.expected[:owner]), parcel.places.firsts[owner]
-                _check(
-                    driver.cuMemcpyAsync(
-                        parcel.received.data_ptr() + row * parcel.row_bytes,
-                        self._memory.addresses[owner] + first + there * parcel.row_bytes,
-                        num_rows * parcel.row_bytes,
-                        fetching.cuda_stream,
-                    )
-                )
-            self._tell(fetching, owner, _FETCHED, lane)
-            event = fetching.record_event()
-            self._unfinished.append((event, time.monotonic() + self._timeout.total_seconds()))
-            found.append(_OnItsWay(event, fetching, received))
+                if number := parcel.expected[owner]:
+                    row = sum(parcel.expected[:owner])
+                    there = first + parcel.places.firsts[owner] * parcel.row_bytes
+                    source = self._memory.rows(owner, there, number, parcel)
+                    found.append(_Piece(owner, source, parcel.received[row : row + number]))
         return found
+
+    def _fetch(self, incoming: "_Incoming", stream: torch.cuda.Stream) -> "_Copied":
+        """Have copy engines bring rows as soon as they are packed."""
+        fetching = self._fetching
+        fetching.wait_stream(stream)  # before, the memory may be in other use
+        for owner, pieces in groupby(incoming.pieces, lambda piece: piece.owner):
+            self._wait(fetching, owner, _TOLD, incoming.lane, incoming.number)
+            for _, source, target in pieces:
+                places = target.data_ptr(), source.data_ptr()
+                _check(driver.cuMemcpyAsync(*places, target.nbytes, fetching.cuda_stream))
+            self._tell(fetching, owner, _FETCHED, incoming.lane, incoming.number)
+        return _Copied(fetching, self._watched(fetching), incoming.pieces)
+
+    def pull(self, incoming: "_Incoming") -> None:
+        """Have a kernel bring rows as soon as they are packed, on the current stream."""
+        stream = torch.cuda.current_stream(self._device)
+        owners = {piece.owner: None for piece in incoming.pieces}
+        for owner in owners:
+            self._wait(stream, owner, _TOLD, incoming.lane, incoming.number)
+        for _, alike in groupby(sorted(incoming.pieces, key=_kind), _kind):
+            pieces = list(alike)
+            sources = [piece.source.movedim(0, 2) for piece in pieces]
+            targets = [piece.target.movedim(0, 2) for piece in pieces]
+            moves = (
+                Move(i, 0, 0, target.shape[2], 0, 0, target.shape[1])
+                for i, target in enumerate(targets)
+            )
+            move(sources, targets, tuple(moves))
+        for owner in owners:
+            self._tell(stream, owner, _FETCHED, incoming.lane, incoming.number)
+        self._watched(stream)
+
+    def _watched(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return the event of what a stream does so far, which is to come in time."""
+        event: torch.cuda.Event = stream.record_event()
+        self._unfinished.append((event, time.monotonic() + self._timeout.total_seconds()))
+        return event
 
     def _wait(
         self, stream: torch.cuda.Stream, rank: int, what: int, lane: int, number: int
@@ -172,10 +200,12 @@ class PeerMemory:
         at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         _check(driver.cuStreamWaitValue32(stream.cuda_stream, address, number, at_least))
 
-    def _tell(self, stream: torch.cuda.Stream, rank: int, what: int, lane: int) -> None:
-        """Tell a rank the number of this send, after all that the stream does."""
+    def _tell(
+        self, stream: torch.cuda.Stream, rank: int, what: int, lane: int, number: int
+    ) -> None:
+        """Tell a rank a number, after all that the stream does before."""
         address = self._memory.addresses[rank] + 4 * _place(self._rank, what, lane)
-        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, self._number, 0))
+        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, number, 0))
 
 
 class _Unread(NamedTuple):
@@ -204,23 +234,51 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
     return PeerMemory(group, device, memory) if reached else None
 
 
-class _OnItsWay:
-    """Rows that a stream copies."""
+class _Piece(NamedTuple):
+    """Rows that another rank has packed."""
 
-    def __init__(
-        self, event: torch.cuda.Event, stream: torch.cuda.Stream, received: list[Tensor]
-    ) -> None:
-        self._event, self._stream, self._received = event, stream, received
+    owner: int
+    source: Tensor
+    """``[rows, batch, heads, ...]``, in its memory."""
+    target: Tensor
+    """Likewise, in that of this rank."""
+
+
+def _kind(piece: _Piece) -> tuple[str, tuple[int, ...]]:
+    """Return what must be the same of rows that one kernel moves."""
+    return str(piece.target.dtype), piece.target.shape[1:]
+
+
+class _Incoming(NamedTuple):
+    """Rows that are brought when they are waited for."""
+
+    carrier: PeerMemory
+    lane: int
+    number: int
+    """Of the send."""
+    pieces: list[_Piece]
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if timeout is None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+            self.carrier.pull(self)
+
+
+class _Copied(NamedTuple):
+    """Rows that a stream copies."""
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+    pieces: list[_Piece]
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            torch.cuda.current_stream(self.stream.device).wait_event(self.event)
             return
         end = time.monotonic() + timeout.total_seconds()
-        while not self._event.query() and time.monotonic() < end:
+        while not self.event.query() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        for tensor in self._received:  # if they come yet, nobody else may have the memory
-            tensor.record_stream(self._stream)
+        for piece in self.pieces:  # if it comes yet, nobody else may have the memory
+            piece.target.record_stream(self.stream)
 
 
 class _Memory:
@@ -234,7 +292,8 @@ class _Memory:
         self._device, self._rank = device, rank
         self.addresses = [0] * num_ranks
         """Of every rank, in this process."""
-        self.own = torch.empty(0, dtype=torch.uint8, device=device)
+        self.tensors: list[Tensor] = []
+        """The bytes of every rank."""
         self.unread: list[_Unread] = []
 
     def take(self, control: Any, num_bytes: int) -> bool:
@@ -250,7 +309,7 @@ class _Memory:
                 for other in range(control.size())
             ]
         if all(swap(control, [all(self.addresses)], [1] * control.size())):
-            self.own = torch.as_tensor(_Bytes(address, num_bytes), device=self._device)
+            self.tensors = [_as_bytes(each, num_bytes, self._device) for each in self.addresses]
             return True
         self.let_go(control)
         return False
@@ -284,20 +343,25 @@ class _Memory:
 
     def free(self) -> None:
         """Let go of this rank's memory, which nobody may read any more."""
-        self.own, self.unread = self.own[:0], []
+        self.tensors, self.unread = [], []
         if address := self.addresses[self._rank]:
             with torch.cuda.device(self._device):
                 _check(driver.cuMemFree(address))
         self.addresses = [0] * len(self.addresses)
 
-    def rows(self, first: int, number: int, parcel: Parcel) -> Tensor:
-        """Return the memory from some byte on as rows of a parcel."""
-        found = self.own[first : first + number * parcel.row_bytes]
+    def rows(self, rank: int, first: int, number: int, parcel: Parcel) -> Tensor:
+        """Return the memory of a rank from some byte on as rows of a parcel."""
+        found = self.tensors[rank][first : first + number * parcel.row_bytes]
         return found.view(parcel.sources[0].dtype).view(number, *parcel.row_shape)
+
+    @property
+    def numbers(self) -> Tensor:
+        """What other ranks have told this one."""
+        return self.tensors[self._rank][: _header_bytes(len(self.addresses))].view(torch.int32)
 
     def has_been_read(self) -> bool:
         """Whether other ranks have fetched all that is for them; waits for the GPU."""
-        numbers = self.own[: _header_bytes(len(self.addresses))].view(torch.int32).tolist()
+        numbers = self.numbers.tolist()
         return all(
             numbers[_place(reader, _FETCHED, each.lane)] >= each.number
             for each in self.unread
@@ -305,16 +369,10 @@ class _Memory:
         )
 
 
-class _Bytes:
-    """Memory that PyTorch did not allocate."""
-
-    def __init__(self, address: int, number: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (number,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
+    """Return memory that PyTorch did not allocate, and that may be of another GPU."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, number)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (number,), (1,))
 
 
 def _allocate(num_bytes: int) -> tuple[int, bytes]:
