@@ -195,16 +195,13 @@ class _Share:
         """
         layout, routes = self.layout, self._routes
         tensors = problem.query, problem.key, problem.value
-        has_own, last = len(layout.own_steps) > 0, len(layout.stages) - 1
         answer = problem.empty_answer()
         kept: list[Tensor] = []
         with self._lanes(problem.query) as lanes:
 
             def send_out(i: int) -> Transfer:
                 with lanes.at(i):
-                    return exchange.send_out(
-                        i, tensors, layout.stages[i].heads, routes, is_alone=i == 0 and not has_own
-                    )
+                    return exchange.send_out(i, tensors, layout.stages[i].heads, routes)
 
             coming = self._in_turns(send_out)
             own: list[Partial | None] = []
@@ -216,14 +213,7 @@ class _Share:
                     held = transfer.wait()
                     partial = self._compute(stage, *held)
                     needed = partial if with_lse or not layout.is_final else partial[:1]
-                    returning.append(
-                        exchange.send_back(
-                            i,
-                            needed,
-                            [routes[0]] * len(needed),
-                            is_alone=i == last and not has_own,
-                        )
-                    )
+                    returning.append(exchange.send_back(i, needed, [routes[0]] * len(needed)))
                     kept += [*held, *partial] if layout.is_final else held
             for i, stage in enumerate(layout.stages[1:], 1):  # while the last results travel
                 with lanes.at(i):
@@ -264,11 +254,7 @@ class _Share:
                 heads, route = layout.stages[i].query_heads, layout.of_queries
                 with lanes.at(i):
                     return exchange.send_out(
-                        i,
-                        of_shard,
-                        [heads] * len(of_shard),
-                        [route] * len(of_shard),
-                        is_alone=i == 0,
+                        i, of_shard, [heads] * len(of_shard), [route] * len(of_shard)
                     )
 
             returning = []
@@ -278,8 +264,7 @@ class _Share:
                     found = self._compute_gradients(
                         layout.stages[i], query, key, value, *transfer.wait(), *own
                     )
-                    is_alone = i == len(layout.stages) - 1
-                    returning.append(exchange.send_back(i, found, self._routes, is_alone=is_alone))
+                    returning.append(exchange.send_back(i, found, self._routes))
             gradients = Gradients(*map(grad_output.new_empty, shapes))
             for i, (stage, transfer) in enumerate(zip(layout.stages, returning, strict=True)):
                 with lanes.at(i):

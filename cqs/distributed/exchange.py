@@ -58,8 +58,6 @@ class Exchange:
         shards: Sequence[Tensor],
         heads: Sequence[HeadsOfRanks],
         routes: Sequence[Route],
-        *,
-        is_alone: bool,
     ) -> Transfer:
         """Send every rank the rows that it needs, of its heads; get those that this one needs.
 
@@ -68,7 +66,6 @@ class Exchange:
             shards: Each ``[batch, heads, rows, ...]``.
             heads: Of each of them, the heads that every rank needs.
             routes: Of each of them.
-            is_alone: Whether nothing is computed until they have come.
 
         Returns:
             Of tensors ``[batch, heads of a rank, tokens held, ...]``.
@@ -90,18 +87,15 @@ class Exchange:
                 continue
             parcels.append(Parcel(route, False, sources, widths, _moves_out(route, together)))
             coming += parcels[-1].coming
-        return self._send(stage, parcels, coming, is_alone)
+        return self._send(stage, parcels, coming)
 
-    def send_back(
-        self, stage: int, held: Sequence[Tensor], routes: Sequence[Route], *, is_alone: bool
-    ) -> Transfer:
+    def send_back(self, stage: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Return results for the tokens held to whose they are; see :func:`pieces`.
 
         Args:
             stage: Number of the stage.
             held: Each ``[batch, heads of a rank, tokens held, ...]``.
             routes: Of each of them, that by which the tokens came.
-            is_alone: Whether nothing is computed until they have come.
         """
         coming: list[Tensor] = []
         parcels = []
@@ -111,14 +105,10 @@ class Exchange:
             moves = () if route.stays else _moves_home(route, widths)
             parcels.append(Parcel(route, True, sources, widths, moves))
             coming += sources if route.stays else parcels[-1].coming
-        return self._send(stage, parcels, coming, is_alone)
+        return self._send(stage, parcels, coming)
 
-    def _send(
-        self, stage: int, parcels: Sequence[Parcel], coming: list[Tensor], is_alone: bool
-    ) -> Transfer:
-        under_way = self._carrier.send(
-            parcels, stage % self._num_turns, self._num_turns, is_alone=is_alone
-        )
+    def _send(self, stage: int, parcels: Sequence[Parcel], coming: list[Tensor]) -> Transfer:
+        under_way = self._carrier.send(parcels, stage % self._num_turns, self._num_turns)
         self._transfers.append(Transfer(coming, under_way))
         return self._transfers[-1]
 

@@ -11,8 +11,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from cqs.distributed.agreement import control_group, meet, swap
-from cqs.distributed.moves import Move, move
 from cqs.distributed.transfer import Parcel, UnderWay
 from cqs.scheduler.heads import STAGE_FLOPS
 
@@ -43,7 +42,7 @@ class PeerMemory:
     What the sends of a turn pack has the same place on all ranks. Before all are numbers: the last
     send of every rank that had something for this one, and the last of this rank's sends that it
     has fetched. Whoever needs a number to be high enough waits on the GPU: for rows to be there, or
-    for room to be free. Lanes, each of which sends in order, have numbers of their own.
+    for room to be free. Lanes have numbers of their own, for numbers must rise.
     """
 
     num_lanes = 2
@@ -58,6 +57,7 @@ class PeerMemory:
         self._timeout = group._get_backend(device).options._timeout
         self._number = 0
         self._fetching = torch.cuda.Stream(device)
+        self._streams = {self._fetching}
         self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
         self._is_released = False
         threading.Thread(target=_watch, args=(weakref.ref(self), memory), daemon=True).start()
@@ -65,11 +65,9 @@ class PeerMemory:
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's memory that others fetch from; PyTorch does not count them."""
-        return self._memory.tensors[self._rank].nbytes
+        return self._memory.own.nbytes
 
-    def send(
-        self, parcels: Sequence[Parcel], turn: int, num_turns: int, *, is_alone: bool
-    ) -> list[UnderWay]:
+    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
 
         Raises:
@@ -85,24 +83,20 @@ class PeerMemory:
         self._number += 1
         lane = turn % self.num_lanes
         stream = torch.cuda.current_stream(self._device)
+        self._streams.add(stream)
         firsts = [header + turn * sum(rooms) + sum(rooms[:i]) for i in range(len(rooms))]
-        places = range(firsts[0], firsts[0] + sum(rooms))
-        self._make_room(stream, places, lane)
-        for parcel, first in zip(parcels, firsts, strict=True):
-            parcel.pack(self._memory.rows(self._rank, first, sum(parcel.lengths), parcel))
         readers = [
             rank
             for rank in range(self._num_ranks)
             if any(parcel.lengths[rank] for parcel in parcels)
         ]
+        packed = _Packed(range(firsts[0], firsts[0] + sum(rooms)), lane, self._number, readers)
+        self._make_room(packed, stream)
+        for parcel, first in zip(parcels, firsts, strict=True):
+            parcel.pack(self._memory.rows(first, sum(parcel.lengths), parcel))
         for reader in readers:
-            self._tell(stream, reader, _TOLD, lane, self._number)
-        self._memory.unread.append(_Unread(places, lane, self._number, readers, set()))
-        pieces = self._pieces(parcels, firsts)
-        if not pieces:
-            return []
-        incoming = _Incoming(self, lane, self._number, pieces)
-        return [incoming if is_alone else self._fetch(incoming, stream)]
+            self._tell(stream, reader, _TOLD, lane)
+        return self._fetch(parcels, firsts, lane, stream)
 
     def release(self, seconds: float) -> None:
         """End what waits for other ranks, within some time; what it was to fetch is garbage."""
@@ -112,7 +106,7 @@ class PeerMemory:
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             while time.monotonic() < end:  # ranks that are alive may yet write a lower number
                 numbers.fill_(_RELEASED)
-                if torch.cuda.current_stream().query() and self._fetching.query():
+                if all(stream.query() for stream in self._streams):
                     return
                 time.sleep(_POLL_SECONDS)
 
@@ -129,68 +123,46 @@ class PeerMemory:
             )
             os.abort()
 
-    def _make_room(self, stream: torch.cuda.Stream, places: range, lane: int) -> None:
-        """Let the stream of a lane wait until what was packed in some bytes has been fetched."""
-        unread = []
-        for each in self._memory.unread:
-            if places.start < each.places.stop and each.places.start < places.stop:
-                for reader in each.readers:
-                    self._wait(stream, reader, _FETCHED, each.lane, each.number)
-                each.awaited.add(lane)
-            covered = places.start <= each.places.start and each.places.stop <= places.stop
-            if not covered and len(each.awaited) < self.num_lanes:
-                unread.append(each)
-        self._memory.unread = unread
+    def _make_room(self, new: "_Packed", stream: torch.cuda.Stream) -> None:
+        """Let the stream of a lane wait until what was packed at some place has been fetched."""
+        left = []
+        for old in self._memory.unread:
+            if old.places.start < new.places.stop and new.places.start < old.places.stop:
+                for reader in old.readers:
+                    self._wait(stream, reader, _FETCHED, old.lane, old.number)
+                old.lanes.add(new.lane)
+            # who waits for the readers of the new waits for those of the old
+            is_covered = new.readers and _contains(new.places, old.places)
+            if not is_covered and len(old.lanes) < self.num_lanes:
+                left.append(old)
+        self._memory.unread = left + [new] if new.readers else left
 
-    def _pieces(self, parcels: Sequence[Parcel], firsts: Sequence[int]) -> "list[_Piece]":
-        """List what comes: of each parcel, the rows of each rank, those of the next rank first."""
-        found = []
-        for step in range(1, self._num_ranks):
-            owner = (self._rank + step) % self._num_ranks
-            for parcel, first in zip(parcels, firsts, strict=True):
-                if number := parcel.expected[owner]:
-                    row = sum(parcel.expected[:owner])
-                    there = first + parcel.places.firsts[owner] * parcel.row_bytes
-                    source = self._memory.rows(owner, there, number, parcel)
-                    found.append(_Piece(owner, source, parcel.received[row : row + number]))
-        return found
-
-    def _fetch(self, incoming: "_Incoming", stream: torch.cuda.Stream) -> "_Copied":
-        """Have copy engines bring rows as soon as they are packed."""
+    def _fetch(
+        self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, stream: torch.cuda.Stream
+    ) -> list[UnderWay]:
+        """Have rows copied here as soon as they are packed, those of the next rank first."""
+        received = [parcel.received for parcel in parcels if not parcel.route.stays]
+        if not received:
+            return []
         fetching = self._fetching
         fetching.wait_stream(stream)  # before, the memory may be in other use
-        for owner, pieces in groupby(incoming.pieces, lambda piece: piece.owner):
-            self._wait(fetching, owner, _TOLD, incoming.lane, incoming.number)
-            for _, source, target in pieces:
-                places = target.data_ptr(), source.data_ptr()
-                _check(driver.cuMemcpyAsync(*places, target.nbytes, fetching.cuda_stream))
-            self._tell(fetching, owner, _FETCHED, incoming.lane, incoming.number)
-        return _Copied(fetching, self._watched(fetching), incoming.pieces)
-
-    def pull(self, incoming: "_Incoming") -> None:
-        """Have a kernel bring rows as soon as they are packed, on the current stream."""
-        stream = torch.cuda.current_stream(self._device)
-        owners = {piece.owner: None for piece in incoming.pieces}
-        for owner in owners:
-            self._wait(stream, owner, _TOLD, incoming.lane, incoming.number)
-        for _, alike in groupby(sorted(incoming.pieces, key=_kind), _kind):
-            pieces = list(alike)
-            sources = [piece.source.movedim(0, 2) for piece in pieces]
-            targets = [piece.target.movedim(0, 2) for piece in pieces]
-            moves = (
-                Move(i, 0, 0, target.shape[2], 0, 0, target.shape[1])
-                for i, target in enumerate(targets)
-            )
-            move(sources, targets, tuple(moves))
-        for owner in owners:
-            self._tell(stream, owner, _FETCHED, incoming.lane, incoming.number)
-        self._watched(stream)
-
-    def _watched(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return the event of what a stream does so far, which is to come in time."""
-        event: torch.cuda.Event = stream.record_event()
+        for step in range(1, self._num_ranks):
+            owner = (self._rank + step) % self._num_ranks
+            if not any(parcel.expected[owner] for parcel in parcels):
+                continue
+            self._wait(fetching, owner, _TOLD, lane, self._number)
+            for parcel, first in zip(parcels, firsts, strict=True):
+                row, number = sum(parcel.expected[:owner]), parcel.expected[owner]
+                target = parcel.received[row : row + number]
+                source = self._memory.addresses[owner] + first
+                source += parcel.places.firsts[owner] * parcel.row_bytes
+                if number:
+                    place = target.data_ptr(), source, target.nbytes
+                    _check(driver.cuMemcpyAsync(*place, fetching.cuda_stream))
+            self._tell(fetching, owner, _FETCHED, lane)
+        event = fetching.record_event()
         self._unfinished.append((event, time.monotonic() + self._timeout.total_seconds()))
-        return event
+        return [_OnItsWay(event, fetching, received)]
 
     def _wait(
         self, stream: torch.cuda.Stream, rank: int, what: int, lane: int, number: int
@@ -200,24 +172,24 @@ class PeerMemory:
         at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         _check(driver.cuStreamWaitValue32(stream.cuda_stream, address, number, at_least))
 
-    def _tell(
-        self, stream: torch.cuda.Stream, rank: int, what: int, lane: int, number: int
-    ) -> None:
-        """Tell a rank a number, after all that the stream does before."""
+    def _tell(self, stream: torch.cuda.Stream, rank: int, what: int, lane: int) -> None:
+        """Tell a rank the number of this send, after all that a stream does before."""
         address = self._memory.addresses[rank] + 4 * _place(self._rank, what, lane)
-        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, number, 0))
+        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, self._number, 0))
 
 
-class _Unread(NamedTuple):
+@dataclass(frozen=True)
+class _Packed:
     """What others may not yet have fetched."""
 
     places: range
     """Its bytes."""
     lane: int
     number: int
+    """Of the send."""
     readers: list[int]
-    awaited: set[int]
-    """Lanes that go on only when it has been fetched."""
+    lanes: set[int] = field(default_factory=set)
+    """Those that go on only when it has been fetched."""
 
 
 def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
@@ -234,41 +206,12 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
     return PeerMemory(group, device, memory) if reached else None
 
 
-class _Piece(NamedTuple):
-    """Rows that another rank has packed."""
-
-    owner: int
-    source: Tensor
-    """``[rows, batch, heads, ...]``, in its memory."""
-    target: Tensor
-    """Likewise, in that of this rank."""
-
-
-def _kind(piece: _Piece) -> tuple[str, tuple[int, ...]]:
-    """Return what must be the same of rows that one kernel moves."""
-    return str(piece.target.dtype), piece.target.shape[1:]
-
-
-class _Incoming(NamedTuple):
-    """Rows that are brought when they are waited for."""
-
-    carrier: PeerMemory
-    lane: int
-    number: int
-    """Of the send."""
-    pieces: list[_Piece]
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            self.carrier.pull(self)
-
-
-class _Copied(NamedTuple):
+class _OnItsWay(NamedTuple):
     """Rows that a stream copies."""
 
-    stream: torch.cuda.Stream
     event: torch.cuda.Event
-    pieces: list[_Piece]
+    stream: torch.cuda.Stream
+    received: list[Tensor]
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if timeout is None:
@@ -277,8 +220,8 @@ class _Copied(NamedTuple):
         end = time.monotonic() + timeout.total_seconds()
         while not self.event.query() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        for piece in self.pieces:  # if it comes yet, nobody else may have the memory
-            piece.target.record_stream(self.stream)
+        for tensor in self.received:  # if it comes yet, nobody else may have the memory
+            tensor.record_stream(self.stream)
 
 
 class _Memory:
@@ -292,9 +235,9 @@ class _Memory:
         self._device, self._rank = device, rank
         self.addresses = [0] * num_ranks
         """Of every rank, in this process."""
-        self.tensors: list[Tensor] = []
-        """The bytes of every rank."""
-        self.unread: list[_Unread] = []
+        self.own = torch.empty(0, dtype=torch.uint8)
+        """The bytes of this rank's memory."""
+        self.unread: list[_Packed] = []
 
     def take(self, control: Any, num_bytes: int) -> bool:
         """Take memory, and open that of the other ranks; say whether all ranks could."""
@@ -309,7 +252,7 @@ class _Memory:
                 for other in range(control.size())
             ]
         if all(swap(control, [all(self.addresses)], [1] * control.size())):
-            self.tensors = [_as_bytes(each, num_bytes, self._device) for each in self.addresses]
+            self.own = _as_bytes(address, num_bytes, self._device)
             return True
         self.let_go(control)
         return False
@@ -343,21 +286,21 @@ class _Memory:
 
     def free(self) -> None:
         """Let go of this rank's memory, which nobody may read any more."""
-        self.tensors, self.unread = [], []
+        self.own, self.unread = self.own[:0], []
         if address := self.addresses[self._rank]:
             with torch.cuda.device(self._device):
                 _check(driver.cuMemFree(address))
         self.addresses = [0] * len(self.addresses)
 
-    def rows(self, rank: int, first: int, number: int, parcel: Parcel) -> Tensor:
-        """Return the memory of a rank from some byte on as rows of a parcel."""
-        found = self.tensors[rank][first : first + number * parcel.row_bytes]
+    def rows(self, first: int, number: int, parcel: Parcel) -> Tensor:
+        """Return the memory of this rank from some byte on as rows of a parcel."""
+        found = self.own[first : first + number * parcel.row_bytes]
         return found.view(parcel.sources[0].dtype).view(number, *parcel.row_shape)
 
     @property
     def numbers(self) -> Tensor:
         """What other ranks have told this one."""
-        return self.tensors[self._rank][: _header_bytes(len(self.addresses))].view(torch.int32)
+        return self.own[: _header_bytes(len(self.addresses))].view(torch.int32)
 
     def has_been_read(self) -> bool:
         """Whether other ranks have fetched all that is for them; waits for the GPU."""
@@ -370,7 +313,7 @@ class _Memory:
 
 
 def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
-    """Return memory that PyTorch did not allocate, and that may be of another GPU."""
+    """Return memory that PyTorch did not allocate."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, number)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (number,), (1,))
 
@@ -419,6 +362,10 @@ def _check(answer: tuple[Any, ...]) -> None:
     """Raise RuntimeError if the driver did not do what it was asked to."""
     if answer[0]:
         raise RuntimeError(f"the CUDA driver failed: {answer[0].name}")
+
+
+def _contains(outer: range, inner: range) -> bool:
+    return outer.start <= inner.start and inner.stop <= outer.stop
 
 
 def _aligned(num_bytes: int) -> int:

@@ -103,9 +103,7 @@ class Carrier(Protocol):
     stage_flops: float
     """Operations beside which a parcel should travel, for what sending one takes."""
 
-    def send(
-        self, parcels: Sequence[Parcel], turn: int, num_turns: int, *, is_alone: bool
-    ) -> list[UnderWay]:
+    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels, and have those of other ranks come; a GPU is not waited for.
 
         Every rank of the group calls this as often, with parcels of rows of the same sizes.
@@ -115,7 +113,6 @@ class Carrier(Protocol):
             turn: Of the stage, from 0. What is under way in one turn comes after what was sent
                 there before.
             num_turns: How many there are.
-            is_alone: Whether nothing is computed until they have come.
         """
 
 
@@ -130,9 +127,7 @@ class Messages:
         """Use a group, of which a rank takes part where it sends or receives something."""
         self._group = group
 
-    def send(
-        self, parcels: Sequence[Parcel], turn: int, num_turns: int, *, is_alone: bool
-    ) -> list[UnderWay]:
+    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels; see :class:`Carrier`."""
         messages = []
         for parcel in parcels:

@@ -1,0 +1,234 @@
+"""GPUs of threads: streams whose operations happen in any order that the streams allow."""
+
+import ctypes
+import random
+import sys
+import threading
+import time
+import types
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+_here = threading.local()
+"""Which rank this thread is, and its current stream."""
+
+
+class Deadlock(AssertionError):
+    """No stream can go on."""
+
+
+class Stream:
+    """Operations in order; each is ready or not, and then happens at once."""
+
+    def __init__(self, device=None):
+        self.world, self.rank, self.device = _here.world, _here.rank, device
+        self.operations, self.num_begun, self.num_done = [], 0, 0
+        with self.world.lock:
+            self.world.streams.append(self)
+        self.cuda_stream = self.world.streams.index(self)
+
+    def enqueue(self, run=lambda: None, is_ready=lambda: True):
+        with self.world.lock:
+            self.operations.append((run, is_ready))
+            self.num_begun += 1
+
+    def record_event(self):
+        return Event(self)
+
+    def wait_event(self, event):
+        self.enqueue(is_ready=event.query)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def query(self):
+        return self.num_done == self.num_begun
+
+
+class Event:
+    """Has come when its stream has done what it had to do."""
+
+    def __init__(self, stream):
+        self.stream, self.number = stream, stream.num_begun
+
+    def query(self):
+        return self.stream.num_done >= self.number
+
+
+class World:
+    """All streams of all ranks, and the driver that they use."""
+
+    def __init__(self, num_ranks, seed):
+        self.num_ranks, self.random = num_ranks, random.Random(seed)
+        self.lock, self.streams = threading.RLock(), []
+        self.order = []
+        """The streams, in the order in which they may go on."""
+        self.barrier = threading.Barrier(num_ranks)
+        self.passed = [[] for _ in range(num_ranks)]
+        self.errors = []
+
+    def run(self, program):
+        """Run ``program(rank)`` on a thread for each rank, and all that it launches."""
+        threads = [
+            threading.Thread(target=self._be, args=(program, r)) for r in range(self.num_ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        idle_since = time.monotonic()
+        while any(thread.is_alive() for thread in threads) or not self._is_done():
+            if self._step():
+                idle_since = time.monotonic()
+            elif self.errors or time.monotonic() > idle_since + 10:
+                self.barrier.abort()
+                break
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+        if not self._is_done():
+            raise Deadlock([(s.rank, s.num_done, s.num_begun) for s in self.streams])
+
+    def swap(self, own):
+        """Return the numbers that all ranks pass."""
+        self.passed[_here.rank] = list(own)
+        self.barrier.wait(30)
+        found = [number for numbers in self.passed for number in numbers]
+        self.barrier.wait(30)
+        return found
+
+    def _be(self, program, rank):
+        _here.world, _here.rank = self, rank
+        _here.stream = Stream()
+        try:
+            program(rank)
+        except BaseException as error:
+            self.errors.append(error)
+            self.barrier.abort()
+
+    def _is_done(self):
+        return all(stream.query() for stream in self.streams)
+
+    def _step(self):
+        """Let some stream do its next operation; say whether one could."""
+        with self.lock:
+            self.order += self.streams[len(self.order) :]
+        if self.random.random() < 0.03:  # till then the same streams are the fast ones
+            self.random.shuffle(self.order)
+        for stream in [stream for stream in self.order if stream.operations]:
+            run, is_ready = stream.operations[0]
+            if is_ready():
+                try:
+                    run()
+                except BaseException as error:
+                    self.errors.append(error)
+                    run = None
+                with self.lock:
+                    stream.operations.pop(0)
+                    stream.num_done += 1
+                return True
+        return False
+
+
+def current_stream(device=None):
+    return _here.stream
+
+
+@contextmanager
+def use_stream(stream):
+    before, _here.stream = _here.stream, stream
+    try:
+        yield
+    finally:
+        _here.stream = before
+
+
+def synchronize(device=None):
+    """Wait until the streams of this rank are done."""
+    while not all(s.query() for s in list(_here.world.streams) if s.rank == _here.rank):
+        if _here.world.errors:
+            raise _here.world.errors[0]
+        time.sleep(1e-4)
+
+
+def later(function):
+    """Make a function happen when its stream comes to it."""
+
+    def launch(*arguments):
+        _here.stream.enqueue(lambda: function(*arguments))
+
+    return launch
+
+
+def make_driver():
+    """Return what stands in for the module of the CUDA driver."""
+    blocks = {}
+
+    def write(address, number):
+        ctypes.c_int32.from_address(address).value = number
+
+    def read(address):
+        return ctypes.c_int32.from_address(address).value
+
+    def stream_of(number):
+        return _here.world.streams[number]
+
+    def allocate(num_bytes):
+        block = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        blocks[block.data_ptr()] = block
+        return 0, block.data_ptr()
+
+    def free(address):
+        blocks[address].fill_(254)  # and kept: who still reads it finds garbage
+        return (0,)
+
+    def get_handle(address):
+        return 0, types.SimpleNamespace(reserved=address.to_bytes(64, "little"))
+
+    def set_bytes(address, value, number):
+        ctypes.memset(address, value, number)
+        return (0,)
+
+    def copy(target, source, number, stream):
+        stream_of(stream).enqueue(lambda: ctypes.memmove(target, source, number))
+        return (0,)
+
+    def wait_value(stream, address, number, flags):
+        stream_of(stream).enqueue(is_ready=lambda: read(address) >= number)
+        return (0,)
+
+    def write_value(stream, address, number, flags):
+        stream_of(stream).enqueue(lambda: write(address, number))
+        return (0,)
+
+    return types.SimpleNamespace(
+        CUipcMemHandle=types.SimpleNamespace,
+        CUipcMem_flags=types.SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
+        CUstreamWaitValue_flags=types.SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
+        cuMemAlloc=allocate,
+        cuMemFree=free,
+        cuMemsetD8=set_bytes,
+        cuMemcpyAsync=copy,
+        cuIpcGetMemHandle=get_handle,
+        cuIpcOpenMemHandle=lambda handle, flags: (0, int.from_bytes(handle.reserved, "little")),
+        cuIpcCloseMemHandle=lambda address: (0,),
+        cuStreamWaitValue32=wait_value,
+        cuStreamWriteValue32=write_value,
+    )
+
+
+def install(monkeypatch):
+    """Have PyTorch and the driver be those of this module."""
+    bindings = types.ModuleType("cuda.bindings")
+    bindings.driver = make_driver()
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    for name, value in (
+        ("Stream", Stream),
+        ("current_stream", current_stream),
+        ("stream", use_stream),
+        ("synchronize", synchronize),
+        ("device", lambda device: nullcontext()),
+        ("empty_cache", lambda: None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)

@@ -1,0 +1,226 @@
+"""Memory that other ranks fetch from: what comes is what was sent, however streams interleave."""
+
+import gc
+import random
+import sys
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import fake_gpus
+import pytest
+import torch
+from fake_gpus import World, current_stream, later, synchronize
+
+import cqs
+from cqs.distributed import lanes, moves, transfer
+from cqs.distributed.attention import _Share
+from cqs.distributed.exchange import Exchange
+from cqs.distributed.layout import lay_out
+from cqs.partial import Partial
+from cqs.problem import check_problem
+from cqs.scheduler.heads import STAGE_FLOPS
+from cqs.worker import Worker
+
+GPU = torch.device("cuda", 0)
+attention = sys.modules[_Share.__module__]
+
+
+class LaterShare(_Share):
+    """Launches what it computes."""
+
+    def _compute(self, stage, query, key, value):
+        output = query.new_full((*query.shape[:3], value.shape[3]), torch.nan)
+        return self._launch(
+            super()._compute, (output, output[..., 0].clone()), stage, query, key, value
+        )
+
+    def _compute_own(self, stage, shards):
+        if not self.layout.own_steps:
+            return None
+        query, _, value = shards
+        heads = len(stage.query_heads[self.rank])
+        output = query.new_full((query.shape[0], heads, query.shape[2], value.shape[3]), torch.nan)
+        return self._launch(super()._compute_own, (output, output[..., 0].clone()), stage, shards)
+
+    def _compute_gradients(self, stage, query, key, value, *of_queries):
+        found = tuple(torch.full_like(each, torch.nan) for each in (query, key, value))
+        arguments = stage, query, key, value, *of_queries
+        return tuple(self._launch(super()._compute_gradients, found, *arguments))
+
+    def _merge(self, *arguments):
+        current_stream().enqueue(lambda: super(LaterShare, self)._merge(*arguments))
+
+    def _launch(self, function, results, *arguments):
+        def run():
+            for result, found in zip(results, function(*arguments), strict=True):
+                result.copy_(found)
+
+        current_stream().enqueue(run)
+        return Partial(*results) if len(results) == 2 else results
+
+
+class Group:
+    def __init__(self, world, rank):
+        self.world, self.rank = world, rank
+
+    def size(self):
+        return self.world.num_ranks
+
+    def _get_backend(self, device):
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(hours=1)))
+
+
+@pytest.fixture
+def peer_memory(monkeypatch):
+    fake_gpus.install(monkeypatch)
+    monkeypatch.delitem(sys.modules, "cqs.distributed.peer_memory", raising=False)
+    from cqs.distributed import peer_memory
+
+    of_group = SimpleNamespace(
+        get_rank=lambda group: group.rank, get_world_size=lambda group: group.size()
+    )
+    as_bytes = peer_memory._as_bytes
+    streams = {}
+    for module, name, value in (
+        (peer_memory, "dist", of_group),
+        (peer_memory, "_WATCH_SECONDS", 0.01),
+        (peer_memory, "control_group", lambda group: group),
+        (peer_memory, "swap", lambda group, own, lengths: group.world.swap(own)),
+        (peer_memory, "meet", lambda group: group.world.swap([])),
+        (peer_memory, "_as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
+        (transfer, "move", later(moves.move)),
+        (attention, "_add_up", later(attention._add_up)),
+        (attention, "Lanes", lambda device, number: lanes.Lanes(GPU, number)),
+        (lanes, "_streams", lambda device, number: streams_of_rank(streams, number)),
+    ):
+        monkeypatch.setattr(module, name, value)
+    yield peer_memory
+    gc.collect()
+    for thread in threading.enumerate():
+        if "_watch" in thread.name:
+            thread.join(1)
+    monkeypatch.undo()
+    sys.modules.pop("cqs.distributed.peer_memory", None)
+
+
+def streams_of_rank(streams, number):
+    rank = current_stream().rank
+    if rank not in streams:
+        streams[rank] = [fake_gpus.Stream() for _ in range(number)]
+    return streams[rank]
+
+
+def draw_calls(generator, num_ranks):
+    """Draw attention calls that follow each other, of any sizes."""
+    calls = []
+    for _ in range(5):
+        marks = sorted(generator.randint(0, 40) for _ in range(num_ranks - 1))
+        lengths = tuple(b - a for a, b in zip([0, *marks], [*marks, 40], strict=True))
+        calls.append(
+            {
+                "lengths": lengths,
+                "heads": generator.choice([(4, 4), (4, 2), (8, 8)]),
+                "head_parallel": generator.choice([1, num_ranks if num_ranks != 3 else 1]),
+                "num_stages": generator.choice([1, 2, 4, 8]),
+                "is_causal": generator.random() < 0.6,
+                "gradients": generator.random() < 0.7,
+            }
+        )
+    return calls
+
+
+def make_layout(call, rank):
+    num_heads, num_kv_heads = call["heads"]
+    return lay_out(
+        call["lengths"],
+        call["lengths"],
+        rank,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=3,
+        head_parallel=call["head_parallel"],
+        num_stages=call["num_stages"],
+        is_causal=call["is_causal"],
+        pattern=None,
+        interest_set=None,
+        tile=1,
+        stage_flops=STAGE_FLOPS,
+    )
+
+
+def attend(carrier, rank, call, tensors):
+    """Launch a call; return the rows of this rank's shard, and what will be its results."""
+    first = sum(call["lengths"][:rank])
+    rows = slice(first, first + call["lengths"][rank])
+    query, key, value, grad_output = (each[:, :, rows].clone() for each in tensors)
+    layout = make_layout(call, rank)
+    problem = check_problem(query, key, value)
+    share = LaterShare(carrier, rank, layout, Worker(problem.scale, "reference", None, None))
+    with Exchange(carrier, len(layout.stages), in_place=not call["gradients"]) as exchange:
+        attended = share.attend(problem, exchange, with_lse=call["gradients"])
+    results = [attended.answer.output]
+    if call["gradients"]:
+        results += attended.differentiate(attended.kept, grad_output)
+    return rows, results
+
+
+def draw_tensors(call):
+    num_heads, num_kv_heads = call["heads"]
+    return [
+        torch.randn(1, heads, 40, 3, dtype=torch.float64)
+        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    ]
+
+
+def expect(call, tensors):
+    """Compute output and gradients in one process."""
+    *inputs, grad_output = tensors
+    inputs = [each.clone().requires_grad_() for each in inputs]
+    output = cqs.attention(*inputs, is_causal=call["is_causal"], backend="reference")
+    return output.detach(), *torch.autograd.grad(output, inputs, grad_output)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_any_order_of_streams_gives_the_answer(peer_memory, num_ranks, seed):
+    """Calls follow each other without waiting for the streams."""
+    torch.manual_seed(seed)
+    calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
+    whole = [draw_tensors(call) for call in calls]
+    expected = list(map(expect, calls, whole))
+    world, answers = World(num_ranks, seed), {}
+
+    def program(rank):
+        carrier = peer_memory.connect_peers(Group(world, rank), GPU)
+        answers[rank] = [attend(carrier, rank, *each) for each in zip(calls, whole, strict=True)]
+        synchronize()
+
+    world.run(program)
+    for rank in range(num_ranks):
+        for (rows, results), of_whole in zip(answers[rank], expected, strict=True):
+            for ours, exact in zip(results, of_whole, strict=False):
+                torch.testing.assert_close(ours, exact[:, :, rows], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_waits_for_the_dead_can_be_released(peer_memory, seed):
+    call = draw_calls(random.Random(seed), 3)[0] | {"lengths": (10, 20, 10), "gradients": False}
+    tensors, world, done = draw_tensors(call), World(3, seed), []
+
+    def program(rank):
+        carrier = peer_memory.connect_peers(Group(world, rank), GPU)
+        attend(carrier, rank, call, tensors)
+        synchronize()
+        world.swap([])
+        if rank == 1:
+            return
+        attend(carrier, rank, call, tensors)
+        carrier.release(5)
+        synchronize()
+        with pytest.raises(RuntimeError, match="the group was aborted"):
+            attend(carrier, rank, call, tensors)
+        done.append(rank)
+
+    world.run(program)
+    assert sorted(done) == [0, 2]
