@@ -168,6 +168,8 @@ def by_quorums(
     moves. For even W a group or two of a quorum may be queries or keys alone, and if attention is
     causal those at its ends are: then the device that moves most counts. Of S stages the first
     one's way in and the last one's way out are exposed, the rest travels beside the computation.
+    Forward, pairs of the device's own shard are computed beside these: of the first stage before
+    the others, of the rest after them.
 
     Args:
         case: What is computed.
@@ -206,22 +208,29 @@ def by_quorums(
         with_gradients = queries + (merged if num_workers > 1 else 0)
         return (needed.queries - 1) * with_gradients, max(there, back)
 
+    def packed() -> float:
+        """Return the bytes that are packed for others, of which all have the room of the most."""
+        most = GroupNeeds(*map(max, zip(*needs, strict=True)))
+        for_queries = queries + (merged if num_workers > 1 else 0) if is_backward else queries
+        there = (most.query_results - 1) * for_queries
+        back = (most.queries - 1) * (queries if is_backward else merged)
+        of_keys = ((most.key_results - 1) * keys, (most.keys - 1) * keys)
+        return max(there, back + of_keys[1]) if is_backward else max(there + of_keys[0], back)
+
     def peak_of(needed: GroupNeeds) -> float:
         of_queries = _copied(needed.queries, needed.query_results)
         copied = of_queries * queries + _copied(needed.keys, needed.key_results) * keys
         if is_backward:
             held = needed.queries * queries + needed.keys * keys
-            sent = held - queries - keys
             received = needed.query_results * queries + needed.key_results * keys
             sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
-            last = copied + max(sums - sent, 0.0)  # what was sent is free when sums begin
-            return held + answer + received + last / stages + sent + sum(tensors)
+            sums *= min(num_slices, 2)  # those of one slice are freed after the next begins
+            return held + answer + received + (copied + sums) / stages + sum(tensors)
         computed = results * of_queries / stages
         if num_workers == 1:
             computed = results * needed.queries
         own = results if num_workers > 1 else 0
-        sent = (needed.queries - 1) * merged
-        return copied + sent + needed.query_results * merged + computed + own + answer
+        return copied + needed.query_results * merged + computed + own + answer
 
     going, coming = map(max, zip(*map(moved, needs), strict=True))
     way_in, way_out = (
@@ -230,9 +239,11 @@ def by_quorums(
     )
     calls = max(each.queries for each in needs) / num_slices
     compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
-    seconds = way_in + max(compute, (stages - 1) * (way_in + way_out)) + way_out
+    own = 0.0 if is_backward or num_workers == 1 else compute / num_workers / stages
+    seconds = max(compute, (stages - 1) * (way_in + way_out))
+    seconds += max(way_in - own, 0.0) + max(way_out - (stages - 1) * own, 0.0)
     *tensors, answer = case.shard_bytes(num_devices)
-    return Forecast(seconds, going + coming, max(map(peak_of, needs)), num_slices)
+    return Forecast(seconds, going + coming, max(map(peak_of, needs)) + packed(), num_slices)
 
 
 def by_ring(

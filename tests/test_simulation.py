@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import cqs.simulation
 from cqs.__main__ import main
 from cqs.distributed.layout import lay_out
 from cqs.fitting import Row, fit, read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
-from cqs.scheduler.group_needs import GroupNeeds, group_needs
 from cqs.scheduler.heads import STAGE_FLOPS
 from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
 
@@ -179,45 +177,44 @@ def bytes_kept(case, layout, num_slices):
     return kept + part.key_bytes(sum(layout.of_keys.receives))
 
 
+def bytes_packed_backward(case, layout, num_slices):
+    """Of what all ranks have room for, whatever they pack."""
+    part, (queries, keys) = case.part(num_slices), (layout.of_queries, layout.of_keys)
+    of_output = part.query_bytes(1) + (0 if layout.is_final else part.result_bytes(1))
+    back = queries.places_home.most * part.query_bytes(1)
+    back += keys.places_home.most * part.key_bytes(1)
+    return max(queries.places_out.most * of_output, back)
+
+
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
-@pytest.mark.parametrize(("num_devices", "num_cases"), [(2, 8), (4, 10)])
-def test_memory_is_what_gpus_allocated(monkeypatch, method, passes, num_devices, num_cases):
-    """As layouts were then: a worker that has half of a pair got all of its queries.
+def test_memory_is_what_gpus_allocated(method, passes):
+    """On four GPUs; of the backward pass what PyTorch allocated, which has no room for others.
 
-    When two GPUs were measured, each stage of a backward pass whose outputs travel held their
-    gradients to its end. What a worker keeps of a causal quorum is not told from what it needs.
+    ``cqs`` took four slices of the heads then, but for one case.
     """
-
-    def whole(*arguments):
-        return [GroupNeeds(*map(math.ceil, each)) for each in group_needs(*arguments)]
-
-    monkeypatch.setattr(cqs.simulation, "group_needs", whole)
-    with open(RESULTS / f"peers-h200-x{num_devices}.jsonl") as file:
+    with open(RESULTS / "peers-h200-x4.jsonl") as file:
         rows = [json.loads(line) for line in file]
-    measured = [
+    rows = [
         row for row in rows if row["benchmark"] == f"peers {passes}" and row["executor"] == method
     ]
-    assert len(measured) == num_cases
+    assert len(rows) == (9 if passes == "forward" else 8)
     is_backward = passes == "backward"
-    for row in measured:
+    for row in rows:
         details = row["details"]
         shape = AttentionShape(details["heads"], 128, num_kv_heads=details["kv_heads"])
         case = Case(details["tokens"], shape, row["case"].startswith("causal"))
-        slices = 1 if method == "cqs quorums" else "auto"
-        layout = layouts(case, num_devices, slices)[0]
-        num_slices = num_devices // layout.plan.num_workers
-        peak = by_quorums(
-            case, num_devices, Machine(), num_slices, is_backward=is_backward
-        ).peak_bytes
+        num_slices = 1 if method == "cqs quorums" else 4
+        if method == "cqs" and row["case"] == "full-16384-h32-kv8-d128":
+            num_slices = 2
+        layout = layouts(case, 4, num_slices, None)[0]
+        peak = by_quorums(case, 4, Machine(), num_slices, is_backward=is_backward).peak_bytes
         if is_backward:
             peak -= bytes_kept(case, layout, num_slices)
-            if num_devices == 2 and num_slices == 2:
-                peak += case.shard_bytes(2)[0] / case.num_stages(2, 2)
-        if is_backward and case.is_causal and num_slices == 1:
-            assert 0.6 < peak / details["peak_bytes"] < 1.3
-        else:
-            assert peak == pytest.approx(details["peak_bytes"], rel=0.01)
+            peak -= bytes_packed_backward(case, layout, num_slices)
+        rough = is_backward and case.is_causal and num_slices == 1
+        measured = details["allocated_bytes" if is_backward else "peak_bytes"]
+        assert peak == pytest.approx(measured, rel=0.12 if rough else 0.01)
 
 
 @pytest.mark.parametrize(("method", "num_mebibytes"), [("all-gather", 451), ("ulysses", 641)])

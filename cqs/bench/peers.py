@@ -15,7 +15,7 @@ from cqs.bench.peer_methods import METHODS
 from cqs.bench.peer_methods.alone import attend_alone, differentiate_alone
 from cqs.bench.peer_methods.method import Method
 from cqs.bench.timing import make_busy, time_calls, time_in_turn
-from cqs.distributed.carriers import let_go, peer_bytes
+from cqs.distributed.carriers import peak_peer_bytes, reset_peak_peer_bytes
 from cqs.partial import lse_dtype
 from cqs.problem import Problem, check_problem
 from cqs.scheduler.arguments import as_integer
@@ -233,15 +233,14 @@ def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
     """Return the most bytes that a rank allocates meanwhile; 0 without GPUs."""
     if not torch.cuda.is_available():
         return 0
-    let_go(group)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    reset_peak_peer_bytes(group)
     before = torch.cuda.memory_allocated()
     compute()
     torch.cuda.synchronize()
-    peak = torch.tensor(
-        torch.cuda.max_memory_allocated() - before + peer_bytes(group), device="cuda"
-    )
+    allocated = torch.cuda.max_memory_allocated() - before
+    peak = torch.tensor(allocated + peak_peer_bytes(group), device="cuda")
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     return int(peak)
 

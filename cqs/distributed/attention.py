@@ -166,10 +166,9 @@ def attention(
         worker = Worker(part.scale, backend, part.dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks, or on none
         share = _Share(carrier, rank, layout, worker)
-        with Exchange(
-            carrier, len(layout.stages), in_place=not request["requires_grad"]
-        ) as exchange:
-            return share.attend(part, exchange, with_lse=return_lse)
+        keep = request["requires_grad"]
+        with Exchange(carrier, len(layout.stages), in_place=not keep) as exchange:
+            return share.attend(part, exchange, with_lse=return_lse, keep=keep)
 
     answer = attend_differentiably(problem, attend)
     return (answer.output, answer.lse) if return_lse else answer.output
@@ -185,13 +184,16 @@ class _Share:
     worker: Worker
     """Of all heads."""
 
-    def attend(self, problem: Problem, exchange: Exchange, *, with_lse: bool) -> Attended:
+    def attend(
+        self, problem: Problem, exchange: Exchange, *, with_lse: bool, keep: bool
+    ) -> Attended:
         """Send tokens out, compute this rank's task, and merge what comes back for its shard.
 
         Args:
             problem: The shard.
             exchange: Not in place if what is kept matters: all ranks then keep copies alike.
             with_lse: Whether the lse of the answer matters. If not, it may be left unwritten.
+            keep: Whether gradients will be asked for.
         """
         layout, routes = self.layout, self._routes
         tensors = problem.query, problem.key, problem.value
@@ -214,14 +216,15 @@ class _Share:
                     partial = self._compute(stage, *held)
                     needed = partial if with_lse or not layout.is_final else partial[:1]
                     returning.append(exchange.send_back(i, needed, [routes[0]] * len(needed)))
-                    kept += [*held, *partial] if layout.is_final else held
+                    if keep:
+                        kept += [*held, *partial] if layout.is_final else held
             for i, stage in enumerate(layout.stages[1:], 1):  # while the last results travel
                 with lanes.at(i):
                     own.append(self._compute_own(stage, tensors))
             for i, stage in enumerate(layout.stages):
                 with lanes.at(i):
                     self._merge(answer, stage, returning[i].wait(), own[i])
-        if not layout.is_final:
+        if keep and not layout.is_final:
             kept += answer
         shapes = [tensor.shape for tensor in tensors]
         return Attended(answer, tuple(kept), bind(self._differentiate, shapes))

@@ -33,18 +33,16 @@ def carrier_of(group: Any, device: torch.device) -> Carrier:
     return _peers[group] or Messages(group)
 
 
-def peer_bytes(group: Any) -> int:
-    """Return the bytes of this GPU that other ranks fetch from; PyTorch does not count them."""
+def reset_peak_peer_bytes(group: Any) -> None:
+    """Begin anew to look for the most that calls pack for other ranks."""
+    if (peers := _peers.get(group or dist.group.WORLD)) is not None:
+        peers.peak_bytes = 0
+
+
+def peak_peer_bytes(group: Any) -> int:
+    """Return the most bytes that a call packed for other ranks, which PyTorch does not count."""
     peers = _peers.get(group or dist.group.WORLD)
-    return 0 if peers is None else peers.num_bytes
-
-
-def let_go(group: Any) -> None:
-    """Have this GPU's memory that others fetch from freed; every rank must call this.
-
-    The next call takes what it needs.
-    """
-    _peers.pop(group or dist.group.WORLD, None)
+    return 0 if peers is None else peers.peak_bytes
 
 
 def release(group: Any, seconds: float) -> None:

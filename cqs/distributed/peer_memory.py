@@ -55,17 +55,14 @@ class PeerMemory:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._device, self._memory = device, memory
         self._timeout = group._get_backend(device).options._timeout
+        self.peak_bytes = 0
+        """The most that sends have needed."""
         self._number = 0
         self._fetching = torch.cuda.Stream(device)
         self._streams = {self._fetching}
         self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
         self._is_released = False
         threading.Thread(target=_watch, args=(weakref.ref(self), memory), daemon=True).start()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of this rank's memory that others fetch from; PyTorch does not count them."""
-        return self._memory.own.nbytes
 
     def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
@@ -78,8 +75,10 @@ class PeerMemory:
             raise RuntimeError("the group was aborted")
         rooms = [_aligned(parcel.places.most * parcel.row_bytes) for parcel in parcels]
         header = _header_bytes(self._num_ranks)
-        if header + num_turns * sum(rooms) > self.num_bytes:
-            self._memory.grow(control_group(self._group()), header + num_turns * sum(rooms))
+        num_bytes = header + num_turns * sum(rooms)
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+        if num_bytes > self._memory.own.nbytes:
+            self._memory.grow(control_group(self._group()), num_bytes)
         self._number += 1
         lane = turn % self.num_lanes
         stream = torch.cuda.current_stream(self._device)

@@ -158,7 +158,8 @@ def attend(carrier, rank, call, tensors):
     problem = check_problem(query, key, value)
     share = LaterShare(carrier, rank, layout, Worker(problem.scale, "reference", None, None))
     with Exchange(carrier, len(layout.stages), in_place=not call["gradients"]) as exchange:
-        attended = share.attend(problem, exchange, with_lse=call["gradients"])
+        keep = call["gradients"]
+        attended = share.attend(problem, exchange, with_lse=keep, keep=keep)
     results = [attended.answer.output]
     if call["gradients"]:
         results += attended.differentiate(attended.kept, grad_output)
