@@ -2,7 +2,6 @@
 
 import ctypes
 import random
-import sys
 import threading
 import time
 import types
@@ -218,11 +217,7 @@ def make_driver():
 
 
 def install(monkeypatch):
-    """Have PyTorch and the driver be those of this module."""
-    bindings = types.ModuleType("cuda.bindings")
-    bindings.driver = make_driver()
-    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    """Have PyTorch use the streams of this module."""
     for name, value in (
         ("Stream", Stream),
         ("current_stream", current_stream),

@@ -73,16 +73,17 @@ class Group:
 
 @pytest.fixture
 def peer_memory(monkeypatch):
-    fake_gpus.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "cqs.distributed.peer_memory", raising=False)
+    pytest.importorskip("cuda.bindings")
     from cqs.distributed import peer_memory
 
+    fake_gpus.install(monkeypatch)
     of_group = SimpleNamespace(
         get_rank=lambda group: group.rank, get_world_size=lambda group: group.size()
     )
     as_bytes = peer_memory._as_bytes
     streams = {}
     for module, name, value in (
+        (peer_memory, "driver", fake_gpus.make_driver()),
         (peer_memory, "dist", of_group),
         (peer_memory, "_WATCH_SECONDS", 0.01),
         (peer_memory, "control_group", lambda group: group),
@@ -100,8 +101,6 @@ def peer_memory(monkeypatch):
     for thread in threading.enumerate():
         if "_watch" in thread.name:
             thread.join(1)
-    monkeypatch.undo()
-    sys.modules.pop("cqs.distributed.peer_memory", None)
 
 
 def streams_of_rank(streams, number):
