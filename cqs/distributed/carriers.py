@@ -2,7 +2,6 @@
 
 import socket
 import zlib
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -54,7 +53,7 @@ def release(group: Any, seconds: float) -> None:
 def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
     """Let GPUs reach each other's memory, or else open all connections of NCCL."""
     control = control_group(group)
-    found = swap(control, [find_spec("cuda.bindings") is not None, _host()], [2] * control.size())
+    found = swap(control, [_has_driver(), _host()], [2] * control.size())
     if all(found[::2]) and len(set(found[1::2])) == 1:
         from cqs.distributed.peer_memory import connect_peers
 
@@ -62,6 +61,14 @@ def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
             return peers
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # messages may concern some ranks
     return None
+
+
+def _has_driver() -> bool:
+    try:
+        from cuda.bindings import driver  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _host() -> int:

@@ -129,6 +129,11 @@ class World:
         return False
 
 
+def current_rank():
+    """Return which rank this thread is."""
+    return _here.rank
+
+
 def current_stream(device=None):
     return _here.stream
 

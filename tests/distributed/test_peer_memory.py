@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import fake_gpus
 import pytest
 import torch
-from fake_gpus import World, current_stream, later, synchronize
+from fake_gpus import World, current_rank, current_stream, later, synchronize
 
 import cqs
 from cqs.distributed import lanes, moves, transfer
@@ -61,6 +61,8 @@ class LaterShare(_Share):
 
 
 class Group:
+    """What one rank knows as its process group."""
+
     def __init__(self, world, rank):
         self.world, self.rank = world, rank
 
@@ -69,6 +71,12 @@ class Group:
 
     def _get_backend(self, device):
         return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(hours=1)))
+
+
+def make_world(num_ranks, seed):
+    world = World(num_ranks, seed)
+    world.groups = [Group(world, rank) for rank in range(num_ranks)]
+    return world
 
 
 @pytest.fixture
@@ -189,10 +197,10 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, num_ranks, seed):
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
     whole = [draw_tensors(call) for call in calls]
     expected = list(map(expect, calls, whole))
-    world, answers = World(num_ranks, seed), {}
+    world, answers = make_world(num_ranks, seed), {}
 
     def program(rank):
-        carrier = peer_memory.connect_peers(Group(world, rank), GPU)
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
         answers[rank] = [attend(carrier, rank, *each) for each in zip(calls, whole, strict=True)]
         synchronize()
 
@@ -206,10 +214,10 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, num_ranks, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_who_waits_for_the_dead_can_be_released(peer_memory, seed):
     call = draw_calls(random.Random(seed), 3)[0] | {"lengths": (10, 20, 10), "gradients": False}
-    tensors, world, done = draw_tensors(call), World(3, seed), []
+    tensors, world, done = draw_tensors(call), make_world(3, seed), []
 
     def program(rank):
-        carrier = peer_memory.connect_peers(Group(world, rank), GPU)
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
         attend(carrier, rank, call, tensors)
         synchronize()
         world.swap([])
@@ -224,3 +232,41 @@ def test_who_waits_for_the_dead_can_be_released(peer_memory, seed):
 
     world.run(program)
     assert sorted(done) == [0, 2]
+
+
+def test_gpus_that_do_not_reach_each_other_are_not_connected(peer_memory, monkeypatch):
+    def open_handle(handle, flags):
+        return (int(current_rank() == 1), 1)
+
+    monkeypatch.setattr(peer_memory.driver, "cuIpcOpenMemHandle", open_handle)
+    world, found = make_world(3, 0), []
+    world.run(lambda rank: found.append(peer_memory.connect_peers(world.groups[rank], GPU)))
+    assert found == [None, None, None]
+
+
+def test_all_ranks_raise_if_one_has_no_memory(peer_memory, monkeypatch):
+    call = draw_calls(random.Random(0), 2)[0] | {"lengths": (20, 20), "gradients": False}
+    tensors, world, messages = draw_tensors(call), make_world(2, 0), []
+    allocate = peer_memory.driver.cuMemAlloc
+
+    def allocate_little(num_bytes):
+        return (2, 0) if current_rank() == 1 and num_bytes > limit[0] else allocate(num_bytes)
+
+    monkeypatch.setattr(peer_memory.driver, "cuMemAlloc", allocate_little)
+    monkeypatch.setattr(peer_memory, "_LEAST_BYTES", 512)
+    limit = [600]
+
+    def program(rank):
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        with pytest.raises(torch.OutOfMemoryError, match="a rank of the group has no 0 MiB"):
+            attend(carrier, rank, call, tensors)
+        messages.append(rank)
+        world.swap([])
+        limit[0] = 1 << 30
+        _, (output,) = attend(carrier, rank, call, tensors)
+        synchronize()
+        rows = slice(20 * rank, 20 * rank + 20)
+        torch.testing.assert_close(output, expect(call, tensors)[0][:, :, rows])
+
+    world.run(program)
+    assert sorted(messages) == [0, 1]
