@@ -81,6 +81,39 @@ def bits(group, case, cuts, options):
     return [each.detach().cpu() for each in found]
 
 
+def calls_that_stray(group, case, all_cuts):
+    """List calls whose bits are others when calls follow each other at once, on uneven GPUs."""
+    rank, device = dist.get_rank(group), torch.device("cuda", torch.cuda.current_device())
+    problem, generator = case.make(torch.bfloat16, device), torch.Generator().manual_seed(rank)
+    calls = [
+        (cuts, {"head_parallel": head_parallel, "num_stages": num_stages})
+        for cuts in all_cuts
+        for head_parallel in ("auto", 1)
+        for num_stages in (1, 2, 4)
+    ]
+
+    def attend(cuts, options):
+        tensors, *_ = shards_of(problem, cuts, rank)
+        output = cqs.distributed.attention(
+            *tensors, group=group, is_causal=case.is_causal, **options
+        )
+        return output, *torch.autograd.grad(output, tensors, output.detach())
+
+    expected = []
+    for call in calls:
+        expected.append(attend(*call))
+        torch.cuda.synchronize()
+    found = []
+    for call in calls * 3:
+        torch.cuda._sleep(int(torch.randint(4_000_000, (), generator=generator)))
+        found.append(attend(*call))
+    return [
+        number
+        for number, results in enumerate(found)
+        if not all(map(torch.equal, results, expected[number % len(calls)]))
+    ]
+
+
 def dropped(group, case, cuts, options):
     """Return the output with dropout; every rank would draw another seed."""
     problem = case.make()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs import bits, check_tracks_exact, complaint
+from programs import bits, calls_that_stray, check_tracks_exact, complaint
 from test_attention import cut
 
 from cqs.cases import Case
@@ -46,6 +46,13 @@ def test_every_run_has_the_same_bits(gpu_ranks, num_ranks, head_parallel):
     for other in runs[1:]:
         for ours, theirs in zip(runs[0], other, strict=True):
             assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_calls_may_follow_each_other_at_once(gpu_ranks, num_ranks, is_causal):
+    case = Case("in-a-row", 3000, 3000, 8, 8, 64, is_causal=is_causal)
+    all_cuts = [cut(case, num_ranks, seed) for seed in (2, 3)]
+    assert gpu_ranks.run(num_ranks, calls_that_stray, case, all_cuts) == [[]] * num_ranks
 
 
 def test_ranks_that_disagree_find_out(gpu_ranks, num_ranks):
