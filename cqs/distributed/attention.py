@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.distributed.agreement import agree
-from cqs.distributed.carriers import carrier_of
+from cqs.distributed.carriers import carrier_of, count_sends
 from cqs.distributed.exchange import Exchange, Piece, moves_back, pieces
 from cqs.distributed.lanes import Lanes
 from cqs.distributed.layout import Layout, Route, Stage, lay_out
@@ -55,8 +55,8 @@ def attention(
     rank gets the answer for its own queries, and its own gradients. Positions stay where they are,
     causal or not: there is no zig-zag.
 
-    Tokens travel once to whom the plan lets compute with them, partial results once back; ranks do
-    not wait for each other's computation. The result has the same bits in every run.
+    Tokens travel once to whom the plan lets compute with them, partial results once back. Ranks
+    wait for rows of each other alone. The result has the same bits in every run.
 
     Args:
         query: ``[batch, num_heads, rows, head_dim]``, as for :func:`cqs.attention`.
@@ -123,6 +123,8 @@ def attention(
             "head_parallel": _check_head_parallel(head_parallel, num_ranks, problem, pattern),
             "interest_set": None if interest_set is None else tuple(interest_set),
             "backend": backend,
+            "return_lse": return_lse,
+            "exchanges since the group was made": count_sends(group),
         }
     except Exception as wrong:
         error = wrong  # the others wait for this rank, so it must tell them

@@ -32,6 +32,12 @@ def carrier_of(group: Any, device: torch.device) -> Carrier:
     return _peers[group] or Messages(group)
 
 
+def count_sends(group: Any) -> int:
+    """Return how often this rank has sent: on all ranks as often, unless some failed alone."""
+    peers = _peers.get(group or dist.group.WORLD)
+    return 0 if peers is None else peers.number
+
+
 def reset_peak_peer_bytes(group: Any) -> None:
     """Begin anew to look for the most that calls pack for other ranks."""
     if (peers := _peers.get(group or dist.group.WORLD)) is not None:

@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Exchange:
-    """Sends tensors between the ranks of a group, which can be used again if something fails."""
+    """Sends tensors between the ranks of a group, which can be used again if it fails on all."""
 
     def __init__(self, carrier: Carrier, num_stages: int, *, in_place: bool) -> None:
         """Begin with nothing.

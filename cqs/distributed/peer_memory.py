@@ -31,6 +31,8 @@ _TOLD, _FETCHED = 0, 1
 """What numbers say: what is there, and what has been fetched."""
 _RELEASED = 1 << 30
 """Later than any send."""
+_RELEASED_SECONDS = 60.0
+"""After which other ranks of an aborted group fetch no more."""
 _POLL_SECONDS = 0.01
 _WATCH_SECONDS = 1.0
 _HANDLE_BYTES = 64
@@ -57,12 +59,17 @@ class PeerMemory:
         self._timeout = group._get_backend(device).options._timeout
         self.peak_bytes = 0
         """The most that sends have needed."""
-        self._number = 0
+        self.number = 0
+        """Of the last send."""
         self._fetching = torch.cuda.Stream(device)
+        self._releasing = torch.cuda.Stream(device, priority=-1)  # lanes have the lowest
         self._streams = {self._fetching}
-        self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
+        self._unfinished: deque[torch.cuda.Event] = deque()
+        self._progress = time.monotonic()
+        self._launching = threading.Lock()
         self._is_released = False
-        threading.Thread(target=_watch, args=(weakref.ref(self), memory), daemon=True).start()
+        arguments = weakref.ref(self), memory, self._streams
+        threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
     def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
@@ -71,49 +78,54 @@ class PeerMemory:
             RuntimeError: after :meth:`release`.
             torch.OutOfMemoryError: if a rank has no room for what is packed.
         """
-        if self._is_released:
-            raise RuntimeError("the group was aborted")
         rooms = [_aligned(parcel.places.most * parcel.row_bytes) for parcel in parcels]
         header = _header_bytes(self._num_ranks)
         num_bytes = header + num_turns * sum(rooms)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         if num_bytes > self._memory.own.nbytes:
-            self._memory.grow(control_group(self._group()), num_bytes)
-        self._number += 1
-        lane = turn % self.num_lanes
-        stream = torch.cuda.current_stream(self._device)
-        self._streams.add(stream)
+            if (group := self._group()) is None:
+                raise RuntimeError("the group is no more")
+            self._memory.grow(control_group(group), num_bytes)
         firsts = [header + turn * sum(rooms) + sum(rooms[:i]) for i in range(len(rooms))]
-        readers = [
-            rank
-            for rank in range(self._num_ranks)
-            if any(parcel.lengths[rank] for parcel in parcels)
-        ]
-        packed = _Packed(range(firsts[0], firsts[0] + sum(rooms)), lane, self._number, readers)
-        self._make_room(packed, stream)
-        for parcel, first in zip(parcels, firsts, strict=True):
-            parcel.pack(self._memory.rows(first, sum(parcel.lengths), parcel))
-        for reader in readers:
-            self._tell(stream, reader, _TOLD, lane)
-        return self._fetch(parcels, firsts, lane, stream)
+        with self._launching:
+            if self._is_released:
+                raise RuntimeError("the group was aborted")
+            self.number += 1
+            lane, stream = turn % self.num_lanes, torch.cuda.current_stream(self._device)
+            self._streams.add(stream)
+            places = range(firsts[0], firsts[0] + sum(rooms))
+            self._pack(parcels, firsts, places, lane, stream)
+            return self._fetch(parcels, firsts, lane, stream)
 
     def release(self, seconds: float) -> None:
-        """End what waits for other ranks, within some time; what it was to fetch is garbage."""
-        self._is_released = True
-        end = time.monotonic() + seconds
-        numbers = self._memory.numbers
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            while time.monotonic() < end:  # ranks that are alive may yet write a lower number
-                numbers.fill_(_RELEASED)
-                if all(stream.query() for stream in self._streams):
-                    return
-                time.sleep(_POLL_SECONDS)
+        """End what waits for other ranks; what it was to fetch is garbage.
+
+        Args:
+            seconds: How long to wait for it. It goes on beyond, as ranks that are alive may yet
+                write a lower number.
+        """
+        with self._launching:
+            self._is_released = self._memory.is_released = True
+        thread = threading.Thread(target=self._release, daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    def _release(self) -> None:
+        while not all(stream.query() for stream in tuple(self._streams)):
+            own = self._memory.addresses[self._rank]
+            for place in range(_place(self._num_ranks, 0, 0)):
+                number = own + 4 * place, _RELEASED, 0
+                _check(driver.cuStreamWriteValue32(self._releasing.cuda_stream, *number))
+            time.sleep(_POLL_SECONDS)
 
     def check_time(self) -> None:
-        """End the process with a message if it has waited for another rank for too long."""
-        while self._unfinished and self._unfinished[0][0].query():
+        """End the process with a message if nothing has come from other ranks for too long."""
+        while self._unfinished and self._unfinished[0].query():
             self._unfinished.popleft()
-        if self._unfinished and self._unfinished[0][1] < time.monotonic():
+            self._progress = time.monotonic()
+        if not self._unfinished:
+            self._progress = time.monotonic()
+        elif time.monotonic() > self._progress + self._timeout.total_seconds():
             print(
                 f"cqs: what rank {self._rank} waits for has not come in "
                 f"{self._timeout.total_seconds():g} s: another has died or hangs",
@@ -121,6 +133,26 @@ class PeerMemory:
                 flush=True,
             )
             os.abort()
+
+    def _pack(
+        self,
+        parcels: Sequence[Parcel],
+        firsts: Sequence[int],
+        places: range,
+        lane: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Pack what other ranks need, and tell them."""
+        readers = [
+            rank
+            for rank in range(self._num_ranks)
+            if any(parcel.lengths[rank] for parcel in parcels)
+        ]
+        self._make_room(_Packed(places, lane, self.number, readers), stream)
+        for parcel, first in zip(parcels, firsts, strict=True):
+            parcel.pack(self._memory.rows(first, sum(parcel.lengths), parcel))
+        for reader in readers:
+            self._tell(stream, reader, _TOLD, lane)
 
     def _make_room(self, new: "_Packed", stream: torch.cuda.Stream) -> None:
         """Let the stream of a lane wait until what was packed at some place has been fetched."""
@@ -149,18 +181,17 @@ class PeerMemory:
             owner = (self._rank + step) % self._num_ranks
             if not any(parcel.expected[owner] for parcel in parcels):
                 continue
-            self._wait(fetching, owner, _TOLD, lane, self._number)
+            self._wait(fetching, owner, _TOLD, lane, self.number)
             for parcel, first in zip(parcels, firsts, strict=True):
-                row, number = sum(parcel.expected[:owner]), parcel.expected[owner]
-                target = parcel.received[row : row + number]
-                source = self._memory.addresses[owner] + first
-                source += parcel.places.firsts[owner] * parcel.row_bytes
-                if number:
+                if number := parcel.expected[owner]:
+                    row, there = sum(parcel.expected[:owner]), parcel.places.firsts[owner]
+                    target = parcel.received[row : row + number]
+                    source = self._memory.addresses[owner] + first + there * parcel.row_bytes
                     place = target.data_ptr(), source, target.nbytes
                     _check(driver.cuMemcpyAsync(*place, fetching.cuda_stream))
             self._tell(fetching, owner, _FETCHED, lane)
         event = fetching.record_event()
-        self._unfinished.append((event, time.monotonic() + self._timeout.total_seconds()))
+        self._unfinished.append(event)
         return [_OnItsWay(event, fetching, received)]
 
     def _wait(
@@ -174,7 +205,7 @@ class PeerMemory:
     def _tell(self, stream: torch.cuda.Stream, rank: int, what: int, lane: int) -> None:
         """Tell a rank the number of this send, after all that a stream does before."""
         address = self._memory.addresses[rank] + 4 * _place(self._rank, what, lane)
-        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, self._number, 0))
+        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, self.number, 0))
 
 
 @dataclass(frozen=True)
@@ -237,6 +268,8 @@ class _Memory:
         self.own = torch.empty(0, dtype=torch.uint8)
         """The bytes of this rank's memory."""
         self.unread: list[_Packed] = []
+        self.is_released = False
+        """Whether other ranks may be fetching what they were not told of."""
 
     def take(self, control: Any, num_bytes: int) -> bool:
         """Take memory, and open that of the other ranks; say whether all ranks could."""
@@ -263,6 +296,7 @@ class _Memory:
             torch.OutOfMemoryError: if a rank has not as much; all have none then.
         """
         torch.cuda.synchronize(self._device)
+        self.own = self.own[:0]
         meet(control)  # nobody fetches or tells any more
         self.let_go(control)
         if not self.take(control, num_bytes):
@@ -282,6 +316,7 @@ class _Memory:
             for rank, address in enumerate(self.addresses):
                 if rank != self._rank and address:
                     driver.cuIpcCloseMemHandle(address)  # may fail if the rank has died
+                    self.addresses[rank] = 0
 
     def free(self) -> None:
         """Let go of this rank's memory, which nobody may read any more."""
@@ -345,13 +380,17 @@ def _open(reserved: bytes) -> int:
     return 0 if error else int(address)
 
 
-def _watch(of: "weakref.ref[PeerMemory]", memory: _Memory) -> None:
+def _watch(of: "weakref.ref[PeerMemory]", memory: _Memory, streams: set[torch.cuda.Stream]) -> None:
     """Check the time while there is a carrier, then free what others have read."""
     while (carrier := of()) is not None:
         carrier.check_time()
         del carrier
         time.sleep(_WATCH_SECONDS)
+    while not all(stream.query() for stream in tuple(streams)):
+        time.sleep(_WATCH_SECONDS)
     memory.disconnect()
+    if memory.is_released:
+        time.sleep(_RELEASED_SECONDS)
     while not memory.has_been_read():
         time.sleep(_WATCH_SECONDS)
     memory.free()

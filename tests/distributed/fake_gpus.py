@@ -5,12 +5,17 @@ import random
 import threading
 import time
 import types
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import torch
 
 _here = threading.local()
 """Which rank this thread is, and its current stream."""
+
+
+_streams = weakref.WeakValueDictionary()
+"""By their numbers."""
 
 
 class Deadlock(AssertionError):
@@ -20,12 +25,13 @@ class Deadlock(AssertionError):
 class Stream:
     """Operations in order; each is ready or not, and then happens at once."""
 
-    def __init__(self, device=None):
+    def __init__(self, device=None, priority=0):
         self.world, self.rank, self.device = _here.world, _here.rank, device
         self.operations, self.num_begun, self.num_done = [], 0, 0
         with self.world.lock:
             self.world.streams.append(self)
-        self.cuda_stream = self.world.streams.index(self)
+        self.cuda_stream = id(self)
+        _streams[self.cuda_stream] = self
 
     def enqueue(self, run=lambda: None, is_ready=lambda: True):
         with self.world.lock:
@@ -174,9 +180,6 @@ def make_driver():
     def read(address):
         return ctypes.c_int32.from_address(address).value
 
-    def stream_of(number):
-        return _here.world.streams[number]
-
     def allocate(num_bytes):
         block = torch.full((num_bytes,), 255, dtype=torch.uint8)
         blocks[block.data_ptr()] = block
@@ -194,15 +197,15 @@ def make_driver():
         return (0,)
 
     def copy(target, source, number, stream):
-        stream_of(stream).enqueue(lambda: ctypes.memmove(target, source, number))
+        _streams[stream].enqueue(lambda: ctypes.memmove(target, source, number))
         return (0,)
 
     def wait_value(stream, address, number, flags):
-        stream_of(stream).enqueue(is_ready=lambda: read(address) >= number)
+        _streams[stream].enqueue(is_ready=lambda: read(address) >= number)
         return (0,)
 
     def write_value(stream, address, number, flags):
-        stream_of(stream).enqueue(lambda: write(address, number))
+        _streams[stream].enqueue(lambda: write(address, number))
         return (0,)
 
     return types.SimpleNamespace(

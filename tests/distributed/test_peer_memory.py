@@ -94,6 +94,7 @@ def peer_memory(monkeypatch):
         (peer_memory, "driver", fake_gpus.make_driver()),
         (peer_memory, "dist", of_group),
         (peer_memory, "_WATCH_SECONDS", 0.01),
+        (peer_memory, "_RELEASED_SECONDS", 0.01),
         (peer_memory, "control_group", lambda group: group),
         (peer_memory, "swap", lambda group, own, lengths: group.world.swap(own)),
         (peer_memory, "meet", lambda group: group.world.swap([])),
