@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -77,7 +77,7 @@ class Exchange:
             widths = [len(of_ranks[0]) for of_ranks in together]
             own = route.sends[route.rank]
             if self._in_place and route.stays and len(own) == 1:
-                parcels.append(Parcel(route, False, sources, widths, ()))
+                parcels.append(Parcel(route, sources, widths, (), is_home=False))
                 coming += [
                     source[:, of_rank.start : of_rank.stop, own[0].start : own[0].stop]
                     for source, of_rank in zip(
@@ -85,7 +85,8 @@ class Exchange:
                     )
                 ]
                 continue
-            parcels.append(Parcel(route, False, sources, widths, _moves_out(route, together)))
+            moves = _moves_out(route, together)
+            parcels.append(Parcel(route, sources, widths, moves, is_home=False))
             coming += parcels[-1].coming
         return self._send(stage, parcels, coming)
 
@@ -103,7 +104,7 @@ class Exchange:
             sources = [held[i] for i in chosen]
             widths = tuple(source.shape[1] for source in sources)
             moves = () if route.stays else _moves_home(route, widths)
-            parcels.append(Parcel(route, True, sources, widths, moves))
+            parcels.append(Parcel(route, sources, widths, moves, is_home=True))
             coming += sources if route.stays else parcels[-1].coming
         return self._send(stage, parcels, coming)
 
@@ -159,23 +160,19 @@ def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
 @lru_cache(maxsize=256)
 def _moves_home(route: Route, widths: tuple[int, ...]) -> Moves:
     """Return what packs results for other ranks, and places those for this one."""
-    moves, there = [], 0
-    own, of_own = route.rank, sum(route.lengths[: route.rank])
-    for rank, (here, number) in enumerate(_spans(route.receives)):
-        if not number:
-            continue
-        for i, width in enumerate(widths):
-            if rank == own:
-                moves.append(Move(i + len(widths), here, of_own, number, 0, 0, width))
-            else:
-                moves.append(Move(i, here, there, number, 0, 0, width))
-        there += number if rank != own else 0
-    return tuple(moves)
-
-
-def _spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return beginning and length of parts that follow each other."""
-    return zip(accumulate(lengths, initial=0), lengths, strict=False)
+    own = route.rank
+    before, here = sum(route.receives[:own]), route.receives[own]
+    after = sum(route.receives) - before - here
+    return tuple(
+        Move(tensor, source_row, target_row, num_rows, 0, 0, width)
+        for i, width in enumerate(widths)
+        for tensor, source_row, target_row, num_rows in (
+            (i, 0, 0, before),
+            (i + len(widths), before, sum(route.lengths[:own]), here),
+            (i, before + here, before, after),
+        )
+        if num_rows
+    )
 
 
 def _by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:

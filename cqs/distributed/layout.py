@@ -114,7 +114,7 @@ class Layout:
     keys: range
     of_queries: Route
     of_keys: Route
-    """The same object on every rank, or on none."""
+    """On every rank the same object as ``of_queries``, or on none."""
     stages: tuple[Stage, ...]
     """Together, all heads."""
 

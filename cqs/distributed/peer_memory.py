@@ -67,7 +67,6 @@ class PeerMemory:
         self._unfinished: deque[torch.cuda.Event] = deque()
         self._progress = time.monotonic()
         self._launching = threading.Lock()
-        self._is_released = False
         arguments = weakref.ref(self), memory, self._streams
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
@@ -88,13 +87,12 @@ class PeerMemory:
             self._memory.grow(control_group(group), num_bytes)
         firsts = [header + turn * sum(rooms) + sum(rooms[:i]) for i in range(len(rooms))]
         with self._launching:
-            if self._is_released:
+            if self._memory.is_released:
                 raise RuntimeError("the group was aborted")
             self.number += 1
             lane, stream = turn % self.num_lanes, torch.cuda.current_stream(self._device)
             self._streams.add(stream)
-            places = range(firsts[0], firsts[0] + sum(rooms))
-            self._pack(parcels, firsts, places, lane, stream)
+            self._pack(parcels, firsts, sum(rooms), lane, stream)
             return self._fetch(parcels, firsts, lane, stream)
 
     def release(self, seconds: float) -> None:
@@ -105,18 +103,19 @@ class PeerMemory:
                 write a lower number.
         """
         with self._launching:
-            self._is_released = self._memory.is_released = True
+            self._memory.is_released = True
         thread = threading.Thread(target=self._release, daemon=True)
         thread.start()
         thread.join(seconds)
 
     def _release(self) -> None:
-        while not all(stream.query() for stream in tuple(self._streams)):
-            own = self._memory.addresses[self._rank]
-            for place in range(_place(self._num_ranks, 0, 0)):
-                number = own + 4 * place, _RELEASED, 0
-                _check(driver.cuStreamWriteValue32(self._releasing.cuda_stream, *number))
-            time.sleep(_POLL_SECONDS)
+        with torch.cuda.device(self._device):  # of a thread that has none yet
+            while not all(stream.query() for stream in tuple(self._streams)):
+                own = self._memory.addresses[self._rank]
+                for place in range(_place(self._num_ranks, 0, 0)):
+                    number = own + 4 * place, _RELEASED, 0
+                    _check(driver.cuStreamWriteValue32(self._releasing.cuda_stream, *number))
+                time.sleep(_POLL_SECONDS)
 
     def check_time(self) -> None:
         """End the process with a message if nothing has come from other ranks for too long."""
@@ -138,16 +137,17 @@ class PeerMemory:
         self,
         parcels: Sequence[Parcel],
         firsts: Sequence[int],
-        places: range,
+        room: int,
         lane: int,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Pack what other ranks need, and tell them."""
+        """Pack what other ranks need, each parcel at its place, and tell them."""
         readers = [
             rank
             for rank in range(self._num_ranks)
             if any(parcel.lengths[rank] for parcel in parcels)
         ]
+        places = range(firsts[0], firsts[0] + room)
         self._make_room(_Packed(places, lane, self.number, readers), stream)
         for parcel, first in zip(parcels, firsts, strict=True):
             parcel.pack(self._memory.rows(first, sum(parcel.lengths), parcel))
@@ -269,7 +269,7 @@ class _Memory:
         """The bytes of this rank's memory."""
         self.unread: list[_Packed] = []
         self.is_released = False
-        """Whether other ranks may be fetching what they were not told of."""
+        """Whether numbers in it are not to be believed any more."""
 
     def take(self, control: Any, num_bytes: int) -> bool:
         """Take memory, and open that of the other ranks; say whether all ranks could."""

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Protocol
@@ -24,8 +24,6 @@ class Parcel:
     """Rows of tensors that go the same way: together to each rank, and together from each."""
 
     route: Route
-    is_home: bool
-    """Whether they go back by it."""
     sources: Sequence[Tensor]
     """``[batch, heads, rows, ...]``, equal but for the heads."""
     widths: Sequence[int]
@@ -33,6 +31,9 @@ class Parcel:
     moves: Moves
     """Between the sources, twice, and the rows for other ranks, then those that come; none if what
     stays is used where it is."""
+    _: KW_ONLY
+    is_home: bool
+    """Whether they go back by the route."""
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -104,7 +105,9 @@ class Carrier(Protocol):
     """Operations beside which a parcel should travel, for what sending one takes."""
 
     def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
-        """Send parcels, and have those of other ranks come; a GPU is not waited for.
+        """Send parcels, and have those of other ranks come.
+
+        A GPU is not waited for, unless they need more room than any before.
 
         Every rank of the group calls this as often, with parcels of rows of the same sizes.
 

@@ -1,5 +1,6 @@
 """What ranks run: attention on their shards, compared with the whole."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,17 @@ def complaint(group, of_rank, changed, options, rows=8, device="cpu"):
     except Exception as error:
         return type(error), str(error)
     return None
+
+
+def complaint_of_sends(group, of_rank):
+    """Return what is raised where one rank has sent seven times and the others never."""
+    module = sys.modules[cqs.distributed.attention.__module__]
+    count_sends = module.count_sends
+    module.count_sends = lambda group: 7 if dist.get_rank(group) == of_rank else 0
+    try:
+        return complaint(group, of_rank, {}, {})
+    finally:
+        module.count_sends = count_sends
 
 
 def swap_with_unequal_groups(group):

@@ -9,6 +9,7 @@ from programs import (
     check_local,
     check_tracks_exact,
     complaint,
+    complaint_of_sends,
     dropped,
     error_after_failure,
     error_beside_messages,
@@ -166,6 +167,7 @@ TENSORS = {
         ({"num_stages": 2}, "rank 2 of the group has num_stages 2"),
         ({"num_stages": 0}, "rank 2 of the group failed: ValueError"),
         ({"backend": "reference"}, "rank 2 of the group has backend"),
+        ({"return_lse": True}, "rank 2 of the group has return_lse True"),
         ({"tensors": TENSORS["heads"]}, "rank 2 of the group has num_heads 2"),
         ({"tensors": TENSORS["dtype"]}, "rank 2 of the group has dtype torch.float64"),
         ({"tensors": TENSORS["gradient"]}, "rank 2 of the group has requires_grad True"),
@@ -186,6 +188,13 @@ def test_ranks_that_disagree_find_out(ranks, changed, message):
     else:
         assert own == found[0]
     assert ranks.run(4, complaint, 2, {}, {}) == [None] * 4  # and the group still works
+
+
+def test_ranks_that_have_sent_less_often_find_out(ranks):
+    """As after a call that failed on some ranks alone."""
+    found = ranks.run(3, complaint_of_sends, 1)
+    message = "rank 1 of the group has exchanges since the group was made 7, rank 0 has 0"
+    assert found == [(ValueError, message)] * 3
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ class Member:
     """Keeps shards on one device, and is a rank of a torch.distributed group.
 
     Groups are numbered by generation. Nothing that a broken one computed may be used: a receive
-    through NCCL that is aborted returns garbage as if nothing had happened.
+    through NCCL that is aborted returns garbage as if nothing had happened, as does a fetch that is
+    released.
     """
 
     def __init__(self, device: torch.device):

@@ -1,6 +1,5 @@
 """Shares to partial results and gradients, in as few launches as their steps allow."""
 
-import heapq
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -346,10 +345,6 @@ def _choose_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
     return (128, 128, 8, 2) if dim <= 128 else (128, 64, 8, 2)
 
 
-_MOST_ITEMS_TRIED = 8192
-"""Of more, each is little beside all, and trials take longer."""
-
-
 class _Lists(NamedTuple):
     """What a launch computes, on the device."""
 
@@ -363,31 +358,10 @@ class _Lists(NamedTuple):
     blocks: np.ndarray
     """int64 ``[num_tiles]``: blocks that tiles visit, most first."""
 
-    long: dict[tuple[int, int], int]
-    """What :meth:`num_long` has found."""
-
     def num_long(self, num_heads: int, num_programs: int) -> int:
-        """Return how many tiles of all heads should come before the others of any.
-
-        Those that are long beside what each program has to do, or none if all is done sooner then.
-        """
-        if (key := (num_heads, num_programs)) not in self.long:
-            limit = int(self.blocks.sum()) * num_heads // (4 * num_programs)
-            number = int(np.searchsorted(-self.blocks, -limit))
-            if number and num_heads * len(self.blocks) <= _MOST_ITEMS_TRIED:
-                trials = {n: _makespan(self.blocks, n, *key) for n in (0, number)}
-                number = min(trials, key=lambda n: trials[n])
-            self.long[key] = number
-        return self.long[key]
-
-
-def _makespan(blocks: np.ndarray, num_long: int, num_heads: int, num_programs: int) -> int:
-    """Return after how many blocks the last program ends, if each takes the next tile in turn."""
-    long, others = blocks[:num_long], blocks[num_long:]
-    ends = [0] * num_programs
-    for length in (*np.repeat(long, num_heads).tolist(), *np.tile(others, num_heads).tolist()):
-        heapq.heapreplace(ends, ends[0] + length + 1)
-    return max(ends)
+        """Return the number of tiles that are long beside what each program has to do."""
+        limit = int(self.blocks.sum()) * num_heads // (4 * num_programs)
+        return int(np.searchsorted(-self.blocks, -limit))
 
 
 @lru_cache(maxsize=256)
@@ -414,7 +388,7 @@ def _make_lists(
         has_bits = len(launch.words) > 0
         arrays = found.tiles, found.runs, launch.words if has_bits else np.zeros(1, np.int32)
         tiles, runs, bits = (torch.from_numpy(each).to(device) for each in arrays)
-        lists.append(_Lists(launch.steps, tiles, runs, bits, has_bits, num_rows, found.blocks, {}))
+        lists.append(_Lists(launch.steps, tiles, runs, bits, has_bits, num_rows, found.blocks))
     return lists
 
 
