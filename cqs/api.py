@@ -163,7 +163,7 @@ def attention(
     if isinstance(executor, str) and executor != "ray":
         raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
     from cqs.executors.ray import Cluster
-    from cqs.executors.ray.cluster import attend_on
+    from cqs.executors.ray.differentiable import attend_on
 
     if not isinstance(executor, str | Cluster):
         raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")

@@ -5,17 +5,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from cqs.autograd import attend_differentiably, keeping_operands
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.differentiable import attend_on
 from cqs.executors.ray.future import (
     DISPATCHER,
     AttentionFuture,
@@ -26,6 +25,7 @@ from cqs.executors.ray.future import (
 from cqs.executors.ray.group import Group
 from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import ActorPool, start_pool
+from cqs.executors.ray.progress import progress_callback
 from cqs.executors.ray.recipe import AttendShards, Load, Make, Recipe
 from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Patience, Run
@@ -540,7 +540,7 @@ class Cluster:
             plan,
             worker=Worker.of(job.problem, backend),
             verify=verify,
-            progress=_progress_callback(progress),
+            progress=progress_callback(progress),
             closing=self._closing,
         )
 
@@ -549,44 +549,6 @@ class Cluster:
             raise ValueError("this cluster is closed")
         if os.getpid() != self._pid:
             raise ValueError(f"this cluster belongs to process {self._pid}, not {os.getpid()}")
-
-
-def attend_on(
-    scope: Callable[[], AbstractContextManager[Cluster]],
-    problem: Problem,
-    *,
-    num_workers: int | None,
-    interest_set: Iterable[int] | None,
-    backend: str | None,
-    verify: bool,
-    progress: bool | Callable[[int, int], None] = False,
-) -> Partial:
-    """Compute a problem differentiably on a cluster.
-
-    Args:
-        scope: Enters a cluster, once for each pass.
-        problem: The checked problem.
-        num_workers: See :meth:`Cluster.attention`, as for the other options.
-        interest_set: Likewise.
-        backend: Likewise.
-        verify: Likewise.
-        progress: Likewise.
-    """
-
-    def forward(cluster: Cluster, problem: Problem) -> Partial:
-        plan = cluster.make_plan(problem, num_workers, interest_set)
-        return cluster.submit_plan(
-            problem, plan, backend=backend, verify=verify, progress=progress
-        ).wait()
-
-    def backward(problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
-        with scope() as cluster:
-            plan = cluster.make_plan(problem, num_workers, interest_set)
-            return cluster.differentiate_plan(problem, plan, answer, grad_output, backend=backend)
-
-    with scope() as cluster:
-        attend = keeping_operands(partial(forward, cluster), backward)
-        return attend_differentiably(problem, attend)
 
 
 def _positive_or_none(name: str, number: int | None) -> int | None:
@@ -598,25 +560,6 @@ def _as_seconds(name: str, seconds: float) -> float:
     if not number > 0:
         raise ValueError(f"{name} must be positive, got {seconds}")
     return number
-
-
-def _progress_callback(
-    progress: bool | Callable[[int, int], None],
-) -> Callable[[int, int], None]:
-    if callable(progress):
-        return progress
-    if not isinstance(progress, bool):
-        raise TypeError(f"progress must be a bool or a function, got {progress!r}")
-    bar: tqdm | None = None
-
-    def draw(done: int, total: int) -> None:
-        nonlocal bar
-        bar = bar or tqdm(total=total, unit="task")
-        bar.update(1)
-        if done == total:
-            bar.close()
-
-    return draw if progress else lambda done, total: None
 
 
 def _close(
