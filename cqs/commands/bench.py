@@ -7,15 +7,19 @@ from cqs.commands.integers import parse_integers
 from cqs.scheduler.arguments import as_integer
 
 _BENCHMARKS = (
-    "tasks", "kernels", "accuracy", "memory", "ray", "patterns", "peers", "streaming", "block"
+    "tasks", "kernels", "accuracy", "memory", "ray", "patterns", "peers", "streaming", "block",
+    "sharded",
 )  # fmt: skip
 
+_OF_ANY_SHAPE = "peers", "streaming", "block", "sharded"
+"""Take several lengths, and numbers of heads."""
 _ALLOWED = {
     "only": ("patterns", "peers"),
     **dict.fromkeys(("causal", "backward"), ("peers", "streaming")),
     **dict.fromkeys(("budget", "part"), ("streaming",)),
+    **dict.fromkeys(("workers", "deaths"), ("sharded",)),
 }
-"""Options -> benchmarks that take them, where those are not peers, streaming and block."""
+"""Options -> benchmarks that take them, where those are not these."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="NAME,NAME", help="patterns: those with such names; peers: these methods"
     )
-    peers = parser.add_argument_group("peers and block, started by torchrun, and streaming")
+    peers = parser.add_argument_group(
+        "peers and block, started by torchrun, streaming, and sharded, on a cluster of its own"
+    )
     peers.add_argument("--heads", type=int, metavar="H", help="default: 16; block: 8")
     peers.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
     peers.add_argument("--head-dim", type=int, metavar="D", help="default: 128")
@@ -38,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     streaming = parser.add_argument_group("streaming")
     streaming.add_argument("--budget", metavar="BYTES", help="such as 4GiB; default: a quarter")
     streaming.add_argument("--part", action="store_true", default=None, help="one block alone")
+    sharded = parser.add_argument_group("sharded")
+    sharded.add_argument("--workers", type=int, metavar="W", help="default: one for each GPU")
+    sharded.add_argument(
+        "--deaths", type=int, metavar="T", help="how often half of the actors are killed"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -45,16 +56,16 @@ def run(options: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(options).items() if value is not None}
     name, tokens = given.pop("benchmark"), given.pop("tokens", None)
     for option in given.keys() - {"repeats", "out"}:
-        allowed = _ALLOWED.get(option, ("peers", "streaming", "block"))
+        allowed = _ALLOWED.get(option, _OF_ANY_SHAPE)
         if name not in allowed:
             raise ValueError(f"{_flag(option)} goes with {' or '.join(allowed)}")
-    for option in given.keys() & {"repeats", "heads", "kv_heads", "head_dim"}:
+    for option in given.keys() & {"repeats", "heads", "kv_heads", "head_dim", "workers"}:
         as_integer(_flag(option), given[option], 1)
     for length in tokens or []:
         as_integer("--tokens", length, 1)
-    if tokens is not None and name not in ("peers", "streaming", "block"):
+    if tokens is not None and name not in _OF_ANY_SHAPE:
         if len(tokens) > 1:
-            raise ValueError(f"several --tokens go with peers, streaming or block, got {tokens}")
+            raise ValueError(f"several --tokens go with {' or '.join(_OF_ANY_SHAPE)}, got {tokens}")
         (tokens,) = tokens
     import_module(f"cqs.bench.{name}").run(tokens=tokens, **given)
 

@@ -1,0 +1,209 @@
+"""Sequences that stay on the actors of a cluster: what Ray adds to calls, and what deaths cost."""
+
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import cqs
+from cqs.bench.measurement import Measurement, publish, summarize
+from cqs.commands.table import percent
+from cqs.distributed import attention
+from cqs.executors.ray.sharded import Sharded
+from cqs.partial import Partial
+from cqs.problem import check_problem
+from cqs.verify import VerificationError, verify_rows
+
+_NUM_CALLS = 16
+_CALLS_TO_DIE_IN = 64
+
+
+def run(
+    *,
+    tokens: Sequence[int] | None = None,
+    heads: int = 16,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    repeats: int = 5,
+    workers: int | None = None,
+    deaths: int = 0,
+    out: str | None = None,
+) -> None:
+    """Check and time causal calls on sequences that were made on the actors of a private cluster.
+
+    Args:
+        tokens: Lengths; ``None`` means 65,536 and 131,072.
+        heads: Number of query heads.
+        kv_heads: Number of key heads; ``None`` means as many.
+        head_dim: Size of each.
+        repeats: How often each way to call is timed.
+        workers: Number of actors; ``None`` means one for each GPU, else for each core.
+        deaths: How often half of the actors are killed at a random moment of a pass, for the first
+            length.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        VerificationError: if sampled rows stray from float64, or bits change.
+    """
+    lengths = tokens or (65_536, 131_072)
+    rows = []
+    with cqs.Cluster(num_workers=workers) as cluster:
+        for length in lengths:
+            make = partial(_make, tokens=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+            shards = cluster.make_sharded(make)
+            _check(cluster, shards)
+            case = f"causal-{length}-h{heads}-kv{kv_heads or heads}-d{head_dim}"
+            rows += _time(cluster, shards, case, repeats)
+            if deaths and length == lengths[0]:
+                rows.append(_kill(cluster, shards, case, deaths))
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "by": lambda row: row.executor,
+        "actors": lambda row: row.num_workers,
+        "median ms": lambda row: f"{row.median_ms:.3f}",
+        "beside": lambda row: row.baseline,
+        "more": lambda row: percent(row.ratio - 1),
+    }
+    publish(rows, columns, out)
+
+
+def _make(
+    rank: int, num_ranks: int, *, tokens: int, heads: int, kv_heads: int | None, head_dim: int
+) -> list[Tensor]:
+    """Draw a shard of query, key and value, on the GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(rank)
+    num_rows = len(range(tokens)[rank::num_ranks])
+    return [
+        torch.randn(
+            (1, number, num_rows, head_dim), generator=generator, dtype=dtype, device=device
+        )
+        for number in (heads, kv_heads or heads, kv_heads or heads)
+    ]
+
+
+def _check(cluster: cqs.Cluster, shards: Sharded) -> None:
+    query, key, value = shards.to_local()
+    output, lse = cluster.attention(shards, is_causal=True, return_lse=True).to_local()
+    problem = check_problem(query, key, value, is_causal=True)
+    verify_rows(problem, Partial(output, lse))
+
+
+def _time(cluster: cqs.Cluster, shards: Sharded, case: str, repeats: int) -> list[Measurement]:
+    """Time calls inside of the workers, in one call on the cluster, and in a call each."""
+    found: dict[str, list[float]] = {"in the workers": [], "one call": [], "a call each": []}
+    for repeat in range(repeats + 1):
+        start = time.perf_counter()
+        inside = shards.map(_time_inside, is_collective=True)
+        one = time.perf_counter() - start
+        start = time.perf_counter()
+        for _ in range(_NUM_CALLS):
+            cluster.attention(shards, is_causal=True)
+        each = time.perf_counter() - start
+        if repeat:  # the first compiles
+            seconds = float(torch.as_tensor(inside.to_local()).max()), one, each
+            for name, of_all in zip(found, seconds, strict=True):
+                found[name].append(of_all / _NUM_CALLS)
+    baseline = found["in the workers"]
+    return [
+        _row(
+            cluster,
+            "sharded",
+            case,
+            name if seconds is baseline else f"ray, {name}",
+            "in the workers",
+            seconds,
+            baseline,
+        )
+        for name, seconds in found.items()
+    ]
+
+
+def _time_inside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the seconds of calls one after another, from a barrier to when all is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(_NUM_CALLS):
+        attention(query, key, value, is_causal=True)
+    if query.is_cuda:
+        torch.cuda.synchronize()
+    return torch.full((1, 1, 1, 1), time.perf_counter() - start, dtype=torch.float64)
+
+
+def _kill(cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int) -> Measurement:
+    """Kill half of the actors again and again, and compare bits with those of calm passes."""
+    passes = [_pass(shards) for _ in range(3)]
+    calm, (_, expected) = min(seconds for seconds, _ in passes), passes[0]
+    if not all(torch.equal(expected, other) for _, other in passes):
+        raise VerificationError("calm passes differ")
+    number = len(cluster.pids) // 2
+    draw = random.Random(0)
+    found: list[float] = []
+    while len(found) < deaths:
+        victims = draw.sample(cluster.pids, number)
+        timer = threading.Timer(draw.uniform(0, calm), _end, [victims])
+        timer.start()
+        seconds, answer = _pass(shards)
+        timer.join()
+        if not torch.equal(answer, expected):
+            raise VerificationError(f"other bits after {number} workers have died")
+        if not set(victims) & set(cluster.pids):  # else the pass was done before
+            found.append(seconds)
+    row = _row(cluster, "deaths", case, f"ray, {number} killed", "calm", found, [calm] * deaths)
+    row.details["longest_ms"] = 1e3 * max(found)
+    return row
+
+
+def _pass(shards: Sharded) -> tuple[float, Tensor]:
+    start = time.perf_counter()
+    output = shards.map(_layers, is_collective=True)
+    seconds = time.perf_counter() - start
+    answer = output.to_local()
+    assert isinstance(answer, Tensor)
+    return seconds, answer
+
+
+def _layers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Compute layers, by quorums alone and otherwise in turns."""
+    for i in range(_CALLS_TO_DIE_IN):
+        head_parallel = (1, "auto")[i % 2]
+        output = attention(query, key, value, is_causal=True, head_parallel=head_parallel)
+        assert isinstance(output, Tensor)
+        query = query + 0.01 * output
+    return query
+
+
+def _end(victims: Sequence[int]) -> None:
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _row(
+    cluster: cqs.Cluster,
+    benchmark: str,
+    case: str,
+    executor: str,
+    baseline: str,
+    seconds: list[float],
+    beside: list[float],
+) -> Measurement:
+    return Measurement(
+        benchmark=benchmark,
+        case=case,
+        baseline=baseline,
+        num_workers=len(cluster.pids),
+        executor=executor,
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+        ratio=statistics.median(a / b for a, b in zip(seconds, beside, strict=True)),
+        repeats=len(seconds),
+        **summarize(seconds),  # type: ignore[arg-type]
+    )
