@@ -1,6 +1,7 @@
 """Where the time of a transformer layer goes: dense and sparse, by ways to spread it over ranks."""
 
 import copy
+import math
 import os
 import statistics
 import time
@@ -15,15 +16,17 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cqs.distributed.exchange
 import cqs.nn.rows
 from cqs.bench.measurement import Measurement, append_rows, publish, summarize
-from cqs.bench.peers import judge, peak_bytes, stray, time_together
+from cqs.bench.peers import judge, make_busy_together, peak_bytes, stray, time_together
 from cqs.nn import HybridTransformerBlock, reduce_gradients
 from cqs.nn.mesh import AXES
 from cqs.patterns import Pattern, sliding_window
@@ -173,6 +176,7 @@ def measure(
     peaks = {name: peak_bytes(step, group) for name, step in steps.items()}
     seconds = time_together(steps, repeats, group, device)
     parts = {name: _time_parts(layers[name], step, repeats, group) for name, step in steps.items()}
+    travels = {name: _time_travels(step, group) for name, step in steps.items()}
     if dist.get_rank(group):
         return []
     baseline = next(iter(steps))
@@ -192,7 +196,7 @@ def measure(
                 "tokens": length,
                 **sizes,
                 **{f"{part}_ms": 1e3 * each for part, each in parts[name].items()},
-                **({"peak_bytes": peaks[name]} if device.type == "cuda" else {}),
+                **({"peak_bytes": peaks[name], **travels[name]} if device.type == "cuda" else {}),
             },
             **summarize(own),  # type: ignore[arg-type]
         )
@@ -293,6 +297,46 @@ def _time_parts(
     )
     dist.all_reduce(medians, group=group)
     return dict(zip(PARTS, (medians / dist.get_world_size(group)).tolist(), strict=True))
+
+
+def _time_travels(step: Callable[[], Any], group: Any) -> dict[str, float]:
+    """Return the milliseconds in which something travels to a GPU, and computes meanwhile.
+
+    The means of all ranks, by PyTorch's profiler; messages of NCCL travel from where they begin to
+    wait for each other.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    behind = make_busy_together(group)
+    step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        behind()
+        step()
+        torch.cuda.synchronize()
+    travelling: list[tuple[float, float]] = []
+    computing: list[tuple[float, float]] = []
+    for event in profiler.events():
+        if event.device_type == DeviceType.CUDA:
+            times = event.time_range.start / 1e3, event.time_range.end / 1e3
+            if "PtoP" in event.name or "nccl" in event.name:
+                travelling.append(times)
+            elif not event.name.startswith("Mem"):
+                computing.append(times)
+    either = _union(travelling + computing)
+    travels, computes = _union(travelling), _union(computing)
+    found = torch.tensor([travels, travels + computes - either], device="cuda")
+    dist.all_reduce(found, group=group)
+    travels, hidden = (found / dist.get_world_size(group)).tolist()
+    return {"travels_ms": travels, "hidden_ms": hidden}
+
+
+def _union(times: Sequence[tuple[float, float]]) -> float:
+    """Return the length of a union of intervals."""
+    length, end = 0.0, -math.inf
+    for start, stop in sorted(times):
+        length += max(stop - max(start, end), 0)
+        end = max(end, stop)
+    return length
 
 
 class _Clock:

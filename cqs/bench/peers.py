@@ -250,7 +250,7 @@ def time_together(
 ) -> dict[str, list[float]]:
     """Time methods in turn; return for each the seconds of the slowest rank, repeat by repeat."""
     names = list(passes)
-    behind = _make_busy_together(group) if device.type == "cuda" else None
+    behind = make_busy_together(group) if device.type == "cuda" else None
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         first = repeat % len(names)
@@ -265,7 +265,7 @@ def time_together(
     return dict(zip(names, table.tolist(), strict=True))
 
 
-def _make_busy_together(group: Any) -> Callable[[], None]:
+def make_busy_together(group: Any) -> Callable[[], None]:
     """Return what keeps all GPUs busy until the last of them is done."""
     work, signal = make_busy(), torch.zeros(1, device="cuda")
 
@@ -291,7 +291,7 @@ def _rows(
     baseline = "one" if "one" in seconds else next(iter(seconds))
     rows = []
     for name, own in seconds.items():
-        ranks = 1 if name == "one" else num_ranks
+        ranks = 1 if name in ("one", "one each") else num_ranks
         ratio = statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True))
         details: dict[str, float] = {
             "tokens": tokens,

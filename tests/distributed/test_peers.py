@@ -112,7 +112,7 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     out = tmp_path / "rows.jsonl"
     rows, *others = ranks.run(4, measured, str(out), False)
     assert others == [[]] * 3
-    names = {"one", "cqs", "cqs quorums", "ring", "all-gather", "ulysses"}
+    names = {"one", "one each", "cqs", "cqs quorums", "ring", "all-gather", "ulysses"}
     assert {(row.benchmark, row.executor) for row in rows} == {
         (f"peers {what}", name) for what in ("forward", "backward") for name in names
     }
@@ -147,7 +147,7 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["peers", "--only", "star"], "only must name some of one, cqs"),
+        (["peers", "--only", "star"], "only must name some of one, one each, cqs"),
         (["kernels", "--heads", "2"], "--heads goes with peers"),
         (["ray", "--only", "cqs"], "--only goes with patterns or peers"),
         (["tasks", "--tokens", "8,16"], "several --tokens go with peers"),

@@ -18,6 +18,7 @@ from cqs.bench.peer_methods.ulysses import Ulysses
 
 METHODS: dict[str, Callable[..., Method]] = {
     "one": One,
+    "one each": partial(One, each=True),
     "cqs": Cqs,
     "cqs quorums": partial(Cqs, head_parallel=1),
     "ring": Ring,

@@ -15,17 +15,22 @@ from cqs.worker import HeldTokens, Worker
 class One(Method):
     """The first rank computes all, alone; the others have nothing."""
 
+    def __init__(self, group: Any, worker: Worker, *, is_causal: bool, each: bool = False) -> None:
+        """Let ``each`` rank compute all: the slowest shows how unlike the devices are."""
+        super().__init__(group, worker, is_causal=is_causal)
+        self.has_nothing = self.rank > 0 and not each
+
     def tokens(self, seqlen: int) -> tuple[range, ...]:
-        return (range(0 if self.rank else seqlen),)
+        return (range(0 if self.has_nothing else seqlen),)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
-        if self.rank:
+        if self.has_nothing:
             return query, (query, key, value)
         answer = attend_alone(self.worker, query, key, value, is_causal=self.is_causal)
         return answer.output, (query, key, value, *answer)
 
     def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        if self.rank:
+        if self.has_nothing:
             return tuple(saved)
         return differentiate_alone(self.worker, saved, grad_output, is_causal=self.is_causal)
 
