@@ -281,7 +281,7 @@ class _Share:
         return gradients
 
     def _lanes(self, like: Tensor) -> Lanes:
-        return Lanes(like.device, self.carrier.num_lanes)
+        return Lanes(like.device, min(self.carrier.num_lanes, len(self.layout.stages)))
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
         """Yield the transfers of all stages, with as many under way as the carrier has turns."""

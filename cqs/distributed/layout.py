@@ -66,12 +66,12 @@ class Route:
             for owner, shard in enumerate(self.shards)
         ]
 
-    @property
-    def lengths(self) -> list[int]:
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
         """Number of rows that go to every rank."""
-        return [sum(map(len, ranges)) for ranges in self.sends]
+        return tuple(sum(map(len, ranges)) for ranges in self.sends)
 
-    @property
+    @cached_property
     def stays(self) -> bool:
         """Whether nothing goes to or comes from other ranks."""
         return not any(

@@ -38,14 +38,14 @@ class Parcel:
     @cached_property
     def lengths(self) -> list[int]:
         """Number of rows for every other rank."""
-        numbers = list(self.route.receives) if self.is_home else self.route.lengths
+        numbers = list(self.route.receives if self.is_home else self.route.lengths)
         numbers[self.route.rank] = 0
         return numbers
 
     @cached_property
-    def expected(self) -> list[int]:
+    def expected(self) -> Sequence[int]:
         """Number of rows from every rank, this one included."""
-        return self.route.lengths if self.is_home else list(self.route.receives)
+        return self.route.lengths if self.is_home else self.route.receives
 
     @cached_property
     def places(self) -> Places:
@@ -102,7 +102,7 @@ class Carrier(Protocol):
     num_turns: int
     """How many stages may be under way on one way at one time."""
     stage_flops: float
-    """Operations beside which a parcel should travel, for what sending one takes."""
+    """See :func:`cqs.scheduler.heads.choose_num_stages`."""
 
     def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
         """Send parcels, and have those of other ranks come.
@@ -124,7 +124,7 @@ class Messages:
 
     num_lanes = 1
     num_turns = 2
-    stage_flops = 1e12
+    stage_flops = 5e11
 
     def __init__(self, group: Any) -> None:
         """Use a group, of which a rank takes part where it sends or receives something."""
@@ -136,13 +136,13 @@ class Messages:
         for parcel in parcels:
             packed = parcel.new_rows(sum(parcel.lengths))
             parcel.pack(packed)
-            ways: list[tuple[Any, Tensor, list[int]]] = [(dist.isend, packed, parcel.lengths)]
+            ways: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, parcel.lengths)]
             if not parcel.route.stays:
                 ways.append((dist.irecv, parcel.received, parcel.expected))
             messages += [
                 dist.P2POp(act, rows, group=self._group, tag=_TAG, group_peer=rank)
                 for act, tensor, lengths in ways
-                for rank, rows in enumerate(tensor.split(lengths))
+                for rank, rows in enumerate(tensor.split(list(lengths)))
                 if len(rows) and rank != parcel.route.rank
             ]
         if not messages:

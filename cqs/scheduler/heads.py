@@ -1,7 +1,9 @@
 """How many heads a rank computes, and how many of them at one time."""
 
-STAGE_FLOPS = 2.5e11
-"""What a stage should have to compute, where GPUs reach each other's memory."""
+import math
+
+STAGE_FLOPS = 1.25e11
+"""See :func:`choose_num_stages`; where GPUs reach each other's memory."""
 _MAX_STAGES = 4
 
 
@@ -42,17 +44,20 @@ def choose_num_stages(
 ) -> int:
     """Return into how many parts a rank cuts its heads: a divisor of the number of key heads.
 
+    Of S stages a part of 1/S of what travels is not hidden, and each takes the caller as long: the
+    best S is a root of the work. More than four make kernels too short.
+
     Args:
         most: At most so many; ``None`` chooses by the work.
         flops: What a rank computes in the forward pass.
         num_ranks: A single one has nothing that could travel meanwhile.
         num_kv_heads: Of a rank.
-        stage_flops: What a stage should have to compute, at least.
+        stage_flops: What each of S stages should have to compute, at least, over S.
 
     Example:
         >>> choose_num_stages(None, flops=6e11, num_ranks=8, num_kv_heads=4)
         2
     """
     if most is None:
-        most = min(int(flops / stage_flops), _MAX_STAGES) if num_ranks > 1 else 1
+        most = min(math.isqrt(int(flops / stage_flops)), _MAX_STAGES) if num_ranks > 1 else 1
     return max(n for n in range(1, max(most, 1) + 1) if num_kv_heads % n == 0)

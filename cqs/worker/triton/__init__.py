@@ -1,13 +1,12 @@
 """Our own kernels: a whole task, or many, in one launch. Triton itself is imported at first use."""
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqs.partial import Partial
+from cqs.partial import Partial, has_triton
 from cqs.worker.share import Work
 
 _HEAD_DIMS = range(16, 257, 8)
@@ -15,7 +14,7 @@ _HEAD_DIMS = range(16, 257, 8)
 
 def why_not_triton(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Say why the Triton kernels cannot take these tensors, or return None if they can."""
-    is_installed = importlib.util.find_spec("triton") is not None
+    is_installed = has_triton()
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     if query.device.type != "cuda":
         if not is_installed or not _is_interpreted():

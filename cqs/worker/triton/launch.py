@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -313,7 +313,12 @@ def _plain_options(query: Tensor, value: Tensor, dropout: Dropout | None) -> dic
 
 def _persistent(num_items: int, device: torch.device) -> tuple[int]:
     """Return a grid of one program per multiprocessor, or fewer if there is less to do."""
-    return (min(num_items, torch.cuda.get_device_properties(device).multi_processor_count),)
+    return (min(num_items, _properties(device).multi_processor_count),)
+
+
+@cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
 
 
 def _counter(like: Tensor) -> Tensor:
@@ -330,8 +335,8 @@ def _choose_gradient_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int,
 
 def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
     return (
-        query.device.type == "cuda"
-        and torch.cuda.get_device_capability(query.device)[0] == 9
+        query.is_cuda
+        and _properties(query.device).major == 9
         and query.dtype != torch.float32
         and query.shape[-1] <= 128
         and value.shape[-1] <= 128
