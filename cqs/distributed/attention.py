@@ -29,6 +29,10 @@ from cqs.uncompiled import uncompiled
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.backends import check_backend_name
 
+_MOST_AT_ONCE = 65_536
+"""Keys that a rank holds: of more, gradients of two stages at one time take longer than one after
+another. A head of 128 then has 64 MiB of queries, keys, values and gradients, more than a cache."""
+
 
 @uncompiled
 def attention(
@@ -201,7 +205,7 @@ class _Share:
         tensors = problem.query, problem.key, problem.value
         answer = problem.empty_answer()
         kept: list[Tensor] = []
-        with self._lanes(problem.query) as lanes:
+        with self._lanes(problem.query, self.carrier.num_lanes) as lanes:
 
             def send_out(i: int) -> Transfer:
                 with lanes.at(i):
@@ -253,7 +257,8 @@ class _Share:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
         each_kept = len(kept) // len(layout.stages)
-        with self._lanes(grad_output) as lanes:
+        is_long = sum(map(len, layout.of_keys.held)) > _MOST_AT_ONCE
+        with self._lanes(grad_output, 1 if is_long else self.carrier.num_lanes) as lanes:
 
             def send_out(i: int) -> Transfer:
                 heads, route = layout.stages[i].query_heads, layout.of_queries
@@ -280,8 +285,8 @@ class _Share:
                         _add_up(total, part, heads, route)
         return gradients
 
-    def _lanes(self, like: Tensor) -> Lanes:
-        return Lanes(like.device, min(self.carrier.num_lanes, len(self.layout.stages)))
+    def _lanes(self, like: Tensor, most: int) -> Lanes:
+        return Lanes(like.device, min(most, len(self.layout.stages)))
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
         """Yield the transfers of all stages, with as many under way as the carrier has turns."""
