@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cqs.__main__ import main
-from cqs.distributed.layout import lay_out
+from cqs.distributed.layout import choose_head_parallel, lay_out
 from cqs.fitting import Row, fit, read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
 from cqs.scheduler.heads import STAGE_FLOPS
@@ -177,44 +177,33 @@ def bytes_kept(case, layout, num_slices):
     return kept + part.key_bytes(sum(layout.of_keys.receives))
 
 
-def bytes_packed_backward(case, layout, num_slices):
-    """Of what all ranks have room for, whatever they pack."""
-    part, (queries, keys) = case.part(num_slices), (layout.of_queries, layout.of_keys)
-    of_output = part.query_bytes(1) + (0 if layout.is_final else part.result_bytes(1))
-    back = queries.places_home.most * part.query_bytes(1)
-    back += keys.places_home.most * part.key_bytes(1)
-    return max(queries.places_out.most * of_output, back)
-
-
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
 def test_memory_is_what_gpus_allocated(method, passes):
-    """On four GPUs; of the backward pass what PyTorch allocated, which has no room for others.
-
-    ``cqs`` took four slices of the heads then, but for one case.
-    """
+    """On four GPUs. Two backward passes were measured in four stages, where two would do now."""
     with open(RESULTS / "peers-h200-x4.jsonl") as file:
         rows = [json.loads(line) for line in file]
     rows = [
-        row for row in rows if row["benchmark"] == f"peers {passes}" and row["executor"] == method
+        row
+        for row in rows
+        if row["benchmark"] == f"peers {passes}"
+        and row["executor"] == method
+        and "524288" not in row["case"]  # without gradients less is held
     ]
-    assert len(rows) == (9 if passes == "forward" else 8)
+    assert len(rows) == 10
     is_backward = passes == "backward"
     for row in rows:
         details = row["details"]
         shape = AttentionShape(details["heads"], 128, num_kv_heads=details["kv_heads"])
         case = Case(details["tokens"], shape, row["case"].startswith("causal"))
-        num_slices = 1 if method == "cqs quorums" else 4
-        if method == "cqs" and row["case"] == "full-16384-h32-kv8-d128":
-            num_slices = 2
-        layout = layouts(case, 4, num_slices, None)[0]
-        peak = by_quorums(case, 4, Machine(), num_slices, is_backward=is_backward).peak_bytes
+        num_slices = 1 if method == "cqs quorums" else choose_head_parallel(case, 4)
+        in_four = is_backward and row["case"].startswith(("causal-32768", "full-16384"))
+        options = {"is_backward": is_backward, "num_stages": 4 if in_four else None}
+        peak = by_quorums(case, 4, Machine(), num_slices, **options).peak_bytes
         if is_backward:
-            peak -= bytes_kept(case, layout, num_slices)
-            peak -= bytes_packed_backward(case, layout, num_slices)
-        rough = is_backward and case.is_causal and num_slices == 1
-        measured = details["allocated_bytes" if is_backward else "peak_bytes"]
-        assert peak == pytest.approx(measured, rel=0.12 if rough else 0.01)
+            peak -= bytes_kept(case, layouts(case, 4, num_slices, None)[0], num_slices)
+        rough = is_backward and case.is_causal and num_slices < 4
+        assert peak == pytest.approx(details["peak_bytes"], rel=0.07 if rough else 0.005)
 
 
 @pytest.mark.parametrize(("method", "num_mebibytes"), [("all-gather", 451), ("ulysses", 641)])

@@ -1,0 +1,51 @@
+"""``cqs bench sharded``: what Ray adds to calls on shards, and deaths that change no bit."""
+
+import json
+import os
+import types
+
+import pytest
+import torch
+
+from cqs.__main__ import main
+from cqs.bench import sharded
+from cqs.verify import VerificationError
+
+
+@pytest.mark.ray
+def test_rows_of_calls_and_deaths(ray_session, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    options = ["--tokens", "600", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+    options += ["--workers", "2", "--repeats", "1", "--deaths", "1", "--out", str(out)]
+    assert main(["bench", "sharded", *options]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["benchmark"], row["executor"], row["num_workers"]) for row in rows] == [
+        ("sharded", "in the workers", 2),
+        ("sharded", "ray, one call", 2),
+        ("sharded", "ray, a call each", 2),
+        ("deaths", "ray, 1 killed", 2),
+    ]
+    assert {row["case"] for row in rows} == {"causal-600-h4-kv2-d16"}
+    assert rows[0]["ratio"] == 1 and rows[-1]["ratio"] > 1
+    assert rows[-1]["details"]["longest_ms"] == pytest.approx(rows[-1]["median_ms"])
+
+
+@pytest.mark.parametrize("wrong", ["calm", "after a death"])
+def test_other_bits_are_an_error(monkeypatch, wrong):
+    answers = [torch.zeros(3), torch.zeros(3), torch.ones(3)]
+    if wrong == "after a death":
+        answers.insert(0, torch.zeros(3))
+    passes = iter(answers)
+    monkeypatch.setattr(sharded, "_pass", lambda shards: (0.01, next(passes)))
+    monkeypatch.setattr(os, "kill", lambda pid, signal: None)
+    cluster = types.SimpleNamespace(pids=[1, 2])
+    message = "calm passes differ" if wrong == "calm" else "other bits after 1 workers"
+    with pytest.raises(VerificationError, match=message):
+        sharded._kill(cluster, None, "case", 1)
+
+
+def test_options_of_others_are_refused(capsys):
+    assert main(["bench", "peers", "--deaths", "1"]) == 2
+    assert "--deaths goes with sharded" in capsys.readouterr().err
+    assert main(["bench", "sharded", "--workers", "0"]) == 2
+    assert "--workers" in capsys.readouterr().err
