@@ -1,34 +1,20 @@
 """Hugging Face transformers: models with ``attn_implementation="cqs"``."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import and_
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 import cqs.distributed
 from cqs.api import attention
-from cqs.patterns import (
-    Axis,
-    BoundPattern,
-    Pattern,
-    Piece,
-    causal,
-    documents,
-    from_mask,
-    per_head,
-    sliding_window,
-)
-from cqs.patterns.masks import as_array
-from cqs.patterns.pattern import Lengths
-from cqs.patterns.regular import bind_pieces
+from cqs.integrations import masks
+from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import check_backend_name
 
@@ -174,11 +160,11 @@ class _Implementation:
                 _check_part(asked, dist.get_rank(self.group))
             lengths = query.shape[2], key.shape[2]
             if isinstance(attention_mask, Tensor):
-                pattern = _of_tensor(attention_mask, *lengths)
+                pattern = masks.of_tensor(attention_mask, *lengths)
             elif attention_mask is None:
                 if is_causal is None:
                     is_causal = getattr(module, "is_causal", True)
-                pattern = _without_mask(lengths, is_causal, asked.get("sliding_window"))
+                pattern = masks.without_mask(lengths, is_causal, asked.get("sliding_window"))
             else:
                 pattern = attention_mask.of_layer(lengths, is_causal)
             if (ends := asked.get("cu_seq_lens_q")) is not None:
@@ -188,7 +174,7 @@ class _Implementation:
                 dtype = torch.get_autocast_dtype(device)
                 query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
             compute = partial(self.compute, scale=scaling, dropout_p=dropout)
-            if isinstance(pattern, _Stacked):
+            if isinstance(pattern, masks.Stacked):
                 compute = partial(_compute_stacked, compute)
             output = compute(query, key, value, pattern=pattern)
         except (NotImplementedError, TypeError, ValueError) as error:
@@ -224,13 +210,13 @@ class _Implementation:
         if isinstance(attention_mask, _Mask):
             return attention_mask
         q_offset = int(q_offset)
-        visible = _visible_keys(attention_mask, kv_offset, kv_length)
+        visible = masks.visible_keys(attention_mask, kv_offset, kv_length)
         distance = kv_offset + kv_length - q_offset - q_length
-        pattern = _of_function(mask_function, distance, self.group is not None)
+        pattern = masks.of_function(mask_function, distance, self.group is not None)
         if self.group is not None:
             if visible is None:
                 visible = np.ones((batch_size, kv_length), dtype=bool)
-            return _Mask(_of_group(self.group, pattern, visible, q_offset))
+            return _Mask(masks.of_group(self.group, pattern, visible, q_offset))
         if pattern is None:
             mask = self.dense_mask(
                 batch_size=batch_size,
@@ -242,10 +228,10 @@ class _Implementation:
                 attention_mask=attention_mask,
                 **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
             )
-            pattern = _by_batch([from_mask(each[0]) for each in mask])
+            pattern = masks.by_batch([from_mask(each[0]) for each in mask])
         elif visible is not None:
-            pattern = pattern & _of_padding(visible)
-        return _Mask(pattern, _stack(pattern, q_length, kv_length))
+            pattern = pattern & masks.of_padding(visible)
+        return _Mask(pattern, masks.stack(pattern, q_length, kv_length))
 
 
 @dataclass(frozen=True)
@@ -253,7 +239,7 @@ class _Mask:
     """A pattern that stands where transformers has the tensor of a mask."""
 
     pattern: Pattern
-    stacked: "_Stacked | None" = None
+    stacked: "masks.Stacked | None" = None
     """The same for a batch as one sequence."""
     ndim: int = 4
     """Transformers takes masks of two dimensions for padding, and hands others back."""
@@ -273,138 +259,12 @@ class _Mask:
         return self
 
 
-def _of_function(
-    mask_function: Callable[..., Tensor], distance: int, is_part: bool
-) -> Pattern | None:
-    """Return the pattern of a mask function of transformers, ``None`` for one not known.
-
-    Args:
-        mask_function: Of :mod:`transformers.masking_utils`; what it was made from is read from its
-            closure.
-        distance: From the position of the last query to that of the last key.
-        is_part: Whether sequences go on elsewhere, so that packed ones are not known.
-    """
-    if mask_function.__module__ != "transformers.masking_utils":
-        return None
-    made_from = inspect.getclosurevars(mask_function).nonlocals
-    maker = mask_function.__qualname__.split(".")[0]
-    if maker == "bidirectional_mask_function":
-        return sliding_window(None, None)
-    if maker == "and_masks":
-        patterns = [_of_function(each, distance, is_part) for each in made_from["mask_functions"]]
-        known = [each for each in patterns if each is not None]
-        return reduce(and_, known) if len(known) == len(patterns) else None
-    if maker == "packed_sequence_mask_function" and not is_part:
-        return _of_sequences(made_from["packed_sequence_mask"])
-    if maker == "remap_positions_for_packed_sequence":  # within a sequence distances stay
-        return _of_function(made_from["mask_function"], distance, is_part)
-    if distance:
-        return None
-    if maker == "causal_mask_function":
-        return causal()
-    if maker == "sliding_window_overlay":
-        return sliding_window(made_from["sliding_window"] - 1, None)
-    if maker == "sliding_window_bidirectional_overlay":
-        return sliding_window(made_from["sliding_window"], made_from["sliding_window"])
-    return None
-
-
-def _of_sequences(numbers: Tensor) -> Pattern:
-    """Return the pattern of packed sequences.
-
-    Args:
-        numbers: Of the sequence that each token belongs to ``[batch, seqlen]``, ascending.
-    """
-    rows = []
-    for row in as_array(numbers):
-        starts = np.flatnonzero(np.diff(row)) + 1
-        rows.append(documents([0, *starts, len(row)], is_causal=False))
-    return _by_batch(rows)
-
-
-def _visible_keys(
-    attention_mask: Tensor | None, kv_offset: int, kv_length: int
-) -> NDArray[np.bool_] | None:
-    """Return which keys are no padding ``[batch, kv_length]``, ``None`` if all are.
-
-    Positions beyond the mask are padding, as they are in transformers.
-    """
-    if attention_mask is None:
-        return None
-    visible = as_array(attention_mask)[:, kv_offset : kv_offset + kv_length]
-    visible = np.pad(visible, ((0, 0), (0, kv_length - visible.shape[1])))
-    return None if visible.all() else visible
-
-
-def _of_padding(visible: NDArray[np.bool_]) -> Pattern:
-    """Return the pattern of padding, given which keys are none ``[batch, kv_length]``."""
-    edges = (np.flatnonzero(np.diff(row, prepend=False, append=False)) for row in visible)
-    return _by_batch([_Visible(tuple(map(int, each))) for each in edges])
-
-
-@dataclass(frozen=True)
-class _Visible(Pattern):
-    """Every query sees some runs of keys."""
-
-    edges: tuple[int, ...]
-    """First key and last + 1 of each run; ascending."""
-
-    def _bind(self, lengths: Lengths) -> BoundPattern:
-        queries, keys = lengths.queries(), lengths.keys()
-        runs = zip(self.edges[::2], self.edges[1::2], strict=True)
-        pieces = [Piece(queries, keys.within_cells(start, stop - 1)) for start, stop in runs]
-        return bind_pieces(lengths, pieces)
-
-
-def _by_batch(rows: Sequence[Pattern]) -> Pattern:
-    """Return the pattern of ``rows[batch]`` for all heads."""
-    return rows[0] if len(set(rows)) == 1 else per_head([[row] for row in rows])
-
-
-def _of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
-    """Return the pattern of a boolean mask, or of one to be added to the scores.
-
-    Args:
-        mask: ``[batch, heads, seqlen_q, seqlen_kv]``; 1 stands for all.
-        q_length: Number of queries.
-        kv_length: Number of keys.
-    """
-    if mask.ndim != 4:
-        raise NotImplementedError(
-            f"the mask must be [batch, heads, seqlen_q, seqlen_kv], got {list(mask.shape)}"
-        )
-    if mask.is_floating_point():
-        hidden = mask <= torch.finfo(torch.float16).min
-        if not (hidden | (mask == 0)).all():
-            raise NotImplementedError(
-                "the mask adds to scores more than 0 or the least number of its dtype: "
-                "biases are not supported"
-            )
-        mask = ~hidden
-    return from_mask(mask.expand(-1, -1, q_length, kv_length))
-
-
-def _without_mask(lengths: tuple[int, int], is_causal: bool, window: int | None) -> Pattern:
-    """Return the pattern of a layer that has no mask, for its numbers of queries and keys."""
-    if window is not None:
-        raise NotImplementedError(f"a sliding window of {window} without a mask is not supported")
-    q_length, kv_length = lengths
-    if not is_causal or q_length == 1:
-        return sliding_window(None, None)
-    if q_length != kv_length:
-        raise NotImplementedError(
-            f"causal attention of {q_length} queries to {kv_length} keys without a mask "
-            "does not say at which keys the queries are"
-        )
-    return causal()
-
-
 def _compute_stacked(
     compute: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: "_Stacked",
+    pattern: "masks.Stacked",
 ) -> Tensor:
     """Compute a batch as one sequence, its elements one after another: one call, not many."""
     stacked = (
@@ -413,67 +273,6 @@ def _compute_stacked(
     )
     output = compute(*stacked, pattern=pattern)
     return output.view(-1, *query.shape[::2], value.shape[3]).transpose(0, 1)
-
-
-def _stack(pattern: Pattern, q_length: int, kv_length: int) -> "_Stacked | None":
-    """Return what is the same for a batch as one sequence, if its elements differ, in pieces."""
-    batch, _ = pattern.heads
-    rows = tuple(pattern.head(element, 0) for element in range(batch))
-    if batch == 1 or any(row.bind(q_length, kv_length).blocks is not None for row in rows):
-        return None
-    return _Stacked(rows, q_length, kv_length)
-
-
-@dataclass(frozen=True)
-class _Stacked(Pattern):
-    """Sequences of equal lengths one after another, each with a pattern of its own."""
-
-    rows: tuple[Pattern, ...]
-    q_length: int
-    kv_length: int
-
-    def _bind(self, lengths: Lengths) -> BoundPattern:
-        return bind_pieces(
-            lengths,
-            [
-                piece._replace(
-                    queries=_moved(piece.queries, element * self.q_length),
-                    keys=_moved(piece.keys, element * self.kv_length),
-                )
-                for element, row in enumerate(self.rows)
-                for piece in row.bind(self.q_length, self.kv_length).pieces
-            ],
-        )
-
-
-def _moved(axis: Axis, by: int) -> Axis:
-    tokens = range(axis.tokens.start + by, axis.tokens.stop + by)
-    return axis._replace(tokens=tokens, origin=axis.origin + by)
-
-
-def _of_group(
-    group: Any, pattern: Pattern | None, visible: NDArray[np.bool_], q_offset: int
-) -> Pattern:
-    """Return the pattern of the whole sequence, of which each rank has a part.
-
-    Args:
-        group: The process group.
-        pattern: That of the mask function; ``None`` for one not known.
-        visible: Which keys of this rank are no padding ``[batch, kv_length]``.
-        q_offset: Position of this rank's first query in its own part.
-    """
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, (pattern, visible, q_offset), group=group)
-    patterns, visibles, q_offsets = zip(*parts, strict=True)
-    if any(q_offsets):
-        raise NotImplementedError("a cache is not supported with a process group")
-    if pattern is None or set(patterns) != {pattern}:
-        raise NotImplementedError(
-            "with a process group masks must be causal, bidirectional or sliding windows, "
-            "and sequences not packed"
-        )
-    visible = np.concatenate(visibles, axis=1)
-    return pattern if visible.all() else pattern & _of_padding(visible)
 
 
 def _check_part(asked: Mapping[str, Any], rank: int) -> None:
