@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -184,7 +185,8 @@ def _layers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def _end(victims: Sequence[int]) -> None:
     for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it was killed just after the pass before
+            os.kill(pid, signal.SIGKILL)
 
 
 def _row(

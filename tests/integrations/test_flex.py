@@ -170,7 +170,6 @@ def test_gradients_through_a_score_function(mask_mod):
         assert (got - want).norm() < 1e-2 * want.norm()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_function_computes_the_same():
     """Also where PyTorch's FlexAttention is called for its score."""
     layer = torch.nn.Linear(16, 16, dtype=torch.float64)
