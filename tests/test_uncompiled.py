@@ -10,7 +10,6 @@ def attend(query):
     return cqs.attention(2 * query, query, query, is_causal=True).sin()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_function_computes_the_same():
     compiled = torch.compile(attend, backend="aot_eager")
     for tokens, stance in ((9, "default"), (11, "default"), (30, "fail_on_recompile")):

@@ -201,7 +201,6 @@ def test_autocast_lowers_the_precision_of_attention():
     assert error < 0.02 * expected["output"].float().norm()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("family", ["Llama", "Bert"])
 def test_a_compiled_model_computes_the_same(family):
     """Compiled once, whatever is padding."""

@@ -145,7 +145,6 @@ def test_a_block_is_llamas():
     torch.testing.assert_close(block(hidden), expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_decoder_trains_as_one_that_is_not(one_thread):
     """Compiled once for one length and once for any."""
     patterns = [WINDOW, None]
