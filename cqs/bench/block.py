@@ -176,7 +176,8 @@ def measure(
     peaks = {name: peak_bytes(step, group) for name, step in steps.items()}
     seconds = time_together(steps, repeats, group, device)
     parts = {name: _time_parts(layers[name], step, repeats, group) for name, step in steps.items()}
-    travels = {name: _time_travels(step, group) for name, step in steps.items()}
+    on_gpu = device.type == "cuda"
+    travels = {name: _time_travels(step, group) if on_gpu else {} for name, step in steps.items()}
     if dist.get_rank(group):
         return []
     baseline = next(iter(steps))
@@ -196,7 +197,7 @@ def measure(
                 "tokens": length,
                 **sizes,
                 **{f"{part}_ms": 1e3 * each for part, each in parts[name].items()},
-                **({"peak_bytes": peaks[name], **travels[name]} if device.type == "cuda" else {}),
+                **({"peak_bytes": peaks[name], **travels[name]} if on_gpu else {}),
             },
             **summarize(own),  # type: ignore[arg-type]
         )
@@ -300,37 +301,52 @@ def _time_parts(
 
 
 def _time_travels(step: Callable[[], Any], group: Any) -> dict[str, float]:
-    """Return the milliseconds in which something travels to a GPU, and computes meanwhile.
+    """Return for how many milliseconds something travels to a GPU, and computes beside it.
 
-    The means of all ranks, by PyTorch's profiler; messages of NCCL travel from where they begin to
-    wait for each other.
+    The means of all ranks, by PyTorch's profiler. A message of NCCL travels from where it begins to
+    wait for other ranks.
     """
-    if not torch.cuda.is_available():
-        return {}
     behind = make_busy_together(group)
     step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         behind()
         step()
         torch.cuda.synchronize()
-    travelling: list[tuple[float, float]] = []
-    computing: list[tuple[float, float]] = []
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
-            times = event.time_range.start / 1e3, event.time_range.end / 1e3
-            if "PtoP" in event.name or "nccl" in event.name:
-                travelling.append(times)
-            elif not event.name.startswith("Mem"):
-                computing.append(times)
-    either = _union(travelling + computing)
-    travels, computes = _union(travelling), _union(computing)
-    found = torch.tensor([travels, travels + computes - either], device="cuda")
+    events = [
+        (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+    begun = min(end for name, _, end in events if "nccl" in name)  # of what was to be behind
+    travelling, computing = [], []
+    for name, start, end in events:
+        if start >= begun:
+            if "PtoP" in name or "nccl" in name:
+                travelling.append((start, end))
+            elif not name.startswith("Mem"):
+                computing.append((start, end))
+    travels, hidden = measure_overlap(travelling, computing)
+    found = torch.tensor([travels, hidden], device="cuda")
     dist.all_reduce(found, group=group)
     travels, hidden = (found / dist.get_world_size(group)).tolist()
     return {"travels_ms": travels, "hidden_ms": hidden}
 
 
-def _union(times: Sequence[tuple[float, float]]) -> float:
+Intervals = Sequence[tuple[float, float]]
+
+
+def measure_overlap(some: Intervals, others: Intervals) -> tuple[float, float]:
+    """Return the length of a union of intervals, and of what of it lies in others.
+
+    Example:
+        >>> measure_overlap([(0, 3), (2, 4), (6, 7)], [(3, 5), (6.5, 9)])
+        (5.0, 1.5)
+    """
+    of_some = _union(some)
+    return of_some, of_some + _union(others) - _union([*some, *others])
+
+
+def _union(times: Intervals) -> float:
     """Return the length of a union of intervals."""
     length, end = 0.0, -math.inf
     for start, stop in sorted(times):

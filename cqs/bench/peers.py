@@ -50,7 +50,7 @@ def run(
     what to do, as in the middle of a model. "call ms" is how long the caller waits for a call to
     return. Rates count ``4 N^2 d`` operations per
     head forward and 2.5 times that backward, half of it if causal. Efficiency is the time of one
-    GPU alone, over the number of ranks times this time.
+    GPU alone, over the number of GPUs that share the work times this time.
 
     Args:
         tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on

@@ -7,15 +7,15 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import cqs
-from cqs.bench.measurement import Measurement, publish, summarize
+from cqs.bench.measurement import Measurement, append_rows, publish, summarize
 from cqs.commands.table import percent
 from cqs.distributed import attention
 from cqs.executors.ray.sharded import Sharded
@@ -24,7 +24,8 @@ from cqs.problem import check_problem
 from cqs.verify import VerificationError, verify_rows
 
 _NUM_CALLS = 16
-_CALLS_TO_DIE_IN = 64
+_NUM_LAYERS = 64
+"""Of a pass in which actors die."""
 
 
 def run(
@@ -41,7 +42,7 @@ def run(
     """Check and time causal calls on sequences that were made on the actors of a private cluster.
 
     Args:
-        tokens: Lengths; ``None`` means 65,536 and 131,072.
+        tokens: Lengths; ``None`` means 64K and 128K, or 1K and 2K without GPUs.
         heads: Number of query heads.
         kv_heads: Number of key heads; ``None`` means as many.
         head_dim: Size of each.
@@ -52,19 +53,25 @@ def run(
         out: File to append rows to, or ``None``.
 
     Raises:
+        ValueError: if there are deaths, but a single actor.
         VerificationError: if sampled rows stray from float64, or bits change.
     """
-    lengths = tokens or (65_536, 131_072)
-    rows = []
+    lengths = tokens or ((2**16, 2**17) if torch.cuda.is_available() else (2**10, 2**11))
+    rows: list[Measurement] = []
     with cqs.Cluster(num_workers=workers) as cluster:
+        if deaths and len(cluster.pids) < 2:
+            raise ValueError("half of the actors die, and there is but one: none would")
         for length in lengths:
             make = partial(_make, tokens=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
             shards = cluster.make_sharded(make)
             _check(cluster, shards)
             case = f"causal-{length}-h{heads}-kv{kv_heads or heads}-d{head_dim}"
-            rows += _time(cluster, shards, case, repeats)
+            found = _time(cluster, shards, case, repeats)
+            append_rows(found, out)
+            rows += found
             if deaths and length == lengths[0]:
-                rows.append(_kill(cluster, shards, case, deaths))
+                rows.append(_time_deaths(cluster, shards, case, deaths))
+                append_rows(rows[-1:], out)
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
         "by": lambda row: row.executor,
@@ -73,7 +80,7 @@ def run(
         "beside": lambda row: row.baseline,
         "more": lambda row: percent(row.ratio - 1),
     }
-    publish(rows, columns, out)
+    publish(rows, columns, None)
 
 
 def _make(
@@ -140,42 +147,56 @@ def _time_inside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.full((1, 1, 1, 1), time.perf_counter() - start, dtype=torch.float64)
 
 
-def _kill(cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int) -> Measurement:
+def _time_deaths(cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int) -> Measurement:
     """Kill half of the actors again and again, and compare bits with those of calm passes."""
     passes = [_pass(shards) for _ in range(3)]
-    calm, (_, expected) = min(seconds for seconds, _ in passes), passes[0]
-    if not all(torch.equal(expected, other) for _, other in passes):
+    calm, expected = min(each.seconds for each in passes), passes[0].answer
+    if not all(torch.equal(expected, each.answer) for each in passes):
         raise VerificationError("calm passes differ")
     number = len(cluster.pids) // 2
     draw = random.Random(0)
     found: list[float] = []
     while len(found) < deaths:
         victims = draw.sample(cluster.pids, number)
-        timer = threading.Timer(draw.uniform(0, calm), _end, [victims])
-        timer.start()
-        seconds, answer = _pass(shards)
-        timer.join()
-        if not torch.equal(answer, expected):
+        done = _pass(shards, threading.Timer(draw.uniform(0, calm), _kill, [victims]))
+        if not torch.equal(done.answer, expected):
             raise VerificationError(f"other bits after {number} workers have died")
-        if not set(victims) & set(cluster.pids):  # else the pass was done before
-            found.append(seconds)
+        if set(victims).isdisjoint(done.pids):
+            found.append(done.seconds)
+        else:  # it was done before they died, if they did
+            _pass(shards)
     row = _row(cluster, "deaths", case, f"ray, {number} killed", "calm", found, [calm] * deaths)
     row.details["longest_ms"] = 1e3 * max(found)
     return row
 
 
-def _pass(shards: Sharded) -> tuple[float, Tensor]:
+class _Pass(NamedTuple):
+    seconds: float
+    pids: Sequence[int]
+    """Of the actors in the end."""
+    answer: Tensor
+
+
+def _pass(shards: Sharded, meanwhile: threading.Timer | None = None) -> _Pass:
+    """Compute all layers, with something that may happen meanwhile."""
     start = time.perf_counter()
-    output = shards.map(_layers, is_collective=True)
-    seconds = time.perf_counter() - start
+    if meanwhile is not None:
+        meanwhile.start()
+    try:
+        output = shards.map(_layers, is_collective=True)
+    finally:
+        if meanwhile is not None:
+            meanwhile.cancel()
+            meanwhile.join()
+    seconds, pids = time.perf_counter() - start, shards.cluster.pids
     answer = output.to_local()
     assert isinstance(answer, Tensor)
-    return seconds, answer
+    return _Pass(seconds, pids, answer)
 
 
 def _layers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Compute layers, by quorums alone and otherwise in turns."""
-    for i in range(_CALLS_TO_DIE_IN):
+    """Compute layers, in turns by quorums alone and by the number of slices that is chosen."""
+    for i in range(_NUM_LAYERS):
         head_parallel = (1, "auto")[i % 2]
         output = attention(query, key, value, is_causal=True, head_parallel=head_parallel)
         assert isinstance(output, Tensor)
@@ -183,10 +204,9 @@ def _layers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return query
 
 
-def _end(victims: Sequence[int]) -> None:
+def _kill(victims: Sequence[int]) -> None:
     for pid in victims:
-        with suppress(ProcessLookupError):  # it was killed just after the pass before
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
 
 def _row(

@@ -12,14 +12,14 @@ _BENCHMARKS = (
 )  # fmt: skip
 
 _OF_ANY_SHAPE = "peers", "streaming", "block", "sharded"
-"""Take several lengths, and numbers of heads."""
+"""They take several lengths, and numbers of heads."""
 _ALLOWED = {
     "only": ("patterns", "peers"),
     **dict.fromkeys(("causal", "backward"), ("peers", "streaming")),
     **dict.fromkeys(("budget", "part"), ("streaming",)),
     **dict.fromkeys(("workers", "deaths"), ("sharded",)),
 }
-"""Options -> benchmarks that take them, where those are not these."""
+"""Options -> benchmarks that take them, where those are not :data:`_OF_ANY_SHAPE`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,20 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="NAME,NAME", help="patterns: those with such names; peers: these methods"
     )
     peers = parser.add_argument_group(
-        "peers and block, started by torchrun, streaming, and sharded, on a cluster of its own"
+        "peers and block, started by torchrun, streaming, and sharded, which starts Ray"
     )
     peers.add_argument("--heads", type=int, metavar="H", help="default: 16; block: 8")
     peers.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
     peers.add_argument("--head-dim", type=int, metavar="D", help="default: 128")
-    peers.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
-    peers.add_argument("--backward", choices=("yes", "no"), help="default: yes; streaming: no")
+    peers.add_argument(
+        "--causal", choices=("yes", "no", "both"), help="peers, streaming; default: both"
+    )
+    peers.add_argument(
+        "--backward", choices=("yes", "no"), help="peers, default: yes; streaming, default: no"
+    )
     streaming = parser.add_argument_group("streaming")
     streaming.add_argument("--budget", metavar="BYTES", help="such as 4GiB; default: a quarter")
     streaming.add_argument("--part", action="store_true", default=None, help="one block alone")
     sharded = parser.add_argument_group("sharded")
-    sharded.add_argument("--workers", type=int, metavar="W", help="default: one for each GPU")
     sharded.add_argument(
-        "--deaths", type=int, metavar="T", help="how often half of the actors are killed"
+        "--workers", type=int, metavar="W", help="default: one for each GPU, or core"
+    )
+    sharded.add_argument(
+        "--deaths", type=int, metavar="T", help="how often half of them are killed; default: 0"
     )
 
 
@@ -61,6 +67,8 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"{_flag(option)} goes with {' or '.join(allowed)}")
     for option in given.keys() & {"repeats", "heads", "kv_heads", "head_dim", "workers"}:
         as_integer(_flag(option), given[option], 1)
+    if "deaths" in given:
+        as_integer("--deaths", given["deaths"], 0)
     for length in tokens or []:
         as_integer("--tokens", length, 1)
     if tokens is not None and name not in _OF_ANY_SHAPE:

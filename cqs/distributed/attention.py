@@ -30,8 +30,8 @@ from cqs.worker import HeldTokens, Worker
 from cqs.worker.backends import check_backend_name
 
 _MOST_AT_ONCE = 65_536
-"""Keys that a rank holds: of more, gradients of two stages at one time take longer than one after
-another. A head of 128 then has 64 MiB of queries, keys, values and gradients, more than a cache."""
+"""Keys that a rank holds. If there are more, gradients of two stages at one time take longer than
+one after another: what both read is more than a GPU's cache takes."""
 
 
 @uncompiled

@@ -45,14 +45,14 @@ def choose_num_stages(
     """Return into how many parts a rank cuts its heads: a divisor of the number of key heads.
 
     Of S stages a part of 1/S of what travels is not hidden, and each takes the caller as long: the
-    best S is a root of the work. More than four make kernels too short.
+    best S grows with the root of the work. More than four make kernels too short.
 
     Args:
         most: At most so many; ``None`` chooses by the work.
         flops: What a rank computes in the forward pass.
         num_ranks: A single one has nothing that could travel meanwhile.
         num_kv_heads: Of a rank.
-        stage_flops: What each of S stages should have to compute, at least, over S.
+        stage_flops: S stages pay from S^2 times this on.
 
     Example:
         >>> choose_num_stages(None, flops=6e11, num_ranks=8, num_kv_heads=4)

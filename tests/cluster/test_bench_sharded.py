@@ -1,7 +1,6 @@
 """``cqs bench sharded``: what Ray adds to calls on shards, and deaths that change no bit."""
 
 import json
-import os
 import types
 
 import pytest
@@ -36,16 +35,32 @@ def test_other_bits_are_an_error(monkeypatch, wrong):
     if wrong == "after a death":
         answers.insert(0, torch.zeros(3))
     passes = iter(answers)
-    monkeypatch.setattr(sharded, "_pass", lambda shards: (0.01, next(passes)))
-    monkeypatch.setattr(os, "kill", lambda pid, signal: None)
+    monkeypatch.setattr(sharded, "_pass", lambda *_: sharded._Pass(0.01, [], next(passes)))
     cluster = types.SimpleNamespace(pids=[1, 2])
     message = "calm passes differ" if wrong == "calm" else "other bits after 1 workers"
     with pytest.raises(VerificationError, match=message):
-        sharded._kill(cluster, None, "case", 1)
+        sharded._time_deaths(cluster, None, "case", 1)
+
+
+def test_a_pass_without_deaths_does_not_count(monkeypatch):
+    pids = iter([[1, 2]] * 5 + [[3, 4]])
+    seconds = iter([1.0, 1, 1, 2, 1, 4])
+    monkeypatch.setattr(
+        sharded, "_pass", lambda *_: sharded._Pass(next(seconds), next(pids), torch.zeros(3))
+    )
+    row = sharded._time_deaths(types.SimpleNamespace(pids=[1, 2]), None, "case", 1)
+    assert (row.repeats, row.ratio, row.details) == (1, 4, {"longest_ms": 4000})
+
+
+@pytest.mark.ray
+def test_one_actor_alone_cannot_be_half(ray_session):
+    with pytest.raises(ValueError, match="there is but one"):
+        sharded.run(tokens=[64], workers=1, deaths=1)
 
 
 def test_options_of_others_are_refused(capsys):
     assert main(["bench", "peers", "--deaths", "1"]) == 2
     assert "--deaths goes with sharded" in capsys.readouterr().err
-    assert main(["bench", "sharded", "--workers", "0"]) == 2
-    assert "--workers" in capsys.readouterr().err
+    for option, least in (("--workers", 1), ("--deaths", 0)):
+        assert main(["bench", "sharded", option, str(least - 1)]) == 2
+        assert option in capsys.readouterr().err

@@ -192,8 +192,9 @@ def expect(call, tensors):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_any_order_of_streams_gives_the_answer(peer_memory, num_ranks, seed):
+def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ranks, seed):
     """Calls follow each other without waiting for the streams."""
+    monkeypatch.setattr(attention, "_MOST_AT_ONCE", 30 * (seed % 3))
     torch.manual_seed(seed)
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
     whole = [draw_tensors(call) for call in calls]
@@ -210,6 +211,31 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, num_ranks, seed):
         for (rows, results), of_whole in zip(answers[rank], expected, strict=True):
             for ours, exact in zip(results, of_whole, strict=False):
                 torch.testing.assert_close(ours, exact[:, :, rows], rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
+    call = draw_calls(random.Random(0), 2)[0]
+    call |= {"lengths": (20, 20), "gradients": True, "head_parallel": 1, "num_stages": 2}
+    call |= {"heads": (2, 2), "is_causal": False}
+    world, numbers = make_world(2, 0), {}
+
+    def program(rank):
+        def make_lanes(device, number):
+            numbers.setdefault((current_rank(), attention._MOST_AT_ONCE), []).append(number)
+            return lanes.Lanes(GPU, number)
+
+        monkeypatch.setattr(attention, "Lanes", make_lanes)
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        for most in (40, 39):
+            world.swap([])
+            monkeypatch.setattr(attention, "_MOST_AT_ONCE", most)
+            attend(carrier, rank, call, draw_tensors(call))
+            synchronize()
+
+    world.run(program)
+    assert numbers == {
+        (rank, most): [2, number] for rank in (0, 1) for most, number in ((40, 2), (39, 1))
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))

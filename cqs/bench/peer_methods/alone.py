@@ -8,17 +8,24 @@ from torch import Tensor
 
 from cqs.bench.peer_methods.method import Method
 from cqs.partial import Partial
+from cqs.problem import Problem
 from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
 
 class One(Method):
-    """The first rank computes all, alone; the others have nothing."""
+    """The first rank computes all, alone, and the others have nothing; or each computes all."""
 
     def __init__(self, group: Any, worker: Worker, *, is_causal: bool, each: bool = False) -> None:
         """Let ``each`` rank compute all: the slowest shows how unlike the devices are."""
         super().__init__(group, worker, is_causal=is_causal)
+        self.each = each
         self.has_nothing = self.rank > 0 and not each
+
+    def why_not(self, problem: Problem) -> str | None:
+        if self.each and not problem.query.is_cuda:
+            return "would measure how ranks share one CPU"
+        return None
 
     def tokens(self, seqlen: int) -> tuple[range, ...]:
         return (range(0 if self.has_nothing else seqlen),)
