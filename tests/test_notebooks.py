@@ -25,9 +25,9 @@ NUM_WORKERS = 3
 MANY_TOKENS = 5000
 """,
     "4-on-a-cluster": """
-NUM_TOKENS = 1024
+NUM_TOKENS = 4096
 NUM_HEADS, HEAD_DIM = 2, 16
-NUM_WORKERS = 7
+NUM_WORKERS = 21
 NUM_PROCESSES = 2
 """,
     "5-scaling": """
