@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cqs.bench.block import PARTS
+from cqs.bench.layer_parts import PARTS
 from cqs.fitting import fit, read_rows
 
 ROOT = Path(__file__).parent.parent

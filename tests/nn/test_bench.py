@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models import make_mesh
 
 from cqs.__main__ import main
-from cqs.bench import block
+from cqs.bench import block, layer_parts
 from cqs.patterns import sliding_window
 from cqs.plotting import plot_parts
 from cqs.verify import VerificationError
@@ -39,7 +39,7 @@ def test_rows_of_every_layout_are_kept_by_the_first_rank(mesh_ranks):
     assert others == [[]] * 3
     assert [row.executor for row in rows] == list(LAYOUTS)
     for row in rows:
-        parts = [row.details[f"{part}_ms"] for part in block.PARTS]
+        parts = [row.details[f"{part}_ms"] for part in layer_parts.PARTS]
         assert min(parts) > 0 and row.num_workers == 4 and row.case.startswith("window-64-h4-kv2")
 
 
@@ -49,10 +49,10 @@ def test_a_layer_whose_gradients_are_not_summed_is_wrong(mesh_ranks):
 
 
 def test_a_clock_gives_each_part_its_time():
-    clock = block._Clock("cpu")
+    clock = layer_parts._Clock("cpu")
     clock.enter("attention")
     time.sleep(0.02)
-    block._as_communication(time.sleep, clock)(0.05)
+    layer_parts._as_communication(time.sleep, clock)(0.05)
     assert clock.part == "attention"
     clock.enter("feed-forward")
     found = clock.stop()
@@ -74,15 +74,15 @@ def test_alone_it_needs_no_torchrun(monkeypatch, tmp_path, capsys):
     ]
     assert all(row["details"]["communication_ms"] == 0 for row in rows)
     axes = plot_parts([block.Measurement(**row) for row in rows])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(block.PARTS)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(layer_parts.PARTS)
     ends = {bar.get_y(): bar.get_x() + bar.get_width() for bar in axes.patches}
-    sums = [sum(row["details"][f"{part}_ms"] for part in block.PARTS) for row in rows]
+    sums = [sum(row["details"][f"{part}_ms"] for part in layer_parts.PARTS) for row in rows]
     assert list(ends.values()) == pytest.approx(sums)
 
 
 def test_rows_of_a_case_stand_together():
     row = block.Measurement("block step", "a", "x", 2, "x", "float32", 1, 1, 1, 1, 1)
-    row = replace(row, details={f"{part}_ms": 1.0 for part in block.PARTS})
+    row = replace(row, details={f"{part}_ms": 1.0 for part in layer_parts.PARTS})
     rows = [replace(row, case=case, executor=by) for by in "xy" for case in "ab"]
     axes = plot_parts(rows)
     labels = [tick.get_text() for tick in axes.get_yticklabels()]
