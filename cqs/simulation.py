@@ -168,8 +168,8 @@ def by_quorums(
     moves. For even W a group or two of a quorum may be queries or keys alone, and if attention is
     causal those at its ends are: then the device that moves most counts. Of S stages the first
     one's way in and the last one's way out are exposed, the rest travels beside the computation.
-    Forward, pairs of the device's own shard are computed beside these: of the first stage before
-    the others, of the rest after them.
+    Forward, pairs of the device's own shard, 1 / W^2 of all, are computed beside these: of the
+    first stage before the others, of the rest after them.
 
     Args:
         case: What is computed.
@@ -239,7 +239,9 @@ def by_quorums(
     )
     calls = max(each.queries for each in needs) / num_slices
     compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
-    own = 0.0 if is_backward or num_workers == 1 else compute / num_workers / stages
+    own = compute * num_workers / num_devices**2 / stages
+    if is_backward or num_workers == 1:
+        own = 0.0
     seconds = max(compute, (stages - 1) * (way_in + way_out))
     seconds += max(way_in - own, 0.0) + max(way_out - (stages - 1) * own, 0.0)
     *tensors, answer = case.shard_bytes(num_devices)
@@ -384,7 +386,7 @@ def forecast(
     Example:
         >>> case = Case(2**20, AttentionShape(32, 128, num_kv_heads=8))
         >>> forecast("cqs", case, 256, Machine()).num_slices
-        4
+        2
         >>> forecast("ulysses", case, 256, Machine()) is None
         True
     """

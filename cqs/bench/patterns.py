@@ -210,7 +210,7 @@ def _measure_length(
         rows = []
         problem = check_problem(*tensors, pattern=case.pattern)
         for what, computations in _contenders(problem, case, known).items():
-            calls = time_calls(computations) if on_gpu else {}
+            calls = time_calls(computations, repeats) if on_gpu else {}
             busy = make_busy() if on_gpu else None
             seconds = time_in_turn(computations, repeats, tensors[0].device.type, behind=busy)
             seconds |= known

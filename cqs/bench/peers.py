@@ -48,9 +48,10 @@ def run(
 
     A time is that of the slowest rank, from a barrier on; of a GPU that was busy when it was told
     what to do, as in the middle of a model. "call ms" is how long the caller waits for a call to
-    return. Rates count ``4 N^2 d`` operations per
-    head forward and 2.5 times that backward, half of it if causal. Efficiency is the time of one
-    GPU alone, over the number of GPUs that share the work times this time.
+    return. "forward" is that pass alone, without gradients; "both" is one that keeps what the
+    backward pass needs, and that. Rates count ``4 N^2 d`` operations per head forward and 2.5 times
+    that backward, half of it if causal. Efficiency is the time of one GPU alone, over the number of
+    GPUs that share the work times this time.
 
     Args:
         tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on
@@ -59,7 +60,7 @@ def run(
         kv_heads: Of the keys; ``None`` means as many.
         head_dim: Of all.
         causal: ``"yes"``, ``"no"`` or ``"both"``.
-        backward: ``"yes"`` or ``"no"``: whether to time the backward pass too.
+        backward: ``"yes"`` or ``"no"``: whether to time both passes too.
         repeats: How often each is timed.
         only: Names of methods, separated by commas; ``None`` means all.
         out: File to append rows to, or ``None``.
@@ -127,15 +128,14 @@ def measure(
     """
     worker = Worker.of(problem, "triton" if problem.query.is_cuda else None)
     rows = []
-    with torch.set_grad_enabled(grad_output is not None):
-        for what, passes in _prepare(group, names, worker, problem, grad_output).items():
-            peaks = {name: peak_bytes(compute, group) for name, compute in passes.items()}
-            calls = time_calls(passes) if problem.query.is_cuda else {}
-            seconds = time_together(passes, repeats, group, problem.query.device)
-            if dist.get_rank(group) == 0:
-                found = _rows(what, problem, seconds, calls, peaks, dist.get_world_size(group))
-                append_rows(found, out)
-                rows += found
+    for what, passes in _prepare(group, names, worker, problem, grad_output).items():
+        peaks = {name: peak_bytes(compute, group) for name, compute in passes.items()}
+        calls = time_calls(passes, repeats) if problem.query.is_cuda else {}
+        seconds = time_together(passes, repeats, group, problem.query.device)
+        if dist.get_rank(group) == 0:
+            found = _rows(what, problem, seconds, calls, peaks, dist.get_world_size(group))
+            append_rows(found, out)
+            rows += found
     return rows
 
 
@@ -168,7 +168,7 @@ def _prepare(
         saved = *tensors, *answer
         expected = differentiate_alone(worker, saved, grad_output, is_causal=is_causal)
         del answer, saved
-    passes: Passes = {what: {} for what in ("forward", "backward")[: 2 if expected else 1]}
+    passes: Passes = {what: {} for what in ("forward", "both")[: 2 if expected else 1]}
     for name in names:
         method = METHODS[name](group, worker, is_causal=is_causal)
         if reason := method.why_not(problem):
@@ -176,18 +176,32 @@ def _prepare(
                 print(f"{name} is left out: it {reason}")
             continue
         shard = [method.shard(tensor) for tensor in tensors]
-        output, saved = method.forward(*shard)
-        errors = {"output": _stray_of_rows(method, problem, output)}
-        passes["forward"][name] = partial(method.forward, *shard)
+        passes["forward"][name] = partial(_attend, method, shard)
+        errors = {"output": _stray_of_rows(method, problem, passes["forward"][name]())}
         if grad_output is not None:
             grad = method.shard(grad_output)
-            found = method.backward(saved, grad)
+            passes["both"][name] = partial(_differentiate, method, shard, grad)
+            found = passes["both"][name]()
             for side, ours, theirs in zip(("query", "key", "value"), found, expected, strict=True):
                 errors[f"gradient of the {side}"] = stray(ours, method.shard(theirs))
-            passes["backward"][name] = partial(method.backward, saved, grad)
             del found
         judge(name, errors, problem.query.dtype, group)
     return passes if passes["forward"] else {}
+
+
+@torch.no_grad()
+def _attend(method: Method, shard: Sequence[Tensor]) -> Tensor:
+    """Return the output of the forward pass alone, for which nothing has to be kept."""
+    return method.forward(*shard)[0]
+
+
+@torch.enable_grad()
+def _differentiate(
+    method: Method, shard: Sequence[Tensor], grad_output: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients, of both passes."""
+    _, saved = method.forward(*shard)
+    return method.backward(saved, grad_output)
 
 
 def _stray_of_rows(method: Method, problem: Problem, output: Tensor) -> Tensor:
@@ -286,7 +300,7 @@ def _rows(
 ) -> list[Measurement]:
     _, heads, tokens, head_dim = problem.query.shape
     kv_heads = problem.key.shape[1]
-    flops = {"forward": 4.0, "backward": 10.0}[what] * tokens**2 * head_dim * heads
+    flops = {"forward": 4.0, "both": 14.0}[what] * tokens**2 * head_dim * heads
     flops /= 2 if problem.is_causal else 1
     baseline = "one" if "one" in seconds else next(iter(seconds))
     rows = []

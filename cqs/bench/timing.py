@@ -49,12 +49,12 @@ def make_busy() -> Callable[[], None]:
     return work
 
 
-def time_calls(computations: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return for each computation on a GPU the least seconds until it is launched, of five."""
+def time_calls(computations: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Return for each computation on a GPU the least seconds until it is launched."""
     seconds = {}
     for name, compute in computations.items():
         waits = []
-        for _ in range(5):
+        for _ in range(repeats):
             torch.cuda.synchronize()
             start = time.perf_counter()
             compute()

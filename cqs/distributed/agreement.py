@@ -3,13 +3,13 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 _control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
@@ -102,7 +102,13 @@ def make_control_group(group: Any) -> Any:
     """Return a group of the same ranks, by gloo; every rank must call this, once."""
     store = dist.PrefixStore("cqs", group.get_group_store())
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    return dist.ProcessGroupGloo(store, rank, num_ranks, default_pg_timeout)
+    return dist.ProcessGroupGloo(store, rank, num_ranks, timeout_of(group))
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return how long the ranks of a group on GPUs wait for each other."""
+    timeout: timedelta = group._get_backend(torch.device("cuda")).options._timeout
+    return timeout
 
 
 def _explain(

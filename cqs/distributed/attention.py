@@ -76,7 +76,8 @@ def attention(
             head_parallel`` ranks that share the sequence by a cyclic quorum set. 1 is quorums
             alone; the number of ranks is what Ulysses does (Jacobs et al., arXiv 2309.14509).
             ``"auto"`` takes the number for which a rank holds the fewest bytes, of those that are
-            predicted to take hardly longer than the fastest.
+            predicted to take hardly longer than the fastest: forward, or both ways if this records
+            gradients.
         num_stages: Into how many parts to cut the heads of a rank, at most: one part travels while
             another is computed. ``None`` chooses by the work; key heads that are fewer, or are not
             a multiple, take fewer.
@@ -167,6 +168,7 @@ def attention(
             interest_set=request["interest_set"],
             tile=GPU_TILE if part.query.is_cuda else 1,
             stage_flops=carrier.stage_flops,
+            with_gradients=request["requires_grad"],
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
         worker = Worker(part.scale, backend, part.dropout, bound)

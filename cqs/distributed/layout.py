@@ -17,6 +17,8 @@ Lengths = tuple[int, ...]
 
 _SLACK = 0.02
 """By how much longer than the fastest a split may take that holds less: the model is no better."""
+_MACHINE = Machine(bandwidth=160e9, latency=160e-6)
+"""For which forecasts are nearest to what four H200s of one host were measured to take."""
 
 
 class Places(NamedTuple):
@@ -140,6 +142,7 @@ def lay_out(
     interest_set: tuple[int, ...] | None,
     tile: int,
     stage_flops: float,
+    with_gradients: bool,
 ) -> Layout:
     """Lay out attention over shards of these lengths.
 
@@ -158,6 +161,7 @@ def lay_out(
         interest_set: Likewise.
         tile: Likewise.
         stage_flops: See :func:`cqs.scheduler.heads.choose_num_stages`.
+        with_gradients: Whether they will be asked for.
     """
     num_ranks = len(seqlens_q)
     bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
@@ -169,7 +173,7 @@ def lay_out(
             num_keys=sum(seqlens_kv),
             num_pairs=None if bound is None else bound.num_pairs,
         )
-        head_parallel = choose_head_parallel(case, num_ranks)
+        head_parallel = choose_head_parallel(case, num_ranks, with_gradients=with_gradients)
     plan = make_plan(
         sum(seqlens_q),
         sum(seqlens_kv),
@@ -265,19 +269,24 @@ def _places(numbers: Sequence[Sequence[int]], rank: int) -> Places:
     return Places(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
 
 
-def choose_head_parallel(case: Case, num_ranks: int) -> int:
+def choose_head_parallel(case: Case, num_ranks: int, *, with_gradients: bool) -> int:
     """Return the number of slices of the heads for which a rank holds the fewest bytes.
 
-    Only numbers count that are predicted to take at most 2 % longer than the fastest: forward, in
-    as many stages as the work pays, on what :class:`cqs.simulation.Machine` is by default. All
-    ranks know what the choice depends on.
+    Only numbers count that are predicted to take at most 2 % longer than the fastest, in as many
+    stages as the work pays, on H200s of one host. All ranks know what the choice depends on.
+
+    Args:
+        case: What is computed.
+        num_ranks: By how many.
+        with_gradients: Whether the time is that of both passes.
 
     Example:
-        >>> shape = AttentionShape(40, 128, num_kv_heads=8)
-        >>> [choose_head_parallel(Case(n, shape, is_causal=True), 64) for n in (2**14, 2**17)]
-        [8, 4]
+        >>> case = Case(2**16, AttentionShape(16, 128), is_causal=True)
+        >>> [choose_head_parallel(case, 4, with_gradients=both) for both in (False, True)]
+        [2, 4]
     """
-    found = forecast("cqs", case, num_ranks, Machine(), slack=_SLACK)
+    passes = "both" if with_gradients else "forward"
+    found = forecast("cqs", case, num_ranks, _MACHINE, passes, slack=_SLACK)
     assert found is not None, "one slice is always possible"
     return found.num_slices
 

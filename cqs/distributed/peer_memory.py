@@ -20,7 +20,7 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from torch import Tensor
 
-from cqs.distributed.agreement import control_group, meet, swap
+from cqs.distributed.agreement import control_group, meet, swap, timeout_of
 from cqs.distributed.transfer import Parcel, UnderWay
 from cqs.scheduler.heads import STAGE_FLOPS
 
@@ -56,7 +56,7 @@ class PeerMemory:
         self._group = weakref.ref(group)
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._device, self._memory = device, memory
-        self._timeout = group._get_backend(device).options._timeout
+        self._timeout = timeout_of(group)
         self.peak_bytes = 0
         """The most that sends have needed."""
         self.number = 0

@@ -1,7 +1,9 @@
 """A rank that is no longer there ends the others, with an error that says so."""
 
 import os
+import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,14 +12,20 @@ from ranks import make_context
 
 import cqs.distributed
 
-NUM_RANKS = 5
 
-
-def attend_until_somebody_dies(rank, file, results, all_have_heard):
+def join_group(backend, rank, num_ranks, file, **options):
+    """Return three shards of this rank, on its device."""
     torch.set_num_threads(1)
-    store = dist.FileStore(file, NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    tensors = [torch.randn(1, 4, 20, 16) for _ in range(3)]
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(file, num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, **options)
+    device = "cuda" if backend == "nccl" else "cpu"
+    return [torch.randn(1, 4, 20, 16, device=device) for _ in range(3)]
+
+
+def attend_until_somebody_dies(backend, rank, num_ranks, file, results, all_have_heard):
+    tensors = join_group(backend, rank, num_ranks, file)
     cqs.distributed.attention(*tensors)
     if rank == 1:
         os._exit(1)
@@ -29,21 +37,61 @@ def attend_until_somebody_dies(rank, file, results, all_have_heard):
     all_have_heard.wait()  # alive: the others are to hear of the dead one, not of this one
 
 
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_dead_rank_ends_the_others_soon(tmp_path):
+def test_a_dead_rank_ends_the_others_soon(backend, tmp_path):
+    num_ranks = 5 if backend == "gloo" else num_gpus()
     context = make_context()
     results, all_have_heard = context.Queue(), context.Event()
-    arguments = str(tmp_path / "store"), results, all_have_heard
-    processes = [
-        context.Process(target=attend_until_somebody_dies, args=(rank, *arguments), daemon=True)
-        for rank in range(NUM_RANKS)
-    ]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=60) for _ in range(NUM_RANKS - 1)]
+    arguments = num_ranks, str(tmp_path / "store"), results, all_have_heard
+    processes = start(context, attend_until_somebody_dies, num_ranks, backend, arguments)
+    found = [results.get(timeout=60) for _ in range(num_ranks - 1)]
     all_have_heard.set()
     for process in processes:
         process.join(timeout=60)
-    assert {rank for rank, *_ in found} == {0, 2, 3, 4}  # its neighbours and others
+    assert {rank for rank, *_ in found} == {*range(num_ranks)} - {1}  # its neighbours and others
     for _, message, seconds in found:
         assert message.startswith("not all ranks of the group answer") and seconds < 8
+
+
+def attend_and_die(backend, rank, num_ranks, file, directory):
+    tensors = join_group(backend, rank, num_ranks, file, timeout=timedelta(seconds=5))
+    os.dup2(os.open(f"{directory}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    cqs.distributed.attention(*tensors)
+    if rank == 1:
+        torch.cuda._sleep(10**11)  # a minute, which it will not see
+    cqs.distributed.attention(*tensors)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_rank_that_dies_before_its_rows_are_there_ends_who_waits_for_them(tmp_path):
+    num_ranks = num_gpus()
+    arguments = num_ranks, str(tmp_path / "store"), str(tmp_path)
+    processes = start(make_context(), attend_and_die, num_ranks, "nccl", arguments)
+    for process in processes:
+        process.join(timeout=60)
+    expected = [-signal.SIGABRT] * num_ranks
+    expected[1] = -signal.SIGKILL
+    assert [process.exitcode for process in processes] == expected
+    for rank in {*range(num_ranks)} - {1}:
+        message = f"cqs: what rank {rank} waits for has not come in 5 s"
+        assert message in (tmp_path / str(rank)).read_text()
+
+
+def num_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    return torch.cuda.device_count()
+
+
+def start(context, program, num_ranks, backend, arguments):
+    processes = [
+        context.Process(target=program, args=(backend, rank, *arguments), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes

@@ -1,14 +1,18 @@
 """Routes: every token that a rank needs comes once, from whom it belongs to."""
 
 import random
+from pathlib import Path
 
 import pytest
 
 from cqs.distributed.layout import choose_head_parallel, cut_shards, lay_out
+from cqs.fitting import fit, read_rows
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.heads import STAGE_FLOPS, possible_head_parallel
-from cqs.simulation import Case, Machine, by_quorums
+from cqs.simulation import Case, by_quorums
+
+RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 def random_lengths(total, num_ranks, generator):
@@ -38,6 +42,7 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
                 interest_set=None,
                 tile=1,
                 stage_flops=STAGE_FLOPS,
+                with_gradients=False,
             )
             for rank in range(num_ranks)
         ]
@@ -71,7 +76,7 @@ def check_places(routes):
 
 def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
     options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1, "head_dim": 16}
-    options["stage_flops"] = STAGE_FLOPS
+    options |= {"stage_flops": STAGE_FLOPS, "with_gradients": False}
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
         for rank in range(8):
             layout = lay_out(
@@ -107,6 +112,7 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
         interest_set=None,
         tile=1,
         stage_flops=STAGE_FLOPS,
+        with_gradients=False,
     )
     for side, number in (("query_heads", 24), ("kv_heads", 12)):
         found = [
@@ -134,6 +140,7 @@ def test_stages_are_as_many_as_pay():
             interest_set=None,
             tile=128,
             stage_flops=STAGE_FLOPS,
+            with_gradients=False,
         )
         return len(layout.stages)
 
@@ -143,42 +150,49 @@ def test_stages_are_as_many_as_pay():
     assert number(131072, 16, num_ranks=1) == 1
 
 
-def chosen(num_ranks, num_heads, num_kv_heads, tokens, **options):
-    shape = AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads)
-    return choose_head_parallel(Case(tokens, shape, **options), num_ranks)
+def chosen(num_ranks, num_heads, num_kv_heads, tokens, *, with_gradients=False, **options):
+    case = Case(tokens, AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads), **options)
+    return choose_head_parallel(case, num_ranks, with_gradients=with_gradients)
 
 
 @pytest.mark.parametrize("tokens", [1, 2**17, 2**20])
-def test_on_few_ranks_heads_are_cut_where_that_spares_most(tokens):
-    assert chosen(8, 16, 16, tokens) == 8
-    assert chosen(7, 16, 16, tokens) == 1
-    assert chosen(8, 1, 1, tokens) == 1
-    assert chosen(6, 2, 2, tokens) == 2
+def test_gradients_want_heads_cut_where_that_spares_most(tokens):
+    assert chosen(8, 16, 16, tokens, with_gradients=True) == 8
+    assert chosen(7, 16, 16, tokens, with_gradients=True) == 1
+    assert chosen(8, 1, 1, tokens, with_gradients=True) == 1
+    assert chosen(6, 2, 2, tokens, with_gradients=True) == 2
 
 
-def test_short_sequences_leave_pairs_to_compute_while_the_first_stage_travels():
-    assert chosen(8, 16, 16, 2**14) == 4
-    assert chosen(4, 32, 8, 2**14, is_causal=True) == 2
+def test_a_short_forward_pass_leaves_pairs_to_compute_while_the_first_stage_travels():
+    assert chosen(4, 16, 16, 2**15, is_causal=True) == 1
+    assert chosen(4, 16, 16, 2**15, is_causal=True, with_gradients=True) == 4
 
 
 def test_on_many_ranks_heads_are_cut_less_where_their_way_would_not_be_hidden():
     """One key head of a rank is one stage, in which nothing travels beside a computation."""
-    assert [chosen(64, 40, 8, 2**n, is_causal=True) for n in (14, 17, 20)] == [8, 4, 8]
+    assert [chosen(64, 40, 8, 2**n, is_causal=True) for n in (14, 17, 20)] == [8, 2, 8]
     assert chosen(64, 40, 8, 2**17, num_pairs=2**27) == 8  # few pairs leave nothing to hide it
+
+
+@pytest.fixture(scope="module")
+def machine():
+    """For which forecasts are nearest to what was measured."""
+    return fit(read_rows(RESULTS / "peers-h200-x4.jsonl"))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 16), (32, 8), (40, 8), (8, 1)])
-def test_heads_are_cut_so_that_no_split_is_much_faster(num_heads, num_kv_heads, is_causal):
+def test_heads_are_cut_so_that_no_split_is_much_faster(machine, num_heads, num_kv_heads, is_causal):
     shape = AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads)
     for num_ranks in (2, 6, 8, 16, 24, 64):
         for tokens in (2**14, 2**17, 2**20):
             case = Case(tokens, shape, is_causal)
             seconds = {
-                n: by_quorums(case, num_ranks, Machine(), n, is_backward=False).seconds
+                n: by_quorums(case, num_ranks, machine, n, is_backward=False).seconds
                 for n in possible_head_parallel(num_ranks, num_heads, num_kv_heads)
             }
-            assert seconds[choose_head_parallel(case, num_ranks)] <= 1.02 * min(seconds.values())
+            number = choose_head_parallel(case, num_ranks, with_gradients=False)
+            assert seconds[number] <= 1.025 * min(seconds.values())
 
 
 def test_all_ranks_choose_the_same_split():
@@ -198,8 +212,10 @@ def test_all_ranks_choose_the_same_split():
             interest_set=None,
             tile=128,
             stage_flops=STAGE_FLOPS,
+            with_gradients=False,
         )
         for rank in range(32)
     ]
     case = Case(sum(lengths), AttentionShape(40, 128, num_kv_heads=8), num_keys=2**17)
-    assert {32 // layout.plan.num_workers for layout in layouts} == {choose_head_parallel(case, 32)}
+    number = choose_head_parallel(case, 32, with_gradients=False)
+    assert {32 // layout.plan.num_workers for layout in layouts} == {number}

@@ -154,6 +154,7 @@ def make_layout(call, rank):
         interest_set=None,
         tile=1,
         stage_flops=STAGE_FLOPS,
+        with_gradients=call["gradients"],
     )
 
 

@@ -114,7 +114,7 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     assert others == [[]] * 3
     names = {"one", "cqs", "cqs quorums", "ring", "all-gather", "ulysses"}
     assert {(row.benchmark, row.executor) for row in rows} == {
-        (f"peers {what}", name) for what in ("forward", "backward") for name in names
+        (f"peers {what}", name) for what in ("forward", "both") for name in names
     }
     (one, *_) = rows
     assert one.ratio == 1 and one.details["efficiency"] == 1 and one.details["ranks"] == 4
