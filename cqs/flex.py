@@ -65,7 +65,7 @@ def flex_attention(
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``; with ``return_lse`` also ``lse``,
-        ``[batch, num_heads, seqlen_q]``.
+        ``[batch, num_heads, seqlen_q]``, which is differentiable with a ``score_mod`` alone.
 
     Raises:
         TypeError: as for :func:`cqs.attention`, or if ``block_mask`` is none.
@@ -82,6 +82,7 @@ def flex_attention(
         >>> torch.allclose(output, attention(q, k, v, is_causal=True), atol=1e-5)
         True
     """
+    problem = check_problem(query, key, value, scale=scale)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: enable_gqa must be True"
@@ -103,10 +104,8 @@ def flex_attention(
             "a score_mod is computed by FlexAttention in this process: "
             "it takes neither a backend nor an executor"
         )
-    problem = check_problem(query, key, value, scale=scale)
-    lengths = query.shape[2], key.shape[2]
-    if block_mask is not None and tuple(block_mask.seq_lengths) != lengths:
-        raise ValueError(f"block_mask is for lengths {block_mask.seq_lengths}, got {lengths}")
+    if block_mask is not None:
+        _check_block_mask(block_mask, problem)
     plan = problem.make_plan(1 if num_workers is None else num_workers)
     scores = _Scores(score_mod, None if block_mask is None else _Blocks.of(block_mask))
     parts = [
@@ -118,6 +117,19 @@ def flex_attention(
     ]
     answer = _merge(problem, parts)
     return (answer.output, answer.lse) if return_lse else answer.output
+
+
+def _check_block_mask(mask: "BlockMask", problem: Problem) -> None:
+    if not isinstance(mask, torch_flex.BlockMask):
+        raise TypeError(f"block_mask must be a BlockMask, got {type(mask).__name__}")
+    lengths = problem.query.shape[2], problem.key.shape[2]
+    if tuple(mask.seq_lengths) != lengths:
+        raise ValueError(f"block_mask is for lengths {mask.seq_lengths}, got {lengths}")
+    for name, number, of_mask in zip(
+        ("batch", "number of heads"), problem.query.shape[:2], mask.shape[:2], strict=True
+    ):
+        if of_mask not in (1, number):
+            raise ValueError(f"block_mask is for a {name} of {of_mask}, got {number}")
 
 
 @dataclass(frozen=True)

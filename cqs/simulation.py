@@ -46,11 +46,12 @@ class Machine:
     """Bytes per second and device, each way, between nodes."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless all numbers are positive, what may be left out at least 0."""
+        """Raise ValueError unless all numbers are positive; times are finite, and may be 0."""
         for field in fields(self):
-            number = getattr(self, field.name)
-            if not (number > 0 or field.name in ("latency", "per_row") and number == 0):
-                raise ValueError(f"{field.name} must be positive, got {number:g}")
+            number, is_time = getattr(self, field.name), field.name in ("latency", "per_row")
+            if not (0 <= number < math.inf if is_time else number > 0):
+                wanted = "at least 0 and finite" if is_time else "positive"
+                raise ValueError(f"{field.name} must be {wanted}, got {number:g}")
 
     def exchange(self, inside: float, outside: float = 0) -> float:
         """Return the seconds in which a device moves bytes within its node and beyond it."""

@@ -297,7 +297,8 @@ def test_the_command_checks_and_fits(capsys, measured):
     [
         (["--between", "ib"], "--between goes with --devices-per-node"),
         (["--rate", "0"], "rate must be positive, got 0"),
-        (["--latency", "-1"], "latency must be positive, got -1e-06"),
+        (["--latency", "-1"], "latency must be at least 0 and finite, got -1e-06"),
+        (["--latency", "inf"], "latency must be at least 0 and finite, got inf"),
         (["--heads", "0"], "num_heads must be at least 1, got 0"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--devices=8,-1K"], "--devices must be at least 1, got -1024"),

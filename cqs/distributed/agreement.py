@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+_MOST_SHOWN = 300
+"""Characters of what a rank asked for."""
 _control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
 
@@ -36,8 +38,10 @@ def agree(
 
     Args:
         group: The process group.
-        request: What must be the same everywhere, by name; ``None`` where this rank has an error.
-        error: What is wrong with this rank's arguments, if anything.
+        request: What must be the same everywhere, by name, with what is called as ``"call"``;
+            ``None`` where this rank has an error.
+        error: What is wrong with this rank's arguments, if anything: the others wait for this rank,
+            so it must tell them.
         seqlen_q: Queries of this rank's shard.
         seqlen_kv: Its keys.
         seed: What this rank would draw dropout from; less than 2^63.
@@ -55,7 +59,7 @@ def agree(
         found = swap(control, mine, [len(mine)] * num_ranks)
     except RuntimeError as lost:
         raise RuntimeError(
-            "not all ranks of the group answer: one has died, or does not call attention"
+            "not all ranks of the group answer: one has died, or does not call this"
         ) from lost
     table = [found[i : i + len(mine)] for i in range(0, len(found), len(mine))]
     if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
@@ -127,7 +131,12 @@ def _explain(
     first = found[0][0]
     for rank, (other, _) in enumerate(found):
         for name, value in other.items():
-            if value != first[name]:
+            if value != first.get(name):
                 raise ValueError(
-                    f"rank {rank} of the group has {name} {value}, rank 0 has {first[name]}"
+                    f"rank {rank} of the group has {name} {_shorten(value)}, "
+                    f"rank 0 has {_shorten(first.get(name, 'none'))}"
                 )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."

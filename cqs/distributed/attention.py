@@ -98,6 +98,8 @@ def attention(
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group, got {group!r}")
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         raise RuntimeError("this process is not in the group")
@@ -110,6 +112,7 @@ def attention(
         if pattern is not None and not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
         request = {
+            "call": "attention",
             "batch": query.shape[0],
             "num_heads": query.shape[1],
             "num_kv_heads": key.shape[1],
@@ -122,13 +125,13 @@ def attention(
             "is_causal": as_bool("is_causal", is_causal),
             "pattern": pattern,
             "scale": problem.scale,
-            "dropout_p": dropout_p,
+            "dropout_p": float(dropout_p),
             "seed": seed,
             "num_stages": None if num_stages is None else as_integer("num_stages", num_stages, 1),
             "head_parallel": _check_head_parallel(head_parallel, num_ranks, problem, pattern),
             "interest_set": None if interest_set is None else tuple(interest_set),
             "backend": backend,
-            "return_lse": return_lse,
+            "return_lse": as_bool("return_lse", return_lse),
             "exchanges since the group was made": count_sends(group),
         }
     except Exception as wrong:

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -147,7 +147,8 @@ class Messages:
             ]
         if not messages:
             return []
-        return [_Batch(messages, dist.batch_isend_irecv(messages))]
+        with _clearly():
+            return [_Batch(messages, dist.batch_isend_irecv(messages))]
 
 
 class _Batch:
@@ -157,9 +158,21 @@ class _Batch:
         self._messages, self._works = messages, works
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        for work in self._works:
-            work.wait(*([] if timeout is None else [timeout]))
+        with _clearly():
+            for work in self._works:
+                work.wait(*([] if timeout is None else [timeout]))
         self._messages.clear()  # only now may the memory of what was packed be given to others
+
+
+@contextmanager
+def _clearly() -> Iterator[None]:
+    """Say what it means where messages fail."""
+    try:
+        yield
+    except RuntimeError as lost:
+        raise RuntimeError(
+            "not all rows of other ranks have come: one has died, or failed in this call"
+        ) from lost
 
 
 class Transfer:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import cqs.api
 from cqs.patterns import Pattern, acsr, from_mask, per_head, sliding_window
+from cqs.problem import check_problem
 
 if TYPE_CHECKING:
     from cqs.executors.ray import Cluster
@@ -53,7 +54,7 @@ def attention(
         value: ``[batch, seqlen_kv, num_kv_heads, value_dim]``.
         bias: Must be ``None``: scores cannot be biased.
         mask: Boolean ``[batch, num_heads, seqlen_q, seqlen_kv]``, True where a query sees a key; 1
-            stands for all.
+            stands for all, as do dimensions that are left out in front.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         is_causal: Query i sees the keys up to key i: aligned at the top left, as in JAX.
         query_seq_lengths: int32 ``[batch]``: later queries give 0.
@@ -85,6 +86,8 @@ def attention(
         raise NotImplementedError("a bias on the scores is not supported; a mask or a pattern is")
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
+    if isinstance(scale, np.generic | jax.Array):
+        scale = scale.item()
     call = _Call(
         bool(is_causal),
         local_window_size,
@@ -98,9 +101,10 @@ def attention(
     has_batch = query.ndim > 3
     if not has_batch:
         query, key, value = (array[None] for array in (query, key, value))
+    check_problem(*map(_as_tensor, (query, key, value)), scale=scale)
     if mask is not None:
         mask = jnp.asarray(mask)
-        mask = mask if mask.ndim > 3 else mask[None]
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     limits = mask, query_seq_lengths, key_value_seq_lengths
     output = _attend(call, query, key, value, limits)
     return output if has_batch else output[0]
@@ -167,6 +171,12 @@ class _Call:
             shape = (*mask.shape[:2], seqlen_q, seqlen_kv)
             pattern = pattern & from_mask(np.broadcast_to(mask, shape))
         return pattern
+
+
+def _as_tensor(array: jax.Array) -> Tensor:
+    """Return a tensor like an array by head, of no memory: an array may have no values yet."""
+    like = torch.empty((), dtype=getattr(torch, array.dtype.name, torch.int8)).expand(array.shape)
+    return like.transpose(1, 2) if like.ndim == 4 else like
 
 
 def _band(left: int | None, right: int, seqlen_q: int, seqlen_kv: int) -> Pattern:

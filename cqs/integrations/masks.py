@@ -1,18 +1,20 @@
 """What the masks of Hugging Face transformers mean, as patterns."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from operator import and_
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cqs.distributed.agreement import agree, control_group, swap
 from cqs.patterns import (
     Axis,
     BoundPattern,
@@ -124,6 +126,10 @@ def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
         mask: ``[batch, heads, seqlen_q, seqlen_kv]``; 1 stands for all.
         q_length: Number of queries.
         kv_length: Number of keys.
+
+    Raises:
+        NotImplementedError: for a mask of other dimensions, and one that adds to scores.
+        ValueError: for a mask of other lengths.
     """
     if mask.ndim != 4:
         raise NotImplementedError(
@@ -137,6 +143,10 @@ def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
                 "biases are not supported"
             )
         mask = ~hidden
+    if mask.shape[2] not in (1, q_length) or mask.shape[3] not in (1, kv_length):
+        raise ValueError(
+            f"the mask is {list(mask.shape)}, of {q_length} queries and {kv_length} keys"
+        )
     return from_mask(mask.expand(-1, -1, q_length, kv_length))
 
 
@@ -201,16 +211,41 @@ def of_group(
         pattern: That of the mask function; ``None`` for one not known.
         visible: Which keys of this rank are no padding ``[batch, kv_length]``.
         q_offset: Position of this rank's first query in its own part.
+
+    Raises:
+        NotImplementedError: for a cache and an unknown mask; ValueError on other ranks.
+        ValueError: if ranks do not ask for the same.
     """
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, (pattern, visible, q_offset), group=group)
-    patterns, visibles, q_offsets = zip(*parts, strict=True)
-    if any(q_offsets):
-        raise NotImplementedError("a cache is not supported with a process group")
-    if pattern is None or set(patterns) != {pattern}:
-        raise NotImplementedError(
+    error: NotImplementedError | None = None
+    if q_offset:
+        error = NotImplementedError("a cache is not supported with a process group")
+    elif pattern is None:
+        error = NotImplementedError(
             "with a process group masks must be causal, bidirectional or sliding windows, "
             "and sequences not packed"
         )
-    visible = np.concatenate(visibles, axis=1)
+    batch, length = visible.shape
+    request = {"call": "a mask", "pattern": pattern, "batch": batch}
+    lengths = agree(group, request, error, seqlen_kv=length).seqlens_kv
+    assert pattern is not None, "or there was an error"
+    numbers = [-(-batch * each // 64) for each in lengths]
+    words = iter(swap(control_group(group), _to_words(visible), numbers))
+    parts = [
+        _from_words(list(islice(words, number)), (batch, each))
+        for number, each in zip(numbers, lengths, strict=True)
+    ]
+    visible = np.concatenate(parts, axis=1)
     return pattern if visible.all() else pattern & of_padding(visible)
+
+
+def _to_words(flags: NDArray[np.bool_]) -> list[int]:
+    """Pack flags into integers of 64 bits, to travel."""
+    bits = np.zeros(-(-flags.size // 64) * 64, dtype=bool)
+    bits[: flags.size] = flags.ravel()
+    return np.packbits(bits).view(np.int64).tolist()
+
+
+def _from_words(words: list[int], shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return the flags of :func:`_to_words`."""
+    bits = np.unpackbits(np.array(words, dtype=np.int64).view(np.uint8))
+    return bits[: math.prod(shape)].astype(bool).reshape(shape)

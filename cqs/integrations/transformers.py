@@ -1,7 +1,8 @@
 """Hugging Face transformers: models with ``attn_implementation="cqs"``."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import cqs.distributed
 from cqs.api import attention
+from cqs.distributed.agreement import agree
 from cqs.integrations import masks
 from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window
 from cqs.uncompiled import uncompiled
@@ -48,8 +50,8 @@ def register(
     It works in models that take their attention from transformers' ``AttentionInterface``: causal
     or not, with grouped queries, sliding windows, padding, packed sequences, caches and dropout.
     Masks become patterns, of a few integers where transformers' rule is known, padding or not,
-    otherwise exactly those of the mask. A query that sees no
-    key, as in padding on the left, gives 0.
+    otherwise exactly those of the mask. A query that sees no key, as in padding on the left, gives
+    0. A model that computes attention by itself, as some with ALiBi, goes on to do so.
 
     What a layer asks for that cannot be honoured raises an error that names the layer when the
     model is called: scores that are capped or biased, attention sinks, sparse indices, a paged
@@ -93,7 +95,7 @@ def register(
 
 def _extension_points() -> tuple[Any, Any, Any]:
     """Return transformers' registries of attention and of masks, and its maker of dense masks."""
-    needed = 'pip install "cqs[transformers]"'
+    needed = "pip install 'transformers>=5.4'"
     try:
         import transformers
     except ImportError as error:
@@ -152,23 +154,10 @@ class _Implementation:
         Returns:
             ``[batch, seqlen_q, num_heads, value_dim]``, and no weights.
         """
+        lengths = query.shape[2], key.shape[2]
         try:
-            for name in _NOT_HONOURED:
-                if asked.get(name) is not None and asked[name] is not False:
-                    raise NotImplementedError(f"{name} is not supported")
-            if self.group is not None:
-                _check_part(asked, dist.get_rank(self.group))
-            lengths = query.shape[2], key.shape[2]
-            if isinstance(attention_mask, Tensor):
-                pattern = masks.of_tensor(attention_mask, *lengths)
-            elif attention_mask is None:
-                if is_causal is None:
-                    is_causal = getattr(module, "is_causal", True)
-                pattern = masks.without_mask(lengths, is_causal, asked.get("sliding_window"))
-            else:
-                pattern = attention_mask.of_layer(lengths, is_causal)
-            if (ends := asked.get("cu_seq_lens_q")) is not None:
-                pattern = pattern & documents(ends, is_causal=False)
+            with self._telling():
+                pattern = self._pattern_of(module, lengths, attention_mask, is_causal, asked)
             device = query.device.type
             if torch.is_autocast_enabled(device):
                 dtype = torch.get_autocast_dtype(device)
@@ -180,6 +169,47 @@ class _Implementation:
         except (NotImplementedError, TypeError, ValueError) as error:
             raise type(error)(f"{_name_of(module)}: {error}") from error
         return output.transpose(1, 2).contiguous(), None
+
+    def _pattern_of(
+        self,
+        module: torch.nn.Module,
+        lengths: tuple[int, int],
+        attention_mask: "_Mask | Tensor | None",
+        is_causal: bool | None,
+        asked: Mapping[str, Any],
+    ) -> "Pattern | masks.Stacked":
+        """Return which queries of a layer see which keys, or refuse what is asked of it."""
+        for name in _NOT_HONOURED:
+            if asked.get(name) is not None and asked[name] is not False:
+                raise NotImplementedError(f"{name} is not supported")
+        if self.group is not None:
+            _check_part(asked, dist.get_rank(self.group))
+        if isinstance(attention_mask, Tensor):
+            if self.group is not None:
+                raise NotImplementedError(
+                    "a mask of your own is not supported with a process group: pass the padding, "
+                    "[batch, positions]"
+                )
+            pattern = masks.of_tensor(attention_mask, *lengths)
+        elif attention_mask is None:
+            if is_causal is None:
+                is_causal = getattr(module, "is_causal", True)
+            pattern = masks.without_mask(lengths, is_causal, asked.get("sliding_window"))
+        else:
+            pattern = attention_mask.of_layer(lengths, is_causal)
+        if (ends := asked.get("cu_seq_lens_q")) is not None:
+            pattern = pattern & documents(ends, is_causal=False)
+        return pattern
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell other ranks, which wait for this one's request, what is wrong here."""
+        try:
+            yield
+        except Exception as error:
+            if self.group is not None:
+                agree(self.group, None, error)  # raises it
+            raise
 
     @uncompiled
     def mask(
@@ -210,9 +240,10 @@ class _Implementation:
         if isinstance(attention_mask, _Mask):
             return attention_mask
         q_offset = int(q_offset)
-        visible = masks.visible_keys(attention_mask, kv_offset, kv_length)
-        distance = kv_offset + kv_length - q_offset - q_length
-        pattern = masks.of_function(mask_function, distance, self.group is not None)
+        with self._telling():
+            visible = masks.visible_keys(attention_mask, kv_offset, kv_length)
+            distance = kv_offset + kv_length - q_offset - q_length
+            pattern = masks.of_function(mask_function, distance, self.group is not None)
         if self.group is not None:
             if visible is None:
                 visible = np.ones((batch_size, kv_length), dtype=bool)

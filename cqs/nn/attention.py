@@ -11,6 +11,7 @@ from cqs.nn.mesh import check_divisible, tensor_axis
 from cqs.nn.rotary import rotate
 from cqs.nn.rows import gather
 from cqs.patterns import Pattern, per_head
+from cqs.scheduler.arguments import as_integer, to_float
 
 
 class SelfAttention(nn.Module):
@@ -32,6 +33,13 @@ class SelfAttention(nn.Module):
     ) -> None:
         """Draw the parameters."""
         super().__init__()
+        hidden_size = as_integer("hidden_size", hidden_size, 1)
+        num_heads = as_integer("num_heads", num_heads, 1)
+        num_kv_heads = as_integer("num_kv_heads", num_kv_heads, 1)
+        if pattern is not None and not isinstance(pattern, Pattern):
+            raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
+        if not to_float(rope_theta, "rope_theta must be a number") > 0:
+            raise ValueError(f"rope_theta must be positive, got {rope_theta}")
         if hidden_size % (2 * num_heads):
             raise ValueError(
                 f"hidden_size must be an even multiple of num_heads, {num_heads}, got {hidden_size}"
@@ -46,7 +54,7 @@ class SelfAttention(nn.Module):
         self.mesh = mesh
         self.head_dim = hidden_size // num_heads
         self.is_causal = is_causal
-        self.pattern = pattern and _of_own_heads(pattern, num_heads, axis)
+        self.pattern = None if pattern is None else _of_own_heads(pattern, num_heads, axis)
         self.rope_theta = rope_theta
         self.head_parallel = head_parallel
         sizes = hidden_size, num_kv_heads * self.head_dim, num_kv_heads * self.head_dim

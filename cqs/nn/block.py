@@ -52,6 +52,7 @@ class HybridTransformerBlock(nn.Module):
         dtype: Likewise.
 
     Raises:
+        TypeError: for sizes that are no integers, and a pattern that is none.
         ValueError: for sizes that do not fit each other or the mesh, and for a mesh of other axes,
             whose ranks do not ascend, or that this process is not in.
 

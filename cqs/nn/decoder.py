@@ -26,6 +26,7 @@ class HybridDecoder(nn.Module):
         dtype: Likewise.
 
     Raises:
+        TypeError: if a block is none.
         ValueError: if there are no blocks, or they differ in size or mesh.
 
     Example:
@@ -48,6 +49,8 @@ class HybridDecoder(nn.Module):
         """Draw the parameters of all but the blocks."""
         super().__init__()
         blocks = list(blocks)
+        if not all(isinstance(block, HybridTransformerBlock) for block in blocks):
+            raise TypeError("blocks must be of HybridTransformerBlock")
         if len({(block.hidden_size, block.mesh) for block in blocks}) != 1:
             raise ValueError("blocks must be at least one, all of the same hidden_size and mesh")
         hidden_size, self.mesh = blocks[0].hidden_size, blocks[0].mesh

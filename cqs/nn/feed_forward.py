@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
 from cqs.nn.mesh import check_divisible, tensor_axis
 from cqs.nn.rows import gather
+from cqs.scheduler.arguments import as_integer
 
 
 class FeedForward(nn.Module):
@@ -25,6 +26,7 @@ class FeedForward(nn.Module):
         """Draw the parameters."""
         super().__init__()
         axis = tensor_axis(mesh)
+        feed_forward_size = as_integer("feed_forward_size", feed_forward_size, 1)
         check_divisible("feed_forward_size", feed_forward_size, axis)
         self.mesh = mesh
         self.gate, self.up = (

@@ -1,5 +1,7 @@
 """Where the rows of a rank lie in the sequence, and those of its tensor-parallel group together."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,25 +23,44 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
         mesh: Of the axes sequence and tensor; ``None``: the rows are all there are.
 
     Raises:
+        TypeError: if the shard is no tensor; ValueError on all other ranks.
         ValueError: on every rank, if shards differ in more than their rows, are elsewhere than the
             mesh, are empty, or are not cut over the tensor axis as ``torch.chunk`` cuts.
     """
     if mesh is None:
         return range(shard.shape[1])
-    request = {"dtype": shard.dtype, "batch": shard.shape[0], "size": tuple(shard.shape[2:])}
-    error: ValueError | None = None
-    if shard.device.type != mesh.device_type:
-        error = ValueError(f"the mesh is of {mesh.device_type}, the input on {shard.device}")
+    request: dict[str, Any] | None = None
+    error: Exception | None = None
+    try:
+        _check_shard(shard, mesh)
+        request = {
+            "call": "a layer",
+            "dtype": shard.dtype,
+            "batch": shard.shape[0],
+            "size": tuple(shard.shape[2:]),
+        }
+    except (TypeError, ValueError) as wrong:
+        error = wrong
     rows: tuple[int, ...] = ()
     try:
-        rows = agree(mesh.get_group("tensor"), request, error, seqlen_q=shard.shape[1]).seqlens_q
+        length = 0 if request is None else shard.shape[1]
+        rows = agree(mesh.get_group("tensor"), request, error, seqlen_q=length).seqlens_q
         _check_chunks(rows)
-    except ValueError as wrong:
-        error = wrong  # ranks of other tensor axes wait for this one, so it must tell them
+    except (TypeError, ValueError) as wrong:
+        error = wrong  # ranks of other tensor axes wait for this one
     group = mesh.get_group("sequence")
     of_groups = agree(group, request, error, seqlen_q=sum(rows)).seqlens_q
     first = sum(of_groups[: dist.get_rank(group)])
     return range(first, first + sum(rows))
+
+
+def _check_shard(shard: Tensor, mesh: DeviceMesh) -> None:
+    if not isinstance(shard, Tensor):
+        raise TypeError(f"the input must be a tensor, got {type(shard).__name__}")
+    if shard.device.type != mesh.device_type:
+        raise ValueError(f"the mesh is of {mesh.device_type}, the input on {shard.device}")
+    if shard.ndim < 2 or not shard.shape[0]:
+        raise ValueError(f"the input must be [batch, rows, ...], got {tuple(shard.shape)}")
 
 
 def _check_chunks(rows: tuple[int, ...]) -> None:

@@ -81,7 +81,7 @@ def check_picture(path: str | Path) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise NotImplementedError(
-            f"pictures need matplotlib: pip install 'cqs[plots]' ({error})"
+            f"pictures need matplotlib: pip install matplotlib ({error})"
         ) from error
     path = Path(path)
     formats = FigureCanvasBase.get_supported_filetypes()

@@ -60,4 +60,4 @@ def choose_num_stages(
     """
     if most is None:
         most = min(math.isqrt(int(flops / stage_flops)), _MAX_STAGES) if num_ranks > 1 else 1
-    return max(n for n in range(1, max(most, 1) + 1) if num_kv_heads % n == 0)
+    return max(n for n in range(1, min(max(most, 1), num_kv_heads) + 1) if num_kv_heads % n == 0)

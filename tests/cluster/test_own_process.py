@@ -344,3 +344,33 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
     """.replace("MARK", str(tmp_path / "mark"))
     assert "same bits after" in run_python(script, tmp_path)
     assert (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    "call", ["cluster.attention(*tensors, num_workers=13)", "sharded.map(idle)"]
+)
+def test_workers_end_with_a_driver_that_is_killed(tmp_path, call):
+    script = f"""
+        import time, torch, cqs
+
+        def idle(*tensors):
+            time.sleep(600)
+
+        with cqs.Cluster(num_workers=2) as cluster:
+            tensors = [torch.randn(1, 8, 16384, 64) for _ in range(3)]
+            sharded = cluster.shard(*(tensor[:, :, :64] for tensor in tensors))
+            print(*cluster.pids, flush=True)
+            {call}
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    driver = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
+    with driver:
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        time.sleep(1)  # it calls
+        driver.kill()
+    end = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < end, f"{pids} are still there"
+        time.sleep(0.2)

@@ -221,6 +221,8 @@ def test_wrong_arguments_are_named(cluster, pair):
             "gave rank 1 2 tensors, and rank 0 1",
         ),
         (lambda: sharded.map(3), TypeError, "takes a function, got 3"),
+        (lambda: sharded.map(lambda *_: ()), TypeError, "a tensor or several, got none"),
+        (lambda: cluster.shard(torch.ones(3), dim="a"), TypeError, "dim must be an integer"),
         (lambda: sharded.map(triple, 3), TypeError, "a sharded sequence, got int"),
         (lambda: pair.attention(sharded), ValueError, "belongs to another cluster"),
         (lambda: pair.make_sharded(make).map(min, sharded), ValueError, "to another cluster"),

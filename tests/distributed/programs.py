@@ -131,7 +131,7 @@ def complaint(group, of_rank, changed, options, rows=8, device="cpu"):
         mine |= {name: value for name, value in changed.items() if name != "tensors"}
         tensors = changed.get("tensors", tensors)
     try:
-        cqs.distributed.attention(*tensors, group=group, **mine)
+        cqs.distributed.attention(*tensors, **{"group": group, **mine})
     except Exception as error:
         return type(error), str(error)
     return None

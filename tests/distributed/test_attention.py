@@ -176,6 +176,7 @@ TENSORS = {
         ({"head_parallel": 3}, "rank 2 of the group failed: ValueError"),
         ({"backend": "fastest"}, "rank 2 of the group failed: ValueError"),
         ({"pattern": "causal"}, "rank 2 of the group failed: TypeError"),
+        ({"return_lse": 1}, "rank 2 of the group failed: TypeError"),
     ],
     ids=lambda each: each if isinstance(each, str) else "".join(each),
 )
@@ -188,6 +189,21 @@ def test_ranks_that_disagree_find_out(ranks, changed, message):
     else:
         assert own == found[0]
     assert ranks.run(4, complaint, 2, {}, {}) == [None] * 4  # and the group still works
+
+
+def test_what_differs_is_shown_in_part(ranks):
+    changed = {"pattern": documents(range(10_000))}
+    for _, text in ranks.run(2, complaint, 1, changed, {}, rows=5000):
+        assert text.startswith("rank 1 of the group has pattern documents") and len(text) < 500
+
+
+def test_equal_numbers_of_other_types_are_no_difference(ranks):
+    assert ranks.run(2, complaint, 1, {"dropout_p": 0}, {}) == [None] * 2
+
+
+def test_a_group_that_is_none_is_named(ranks):
+    for error, text in ranks.run(2, complaint, 0, {}, {"group": "x"}):
+        assert error is TypeError and text == "group must be a process group, got 'x'"
 
 
 def test_ranks_that_have_sent_less_often_find_out(ranks):

@@ -24,34 +24,44 @@ def join_group(backend, rank, num_ranks, file, **options):
     return [torch.randn(1, 4, 20, 16, device=device) for _ in range(3)]
 
 
-def attend_until_somebody_dies(backend, rank, num_ranks, file, results, all_have_heard):
+def attend_until_somebody_dies(backend, rank, num_ranks, file, results, all_have_heard, pass_):
     tensors = join_group(backend, rank, num_ranks, file)
-    cqs.distributed.attention(*tensors)
+    output = cqs.distributed.attention(*(tensor.requires_grad_() for tensor in tensors))
     if rank == 1:
         os._exit(1)
     start = time.monotonic()
     try:
-        cqs.distributed.attention(*tensors)
+        if pass_ == "forward":
+            cqs.distributed.attention(*tensors)
+        else:
+            output.sum().backward()
     except RuntimeError as error:
         results.put((rank, str(error), time.monotonic() - start))
     all_have_heard.wait()  # alive: the others are to hear of the dead one, not of this one
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("backend", "pass_", "message"),
+    [
+        ("gloo", "forward", "not all ranks of the group answer: one has died"),
+        ("gloo", "backward", "not all rows of other ranks have come: one has died"),
+        pytest.param("nccl", "forward", "not all ranks of the group answer", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_dead_rank_ends_the_others_soon(backend, tmp_path):
+def test_a_dead_rank_ends_the_others_soon(backend, pass_, message, tmp_path):
     num_ranks = 5 if backend == "gloo" else num_gpus()
     context = make_context()
     results, all_have_heard = context.Queue(), context.Event()
-    arguments = num_ranks, str(tmp_path / "store"), results, all_have_heard
-    processes = start(context, attend_until_somebody_dies, num_ranks, backend, arguments)
+    arguments = num_ranks, str(tmp_path / "store"), results, all_have_heard, pass_
+    processes = start_all(context, attend_until_somebody_dies, num_ranks, backend, arguments)
     found = [results.get(timeout=60) for _ in range(num_ranks - 1)]
     all_have_heard.set()
     for process in processes:
         process.join(timeout=60)
     assert {rank for rank, *_ in found} == {*range(num_ranks)} - {1}  # its neighbours and others
-    for _, message, seconds in found:
-        assert message.startswith("not all ranks of the group answer") and seconds < 8
+    for _, text, seconds in found:
+        assert text.startswith(message) and seconds < (8 if pass_ == "forward" else 15)
 
 
 def attend_and_die(backend, rank, num_ranks, file, directory):
@@ -70,7 +80,7 @@ def attend_and_die(backend, rank, num_ranks, file, directory):
 def test_a_rank_that_dies_before_its_rows_are_there_ends_who_waits_for_them(tmp_path):
     num_ranks = num_gpus()
     arguments = num_ranks, str(tmp_path / "store"), str(tmp_path)
-    processes = start(make_context(), attend_and_die, num_ranks, "nccl", arguments)
+    processes = start_all(make_context(), attend_and_die, num_ranks, "nccl", arguments)
     for process in processes:
         process.join(timeout=60)
     expected = [-signal.SIGABRT] * num_ranks
@@ -87,7 +97,7 @@ def num_gpus():
     return torch.cuda.device_count()
 
 
-def start(context, program, num_ranks, backend, arguments):
+def start_all(context, program, num_ranks, backend, arguments):
     processes = [
         context.Process(target=program, args=(backend, rank, *arguments), daemon=True)
         for rank in range(num_ranks)

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from tiny_models import BATCHES, TOKENS, VOCABULARY, config_of, make_model, with_attention
-from transformers import masking_utils
+from tiny_models import BATCHES, TOKENS, VOCABULARY, make_model, with_attention
 
 from cqs.integrations.transformers import register
 
@@ -61,17 +60,16 @@ def complaints(group):
     rank, batch = dist.get_rank(group), BATCHES["whole"]()
     model = with_attention(make_model("Llama"), "cqs-of-group")
     part = _part(batch, rank)
-    config = config_of("Llama")
-    config._attn_implementation = "cqs-of-group"
-    found = {}
-    if rank:  # before it asks anything of the others
-        found["positions"] = _complaint(lambda: model(**part))
-    else:
-        embeds = torch.empty(*part["input_ids"].shape, 0)
-        masking_utils.create_causal_mask(config, embeds, None, None)
+    found = {"positions": _complaint(lambda: model(**part))}
     packed = BATCHES["packed"]()
     found["packed"] = _complaint(lambda: model(**packed))
-    positions = {"position_ids": torch.arange(TOKENS).expand(3, -1)}
-    cache = model(**part, **_part(positions, rank)).past_key_values
+    part |= _part({"position_ids": torch.arange(TOKENS).expand(3, -1)}, rank)
+    cache = model(**part).past_key_values
     found["cache"] = _complaint(lambda: model(part["input_ids"], past_key_values=cache))
+    asked = {"output_attentions": True} if rank == 1 else {}
+    found["weights"] = _complaint(lambda: model(**part, **asked))
+    mask = torch.ones(3, 1, 1, 1).expand(-1, -1, part["input_ids"].shape[1], TOKENS).bool()
+    own_mask = {"attention_mask": mask} if rank == 1 else {}
+    found["mask"] = _complaint(lambda: model(**part | own_mask))
+    assert _complaint(lambda: model(**part)) is None, "what was refused has left nothing behind"
     return found

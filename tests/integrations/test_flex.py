@@ -190,8 +190,11 @@ def test_a_compiled_function_computes_the_same():
 
 def test_what_does_not_fit_is_refused():
     query, key, value = operands()
-    with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
-        cqs.flex_attention(query, key, value, block_mask=causal())
+    for score_mod in (None, capped):
+        with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
+            cqs.flex_attention(query, key, value, score_mod, causal())
+    with pytest.raises(TypeError, match="query must be a torch.Tensor, got list"):
+        cqs.flex_attention([1], [1], [1])
     with pytest.raises(ValueError, match="enable_gqa must be True"):
         cqs.flex_attention(query, key[:, :2], value[:, :2])
     with pytest.raises(ValueError, match=r"block_mask is for lengths \(90, 300\)"):

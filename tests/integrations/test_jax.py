@@ -75,6 +75,8 @@ def test_masks_and_lengths_match_jax():
     }
     check(operands(), mask=mask[:1, :1] | (np.arange(23) < 1), is_causal=True, **lengths)
     check(operands(), mask=mask, compiled=True)
+    for fewer in (mask[0], mask[0, 0]):
+        check(operands(), mask=fewer, scale=jnp.float64(0.3))
 
 
 def test_lengths_may_be_known_late():
@@ -119,6 +121,12 @@ def test_arrays_stay_on_the_gpu():
     program = Path(__file__).with_name("jax_on_gpu.py")
     run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_shapes_are_checked_before_anything_is_compiled():
+    query, key, value, _ = operands()
+    with pytest.raises(ValueError, match="head_dim"):
+        jax.jit(attention)(query[..., :4], key, value)
 
 
 def test_what_is_not_supported_is_refused():

@@ -298,7 +298,9 @@ def test_ranks_of_a_group_share_a_sequence(ranks, family):
 
 def test_what_a_group_cannot_do_is_refused(ranks):
     messages = ranks.run(2, shards.complaints)
-    assert "position_ids of rank 1 of the group count from 0" in messages[1]["positions"]
     for found in messages:
+        assert "position_ids of rank 1 of the group count from 0" in found["positions"]
+        assert "output_attentions is not supported" in found["weights"]
+        assert "a mask of your own is not supported with a process group" in found["mask"]
         assert "a cache is not supported with a process group" in found["cache"]
         assert "sequences not packed" in found["packed"]

@@ -248,5 +248,18 @@ def complaint(group, shape, shards):
     block = make_block(make_mesh(*shape))
     try:
         block(shards[dist.get_rank(group)])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
+
+
+def gradients_of_experts(group):
+    """Ranks use one expert each of three, one of which nobody uses, and a layer of their own."""
+    experts = torch.nn.ModuleList(torch.nn.Linear(2, 1, bias=False) for _ in range(3))
+    rank = dist.get_rank(group)
+    experts[rank](torch.full((1, 2), 10.0**rank)).sum().backward()
+    reduce_gradients(experts, make_mesh(2, 1))
+    found = [None if each.weight.grad is None else each.weight.grad.tolist() for each in experts]
+    try:
+        reduce_gradients(experts[: 2 + rank], make_mesh(2, 1))
+    except ValueError as error:
+        return found, str(error)

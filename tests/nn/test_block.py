@@ -10,6 +10,7 @@ from models import (
     cut,
     difference_under_fully_shard,
     draw,
+    gradients_of_experts,
     largest_differences,
     make_block,
     make_compiled,
@@ -166,3 +167,9 @@ def test_blocks_of_a_decoder_are_alike():
     for blocks in ([], [make_block(None), make_block(None, hidden_size=48)]):
         with pytest.raises(ValueError, match="at least one, all of the same hidden_size and mesh"):
             HybridDecoder(5, blocks)
+
+
+def test_gradients_of_what_some_ranks_did_not_use(mesh_ranks):
+    for gradients, message in mesh_ranks.run(2, gradients_of_experts):
+        assert gradients == [[[1.0, 1.0]], [[10.0, 10.0]], None]
+        assert message == "rank 1 of the group has parameters 3, rank 0 has 2"

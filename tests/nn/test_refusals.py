@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import complaint, make_block, refusal
 
+from cqs.nn import HybridDecoder
 from cqs.patterns import causal, per_head
 
 
@@ -62,8 +63,11 @@ ROWS = torch.zeros(1, 2, 24, dtype=torch.float64)
         ([ROWS, ROWS, ROWS.repeat(2, 1, 1), ROWS], "batch 1, rank 0 has 2"),
         ([ROWS, ROWS, ROWS, ROWS.float()], "dtype torch.float32, rank 0 has torch.float64"),
         ([ROWS, ROWS.to("meta"), ROWS, ROWS], "the mesh is of cpu, the input on meta"),
+        ([ROWS, ROWS, torch.zeros(24), ROWS], "the input must be [batch, rows, ...], got (24,)"),
+        ([ROWS[:0]] * 4, "the input must be [batch, rows, ...], got (0, 2, 24)"),
+        ([ROWS, None, ROWS, ROWS], "the input must be a tensor, got NoneType"),
     ],
-    ids=["chunks", "rows", "batch", "dtype", "device"],
+    ids=["chunks", "rows", "batch", "dtype", "device", "dimensions", "empty", "none"],
 )
 def test_shards_that_do_not_fit_are_refused_on_every_rank(mesh_ranks, shards, message):
     found = mesh_ranks.run(4, complaint, (2, 2), shards)
@@ -76,8 +80,18 @@ def test_shards_that_do_not_fit_are_refused_on_every_rank(mesh_ranks, shards, me
     [
         ({"hidden_size": 36}, "hidden_size must be an even multiple of num_heads, 12, got 36"),
         ({"num_kv_heads": 5}, "num_heads must be a multiple of num_kv_heads, 5, got 12"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"feed_forward_size": -4}, "feed_forward_size must be at least 1, got -4"),
+        ({"rope_theta": 0.0}, "rope_theta must be positive, got 0.0"),
     ],
 )
 def test_sizes_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         make_block(None, **options)
+
+
+def test_what_is_no_pattern_and_no_block():
+    with pytest.raises(TypeError, match=r"pattern must be of cqs\.patterns, got str"):
+        make_block(None, pattern="causal")
+    with pytest.raises(TypeError, match="blocks must be of HybridTransformerBlock"):
+        HybridDecoder(10, [torch.nn.Linear(2, 2)])

@@ -36,7 +36,7 @@ from cqs.partial import Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem, draw_seed
 from cqs.scheduler import Plan
-from cqs.scheduler.arguments import as_bool, as_integer, to_float
+from cqs.scheduler.arguments import as_bool, as_integer, to_float, to_integer
 from cqs.streaming.budget import parse_budget
 from cqs.worker import Worker
 
@@ -329,6 +329,7 @@ class Cluster:
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"shard takes tensors, got {type(tensor).__name__}")
+            dim = to_integer(dim, "dim must be an integer")
             if not -tensor.ndim <= dim < tensor.ndim:
                 raise ValueError(f"no dimension {dim} in shape {tuple(tensor.shape)}")
         parts = [tensor.tensor_split(self._group.num_ranks, dim) for tensor in tensors]

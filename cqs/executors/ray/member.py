@@ -157,6 +157,8 @@ class Member:
 
     def _as_shard(self, name: str, found: Any) -> tuple[Tensor, ...]:
         several = found if isinstance(found, (tuple, list)) else (found,)
+        if not several:
+            raise TypeError(f"the function of {name} must return a tensor or several, got none")
         for tensor in several:
             if not isinstance(tensor, Tensor):
                 raise TypeError(

@@ -33,7 +33,7 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise NotImplementedError(
-            f"a Cluster needs Ray: pip install 'cqs[ray]' ({error})"
+            f"a Cluster needs Ray: pip install 'ray[client]' ({error})"
         ) from error
     return ray
 
