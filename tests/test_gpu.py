@@ -50,6 +50,21 @@ def test_long_sequences_are_exact(backend, head_dim, is_causal):
         assert_tracks_exact(output[:, :, rows], eager, exact)
 
 
+def test_programs_that_wait_for_each_other_compute_the_same():
+    """Two calls at a time, neither of which has all multiprocessors: nobody waits for long."""
+    problem = Case("long-tiles", 18000, 100_000, 8, 2, 128).make(torch.bfloat16, "cuda")
+    tensors = problem.query, problem.key, problem.value
+    expected = cqs.attention(*tensors, verify=True)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in 3 * streams:
+        with torch.cuda.stream(stream):
+            found.append(cqs.attention(*tensors))
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, expected) for output in found)
+
+
 def test_strided_storage_gives_the_same_answer():
     storage = torch.randn(2, 500, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
     query, key, value = storage.permute(2, 0, 3, 1, 4)

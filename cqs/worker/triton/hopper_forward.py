@@ -21,6 +21,7 @@ from cqs.worker.triton.hopper_queue import (
     load_place,
     load_run,
     make_queue,
+    meet,
     next_item,
     place_of,
     publish_item,
@@ -30,7 +31,14 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit(
-    do_not_specialize=["num_tiles", "num_long", "num_items", "num_heads", "num_rows"],
+    do_not_specialize=[
+        "num_tiles",
+        "num_long",
+        "num_items",
+        "num_polls",
+        "num_heads",
+        "num_rows",
+    ],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def attend_tiles_on_hopper(
@@ -46,6 +54,7 @@ def attend_tiles_on_hopper(
     num_tiles,
     num_long,
     num_items,
+    num_polls,
     num_heads,
     num_rows,
     query_step,
@@ -60,9 +69,10 @@ def attend_tiles_on_hopper(
 
     Args:
         bits: Never None; read where HAS_BITS.
-        counter: int32 ``[1]``, zero: items taken beyond the first of each program.
+        counter: int32 ``[2]``, zero: items taken beyond the first of each program, and begun.
         num_long: Tiles, the first of the list, that come before all others of any head.
         num_items: Tiles times heads times batch.
+        num_polls: How long to wait for other programs; see :func:`meet`.
     """
     HALF_Q: gl.constexpr = query.block_shape[3]
     TILE_K: gl.constexpr = key.block_shape[3]
@@ -95,7 +105,10 @@ def attend_tiles_on_hopper(
         [
             (_consume, (queue, memory, work, answer, steps, HAS_BITS, 0)),
             (_consume, (queue, memory, work, answer, steps, HAS_BITS, 1)),
-            (_produce, (queue, memory, work, query, key, value, counter, num_heads, GROUP_SIZE)),
+            (
+                _produce,
+                (queue, memory, work, query, key, value, counter, num_polls, num_heads, GROUP_SIZE),
+            ),
         ],
         [4, 1],
         [240, 24],
@@ -103,7 +116,18 @@ def attend_tiles_on_hopper(
 
 
 @gluon.jit
-def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_SIZE: gl.constexpr):
+def _produce(
+    queue,
+    memory,
+    work,
+    query,
+    key,
+    value,
+    counter,
+    num_polls,
+    num_heads,
+    GROUP_SIZE: gl.constexpr,
+):
     """Take items; copy each one's query tile and, tile by tile, the keys and values of its runs."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
     tiles, runs, bits, num_tiles, num_long, num_items = work
@@ -126,6 +150,7 @@ def _produce(queue, memory, work, query, key, value, counter, num_heads, GROUP_S
         for half in gl.static_range(2):
             place = [batch, head % num_heads, query_lane, query_start + half * HALF_Q, 0]
             async_load(query, place, q_ready.index(0), q.index(half))
+        meet(counter + 1, num_items, num_polls)
         for run in range(gl.load(tile + 3), gl.load(tile + 5)):
             start, stop, lane = load_place(runs, run)
             for k0 in range(start, stop, TILE_K):

@@ -66,6 +66,27 @@ def place_of(work, index):
 
 
 @gluon.jit
+def meet(begun, num_items, num_polls):
+    """Begin an item when all programs do, or after so many looks.
+
+    Programs that read the same keys at the same time find them in the cache; over long tiles they
+    drift apart. They cannot wait for long: the device may not run all of them at once.
+
+    Args:
+        begun: int32 ``[1]``: items begun.
+        num_items: As for the kernel.
+        num_polls: How often to look, 0 to begin at once.
+    """
+    if num_polls > 0:
+        number = gl.atomic_add(begun, 1) + 1
+        round_stop = (number + gl.num_programs(0) - 1) // gl.num_programs(0) * gl.num_programs(0)
+        wanted = gl.minimum(round_stop, num_items)
+        while (number < wanted) & (num_polls > 0):
+            number = gl.atomic_add(begun, 0)
+            num_polls -= 1
+
+
+@gluon.jit
 def next_item(queue, turn):
     """Wait for the producer to name the next item."""
     item, item_ready, item_free = queue

@@ -28,6 +28,10 @@ from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
 from cqs.worker.triton.tiles import Launch, Steps, key_launches, make_tile_list, query_launches
 
 _STATISTICS_ROWS = 32
+_LONG_TILE = 768
+"""Blocks of keys from which on programs wait for each other: fewer stay in the cache anyway."""
+_PATIENCE = 1 / 8
+"""How often a program looks whether the others have come, for each block of its tile."""
 
 
 def attend_shares(
@@ -91,6 +95,7 @@ def attend_shares(
                 len(lists.tiles),
                 lists.num_long(batch * num_heads, *grid),
                 num_items,
+                lists.num_polls,
                 num_heads,
                 num_rows,
                 query_step,
@@ -322,8 +327,8 @@ def _properties(device: torch.device) -> Any:
 
 
 def _counter(like: Tensor) -> Tensor:
-    """Allocate the counter from which programs take items."""
-    return torch.zeros(1, dtype=torch.int32, device=like.device)
+    """Allocate the counter from which programs take items, and that of those begun."""
+    return torch.zeros(2, dtype=torch.int32, device=like.device)
 
 
 def _choose_gradient_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
@@ -367,6 +372,14 @@ class _Lists(NamedTuple):
         """Return the number of tiles that are long beside what each program has to do."""
         limit = int(self.blocks.sum()) * num_heads // (4 * num_programs)
         return int(np.searchsorted(-self.blocks, -limit))
+
+    @property
+    def num_polls(self) -> int:
+        """Return how often programs look whether the others begin too; tiles must be alike."""
+        if not len(self.blocks) or self.blocks[0] < _LONG_TILE:
+            return 0
+        longest, shortest = int(self.blocks[0]), int(self.blocks[-1])
+        return int(_PATIENCE * longest) if longest - shortest <= longest // 64 else 0
 
 
 @lru_cache(maxsize=256)
