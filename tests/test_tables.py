@@ -146,10 +146,10 @@ def test_gpus_beside_other_ways():
         "| `ulysses in two` |"
     )
     bodies = tables("docs/distributed.md", header)
-    assert [len(body) for body in bodies] == [13, 8, 8, 8]
-    measured = itertools.product((4, 2), ("h16-kv16-d128", "h32-kv8-d128"))
-    for (num_gpus, heads), body in zip(measured, bodies, strict=True):
-        rows = rows_of(f"peers-h200-x{num_gpus}")
+    assert [len(body) for body in bodies] == [13, 8, 12, 8, 8, 8]
+    measured = itertools.product(("x4", "x2", "x2-messages"), ("h16-kv16-d128", "h32-kv8-d128"))
+    for (name_of_rows, heads), body in zip(measured, bodies, strict=True):
+        rows = rows_of(f"peers-h200-{name_of_rows}")
         for tokens, name, one, *cells in body:
             length, _, kind = tokens.partition(" ")
             case = f"{kind or 'full'}-{number(length)}-{heads}"
@@ -190,14 +190,50 @@ def test_where_cqs_is_the_fastest_on_four_gpus():
     }
 
 
+def test_two_gpus_where_cqs_is_not_the_fastest():
+    rows, slower = rows_of("peers-h200-x2"), {}
+    for case, benchmark in {(row["case"], row["benchmark"]) for row in rows}:
+        times = {
+            row["executor"]: row["median_ms"]
+            for row in rows
+            if (row["case"], row["benchmark"]) == (case, benchmark)
+        }
+        best = min(times[name] for name in times.keys() - {"one", "cqs", "cqs quorums"})
+        ratio = times["cqs"] / best
+        assert 0.92 < ratio, case
+        if ratio > 1:
+            slower[benchmark.removeprefix("peers "), case.rpartition("-h")[0]] = ratio
+        elif benchmark == "peers forward":
+            assert case.startswith("causal") and 0.9445 <= ratio <= 0.9845
+    expected = {
+        ("both", "full-131072"): 1.006,
+        ("both", "full-524288"): 1.011,
+        ("forward", "full-16384"): 1.054,
+        ("forward", "causal-16384"): 1.082,
+        ("forward", "full-32768"): 1.003,
+        ("forward", "causal-32768"): 1.030,
+        ("forward", "full-65536"): 1.003,
+        ("forward", "full-131072"): 1.012,
+        ("forward", "full-524288"): 1.022,
+    }
+    assert slower == pytest.approx(expected, abs=6e-4), slower
+
+
 def test_four_gpus_are_predicted_from_two():
-    measured = read_rows(ROOT / "docs/results/peers-h200-x4.jsonl")
-    machine = fit(read_rows(ROOT / "docs/results/peers-h200-x2.jsonl"))
-    strays = [abs(row.ratio(machine) - 1) for row in measured]
-    counts = [sum(stray < most for stray in strays) for most in (0.05, 0.1)]
+    fitted, measured = (
+        read_rows(ROOT / f"docs/results/peers-h200-{name}.jsonl") for name in ("x2", "x4")
+    )
+    machine = fit(fitted)
     text = " ".join((ROOT / "docs/distributed.md").read_text().split())
-    shown = f"{counts[0]} of {len(strays)} times within 5 %, {counts[1]} within 10 %"
-    assert shown in text and f"{machine.latency * 1e6:.0f} microseconds" in text
+    strays = []
+    for rows, shown in (
+        (fitted, "{} of {} times come out within 5 % and {} within 10 %"),
+        (measured, "{} of {} times within 5 %, {} within 10 %"),
+    ):
+        strays = [abs(row.ratio(machine) - 1) for row in rows]
+        near, nearly = (sum(stray < most for stray in strays) for most in (0.05, 0.1))
+        assert shown.format(near, len(strays), nearly) in text
+    assert f"{machine.latency * 1e6:.0f} microseconds" in text
     assert all(
         stray < 0.1 for row, stray in zip(measured, strays, strict=True) if row.case.tokens >= 2**16
     )
@@ -225,7 +261,10 @@ def test_what_ray_adds_to_sharded_sequences():
     )
     assert two_of_four["repeats"] == one_of_two["repeats"] == 20
     longest = (row["details"]["longest_ms"] / 1e3 for row in (two_of_four, one_of_two))
-    shown = "{:.1f} s (median; at most {:.1f}) where two of four died, {:.1f} s ({:.1f}) where"
+    shown = (
+        "{:.1f} s (median; at most {:.1f}; undisturbed 0.6) where two of four died, "
+        "{:.1f} s ({:.1f}; 1.0) where one of two did"
+    )
     medians = (row["median_ms"] / 1e3 for row in (two_of_four, one_of_two))
     (first, second), (most, more) = medians, longest
     assert shown.format(first, most, second, more) in text
@@ -353,7 +392,7 @@ def test_what_numbers_of_workers_gain():
 
 def test_ranges_of_efficiency():
     (body,) = tables("docs/comparison.md", "| | ring | `cqs` | quorums alone |")
-    cases = itertools.product(("two", "four"), ("forward", "backward"))
+    cases = [("two", "forward"), ("two", "both"), ("four", "forward"), ("four", "backward")]
     for (num_gpus, passes), (label, *cells) in zip(cases, body, strict=True):
         rows = rows_of(f"peers-h200-x{2 if num_gpus == 'two' else 4}")
         assert label == f"{num_gpus}, {passes}"
