@@ -328,6 +328,39 @@ def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, n
     assert not set(victims) & set(cluster.pids)
 
 
+@pytest.mark.parametrize("part", ["send_out", "_compute", "send_back"])
+@pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
+def test_deaths_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
+    """Once each, when rows have been sent, before they are computed with, or with results sent."""
+
+    def doomed_model(output):
+        mark = tmp_path / str(dist.get_rank())
+        if dist.get_rank() >= number or mark.exists():
+            return model(output)
+        mark.touch()
+        share = sys.modules[cqs.distributed.attention.__module__]
+        owner = share._Share if part == "_compute" else share.Exchange
+        method = getattr(owner, part)
+
+        def die(*arguments, **options):
+            if part != "_compute":
+                method(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, part, die)
+        try:
+            return model(output)
+        finally:  # if another death ends this call first
+            setattr(owner, part, method)
+
+    cluster = request.getfixturevalue(of)
+    _, second, _ = answers(cluster, problem)
+    before = set(cluster.pids)
+    found = second.map(doomed_model, is_collective=True).to_local()
+    assert torch.equal(found, undisturbed[cluster][2])
+    assert before - set(cluster.pids) and len(os.listdir(tmp_path)) == number
+
+
 def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed):
     """It hangs while the others wait for it in the exchange."""
     sharded = cluster.shard(*tensors(problem))
