@@ -275,7 +275,7 @@ def test_bad_input_leaves_the_cluster_untouched(cluster, change, error, message)
 
 def test_missing_ray_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(NotImplementedError, match=r"needs Ray: pip install 'cqs\[ray\]'"):
+    with pytest.raises(NotImplementedError, match=r"needs Ray: pip install 'ray\[client\]'"):
         cqs.Cluster(num_workers=1)
     problem = CASES[0].make()
     with pytest.raises(NotImplementedError, match="needs Ray"):
