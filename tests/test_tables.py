@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -164,14 +165,17 @@ def test_gpus_beside_other_ways():
                 assert cell == "".join(expected), (case, name, method)
 
 
+def times_of_methods(name):
+    """Case and benchmark -> method -> milliseconds."""
+    times = defaultdict(dict)
+    for row in rows_of(name):
+        times[row["case"], row["benchmark"]][row["executor"]] = row["median_ms"]
+    return times
+
+
 def test_where_cqs_is_the_fastest_on_four_gpus():
-    rows, slower = rows_of("peers-h200-x4"), {}
-    for case, benchmark in {(row["case"], row["benchmark"]) for row in rows}:
-        times = {
-            row["executor"]: row["median_ms"]
-            for row in rows
-            if (row["case"], row["benchmark"]) == (case, benchmark)
-        }
+    slower = {}
+    for (case, benchmark), times in times_of_methods("peers-h200-x4").items():
         ours, alone = times.pop("cqs"), times.pop("cqs quorums")
         best = min(times[name] for name in times.keys() - {"one", "one each"})
         if "kv16" in case:
@@ -191,13 +195,8 @@ def test_where_cqs_is_the_fastest_on_four_gpus():
 
 
 def test_two_gpus_where_cqs_is_not_the_fastest():
-    rows, slower = rows_of("peers-h200-x2"), {}
-    for case, benchmark in {(row["case"], row["benchmark"]) for row in rows}:
-        times = {
-            row["executor"]: row["median_ms"]
-            for row in rows
-            if (row["case"], row["benchmark"]) == (case, benchmark)
-        }
+    slower = {}
+    for (case, benchmark), times in times_of_methods("peers-h200-x2").items():
         best = min(times[name] for name in times.keys() - {"one", "cqs", "cqs quorums"})
         ratio = times["cqs"] / best
         assert 0.92 < ratio, case

@@ -60,7 +60,8 @@ def _check_shard(shard: Tensor, mesh: DeviceMesh) -> None:
     if shard.device.type != mesh.device_type:
         raise ValueError(f"the mesh is of {mesh.device_type}, the input on {shard.device}")
     if shard.ndim < 2 or not shard.shape[0]:
-        raise ValueError(f"the input must be [batch, rows, ...], got {tuple(shard.shape)}")
+        shape = tuple(shard.shape)
+        raise ValueError(f"the input must be [batch of at least 1, rows, ...], got {shape}")
 
 
 def _check_chunks(rows: tuple[int, ...]) -> None:

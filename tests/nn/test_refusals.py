@@ -63,8 +63,11 @@ ROWS = torch.zeros(1, 2, 24, dtype=torch.float64)
         ([ROWS, ROWS, ROWS.repeat(2, 1, 1), ROWS], "batch 1, rank 0 has 2"),
         ([ROWS, ROWS, ROWS, ROWS.float()], "dtype torch.float32, rank 0 has torch.float64"),
         ([ROWS, ROWS.to("meta"), ROWS, ROWS], "the mesh is of cpu, the input on meta"),
-        ([ROWS, ROWS, torch.zeros(24), ROWS], "the input must be [batch, rows, ...], got (24,)"),
-        ([ROWS[:0]] * 4, "the input must be [batch, rows, ...], got (0, 2, 24)"),
+        (
+            [ROWS, ROWS, torch.zeros(24), ROWS],
+            "must be [batch of at least 1, rows, ...], got (24,)",
+        ),
+        ([ROWS[:0]] * 4, "must be [batch of at least 1, rows, ...], got (0, 2, 24)"),
         ([ROWS, None, ROWS, ROWS], "the input must be a tensor, got NoneType"),
     ],
     ids=["chunks", "rows", "batch", "dtype", "device", "dimensions", "empty", "none"],
