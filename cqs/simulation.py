@@ -25,6 +25,9 @@ _PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 _BACKWARD_ROWS = 6
 """How many times as long as forward a kernel takes for a row backward, beside its products."""
 
+_MOST_BYTES = 2
+"""By how much more a device may hold forward so that kernels go through fewer keys."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -170,7 +173,8 @@ def by_quorums(
     causal those at its ends are: then the device that moves most counts. Of S stages the first
     one's way in and the last one's way out are exposed, the rest travels beside the computation.
     Forward, pairs of the device's own shard, 1 / W^2 of all, are computed beside these: of the
-    first stage before the others, of the rest after them.
+    first stage before the others, of the rest after them. With as many slices as devices, what is
+    computed for a device's own queries is last: 1 / W of a stage, 1 / W^2 if causal for the first.
 
     Args:
         case: What is computed.
@@ -196,6 +200,8 @@ def by_quorums(
             # a device is in one half of its group, and half of the queries may be all of its own
             (each.query_results if num_slices == 1 else math.ceil(each.query_results)) * num_slices,
             each.key_results * num_slices,
+            each.home if num_slices == 1 else float(num_workers > 1),
+            each.own_keys if num_slices == 1 else 1,
         )
         for each in group_needs(interest_set, num_workers, case.is_causal)
     ]
@@ -219,32 +225,39 @@ def by_quorums(
         return max(there, back + of_keys[1]) if is_backward else max(there + of_keys[0], back)
 
     def peak_of(needed: GroupNeeds) -> float:
-        of_queries = _copied(needed.queries, needed.query_results)
-        copied = of_queries * queries + _copied(needed.keys, needed.key_results) * keys
         if is_backward:
+            copied = _copied(needed.queries, needed.query_results) * queries
+            copied += _copied(needed.keys, needed.key_results) * keys
             held = needed.queries * queries + needed.keys * keys
+            held += answer if num_workers == 1 else 0  # kept as computed, and had by the caller
             received = needed.query_results * queries + needed.key_results * keys
             sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
             sums *= min(num_slices, 2)  # those of one slice are freed after the next begins
             return held + answer + received + (copied + sums) / stages + sum(tensors)
-        computed = results * of_queries / stages
-        if num_workers == 1:
-            computed = results * needed.queries
-        own = results if num_workers > 1 else 0
-        return copied + needed.query_results * merged + computed + own + answer
+        if num_devices == 1:
+            return answer
+        came = (needed.queries - 1) * queries + (needed.keys - 1 + needed.own_keys) * keys
+        returned = (needed.query_results - 1) * merged
+        own, home = (results, needed.home * results) if num_workers > 1 else (0, 0)
+        first = came + (own + home + returned) / stages
+        last = (came + own) / stages + home + returned
+        return answer + max(first, last, own + home + returned)
 
     going, coming = map(max, zip(*map(moved, needs), strict=True))
     way_in, way_out = (
         machine.exchange(is_near * each / stages, (1 - is_near) * each / stages)
         for each in (going, coming)
     )
-    calls = max(each.queries for each in needs) / num_slices
+    calls = max(each.queries + each.home for each in needs) / num_slices
     compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
-    own = compute * num_workers / num_devices**2 / stages
-    if is_backward or num_workers == 1:
-        own = 0.0
+    before, after = 0.0, 0.0  # what is computed while all that travels is a way
+    if not is_backward and num_workers > 1:
+        before = compute * num_workers / num_devices**2 / stages
+        after = (stages - 1) * before
+    elif not is_backward:
+        after = compute / num_devices ** (2 if case.is_causal else 1) / stages
     seconds = max(compute, (stages - 1) * (way_in + way_out))
-    seconds += max(way_in - own, 0.0) + max(way_out - (stages - 1) * own, 0.0)
+    seconds += max(way_in - before, 0.0) + max(way_out - after, 0.0)
     *tensors, answer = case.shard_bytes(num_devices)
     return Forecast(seconds, going + coming, max(map(peak_of, needs)) + packed(), num_slices)
 
@@ -379,7 +392,8 @@ def forecast(
         machine: On what.
         passes: ``"forward"``, ``"backward"`` or ``"both"``.
         slack: Of the numbers of slices that take at most by this part longer, take the one of which
-            a device holds the fewest bytes.
+            a device holds the fewest bytes; forward the least of those that hold at most twice as
+            many: kernels then go through fewer keys, and find more of them in the cache.
 
     Returns:
         ``None`` if the heads do not allow it.
@@ -410,8 +424,14 @@ def forecast(
     if not found:
         return None
     fastest = min(found, key=lambda one: one.seconds)
+    if not slack:
+        return fastest
     nearly = [one for one in found if one.seconds <= (1 + slack) * fastest.seconds]
-    return min(nearly, key=lambda one: one.peak_bytes) if slack else fastest
+    smallest = min(nearly, key=lambda one: one.peak_bytes)
+    if passes != "forward":
+        return smallest
+    nearly = [one for one in nearly if one.peak_bytes <= _MOST_BYTES * smallest.peak_bytes]
+    return min(nearly, key=lambda one: one.num_slices)
 
 
 def _copied(needed: float, results: float) -> float:

@@ -14,7 +14,7 @@ from cqs.bench.measurement import Measurement, append_rows, publish, summarize
 from cqs.bench.peer_methods import METHODS
 from cqs.bench.peer_methods.alone import attend_alone, differentiate_alone
 from cqs.bench.peer_methods.method import Method
-from cqs.bench.timing import make_busy, time_calls, time_in_turn
+from cqs.bench.timing import make_busy, time_calls, time_in_turn, turns
 from cqs.distributed.carriers import peak_peer_bytes, reset_peak_peer_bytes
 from cqs.partial import lse_dtype
 from cqs.problem import Problem, check_problem
@@ -263,12 +263,10 @@ def time_together(
     passes: dict[str, Callable[[], Any]], repeats: int, group: Any, device: torch.device
 ) -> dict[str, list[float]]:
     """Time methods in turn; return for each the seconds of the slowest rank, repeat by repeat."""
-    names = list(passes)
     behind = make_busy_together(group) if device.type == "cuda" else None
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(repeats):
-        first = repeat % len(names)
-        for name in names[first:] + names[:first]:
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for order in turns(passes, repeats):
+        for name in order:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier(group)
@@ -276,7 +274,7 @@ def time_together(
             seconds[name] += own[name]
     table = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
-    return dict(zip(names, table.tolist(), strict=True))
+    return dict(zip(passes, table.tolist(), strict=True))
 
 
 def make_busy_together(group: Any) -> Callable[[], None]:

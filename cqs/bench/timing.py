@@ -1,7 +1,8 @@
 """Seconds of computations that take turns, so that a drifting clock meets all of them alike."""
 
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -15,7 +16,7 @@ def time_in_turn(
 ) -> dict[str, list[float]]:
     """Run every computation ``repeats`` times, in turn; return the seconds of each.
 
-    Each turn begins with another one, so that none always comes first.
+    Each turn has an order of its own, so that none always comes after the same.
 
     On a GPU each time runs from one event of its stream to another, on a CPU by the wall clock.
 
@@ -26,12 +27,21 @@ def time_in_turn(
         behind: Launches what the GPU does before, untimed; see :func:`make_busy`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in computations}
-    names = list(computations)
-    for repeat in range(repeats):
-        first = repeat % len(names)
-        for name in names[first:] + names[:first]:
+    for order in turns(computations, repeats):
+        for name in order:
             seconds[name].append(_time(computations[name], device, behind))
     return seconds
+
+
+def turns(names: Iterable[str], number: int) -> Iterator[list[str]]:
+    """Yield the names in so many orders, the same whenever this is asked for.
+
+    A GPU is slower after some work than after other: what follows what must not be fixed.
+    """
+    generator, order = random.Random(0), list(names)
+    for _ in range(number):
+        generator.shuffle(order)
+        yield list(order)
 
 
 def make_busy() -> Callable[[], None]:

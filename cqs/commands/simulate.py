@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backward", action="store_true", help="forward and backward together")
     parser.add_argument(
         "--slack", type=float, default=0.0, metavar="PERCENT",
-        help="of the splits that take so much longer than the fastest, the one that holds least",
+        help="of splits that take so much longer than the fastest, that of head_parallel=\"auto\"",
     )  # fmt: skip
     parser.add_argument(
         "--picture", metavar="FILE", help="draw all this against the number of devices"

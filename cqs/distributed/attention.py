@@ -17,21 +17,23 @@ from cqs.distributed.carriers import carrier_of, count_sends
 from cqs.distributed.exchange import Exchange, Piece, moves_back, pieces
 from cqs.distributed.lanes import Lanes
 from cqs.distributed.layout import Layout, Route, Stage, lay_out
+from cqs.distributed.locality import see_only
 from cqs.distributed.moves import move
 from cqs.distributed.transfer import Carrier, Transfer
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_rows
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_pattern, check_problem
+from cqs.scheduler import Step
 from cqs.scheduler.arguments import as_bool, as_integer
 from cqs.scheduler.heads import why_not_head_parallel
 from cqs.uncompiled import uncompiled
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.backends import check_backend_name
 
-_MOST_AT_ONCE = 65_536
-"""Keys that a rank holds. If there are more, gradients of two stages at one time take longer than
-one after another: what both read is more than a GPU's cache takes."""
+_MOST_AT_ONCE, _MOST_AT_ONCE_BACKWARD = 196_608, 65_536
+"""Keys that a rank sees. If there are more, two stages at one time take longer than one after
+another: what both read is more than a GPU's cache takes."""
 
 
 @uncompiled
@@ -75,9 +77,9 @@ def attention(
         head_parallel: Into how many equal slices to cut the heads, each for ``ranks /
             head_parallel`` ranks that share the sequence by a cyclic quorum set. 1 is quorums
             alone; the number of ranks is what Ulysses does (Jacobs et al., arXiv 2309.14509).
-            ``"auto"`` takes the number for which a rank holds the fewest bytes, of those that are
-            predicted to take hardly longer than the fastest: forward, or both ways if this records
-            gradients.
+            ``"auto"`` looks at the numbers that are predicted to take hardly longer than the
+            fastest. If this records gradients, it takes that for which a rank holds the fewest
+            bytes, else the least of those that hold at most twice as many.
         num_stages: Into how many parts to cut the heads of a rank, at most: one part travels while
             another is computed. ``None`` chooses by the work; key heads that are fewer, or are not
             a multiple, take fewer.
@@ -210,7 +212,7 @@ class _Share:
         tensors = problem.query, problem.key, problem.value
         answer = problem.empty_answer()
         kept: list[Tensor] = []
-        with self._lanes(problem.query, self.carrier.num_lanes) as lanes:
+        with self._lanes(problem.query, _MOST_AT_ONCE) as lanes:
 
             def send_out(i: int) -> Transfer:
                 with lanes.at(i):
@@ -218,23 +220,26 @@ class _Share:
 
             coming = self._in_turns(send_out)
             own: list[Partial | None] = []
+            home: list[tuple[Partial, slice] | None] = []
             returning: list[Transfer] = []
             for i, (stage, transfer) in enumerate(zip(layout.stages, coming, strict=True)):
                 with lanes.at(i):
                     if i == 0:  # while the first stage travels
                         own.append(self._compute_own(stage, tensors))
                     held = transfer.wait()
-                    partial = self._compute(stage, *held)
-                    needed = partial if with_lse or not layout.is_final else partial[:1]
-                    returning.append(exchange.send_back(i, needed, [routes[0]] * len(needed)))
-                    if keep:
-                        kept += [*held, *partial] if layout.is_final else held
+                    back, results = self._send_results(
+                        exchange, i, tensors, held, with_lse=with_lse, keep=keep
+                    )
+                    returning.append(back)
+                    home.append(self._compute_home(answer, stage, tensors, held, keep=keep))
+                    kept += [*held, *results] if keep else []
+                    del held  # for what comes after
             for i, stage in enumerate(layout.stages[1:], 1):  # while the last results travel
                 with lanes.at(i):
                     own.append(self._compute_own(stage, tensors))
             for i, stage in enumerate(layout.stages):
                 with lanes.at(i):
-                    self._merge(answer, stage, returning[i].wait(), own[i])
+                    self._merge(answer, stage, returning[i].wait(), own[i], home[i])
         if keep and not layout.is_final:
             kept += answer
         shapes = [tensor.shape for tensor in tensors]
@@ -262,8 +267,7 @@ class _Share:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
         each_kept = len(kept) // len(layout.stages)
-        is_long = sum(map(len, layout.of_keys.held)) > _MOST_AT_ONCE
-        with self._lanes(grad_output, 1 if is_long else self.carrier.num_lanes) as lanes:
+        with self._lanes(grad_output, _MOST_AT_ONCE_BACKWARD) as lanes:
 
             def send_out(i: int) -> Transfer:
                 heads, route = layout.stages[i].query_heads, layout.of_queries
@@ -290,8 +294,9 @@ class _Share:
                         _add_up(total, part, heads, route)
         return gradients
 
-    def _lanes(self, like: Tensor, most: int) -> Lanes:
-        return Lanes(like.device, min(most, len(self.layout.stages)))
+    def _lanes(self, like: Tensor, most_keys: int) -> Lanes:
+        number = 1 if self.layout.num_keys > most_keys else self.carrier.num_lanes
+        return Lanes(like.device, min(number, len(self.layout.stages)))
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
         """Yield the transfers of all stages, with as many under way as the carrier has turns."""
@@ -310,39 +315,104 @@ class _Share:
         """Compute the pairs of the shard for which nothing has to travel, if there are any."""
         if not (steps := self.layout.own_steps):
             return None
-        ranges = self.layout.queries, self.layout.keys, self.layout.keys
-        held = (
-            HeldTokens([(tokens, shard[:, of_ranks[self.rank].start : of_ranks[self.rank].stop])])
-            for shard, of_ranks, tokens in zip(shards, stage.heads, ranges, strict=True)
-        )
-        return self._worker_of(stage).run_together(steps, *held)
+        return self._worker_of(stage).run_together(steps, *self._own_tokens(stage, shards))
 
-    def _compute(self, stage: Stage, query: Tensor, key: Tensor, value: Tensor) -> Partial:
-        """Compute the rest of the task."""
-        if steps := self.layout.steps:
-            held = self._hold(query, key, value)
-            return self._worker_of(stage).run_together(steps, *held)
-        shape = query.shape[:3]
-        lse = query.new_full(shape, -torch.inf, dtype=lse_dtype(query.dtype))
-        return Partial(query.new_zeros((*shape, value.shape[3])), lse)
+    def _send_results(
+        self,
+        exchange: Exchange,
+        i: int,
+        shards: Sequence[Tensor],
+        held: Sequence[Tensor],
+        *,
+        with_lse: bool,
+        keep: bool,
+    ) -> tuple[Transfer, Sequence[Tensor]]:
+        """Compute results for other ranks right where they leave from, unless they are kept.
+
+        Returns:
+            What comes, and results that are kept: those with all keys of a query.
+        """
+        stage, route, is_final = self.layout.stages[i], self.layout.of_results, self.layout.is_final
+        results = _new_results(held, sum(route.receives) if keep and is_final else 0)
+        travelling = results if with_lse or not is_final else results[:1]
+        if keep and is_final:
+            self._compute_away(results, stage, shards, held)
+            return exchange.send_back(i, travelling, [route] * len(travelling)), results
+
+        def make(places: list[Tensor]) -> None:
+            output, *lse = places
+            if not lse:  # nobody asks for it
+                lse = [results.lse.new_empty(output.shape[:3])]
+            self._compute_away(Partial(output, *lse), stage, shards, held)
+
+        return exchange.send_made(i, travelling, route, make), ()
+
+    def _compute_home(
+        self,
+        answer: Partial,
+        stage: Stage,
+        shards: Sequence[Tensor],
+        held: Sequence[Tensor],
+        *,
+        keep: bool,
+    ) -> tuple[Partial, slice] | None:
+        """Compute the other pairs of the shard's queries; with all their keys into the answer.
+
+        Returns:
+            What is there, and for which rows of the shard; None if there is nothing.
+        """
+        steps, layout = self.layout.home_steps, self.layout
+        query, into, rows = self._own_tokens(stage, shards)[0], None, slice(None)
+        if layout.is_final and not keep:
+            heads = stage.query_heads[self.rank]
+            into = Partial(*(part[:, heads.start : heads.stop] for part in answer))
+        elif not steps:
+            return None
+        else:
+            seeing = range(steps[0].queries.start, steps[-1].queries.stop)
+            query = HeldTokens([(seeing, query.take([seeing]))])
+            first = seeing.start - layout.queries.start
+            rows = slice(first, first + len(seeing))
+        key, value = self._keys_of(steps, stage, shards, held)
+        return self._worker_of(stage).run_together(steps, query, key, value, into=into), rows
+
+    def _compute_away(
+        self, results: Partial, stage: Stage, shards: Sequence[Tensor], held: Sequence[Tensor]
+    ) -> None:
+        """Compute what the queries that came see."""
+        query = HeldTokens.packed(held[0], self.layout.of_queries.held)
+        steps = self.layout.away_steps
+        key, value = self._keys_of(steps, stage, shards, held)
+        self._worker_of(stage).run_into(results, steps, query, key, value)
 
     def _compute_gradients(
         self, stage: Stage, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
     ) -> tuple[Tensor, ...]:
         """Return gradients in the dtype of the query, as they travel."""
         dtype = query.dtype
-        if not (steps := self.layout.own_steps + self.layout.steps):
+        if not (steps := self.layout.steps):
             return tuple(map(torch.zeros_like, (query, key, value)))
-        held = self._hold(query, key, value, *of_queries)
+        queries, keys = self.layout.of_queries.held, self.layout.of_keys.held
+        ranges = queries, keys, keys, *(queries for _ in of_queries)
+        held = map(HeldTokens.packed, (query, key, value, *of_queries), ranges)
         found = self._worker_of(stage).run_backward(steps, *held, dtype=dtype)
         return tuple(gradient.to(dtype) for gradient in found)
 
-    def _hold(
-        self, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
+    def _own_tokens(self, stage: Stage, shards: Sequence[Tensor]) -> list[HeldTokens]:
+        """Return query, key and value of the shard, of the stage's heads."""
+        ranges = self.layout.queries, self.layout.keys, self.layout.keys
+        return [
+            HeldTokens([(tokens, shard[:, of_ranks[self.rank].start : of_ranks[self.rank].stop])])
+            for shard, of_ranks, tokens in zip(shards, stage.heads, ranges, strict=True)
+        ]
+
+    def _keys_of(
+        self, steps: Sequence[Step], stage: Stage, shards: Sequence[Tensor], held: Sequence[Tensor]
     ) -> list[HeldTokens]:
-        queries, keys = self.layout.of_queries.held, self.layout.of_keys.held
-        ranges = queries, keys, keys, *(queries for _ in of_queries)
-        return list(map(HeldTokens.packed, (query, key, value, *of_queries), ranges))
+        """Return keys and values that steps see: of the shard if all are there."""
+        if see_only(self.layout.keys, steps):
+            return self._own_tokens(stage, shards)[1:]
+        return [HeldTokens.packed(tensor, self.layout.of_keys.held) for tensor in held[1:]]
 
     def _worker_of(self, stage: Stage) -> Worker:
         if self.worker.dropout is None:
@@ -351,7 +421,12 @@ class _Share:
         return replace(self.worker, dropout=self.worker.dropout.moved(0, first))
 
     def _merge(
-        self, answer: Partial, stage: Stage, received: Sequence[Tensor], own: Partial | None
+        self,
+        answer: Partial,
+        stage: Stage,
+        received: Sequence[Tensor],
+        own: Partial | None,
+        home: tuple[Partial, slice] | None,
     ) -> None:
         """Write what there is of a stage into the answer.
 
@@ -360,11 +435,13 @@ class _Share:
             stage: Which.
             received: What came back: the output and perhaps the lse.
             own: What was computed here with the shard alone, if anything.
+            home: What else was computed here for its queries; already there if it is final.
         """
-        heads, route = stage.query_heads, self.layout.of_queries
+        heads, route = stage.query_heads, self.layout.of_results
         if self.layout.is_final:
+            done = None if home is None else self.rank
             for target, part, nothing in zip(answer, received, (0, -torch.inf), strict=False):
-                _place(target, part, heads, route, nothing)
+                _place(target, part, heads, route, nothing, done=done)
             return
         outputs, lses = (_by_heads(pieces(part, route), heads) for part in received)
         for of_heads in outputs:
@@ -373,8 +450,9 @@ class _Share:
                 (Partial(output.tensor, lse.tensor), slice(output.rows.start, output.rows.stop))
                 for output, lse in zip(outputs[of_heads], lses[of_heads], strict=True)
             ]
-            if own is not None and of_heads == heads[self.rank]:
-                parts.append((own, slice(None)))
+            if of_heads == heads[self.rank]:
+                parts += [] if own is None else [(own, slice(None))]
+                parts += [] if home is None else [home]
             merge_rows(into, parts)
 
 
@@ -386,12 +464,28 @@ def _by_heads(found: Iterable[Piece], heads: Sequence[range]) -> dict[range, lis
     return sorted_pieces
 
 
+def _new_results(held: Sequence[Tensor], num_rows: int) -> Partial:
+    """Make room for results for some queries of the heads of query, key and value."""
+    query, _, value = held
+    output = query.new_empty((*query.shape[:2], num_rows, value.shape[3]))
+    return Partial(output, output.new_empty(output.shape[:3], dtype=lse_dtype(query.dtype)))
+
+
 def _place(
-    target: Tensor, received: Tensor, heads: tuple[range, ...], route: Route, nothing: float
+    target: Tensor,
+    received: Tensor,
+    heads: tuple[range, ...],
+    route: Route,
+    nothing: float,
+    *,
+    done: int | None = None,
 ) -> None:
-    """Write what came, each row of a head at most once; ``nothing`` to rows that did not."""
-    if any(sum(map(len, ranges)) < target.shape[2] for ranges in route.sends):
-        for of_heads in set(heads):
+    """Write what came, each row of a head at most once; ``nothing`` to rows that did not.
+
+    Of the heads of rank ``done`` all rows are there.
+    """
+    for rank, (of_heads, ranges) in enumerate(zip(heads, route.sends, strict=True)):
+        if rank != done and sum(map(len, ranges)) < target.shape[2]:
             target[:, of_heads.start : of_heads.stop].fill_(nothing)
     move([received], [target], moves_back(route, (heads,)))
 

@@ -1,7 +1,7 @@
 """Rows of tokens from the shards to who computes with them, and results back."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cqs.distributed.layout import Route
 from cqs.distributed.moves import Move, Moves
-from cqs.distributed.transfer import Carrier, Parcel, Transfer
+from cqs.distributed.transfer import Carrier, Fill, Parcel, Transfer
 
 HeadsOfRanks = tuple[range, ...]
 """For every rank, some heads; equally many for each."""
@@ -88,7 +88,7 @@ class Exchange:
             moves = _moves_out(route, together)
             parcels.append(Parcel(route, sources, widths, moves, is_home=False))
             coming += parcels[-1].coming
-        return self._send(stage, parcels, coming)
+        return self._pack_and_send(stage, parcels, coming)
 
     def send_back(self, stage: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Return results for the tokens held to whose they are; see :func:`pieces`.
@@ -106,10 +106,41 @@ class Exchange:
             moves = () if route.stays else _moves_home(route, widths)
             parcels.append(Parcel(route, sources, widths, moves, is_home=True))
             coming += sources if route.stays else parcels[-1].coming
-        return self._send(stage, parcels, coming)
+        return self._pack_and_send(stage, parcels, coming)
 
-    def _send(self, stage: int, parcels: Sequence[Parcel], coming: list[Tensor]) -> Transfer:
-        under_way = self._carrier.send(parcels, stage % self._num_turns, self._num_turns)
+    def send_made(
+        self, stage: int, like: Sequence[Tensor], route: Route, make: Callable[[list[Tensor]], None]
+    ) -> Transfer:
+        """Let results for the tokens held, all of other ranks, be written where they leave from.
+
+        Args:
+            stage: Number of the stage.
+            like: Each ``[batch, heads of a rank, any rows, ...]``.
+            route: Of all of them, that by which the tokens came.
+            make: Writes them, each ``[batch, heads of a rank, tokens held, ...]``.
+        """
+        parcels = [Parcel(route, [each], [each.shape[1]], (), is_home=True) for each in like]
+        coming = [tensor for parcel in parcels for tensor in parcel.coming]
+
+        def fill(rows: list[Tensor]) -> None:
+            make([each.movedim(0, 2) for each in rows])
+
+        return self._send(stage, parcels, coming, fill)
+
+    def _pack_and_send(
+        self, stage: int, parcels: Sequence[Parcel], coming: list[Tensor]
+    ) -> Transfer:
+        def fill(rows: list[Tensor]) -> None:
+            for parcel, packed in zip(parcels, rows, strict=True):
+                parcel.pack(packed)
+
+        return self._send(stage, parcels, coming, fill)
+
+    def _send(
+        self, stage: int, parcels: Sequence[Parcel], coming: list[Tensor], fill: Fill
+    ) -> Transfer:
+        turn = stage % self._num_turns
+        under_way = self._carrier.send(parcels, fill, turn, self._num_turns)
         self._transfers.append(Transfer(coming, under_way))
         return self._transfers[-1]
 

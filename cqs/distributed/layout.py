@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from cqs.distributed.locality import split_steps
+from cqs.distributed.locality import SplitSteps, keys_of, see_only, split_steps
 from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Plan, Step, make_plan
 from cqs.scheduler.heads import choose_num_stages
@@ -16,7 +16,7 @@ from cqs.simulation import Case, Machine, forecast
 Lengths = tuple[int, ...]
 
 _SLACK = 0.02
-"""By how much longer than the fastest a split may take that holds less: the model is no better."""
+"""By how much longer than the fastest a split may take that is chosen: the model is no better."""
 _MACHINE = Machine(bandwidth=160e9, latency=160e-6)
 """For which forecasts are nearest to what four H200s of one host were measured to take."""
 
@@ -108,17 +108,34 @@ class Layout:
 
     plan: Plan
     own_steps: tuple[Step, ...]
-    """What this rank computes of pairs in its own shard, if others compute for its queries too."""
-    steps: tuple[Step, ...]
-    """The rest of its task."""
+    """What this rank computes of pairs in its own shard; none if all keys of a query are needed
+    at once."""
+    home_steps: tuple[Step, ...]
+    """What else it computes for queries of its shard."""
+    away_steps: tuple[Step, ...]
+    """What it computes for queries of other ranks, or whatever has results that are kept."""
     queries: range
     """Tokens of its shard."""
     keys: range
     of_queries: Route
+    """By which queries come, and with gradients those of its own too."""
     of_keys: Route
-    """On every rank the same object as ``of_queries``, or on none."""
+    """Likewise; those of its own too where keys of others are seen beside them. On every rank the
+    same object as ``of_queries``, or on none."""
+    of_results: Route
+    """By whose queries come for which the results of ``away_steps`` go back."""
     stages: tuple[Stage, ...]
     """Together, all heads."""
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The whole task."""
+        return self.own_steps + self.home_steps + self.away_steps
+
+    @cached_property
+    def num_keys(self) -> int:
+        """How many keys they see."""
+        return sum(map(len, keys_of(self.steps)))
 
     @property
     def is_final(self) -> bool:
@@ -185,19 +202,34 @@ def lay_out(
     )
     tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
-    wanted_queries = [join_ranges(step.queries for step in task.steps) for task in tasks]
-    wanted_keys = [join_ranges(task.held_keys) for task in tasks]
-    of_queries = make_route(shards_q, wanted_queries, rank)
+    is_final = plan.num_workers == 1
+    splits = [
+        split_steps(task.steps, own_queries, range(0) if is_final else own_keys)
+        for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
+    ]
+    if bound is not None:
+        splits = [
+            SplitSteps(*(tuple(step for step in part if _sees_any(step, bound)) for part in split))
+            for split in splits
+        ]
+    wanted_queries = [join_ranges(step.queries for step in split.away) for split in splits]
+    of_results = make_route(shards_q, wanted_queries, rank)
+    of_queries = of_results
+    if with_gradients:
+        wanted_queries = [join_ranges(step.queries for step in task.steps) for task in tasks]
+        wanted_keys = [join_ranges(task.held_keys) for task in tasks]
+        of_queries = make_route(shards_q, wanted_queries, rank)
+        if is_final:
+            splits = [SplitSteps((), (), task.steps) for task in tasks]
+            of_results = of_queries
+    else:
+        wanted_keys = [
+            keys_of(step for part in split[1:] if not see_only(own_keys, part) for step in part)
+            for split, own_keys in zip(splits, shards_kv, strict=True)
+        ]
     of_keys = make_route(shards_kv, wanted_keys, rank)
     if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
         of_keys = of_queries
-    own_steps: tuple[Step, ...] = ()
-    steps = tasks[rank].steps
-    if plan.num_workers > 1:
-        own_steps, steps = (
-            tuple(step for step in part if bound is None or _sees_any(step, bound))
-            for part in split_steps(steps, shards_q[rank], shards_kv[rank])
-        )
     number = choose_num_stages(
         num_stages,
         flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
@@ -207,7 +239,14 @@ def lay_out(
     )
     stages = _make_stages(number, num_ranks, head_parallel, num_heads, num_kv_heads)
     return Layout(
-        plan, own_steps, steps, shards_q[rank], shards_kv[rank], of_queries, of_keys, stages
+        plan,
+        *splits[rank],
+        shards_q[rank],
+        shards_kv[rank],
+        of_queries,
+        of_keys,
+        of_results,
+        stages,
     )
 
 
@@ -270,10 +309,11 @@ def _places(numbers: Sequence[Sequence[int]], rank: int) -> Places:
 
 
 def choose_head_parallel(case: Case, num_ranks: int, *, with_gradients: bool) -> int:
-    """Return the number of slices of the heads for which a rank holds the fewest bytes.
+    """Return the number of slices of the heads to take.
 
     Only numbers count that are predicted to take at most 2 % longer than the fastest, in as many
-    stages as the work pays, on H200s of one host. All ranks know what the choice depends on.
+    stages as the work pays, on H200s of one host; see ``slack`` of
+    :func:`cqs.simulation.forecast`. All ranks know what the choice depends on.
 
     Args:
         case: What is computed.
@@ -283,7 +323,7 @@ def choose_head_parallel(case: Case, num_ranks: int, *, with_gradients: bool) ->
     Example:
         >>> case = Case(2**16, AttentionShape(16, 128), is_causal=True)
         >>> [choose_head_parallel(case, 4, with_gradients=both) for both in (False, True)]
-        [2, 4]
+        [1, 4]
     """
     passes = "both" if with_gradients else "forward"
     found = forecast("cqs", case, num_ranks, _MACHINE, passes, slack=_SLACK)

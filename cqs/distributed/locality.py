@@ -1,42 +1,63 @@
-"""What a rank can compute before anything has come: pairs of which it has both tokens itself."""
+"""What of a task a rank can compute before anything has come, and whose the results are."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from cqs.scheduler import Step
 
 
-def split_steps(
-    steps: Iterable[Step], queries: range, keys: range
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Split steps into pairs of these queries and keys, and the others.
+class SplitSteps(NamedTuple):
+    """Steps that together have the pairs of a task; what they count of a pattern is not known."""
 
-    A causal square stays whole: with the others, unless all of its tokens are among these.
+    own: tuple[Step, ...]
+    """Pairs of which a rank has both tokens."""
+    home: tuple[Step, ...]
+    """Queries of its own, and keys of which it lacks some."""
+    away: tuple[Step, ...]
+    """Queries of other ranks."""
 
-    Returns:
-        Steps that together have the same pairs; what they count of a pattern is not known.
+
+def split_steps(steps: Iterable[Step], queries: range, keys: range) -> SplitSteps:
+    """Split steps by what a rank has: these queries and keys.
+
+    A causal square stays whole: not its own, unless all of its tokens are.
 
     Example:
         >>> step = Step(0, range(4, 8), (range(0, 4),), range(4, 8), 26)
-        >>> own, others = split_steps([step], range(6, 9), range(5, 9))
-        >>> [(each.queries, each.keys, each.causal_keys) for each in own]
+        >>> split = split_steps([step], range(6, 9), range(5, 9))
+        >>> [(each.queries, each.keys, each.causal_keys) for each in split.own]
         [(range(6, 8), (range(5, 6),), range(6, 8))]
-        >>> [(each.queries, each.keys, each.causal_keys) for each in others]
-        [(range(4, 6), (range(0, 4),), range(4, 6)), (range(6, 8), (range(0, 5),), None)]
+        >>> [(each.queries, each.keys, each.causal_keys) for each in split.home]
+        [(range(6, 8), (range(0, 5),), None)]
+        >>> [(each.queries, each.keys, each.causal_keys) for each in split.away]
+        [(range(4, 6), (range(0, 4),), range(4, 6))]
     """
     own: list[Step] = []
-    others: list[Step] = []
+    home: list[Step] = []
+    away: list[Step] = []
     for step in steps:
         for rows in _cut(step.queries, queries):
             seen, square = _keys_of_rows(step, rows)
             if not _lies_in(rows, queries):
-                _add(others, step, rows, seen, square)
+                _add(away, step, rows, seen, square)
                 continue
             here = [_common(each, keys) for each in seen]
             there = [part for each in seen for part in _cut(each, keys) if not _lies_in(part, keys)]
             is_own = square is not None and _lies_in(square, keys)
             _add(own, step, rows, here, square if is_own else None)
-            _add(others, step, rows, there, None if is_own else square)
-    return tuple(own), tuple(others)
+            _add(home, step, rows, there, None if is_own else square)
+    return SplitSteps(tuple(own), tuple(home), tuple(away))
+
+
+def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
+    """Return the keys of steps: ascending ranges, each key once."""
+    found: list[range] = []
+    blocks = (block.keys for step in steps for block in step.blocks())
+    for keys in sorted(blocks, key=lambda keys: keys.start):
+        if found and keys.start <= found[-1].stop:
+            keys = range(found[-1].start, max(found.pop().stop, keys.stop))
+        found.append(keys)
+    return tuple(found)
 
 
 def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
@@ -47,6 +68,11 @@ def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
         step.causal_keys.start + end - step.queries.start for end in (rows.start, rows.stop)
     )
     return [*step.keys, range(step.causal_keys.start, first)], range(first, last)
+
+
+def see_only(keys: range, steps: Iterable[Step]) -> bool:
+    """Say whether steps need no other keys than these."""
+    return all(_lies_in(block.keys, keys) for step in steps for block in step.blocks())
 
 
 def _add(

@@ -21,7 +21,7 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from cqs.distributed.agreement import control_group, meet, swap, timeout_of
-from cqs.distributed.transfer import Parcel, UnderWay
+from cqs.distributed.transfer import Fill, Parcel, UnderWay
 from cqs.scheduler.heads import STAGE_FLOPS
 
 _ALIGNMENT = 512
@@ -70,7 +70,9 @@ class PeerMemory:
         arguments = weakref.ref(self), memory, self._streams
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
-    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
+    def send(
+        self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
+    ) -> list[UnderWay]:
         """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
 
         Raises:
@@ -85,15 +87,35 @@ class PeerMemory:
             if (group := self._group()) is None:
                 raise RuntimeError("the group is no more")
             self._memory.grow(control_group(group), num_bytes)
-        firsts = [header + turn * sum(rooms) + sum(rooms[:i]) for i in range(len(rooms))]
+        first = header + turn * sum(rooms)
+        firsts = [first + sum(rooms[:i]) for i in range(len(rooms))]
+        lane, stream = turn % self.num_lanes, torch.cuda.current_stream(self._device)
+        readers = [
+            rank
+            for rank in range(self._num_ranks)
+            if any(parcel.lengths[rank] for parcel in parcels)
+        ]
+        # memory that is free on this stream may be in use on it until now
+        received = [parcel.received for parcel in parcels if not parcel.route.stays]
+        begin = stream.record_event()
         with self._launching:
-            if self._memory.is_released:
-                raise RuntimeError("the group was aborted")
-            self.number += 1
-            lane, stream = turn % self.num_lanes, torch.cuda.current_stream(self._device)
+            self._check_released()
             self._streams.add(stream)
-            self._pack(parcels, firsts, sum(rooms), lane, stream)
-            return self._fetch(parcels, firsts, lane, stream)
+            places = range(first, first + sum(rooms))
+            self._make_room(_Packed(places, lane, self.number + 1, readers), stream)
+        memory = self._memory
+        fill([memory.rows(f, sum(p.lengths), p) for f, p in zip(firsts, parcels, strict=True)])
+        with self._launching:
+            self._check_released()
+            self.number += 1
+            for reader in readers:
+                self._tell(stream, reader, _TOLD, lane)
+            if not received:
+                return []
+            self._fetch(parcels, firsts, lane, begin)
+            event = self._fetching.record_event()
+            self._unfinished.append(event)
+            return [_OnItsWay(event, self._fetching, received)]
 
     def release(self, seconds: float) -> None:
         """End what waits for other ranks; what it was to fetch is garbage.
@@ -133,26 +155,9 @@ class PeerMemory:
             )
             os.abort()
 
-    def _pack(
-        self,
-        parcels: Sequence[Parcel],
-        firsts: Sequence[int],
-        room: int,
-        lane: int,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Pack what other ranks need, each parcel at its place, and tell them."""
-        readers = [
-            rank
-            for rank in range(self._num_ranks)
-            if any(parcel.lengths[rank] for parcel in parcels)
-        ]
-        places = range(firsts[0], firsts[0] + room)
-        self._make_room(_Packed(places, lane, self.number, readers), stream)
-        for parcel, first in zip(parcels, firsts, strict=True):
-            parcel.pack(self._memory.rows(first, sum(parcel.lengths), parcel))
-        for reader in readers:
-            self._tell(stream, reader, _TOLD, lane)
+    def _check_released(self) -> None:
+        if self._memory.is_released:
+            raise RuntimeError("the group was aborted")
 
     def _make_room(self, new: "_Packed", stream: torch.cuda.Stream) -> None:
         """Let the stream of a lane wait until what was packed at some place has been fetched."""
@@ -169,14 +174,11 @@ class PeerMemory:
         self._memory.unread = left + [new] if new.readers else left
 
     def _fetch(
-        self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, stream: torch.cuda.Stream
-    ) -> list[UnderWay]:
+        self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, begin: torch.cuda.Event
+    ) -> None:
         """Have rows copied here as soon as they are packed, those of the next rank first."""
-        received = [parcel.received for parcel in parcels if not parcel.route.stays]
-        if not received:
-            return []
         fetching = self._fetching
-        fetching.wait_stream(stream)  # before, the memory may be in other use
+        fetching.wait_event(begin)
         for step in range(1, self._num_ranks):
             owner = (self._rank + step) % self._num_ranks
             if not any(parcel.expected[owner] for parcel in parcels):
@@ -190,9 +192,6 @@ class PeerMemory:
                     place = target.data_ptr(), source, target.nbytes
                     _check(driver.cuMemcpyAsync(*place, fetching.cuda_stream))
             self._tell(fetching, owner, _FETCHED, lane)
-        event = fetching.record_event()
-        self._unfinished.append(event)
-        return [_OnItsWay(event, fetching, received)]
 
     def _wait(
         self, stream: torch.cuda.Stream, rank: int, what: int, lane: int, number: int

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
@@ -87,6 +87,10 @@ class Parcel:
         return list(rows.movedim(0, 2).split(list(self.widths), dim=1))
 
 
+Fill = Callable[[list[Tensor]], None]
+"""Writes the rows of each parcel, rank by rank, into ``[rows, batch, heads, ...]``."""
+
+
 class UnderWay(Protocol):
     """Something that comes."""
 
@@ -104,7 +108,9 @@ class Carrier(Protocol):
     stage_flops: float
     """See :func:`cqs.scheduler.heads.choose_num_stages`."""
 
-    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
+    def send(
+        self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
+    ) -> list[UnderWay]:
         """Send parcels, and have those of other ranks come.
 
         A GPU is not waited for, unless they need more room than any before.
@@ -113,6 +119,7 @@ class Carrier(Protocol):
 
         Args:
             parcels: What goes with this send.
+            fill: Writes the rows for other ranks; called once there is room for them.
             turn: Of the stage, from 0. What is under way in one turn comes after what was sent
                 there before.
             num_turns: How many there are.
@@ -130,12 +137,13 @@ class Messages:
         """Use a group, of which a rank takes part where it sends or receives something."""
         self._group = group
 
-    def send(self, parcels: Sequence[Parcel], turn: int, num_turns: int) -> list[UnderWay]:
+    def send(
+        self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
+    ) -> list[UnderWay]:
         """Send parcels; see :class:`Carrier`."""
         messages = []
-        for parcel in parcels:
-            packed = parcel.new_rows(sum(parcel.lengths))
-            parcel.pack(packed)
+        fill(rows_of_parcels := [parcel.new_rows(sum(parcel.lengths)) for parcel in parcels])
+        for parcel, packed in zip(parcels, rows_of_parcels, strict=True):
             ways: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, parcel.lengths)]
             if not parcel.route.stays:
                 ways.append((dist.irecv, parcel.received, parcel.expected))

@@ -1,5 +1,6 @@
 """Of how many token groups a worker needs the queries, and of how many the keys."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -16,6 +17,10 @@ class GroupNeeds(NamedTuple):
     """How often what was computed for its own group is there: for its queries..."""
     key_results: float
     """... and for its keys."""
+    home: float
+    """What part of its own queries it matches with keys of others."""
+    own_keys: float
+    """1 if it matches queries of others with its own keys and with more, else 0."""
 
 
 @lru_cache(maxsize=256)
@@ -33,7 +38,10 @@ def group_needs(
         if shared is not None:
             num_queries = len({*partners, shared[0]})
             num_keys = len({*chain(*partners.values()), shared[1]})
-        return (GroupNeeds(num_queries, num_keys, num_queries, num_keys),)
+        pairs = [(a, b) for a, others in partners.items() for b in others]
+        pairs += [] if shared is None else [shared]
+        home, own_keys = float(any(a == 0 != b for a, b in pairs)), _sees_own_keys_and_more(pairs)
+        return (GroupNeeds(num_queries, num_keys, num_queries, num_keys, home, own_keys),)
 
     def needs(worker: int, offset: int) -> tuple[float, float]:
         """Return what part of the queries of a group a worker needs for others, and of its keys."""
@@ -50,8 +58,18 @@ def group_needs(
     for worker in {(-offset - i) % num_workers for offset in interest_set for i in (0, 1)}:
         of_others = [needs(worker, each) for each in distances]
         by_others = [needs((worker - each) % num_workers, each) for each in distances]
-        sums = (
+        queries, keys, query_results, key_results = (
             1 + sum(part[i] for part in parts) for parts in (of_others, by_others) for i in (0, 1)
         )
-        found.append(GroupNeeds(*sums))
+        pairs = [(a, b) for a, others in partners.items() for b in others]
+        pairs += [] if shared is None else [shared, shared[::-1]]
+        live = [(a, b) for a, b in pairs if (worker + b) % num_workers < (worker + a) % num_workers]
+        home, own_keys = needs(worker, 0)[0], _sees_own_keys_and_more(live)
+        found.append(GroupNeeds(queries, keys, query_results, key_results, home, own_keys))
     return tuple(found)
+
+
+def _sees_own_keys_and_more(pairs: Iterable[tuple[int, int]]) -> float:
+    """Return 1 if queries of other groups see keys of group 0 and of others."""
+    seen = {b for a, b in pairs if a}
+    return float(0 in seen and len(seen) > 1)

@@ -101,6 +101,7 @@ class Worker:
         value: HeldTokens,
         *,
         dtype: torch.dtype | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """Compute steps of any number of tasks into one partial result, at best in one launch.
 
@@ -110,25 +111,51 @@ class Worker:
             key: At least their keys.
             value: The same rows, on the same device.
             dtype: As for :meth:`run`.
+            into: Where to write the result, with adjacent columns; ``None`` means new tensors.
 
         Returns:
             A row for each query held.
         """
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
         if name in ATTEND_SHARES:
-            return ATTEND_SHARES[name](
-                *_join(query, key, value),
-                self._work(steps, query, key),
-                scale=self.scale,
-                is_united=True,
-                dtype=dtype,
-                **self._drop_rows(query, key),
-            )
+            options = {"is_united": True, "dtype": dtype, "into": into}
+            return self._attend_shares(name, steps, query, key, value, **options)
         parts = self._run_steps(steps, query, key, value, dtype)
         rows = [_slice(step.queries, query) for step in steps]
-        answer = Partial(*(query.empty_like(part) for part in parts[0]))
+        answer = into or Partial(*(query.empty_like(part) for part in parts[0]))
         merge_rows(answer, list(zip(parts, rows, strict=True)))
         return answer
+
+    def run_into(
+        self,
+        answer: Partial,
+        steps: Sequence[Step],
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
+    ) -> None:
+        """Compute steps of any number of tasks, with results where they are wanted.
+
+        Args:
+            answer: Written to: a row for each query of each step, one step after another; adjacent
+                columns.
+            steps: As for :meth:`run_together`, as are the rest.
+            query: Likewise.
+            key: Likewise.
+            value: Likewise.
+        """
+        if not steps:
+            return
+        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        if name in ATTEND_SHARES:
+            self._attend_shares(name, steps, query, key, value, into=answer)
+            return
+        first = 0
+        for step, part in zip(steps, self._run_steps(steps, query, key, value), strict=True):
+            rows = slice(first, first + len(step.queries))
+            for target, found in zip(answer, part, strict=True):
+                target[:, :, rows].copy_(found)
+            first = rows.stop
 
     def run_backward(
         self,
@@ -236,20 +263,31 @@ class Worker:
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
         if name not in ATTEND_SHARES and self.pattern is None:
             return [self._run_step(step, query, key, value) for step in steps]
-        work = self._work(steps, query, key)
         if name not in ATTEND_SHARES:
             tensors, drop = _join(query, key, value), self._drop_rows(query, key)
             options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
-            return [attend_calls(share, ATTEND[name], *tensors, **options) for share in work.shares]
-        whole = ATTEND_SHARES[name](
-            *_join(query, key, value),
-            work,
-            scale=self.scale,
-            dtype=dtype,
-            **self._drop_rows(query, key),
-        )
+            shares = self._work(steps, query, key).shares
+            return [attend_calls(share, ATTEND[name], *tensors, **options) for share in shares]
+        whole = self._attend_shares(name, steps, query, key, value, dtype=dtype)
         lengths = [len(step.queries) for step in steps]
         return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
+
+    def _attend_shares(
+        self,
+        name: str,
+        steps: Sequence[Step],
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
+        **options: Any,
+    ) -> Partial:
+        return ATTEND_SHARES[name](
+            *_join(query, key, value),
+            self._work(steps, query, key),
+            scale=self.scale,
+            **options,
+            **self._drop_rows(query, key),
+        )
 
     def _run_step(
         self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens

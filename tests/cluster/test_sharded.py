@@ -328,7 +328,7 @@ def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, n
     assert not set(victims) & set(cluster.pids)
 
 
-@pytest.mark.parametrize("part", ["send_out", "_compute", "send_back"])
+@pytest.mark.parametrize("part", ["send_out", "_compute_away", "send_made"])
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
 def test_deaths_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
     """Once each, when rows have been sent, before they are computed with, or with results sent."""
@@ -339,11 +339,11 @@ def test_deaths_in_each_part_of_a_call(request, problem, undisturbed, of, number
             return model(output)
         mark.touch()
         share = sys.modules[cqs.distributed.attention.__module__]
-        owner = share._Share if part == "_compute" else share.Exchange
+        owner = share._Share if part == "_compute_away" else share.Exchange
         method = getattr(owner, part)
 
         def die(*arguments, **options):
-            if part != "_compute":
+            if part != "_compute_away":
                 method(*arguments, **options)
             os.kill(os.getpid(), signal.SIGKILL)
 

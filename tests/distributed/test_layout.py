@@ -170,8 +170,15 @@ def test_a_short_forward_pass_leaves_pairs_to_compute_while_the_first_stage_trav
 
 def test_on_many_ranks_heads_are_cut_less_where_their_way_would_not_be_hidden():
     """One key head of a rank is one stage, in which nothing travels beside a computation."""
-    assert [chosen(64, 40, 8, 2**n, is_causal=True) for n in (14, 17, 20)] == [8, 2, 8]
-    assert chosen(64, 40, 8, 2**17, num_pairs=2**27) == 8  # few pairs leave nothing to hide it
+    options = {"is_causal": True, "with_gradients": True}
+    assert [chosen(64, 40, 8, 2**n, **options) for n in (14, 17, 20)] == [8, 4, 8]
+    # few pairs leave nothing to hide it
+    assert chosen(64, 40, 8, 2**17, num_pairs=2**27, with_gradients=True) == 8
+
+
+def test_long_forward_passes_take_few_slices_unless_ranks_then_hold_much_more():
+    assert [chosen(4, 16, 16, 2**n, is_causal=True) for n in (14, 17, 20)] == [4, 1, 1]
+    assert [chosen(num_ranks, 16, 16, 2**20) for num_ranks in (2, 4, 8, 16)] == [1, 1, 4, 8]
 
 
 @pytest.fixture(scope="module")

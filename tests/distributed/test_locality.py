@@ -1,11 +1,12 @@
 """Splitting steps: every pair once, and on the right side."""
 
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
 
-from cqs.distributed.locality import split_steps
+from cqs.distributed.locality import keys_of, see_only, split_steps
 from cqs.scheduler import make_plan
 
 
@@ -35,15 +36,21 @@ def test_every_pair_is_on_one_side(num_workers, is_causal):
             for length in (seqlen_q, seqlen_kv)
         )
         for task in plan.tasks:
-            own, others = split_steps(task.steps, queries, keys)
+            split = split_steps(task.steps, queries, keys)
             shape = seqlen_q, seqlen_kv
-            here, there = pairs_of(own, shape), pairs_of(others, shape)
+            here, home, away = (pairs_of(part, shape) for part in split)
+            there = home + away
             assert (here + there == pairs_of(task.steps, shape)).all()
+            assert not home[: queries.start].any() and not home[queries.stop :].any()
+            assert not away[queries.start : queries.stop].any()
+            assert see_only(keys, split.own) and not (split.home and see_only(keys, split.home))
+            seen = {key for tokens in keys_of(split.away) for key in tokens}
+            assert seen == set(np.flatnonzero(away.any(0)))
             here[queries.start : queries.stop, keys.start : keys.stop] = 0
             assert not here.any()
             if not is_causal:
                 assert not there[queries.start : queries.stop, keys.start : keys.stop].any()
-            for step in (*own, *others):
+            for step in chain(*split):
                 assert step.live_pairs == pairs_of([step], shape).sum()
                 assert all(a.stop < b.start for a, b in zip(step.keys, step.keys[1:], strict=False))
 
@@ -54,5 +61,5 @@ def test_groups_that_are_shards_are_split_whole():
         plan = make_plan(70, num_workers=7, is_causal=is_causal)
         for task in plan.tasks:
             shard = range(10 * task.worker, 10 * task.worker + 10)
-            own, _ = split_steps(task.steps, shard, shard)
-            assert sum(step.live_pairs for step in own) == (55 if is_causal else 100)
+            split = split_steps(task.steps, shard, shard)
+            assert sum(step.live_pairs for step in split.own) == (55 if is_causal else 100)

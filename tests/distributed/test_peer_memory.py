@@ -29,31 +29,47 @@ attention = sys.modules[_Share.__module__]
 class LaterShare(_Share):
     """Launches what it computes."""
 
-    def _compute(self, stage, query, key, value):
-        output = query.new_full((*query.shape[:3], value.shape[3]), torch.nan)
-        return self._launch(
-            super()._compute, (output, output[..., 0].clone()), stage, query, key, value
-        )
+    def _compute_away(self, results, *arguments):
+        current_stream().enqueue(lambda: super(LaterShare, self)._compute_away(results, *arguments))
+
+    def _compute_home(self, answer, stage, shards, held, *, keep):
+        steps, queries = self.layout.home_steps, self.layout.queries
+        straight = self.layout.is_final and not keep
+        if not steps and not straight:
+            return None
+        rows = slice(0, len(queries))
+        if not straight:
+            rows = slice(*(end - queries.start for end in (steps[0][1].start, steps[-1][1].stop)))
+        results = self._nothing(stage, shards, rows.stop - rows.start)
+        arguments = answer, stage, shards, held
+        compute = super()._compute_home
+        return self._launch(lambda: compute(*arguments, keep=keep)[0], results), rows
 
     def _compute_own(self, stage, shards):
         if not self.layout.own_steps:
             return None
+        compute = super()._compute_own
+        results = self._nothing(stage, shards, len(self.layout.queries))
+        return self._launch(lambda: compute(stage, shards), results)
+
+    def _nothing(self, stage, shards, num_rows):
         query, _, value = shards
         heads = len(stage.query_heads[self.rank])
-        output = query.new_full((query.shape[0], heads, query.shape[2], value.shape[3]), torch.nan)
-        return self._launch(super()._compute_own, (output, output[..., 0].clone()), stage, shards)
+        output = query.new_full((query.shape[0], heads, num_rows, value.shape[3]), torch.nan)
+        return output, output[..., 0].clone()
 
     def _compute_gradients(self, stage, query, key, value, *of_queries):
         found = tuple(torch.full_like(each, torch.nan) for each in (query, key, value))
         arguments = stage, query, key, value, *of_queries
-        return tuple(self._launch(super()._compute_gradients, found, *arguments))
+        compute = super()._compute_gradients
+        return tuple(self._launch(lambda: compute(*arguments), found))
 
     def _merge(self, *arguments):
         current_stream().enqueue(lambda: super(LaterShare, self)._merge(*arguments))
 
-    def _launch(self, function, results, *arguments):
+    def _launch(self, function, results):
         def run():
-            for result, found in zip(results, function(*arguments), strict=True):
+            for result, found in zip(results, function(), strict=True):
                 result.copy_(found)
 
         current_stream().enqueue(run)
@@ -195,7 +211,8 @@ def expect(call, tensors):
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ranks, seed):
     """Calls follow each other without waiting for the streams."""
-    monkeypatch.setattr(attention, "_MOST_AT_ONCE", 30 * (seed % 3))
+    monkeypatch.setattr(attention, "_MOST_AT_ONCE_BACKWARD", 30 * (seed % 3))
+    monkeypatch.setattr(attention, "_MOST_AT_ONCE", 30 * (seed // 3 % 3))
     torch.manual_seed(seed)
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
     whole = [draw_tensors(call) for call in calls]
@@ -222,14 +239,15 @@ def test_gradients_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
 
     def program(rank):
         def make_lanes(device, number):
-            numbers.setdefault((current_rank(), attention._MOST_AT_ONCE), []).append(number)
+            most = attention._MOST_AT_ONCE_BACKWARD
+            numbers.setdefault((current_rank(), most), []).append(number)
             return lanes.Lanes(GPU, number)
 
         monkeypatch.setattr(attention, "Lanes", make_lanes)
         carrier = peer_memory.connect_peers(world.groups[rank], GPU)
         for most in (40, 39):
             world.swap([])
-            monkeypatch.setattr(attention, "_MOST_AT_ONCE", most)
+            monkeypatch.setattr(attention, "_MOST_AT_ONCE_BACKWARD", most)
             attend(carrier, rank, call, draw_tensors(call))
             synchronize()
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from cqs.distributed.layout import cut_shards
+from cqs.distributed.locality import keys_of, see_only, split_steps
 from cqs.scheduler import load_interest_set, make_plan
 from cqs.scheduler.group_needs import group_needs
 
@@ -13,8 +15,11 @@ def test_needs_are_those_of_tasks(num_workers, is_causal):
     size = 10
     plan = make_plan(*2 * [size * num_workers], num_workers=num_workers, is_causal=is_causal)
     queries, keys = ([0] * num_workers for _ in range(2))
-    of_tasks = set()
-    for task in plan.tasks:
+    of_tasks, of_splits = set(), set()
+    for task, own in zip(plan.tasks, cut_shards([size] * num_workers), strict=True):
+        _, home, away = split_steps(task.steps, own, own)
+        is_mixed = not see_only(own, away) and any(set(each) & set(own) for each in keys_of(away))
+        of_splits.add((sum(len(step.queries) for step in home) / size, is_mixed))
         rows = sum(len(step.queries) for step in task.steps)
         of_tasks.add((rows / size, sum(map(len, task.held_keys)) / size))
         for counts, held in (
@@ -25,8 +30,10 @@ def test_needs_are_those_of_tasks(num_workers, is_causal):
                 counts[each.start // size] += len(each) / size
     found = group_needs(load_interest_set(num_workers), num_workers, is_causal)
     assert {(needed.queries, needed.keys) for needed in found} <= of_tasks
+    assert {(needed.home, needed.own_keys) for needed in found} <= of_splits
     assert [max(column) for column in zip(*found, strict=True)] == [
         *map(max, zip(*of_tasks, strict=True)),
         max(queries),
         max(keys),
+        *map(max, zip(*of_splits, strict=True)),
     ]

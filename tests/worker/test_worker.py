@@ -117,6 +117,32 @@ def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_wo
 
 
 @EVERY_DEVICE
+@pytest.mark.parametrize("backend", ["triton", "cpu", "reference"])
+@SMALL_CASES
+def test_results_are_the_same_wherever_they_are_written(case, backend, device):
+    """Rows first, as they leave for other workers, and into some heads of an answer."""
+    problem = make_for(backend, case, device=device)
+    worker, held = Worker.of(problem, backend), hold_everything(problem)
+    for task in problem.make_plan(8).tasks:
+        expected = worker.run(task, *held)
+        rows = sum(len(step.queries) for step in task.steps)
+        output, lse = expected[0]
+        places = Partial(
+            output.new_full((rows, *output.shape[:2], output.shape[3]), torch.nan).movedim(0, 2),
+            lse.new_full((rows, *lse.shape[:2]), torch.nan).movedim(0, 2),
+        )
+        worker.run_into(places, task.steps, *held)
+        for place, found in zip(places, zip(*expected, strict=True), strict=True):
+            assert torch.equal(place, torch.cat(found, dim=2))
+        together = worker.run_together(task.steps, *held)
+        wide = [torch.cat([torch.full_like(part, torch.nan)] * 2, dim=1) for part in together]
+        places = Partial(*(part[:, 1 : 1 + output.shape[1]] for part in wide))
+        worker.run_together(task.steps, *held, into=places)
+        assert all(map(torch.equal, places, together))
+        assert all(part[:, 0].isnan().all() and part[:, -1].isnan().all() for part in wide)
+
+
+@EVERY_DEVICE
 @pytest.mark.parametrize("num_workers", [2, 8])
 @SMALL_CASES
 def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_workers, device):

@@ -18,7 +18,14 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(
-    do_not_specialize=["num_tiles", "num_heads", "num_queries", "num_rows"],
+    do_not_specialize=[
+        "num_tiles",
+        "num_heads",
+        "num_queries",
+        "lse_batch_stride",
+        "lse_head_stride",
+        "lse_row_stride",
+    ],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
 def attend_tiles(
@@ -34,7 +41,10 @@ def attend_tiles(
     num_tiles,
     num_heads,
     num_queries,
-    num_rows,
+    output_strides,
+    lse_batch_stride,
+    lse_head_stride,
+    lse_row_stride,
     query_step,
     key_step,
     scale_log2,
@@ -53,13 +63,17 @@ def attend_tiles(
     Args:
         query: Descriptor of ``[batch, num_heads, query_step, rows, head_dim]``, as are key and
             value with ``num_heads / GROUP_SIZE`` heads and ``key_step`` lanes.
-        output: ``[batch, num_heads, num_rows, value_dim]``, contiguous.
-        lse: ``[batch, num_heads, num_rows]``, contiguous, float32.
+        output: ``[batch, num_heads, rows, value_dim]`` with adjacent columns.
+        lse: float32 ``[batch, num_heads, rows]``.
         tiles: int32 ``[num_tiles, 8]``, see tiles.py.
         runs: int32 ``[num_runs, 8]``.
         bits: int32, the words that runs name, or None if none does.
         words: :class:`cqs.dropout.DropoutWords`, or None.
         num_queries: In all lanes.
+        output_strides: Of batch, heads and rows.
+        lse_batch_stride: Of ``lse``, like the next two.
+        lse_head_stride: Likewise.
+        lse_row_stride: Likewise.
         query_step: Tokens between two rows.
         key_step: Tokens between two columns.
         scale_log2: Factor on the scores, over ln 2; positive.
@@ -121,18 +135,21 @@ def attend_tiles(
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    rows = head.to(tl.int64) * num_rows + first_row + tl.arange(0, TILE_Q) * query_step
     columns = tl.arange(0, BLOCK_V)
     total = tl.where(total == 0, 1.0, total)
     acc = acc / total[:, None]
     if words is not None:
         acc *= keep_scale
+    batch, head = batch.to(tl.int64), (head % num_heads).to(tl.int64)
+    rows = (first_row + tl.arange(0, TILE_Q) * query_step).to(tl.int64)
+    place = output + batch * output_strides[0] + head * output_strides[1]
     tl.store(
-        output + rows[:, None] * value_dim + columns[None, :],
+        place + rows[:, None] * output_strides[2] + columns[None, :],
         acc.to(output.dtype.element_ty),
         mask=in_tile[:, None] & (columns < value_dim)[None, :],
     )
-    tl.store(lse + rows, (largest + tl.log2(total)) * _LN2, mask=in_tile)
+    place = lse + batch * lse_batch_stride + head * lse_head_stride + rows * lse_row_stride
+    tl.store(place, (largest + tl.log2(total)) * _LN2, mask=in_tile)
 
 
 @triton.jit

@@ -37,7 +37,9 @@ _LN2 = gl.constexpr(0.6931471805599453)
         "num_items",
         "num_polls",
         "num_heads",
-        "num_rows",
+        "lse_batch_stride",
+        "lse_head_stride",
+        "lse_row_stride",
     ],
     do_not_specialize_on_alignment=["query_step", "key_step"],
 )
@@ -56,7 +58,10 @@ def attend_tiles_on_hopper(
     num_items,
     num_polls,
     num_heads,
-    num_rows,
+    output_strides,
+    lse_batch_stride,
+    lse_head_stride,
+    lse_row_stride,
     query_step,
     key_step,
     scale_log2,
@@ -99,7 +104,8 @@ def attend_tiles_on_hopper(
     queue = make_queue()
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
     work = (tiles, runs, bits, num_tiles, num_long, num_items)
-    answer = (output, lse, num_rows, scale_log2, value_dim)
+    lse_strides = (lse_batch_stride, lse_head_stride, lse_row_stride)
+    answer = (output, lse, output_strides, lse_strides, num_heads, scale_log2, value_dim)
     steps = (query_step, key_step)
     gl.warp_specialize(
         [
@@ -174,7 +180,7 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
     """Attend with one half of each query tile's rows."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
     tiles, runs, bits, num_tiles, num_long, num_items = work
-    output, lse, num_rows, scale_log2, value_dim = answer
+    output, lse, output_strides, lse_strides, num_heads, scale_log2, value_dim = answer
     HALF_Q: gl.constexpr = q.shape[4]
     TILE_K: gl.constexpr = k.shape[4]
     BLOCK_D: gl.constexpr = k.shape[5]
@@ -257,18 +263,21 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
         largest = gl.convert_layout(largest, row_layout)
         total = gl.where(total == 0, 1.0, total)
         acc = acc * gl.expand_dims(1.0 / total, 1)
+        head = item_field(item, HEAD)
+        batch, head = (head // num_heads).to(gl.int64), (head % num_heads).to(gl.int64)
         row = gl.arange(0, HALF_Q, row_layout)
+        place = lse + batch * lse_strides[0] + head * lse_strides[1]
+        place += (first_row + row * query_step).to(gl.int64) * lse_strides[2]
         in_tile = row + query_start < query_stop
-        first_place = item_field(item, HEAD).to(gl.int64) * num_rows + first_row
-        place = lse + first_place + row * query_step
         gl.store(place, (largest + gl.log2(total)) * _LN2, mask=in_tile)
         out = gl.convert_layout(acc.to(output.dtype.element_ty), store_layout)
         row = gl.arange(0, HALF_Q, gl.SliceLayout(1, store_layout))
         column = gl.arange(0, BLOCK_V, gl.SliceLayout(0, store_layout))
         mask = gl.expand_dims(row + query_start < query_stop, 1)
         mask &= gl.expand_dims(column < value_dim, 0)
-        place = output + first_place * value_dim + gl.expand_dims(row * (query_step * value_dim), 1)
-        gl.store(place + gl.expand_dims(column, 0), out, mask=mask)
+        row = (first_row + row * query_step).to(gl.int64) * output_strides[2]
+        place = output + batch * output_strides[0] + head * output_strides[1]
+        gl.store(place + gl.expand_dims(row, 1) + gl.expand_dims(column, 0), out, mask=mask)
         turn += 1
         item = next_item(queue, turn)
         index = item_field(item, INDEX)

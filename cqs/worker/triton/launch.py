@@ -43,6 +43,7 @@ def attend_shares(
     scale: float,
     is_united: bool = False,
     dtype: torch.dtype | None = None,
+    into: Partial | None = None,
     dropout: Dropout | None = None,
     dropout_words: DropoutWords | None = None,
 ) -> Partial:
@@ -57,6 +58,7 @@ def attend_shares(
         is_united: Whether to return one result for each row of ``query``, over all that it sees in
             any share, instead of those of the shares, one after another.
         dtype: Of the output; ``None`` means that of the query.
+        into: Where to write the results, with adjacent columns; ``None`` means new tensors.
         dropout: Which pairs to keep, if not all.
         dropout_words: Its words, in rows of the tensors.
     """
@@ -73,9 +75,12 @@ def attend_shares(
     group_size = num_heads // key.shape[1]
     scale_log2 = scale / math.log(2)
 
-    def launch(lists: _Lists, dtype: torch.dtype | None) -> Partial:
+    def new(dtype: torch.dtype | None) -> Partial:
         output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
-        lse = query.new_empty((batch, num_heads, num_rows), dtype=torch.float32)
+        return Partial(output, output.new_empty(output.shape[:3], dtype=torch.float32))
+
+    def launch(lists: _Lists, answer: Partial) -> Partial:
+        output, lse = answer
         if lists.num_rows < num_rows:
             output.zero_(), lse.fill_(-torch.inf)
         num_items = len(lists.tiles) * batch * num_heads
@@ -97,7 +102,8 @@ def attend_shares(
                 num_items,
                 lists.num_polls,
                 num_heads,
-                num_rows,
+                output.stride()[:3],
+                *lse.stride(),
                 query_step,
                 key_step,
                 scale_log2,
@@ -121,7 +127,8 @@ def attend_shares(
                 len(lists.tiles),
                 num_heads,
                 query.shape[2],
-                num_rows,
+                output.stride()[:3],
+                *lse.stride(),
                 query_step,
                 key_step,
                 scale_log2,
@@ -133,16 +140,13 @@ def attend_shares(
                 num_stages=num_stages,
                 **_plain_options(query, value, dropout),
             )
-        return Partial(output, lse)
+        return answer
 
     all_lists = _query_lists(work, tile_q, tile_k, query.device, packed=not is_united)
+    answer = into or new(dtype)
     if len(all_lists) == 1:
-        return launch(all_lists[0], dtype)
-    parts = [(launch(lists, torch.float32), slice(None)) for lists in all_lists]
-    answer = Partial(
-        query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype),
-        query.new_empty((batch, num_heads, num_rows), dtype=torch.float32),
-    )
+        return launch(all_lists[0], answer)
+    parts = [(launch(lists, new(torch.float32)), slice(None)) for lists in all_lists]
     merge_rows(answer, parts)
     return answer
 
