@@ -25,8 +25,8 @@ _PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 _BACKWARD_ROWS = 6
 """How many times as long as forward a kernel takes for a row backward, beside its products."""
 
-_MOST_BYTES = 2
-"""By how much more a device may hold forward so that kernels go through fewer keys."""
+_FEW_KEYS = 2**19
+"""Up to which number it was measured to pay forward that kernels go through fewer of them."""
 
 
 @dataclass(frozen=True)
@@ -392,8 +392,8 @@ def forecast(
         machine: On what.
         passes: ``"forward"``, ``"backward"`` or ``"both"``.
         slack: Of the numbers of slices that take at most by this part longer, take the one of which
-            a device holds the fewest bytes; forward the least of those that hold at most twice as
-            many: kernels then go through fewer keys, and find more of them in the cache.
+            a device holds the fewest bytes; forward, up to 512K keys, the least of them: kernels
+            then go through fewer keys, and find more of them in the cache.
 
     Returns:
         ``None`` if the heads do not allow it.
@@ -427,11 +427,9 @@ def forecast(
     if not slack:
         return fastest
     nearly = [one for one in found if one.seconds <= (1 + slack) * fastest.seconds]
-    smallest = min(nearly, key=lambda one: one.peak_bytes)
-    if passes != "forward":
-        return smallest
-    nearly = [one for one in nearly if one.peak_bytes <= _MOST_BYTES * smallest.peak_bytes]
-    return min(nearly, key=lambda one: one.num_slices)
+    if passes == "forward" and case._keys <= _FEW_KEYS:
+        return min(nearly, key=lambda one: one.num_slices)
+    return min(nearly, key=lambda one: one.peak_bytes)
 
 
 def _copied(needed: float, results: float) -> float:

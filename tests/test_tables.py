@@ -195,27 +195,35 @@ def test_where_cqs_is_the_fastest_on_four_gpus():
 
 
 def test_two_gpus_where_cqs_is_not_the_fastest():
-    slower = {}
+    slower, beside_cudnn = {}, {}
     for (case, benchmark), times in times_of_methods("peers-h200-x2").items():
-        best = min(times[name] for name in times.keys() - {"one", "cqs", "cqs quorums"})
+        best = min(times[name] for name in times.keys() - {"one", "cqs", "cqs quorums", "torch"})
         ratio = times["cqs"] / best
-        assert 0.92 < ratio, case
+        name = benchmark.removeprefix("peers "), case.rpartition("-kv")[0]
         if ratio > 1:
-            slower[benchmark.removeprefix("peers "), case.rpartition("-h")[0]] = ratio
-        elif benchmark == "peers forward":
-            assert case.startswith("causal") and 0.9445 <= ratio <= 0.9845
+            slower[name] = ratio
+        else:
+            assert (0.943 if benchmark == "peers both" else 0.9455) < ratio < 0.9985
+        if "torch" in times:
+            beside_cudnn[name] = times["torch"] / times["cqs"]
     expected = {
-        ("both", "full-131072"): 1.006,
-        ("both", "full-524288"): 1.011,
-        ("forward", "full-16384"): 1.054,
-        ("forward", "causal-16384"): 1.082,
-        ("forward", "full-32768"): 1.003,
-        ("forward", "causal-32768"): 1.030,
-        ("forward", "full-65536"): 1.003,
-        ("forward", "full-131072"): 1.012,
-        ("forward", "full-524288"): 1.022,
+        ("forward", "full-16384-h32"): 1.015,
+        ("forward", "full-131072-h16"): 1.003,
+        ("forward", "causal-524288-h16"): 1.010,
+        ("both", "full-131072-h16"): 1.030,
+        ("both", "full-524288-h16"): 1.011,
     }
     assert slower == pytest.approx(expected, abs=6e-4), slower
+    assert 1.2 < min(beside_cudnn["forward", case] for _, case in beside_cudnn)
+    assert max(beside_cudnn["forward", case] for _, case in beside_cudnn) < 1.335
+    trained = {case: ratio for (passes, case), ratio in beside_cudnn.items() if passes == "both"}
+    expected = {
+        "full-32768-h16": 0.943,
+        "full-65536-h16": 0.885,
+        "causal-65536-h16": 0.925,
+        "causal-32768-h16": 1.022,
+    }
+    assert trained == pytest.approx(expected, abs=6e-4), trained
 
 
 def test_four_gpus_are_predicted_from_two():
@@ -233,9 +241,8 @@ def test_four_gpus_are_predicted_from_two():
         near, nearly = (sum(stray < most for stray in strays) for most in (0.05, 0.1))
         assert shown.format(near, len(strays), nearly) in text
     assert f"{machine.latency * 1e6:.0f} microseconds" in text
-    assert all(
-        stray < 0.1 for row, stray in zip(measured, strays, strict=True) if row.case.tokens >= 2**16
-    )
+    long = [stray for row, stray in zip(measured, strays, strict=True) if row.case.tokens >= 2**16]
+    assert sum(stray >= 0.1 for stray in long) == 1
 
 
 def test_what_ray_adds_to_sharded_sequences():
