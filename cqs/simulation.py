@@ -127,13 +127,16 @@ class Case:
             self.shape, num_heads=self.shape.num_heads // num_slices, num_kv_heads=kv_heads
         )
 
-    def num_stages(self, num_devices: int, num_slices: int, most: int | None = None) -> int:
+    def num_stages(
+        self, num_devices: int, num_slices: int, most: int | None = None, *, is_backward: bool
+    ) -> int:
         """Return into how many stages a device cuts its heads; ``most`` as in the layout."""
         return choose_num_stages(
             most,
             flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
             num_ranks=num_devices,
             num_kv_heads=self.part(num_slices).kv_heads,
+            with_gradients=is_backward,
         )
 
     @property
@@ -174,7 +177,9 @@ def by_quorums(
     one's way in and the last one's way out are exposed, the rest travels beside the computation.
     Forward, pairs of the device's own shard, 1 / W^2 of all, are computed beside these: of the
     first stage before the others, of the rest after them. With as many slices as devices, what is
-    computed for a device's own queries is last: 1 / W of a stage, 1 / W^2 if causal for the first.
+    computed for a device's own queries is last: 1 / W of a stage, and 1 / W^2 on the first device
+    if causal; if gradients follow it is not, which is left out. With slices, but fewer than
+    devices, the bytes held in a causal forward pass are a bound, up to a tenth too high.
 
     Args:
         case: What is computed.
@@ -189,7 +194,7 @@ def by_quorums(
     holders = len(interest_set) * num_slices
     near = _near(interest_set, num_workers, num_slices, machine.devices_per_node)
     is_near = (near - 1) / (holders - 1) if holders > 1 else 1.0
-    stages = case.num_stages(num_devices, num_slices, num_stages)
+    stages = case.num_stages(num_devices, num_slices, num_stages, is_backward=is_backward)
 
     queries, keys, results = case.shard_bytes(num_devices, num_slices)
     merged = results if num_workers > 1 else queries  # whole rows need no lse
@@ -248,7 +253,7 @@ def by_quorums(
         machine.exchange(is_near * each / stages, (1 - is_near) * each / stages)
         for each in (going, coming)
     )
-    calls = max(each.queries + each.home for each in needs) / num_slices
+    calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / num_slices
     compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     before, after = 0.0, 0.0  # what is computed while all that travels is a way
     if not is_backward and num_workers > 1:
@@ -392,8 +397,8 @@ def forecast(
         machine: On what.
         passes: ``"forward"``, ``"backward"`` or ``"both"``.
         slack: Of the numbers of slices that take at most by this part longer, take the one of which
-            a device holds the fewest bytes; forward, up to 512K keys, the least of them: kernels
-            then go through fewer keys, and find more of them in the cache.
+            a device holds the fewest bytes. Of ``cqs`` forward, up to 512K keys, take the least of
+            them: kernels then go through fewer keys, and find more of them in the cache.
 
     Returns:
         ``None`` if the heads do not allow it.
@@ -427,7 +432,7 @@ def forecast(
     if not slack:
         return fastest
     nearly = [one for one in found if one.seconds <= (1 + slack) * fastest.seconds]
-    if passes == "forward" and case._keys <= _FEW_KEYS:
+    if (method, passes) == ("cqs", "forward") and case._keys <= _FEW_KEYS:
         return min(nearly, key=lambda one: one.num_slices)
     return min(nearly, key=lambda one: one.peak_bytes)
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -77,12 +78,11 @@ def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, num_slices
 
 
 def test_stages_are_those_of_the_layout():
-    for tokens in (4096, 16384, 40000):
-        for is_causal in (False, True):
-            case = Case(tokens - tokens % 8, GROUPED, is_causal)
-            for num_slices in (1, 2, 8):
-                layout = layouts(case, 8, num_slices, num_stages=None)[0]
-                assert case.num_stages(8, num_slices) == len(layout.stages)
+    for tokens, is_causal, is_backward in product((4096, 16384, 40000), *2 * [(False, True)]):
+        case = Case(tokens - tokens % 8, GROUPED, is_causal)
+        for num_slices in (1, 2, 8):
+            layout = layouts(case, 8, num_slices, None, with_gradients=is_backward)[0]
+            assert case.num_stages(8, num_slices, is_backward=is_backward) == len(layout.stages)
 
 
 @pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])

@@ -180,7 +180,7 @@ def attention(
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks, or on none
         share = _Share(carrier, rank, layout, worker)
         keep = request["requires_grad"]
-        with Exchange(carrier, len(layout.stages), in_place=not keep) as exchange:
+        with Exchange(carrier, len(layout.stages), in_place=False) as exchange:
             return share.attend(part, exchange, with_lse=return_lse, keep=keep)
 
     answer = attend_differentiably(problem, attend)
@@ -204,7 +204,7 @@ class _Share:
 
         Args:
             problem: The shard.
-            exchange: Not in place if what is kept matters: all ranks then keep copies alike.
+            exchange: Not in place: all ranks keep copies alike.
             with_lse: Whether the lse of the answer matters. If not, it may be left unwritten.
             keep: Whether gradients will be asked for.
         """
@@ -333,9 +333,10 @@ class _Share:
             What comes, and results that are kept: those with all keys of a query.
         """
         stage, route, is_final = self.layout.stages[i], self.layout.of_results, self.layout.is_final
-        results = _new_results(held, sum(route.receives) if keep and is_final else 0)
+        is_kept = keep and is_final
+        results = _new_results(held, sum(route.receives) if is_kept else 0)  # or what they are like
         travelling = results if with_lse or not is_final else results[:1]
-        if keep and is_final:
+        if is_kept:
             self._compute_away(results, stage, shards, held)
             return exchange.send_back(i, travelling, [route] * len(travelling)), results
 
@@ -373,7 +374,7 @@ class _Share:
             query = HeldTokens([(seeing, query.take([seeing]))])
             first = seeing.start - layout.queries.start
             rows = slice(first, first + len(seeing))
-        key, value = self._keys_of(steps, stage, shards, held)
+        key, value = self._held_keys(steps, stage, shards, held)
         return self._worker_of(stage).run_together(steps, query, key, value, into=into), rows
 
     def _compute_away(
@@ -382,7 +383,7 @@ class _Share:
         """Compute what the queries that came see."""
         query = HeldTokens.packed(held[0], self.layout.of_queries.held)
         steps = self.layout.away_steps
-        key, value = self._keys_of(steps, stage, shards, held)
+        key, value = self._held_keys(steps, stage, shards, held)
         self._worker_of(stage).run_into(results, steps, query, key, value)
 
     def _compute_gradients(
@@ -406,7 +407,7 @@ class _Share:
             for shard, of_ranks, tokens in zip(shards, stage.heads, ranges, strict=True)
         ]
 
-    def _keys_of(
+    def _held_keys(
         self, steps: Sequence[Step], stage: Stage, shards: Sequence[Tensor], held: Sequence[Tensor]
     ) -> list[HeldTokens]:
         """Return keys and values that steps see: of the shard if all are there."""

@@ -108,12 +108,12 @@ class Layout:
 
     plan: Plan
     own_steps: tuple[Step, ...]
-    """What this rank computes of pairs in its own shard; none if all keys of a query are needed
-    at once."""
+    """What this rank computes with its own shard alone; none if :attr:`is_final`."""
     home_steps: tuple[Step, ...]
-    """What else it computes for queries of its shard."""
+    """What else it computes for queries of its shard; none if final and gradients follow."""
     away_steps: tuple[Step, ...]
-    """What it computes for queries of other ranks, or whatever has results that are kept."""
+    """What it computes for queries of other ranks; then the whole task, of which results are
+    kept."""
     queries: range
     """Tokens of its shard."""
     keys: range
@@ -123,7 +123,7 @@ class Layout:
     """Likewise; those of its own too where keys of others are seen beside them. On every rank the
     same object as ``of_queries``, or on none."""
     of_results: Route
-    """By whose queries come for which the results of ``away_steps`` go back."""
+    """By which the queries of ``away_steps`` come, and results for them go back."""
     stages: tuple[Stage, ...]
     """Together, all heads."""
 
@@ -235,6 +235,7 @@ def lay_out(
         flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
         num_ranks=num_ranks,
         num_kv_heads=max(num_kv_heads // head_parallel, 1),
+        with_gradients=with_gradients,
         stage_flops=stage_flops,
     )
     stages = _make_stages(number, num_ranks, head_parallel, num_heads, num_kv_heads)
@@ -312,7 +313,8 @@ def choose_head_parallel(case: Case, num_ranks: int, *, with_gradients: bool) ->
     """Return the number of slices of the heads to take.
 
     Only numbers count that are predicted to take at most 2 % longer than the fastest, in as many
-    stages as the work pays, on H200s of one host; see ``slack`` of
+    stages as the work pays, on H200s of one host. Of these it is the one for which a rank holds the
+    fewest bytes, and without gradients, up to 512K keys, the least: see ``slack`` of
     :func:`cqs.simulation.forecast`. All ranks know what the choice depends on.
 
     Args:

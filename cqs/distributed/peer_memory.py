@@ -102,11 +102,13 @@ class PeerMemory:
             self._check_released()
             self._streams.add(stream)
             places = range(first, first + sum(rooms))
-            self._make_room(_Packed(places, lane, self.number + 1, readers), stream)
+            packed = _Packed(places, lane, self.number + 1, readers)
+            unread = self._make_room(packed, stream)
         memory = self._memory
         fill([memory.rows(f, sum(p.lengths), p) for f, p in zip(firsts, parcels, strict=True)])
-        with self._launching:
+        with self._launching:  # had this failed, nothing would have been packed
             self._check_released()
+            memory.unread = unread
             self.number += 1
             for reader in readers:
                 self._tell(stream, reader, _TOLD, lane)
@@ -159,8 +161,12 @@ class PeerMemory:
         if self._memory.is_released:
             raise RuntimeError("the group was aborted")
 
-    def _make_room(self, new: "_Packed", stream: torch.cuda.Stream) -> None:
-        """Let the stream of a lane wait until what was packed at some place has been fetched."""
+    def _make_room(self, new: "_Packed", stream: torch.cuda.Stream) -> "list[_Packed]":
+        """Let the stream of a lane wait until what was packed at some place has been fetched.
+
+        Returns:
+            What is unread once the new has been packed.
+        """
         left = []
         for old in self._memory.unread:
             if old.places.start < new.places.stop and new.places.start < old.places.stop:
@@ -171,7 +177,7 @@ class PeerMemory:
             is_covered = new.readers and _contains(new.places, old.places)
             if not is_covered and len(old.lanes) < self.num_lanes:
                 left.append(old)
-        self._memory.unread = left + [new] if new.readers else left
+        return left + [new] if new.readers else left
 
     def _fetch(
         self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, begin: torch.cuda.Event

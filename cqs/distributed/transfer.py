@@ -29,8 +29,8 @@ class Parcel:
     widths: Sequence[int]
     """Heads of each of them that travel."""
     moves: Moves
-    """Between the sources, twice, and the rows for other ranks, then those that come; none if what
-    stays is used where it is."""
+    """Between the sources, twice, and the rows for other ranks, then those that come; none if there
+    are none, or they are written otherwise."""
     _: KW_ONLY
     is_home: bool
     """Whether they go back by the route."""
@@ -131,7 +131,7 @@ class Messages:
 
     num_lanes = 1
     num_turns = 2
-    stage_flops = 5e11
+    stage_flops = 2e12
 
     def __init__(self, group: Any) -> None:
         """Use a group, of which a rank takes part where it sends or receives something."""
@@ -141,8 +141,9 @@ class Messages:
         self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
     ) -> list[UnderWay]:
         """Send parcels; see :class:`Carrier`."""
+        rows_of_parcels = [parcel.new_rows(sum(parcel.lengths)) for parcel in parcels]
+        fill(rows_of_parcels)
         messages = []
-        fill(rows_of_parcels := [parcel.new_rows(sum(parcel.lengths)) for parcel in parcels])
         for parcel, packed in zip(parcels, rows_of_parcels, strict=True):
             ways: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, parcel.lengths)]
             if not parcel.route.stays:

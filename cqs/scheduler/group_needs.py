@@ -44,7 +44,7 @@ def group_needs(
         return (GroupNeeds(num_queries, num_keys, num_queries, num_keys, home, own_keys),)
 
     def needs(worker: int, offset: int) -> tuple[float, float]:
-        """Return what part of the queries of a group a worker needs for others, and of its keys."""
+        """Return what part of a group's queries meets keys of other groups, and of its keys."""
         group = (worker + offset) % num_workers
         others = [(worker + other) % num_workers for other in partners.get(offset, ())]
         part = 1.0 if any(other < group for other in others) else 0.0

@@ -1,10 +1,10 @@
 """How many heads a rank computes, and how many of them at one time."""
 
-import math
-
-STAGE_FLOPS = 1.25e11
+STAGE_FLOPS = 5e11
 """See :func:`choose_num_stages`; where GPUs reach each other's memory."""
-_MAX_STAGES = 4
+_FOUR_STAGES_FLOPS, _FOUR_STAGES_FLOPS_OF_BOTH = 8e12, 2e12
+"""From which work on four stages pay, forward alone and of both passes: with less a GPU waits until
+they are launched."""
 
 
 def why_not_head_parallel(
@@ -40,24 +40,34 @@ def choose_num_stages(
     flops: float,
     num_ranks: int,
     num_kv_heads: int,
+    with_gradients: bool,
     stage_flops: float = STAGE_FLOPS,
 ) -> int:
     """Return into how many parts a rank cuts its heads: a divisor of the number of key heads.
 
-    Of S stages a part of 1/S of what travels is not hidden, and each takes the caller as long: the
-    best S grows with the root of the work. More than four make kernels too short.
+    Of S stages a part of 1/S of what travels is not hidden, and each takes the caller as long. More
+    than four make kernels too short.
 
     Args:
         most: At most so many; ``None`` chooses by the work.
         flops: What a rank computes in the forward pass.
         num_ranks: A single one has nothing that could travel meanwhile.
         num_kv_heads: Of a rank.
-        stage_flops: S stages pay from S^2 times this on.
+        with_gradients: Whether a backward pass follows, in as many.
+        stage_flops: From which work on two pay.
 
     Example:
-        >>> choose_num_stages(None, flops=6e11, num_ranks=8, num_kv_heads=4)
-        2
+        >>> options = {"num_ranks": 8, "num_kv_heads": 4}
+        >>> [
+        ...     choose_num_stages(None, flops=flops, with_gradients=both, **options)
+        ...     for flops in (6e11, 2e12)
+        ...     for both in (False, True)
+        ... ]
+        [2, 2, 2, 4]
     """
     if most is None:
-        most = min(math.isqrt(int(flops / stage_flops)), _MAX_STAGES) if num_ranks > 1 else 1
+        most = 1
+        if num_ranks > 1 and flops >= stage_flops:
+            four = _FOUR_STAGES_FLOPS_OF_BOTH if with_gradients else _FOUR_STAGES_FLOPS
+            most = 4 if flops >= max(four, 4 * stage_flops) else 2
     return max(n for n in range(1, min(max(most, 1), num_kv_heads) + 1) if num_kv_heads % n == 0)

@@ -85,14 +85,14 @@ class World:
             if self._step():
                 idle_since = time.monotonic()
             elif self.errors or time.monotonic() > idle_since + 10:
+                state = [(s.rank, s.num_done, s.num_begun) for s in self.streams]
+                self.errors.append(Deadlock(state))  # who waits is told
                 self.barrier.abort()
                 break
         for thread in threads:
             thread.join()
         if self.errors:
             raise self.errors[0]
-        if not self._is_done():
-            raise Deadlock([(s.rank, s.num_done, s.num_begun) for s in self.streams])
 
     def swap(self, own):
         """Return the numbers that all ranks pass."""

@@ -182,7 +182,7 @@ def attend(carrier, rank, call, tensors):
     layout = make_layout(call, rank)
     problem = check_problem(query, key, value)
     share = LaterShare(carrier, rank, layout, Worker(problem.scale, "reference", None, None))
-    with Exchange(carrier, len(layout.stages), in_place=not call["gradients"]) as exchange:
+    with Exchange(carrier, len(layout.stages), in_place=False) as exchange:
         keep = call["gradients"]
         attended = share.attend(problem, exchange, with_lse=keep, keep=keep)
     results = [attended.answer.output]
@@ -255,6 +255,45 @@ def test_gradients_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
     assert numbers == {
         (rank, most): [2, number] for rank in (0, 1) for most, number in ((40, 2), (39, 1))
     }
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("failing_stage", [0, 1])
+def test_a_call_may_follow_one_that_failed_on_all_ranks(
+    peer_memory, monkeypatch, failing_stage, gradients
+):
+    """As if memory was short where results for other ranks are computed."""
+    call = draw_calls(random.Random(0), 4)[0]
+    call |= {"lengths": (10,) * 4, "gradients": gradients, "head_parallel": 1, "num_stages": 2}
+    call |= {"heads": (2, 2), "is_causal": True}
+    tensors, world, failing, kept = draw_tensors(call), make_world(4, 0), {}, []
+    new_rows, compute = transfer.Parcel.new_rows, LaterShare._compute_away
+
+    def keep_rows(parcel, number):  # a GPU's allocator knows what its streams still use
+        kept.append(new_rows(parcel, number))
+        return kept[-1]
+
+    def fail(share, results, stage, *arguments):
+        if failing[share.rank] and stage is share.layout.stages[failing_stage]:
+            raise torch.OutOfMemoryError("as if")
+        compute(share, results, stage, *arguments)
+
+    monkeypatch.setattr(transfer.Parcel, "new_rows", keep_rows)
+    monkeypatch.setattr(LaterShare, "_compute_away", fail)
+
+    def program(rank):
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        for failing[rank] in (False, True, False):
+            if failing[rank]:
+                with pytest.raises(torch.OutOfMemoryError, match="as if"):
+                    attend(carrier, rank, call, tensors)
+            else:
+                rows, (output, *_) = attend(carrier, rank, call, tensors)
+            synchronize()
+            world.swap([])
+        torch.testing.assert_close(output, expect(call, tensors)[0][:, :, rows])
+
+    world.run(program)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -70,8 +70,8 @@ def attend_tiles(
         bits: int32, the words that runs name, or None if none does.
         words: :class:`cqs.dropout.DropoutWords`, or None.
         num_queries: In all lanes.
-        output_strides: Of batch, heads and rows.
-        lse_batch_stride: Of ``lse``, like the next two.
+        output_strides: Of batch, heads and rows; Triton looks whether 16 divides them.
+        lse_batch_stride: Of ``lse``, like the next two, at which it does not look.
         lse_head_stride: Likewise.
         lse_row_stride: Likewise.
         query_step: Tokens between two rows.
