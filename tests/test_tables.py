@@ -203,11 +203,10 @@ def test_two_gpus_where_cqs_is_not_the_fastest():
         if ratio > 1:
             slower[name] = ratio
         else:
-            assert (0.943 if benchmark == "peers both" else 0.9455) < ratio < 0.9985
+            assert (0.9255 if benchmark == "peers both" else 0.9555) < ratio < 0.9985
         if "torch" in times:
             beside_cudnn[name] = times["torch"] / times["cqs"]
     expected = {
-        ("forward", "full-16384-h32"): 1.015,
         ("forward", "full-131072-h16"): 1.003,
         ("forward", "causal-524288-h16"): 1.010,
         ("both", "full-131072-h16"): 1.030,
@@ -218,10 +217,10 @@ def test_two_gpus_where_cqs_is_not_the_fastest():
     assert max(beside_cudnn["forward", case] for _, case in beside_cudnn) < 1.335
     trained = {case: ratio for (passes, case), ratio in beside_cudnn.items() if passes == "both"}
     expected = {
-        "full-32768-h16": 0.943,
+        "full-32768-h16": 0.919,
         "full-65536-h16": 0.885,
         "causal-65536-h16": 0.925,
-        "causal-32768-h16": 1.022,
+        "causal-32768-h16": 1.012,
     }
     assert trained == pytest.approx(expected, abs=6e-4), trained
 
