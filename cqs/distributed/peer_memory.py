@@ -106,7 +106,7 @@ class PeerMemory:
             unread = self._make_room(packed, stream)
         memory = self._memory
         fill([memory.rows(f, sum(p.lengths), p) for f, p in zip(firsts, parcels, strict=True)])
-        with self._launching:  # had this failed, nothing would have been packed
+        with self._launching:  # where that fails, it is as if there had been no room
             self._check_released()
             memory.unread = unread
             self.number += 1
