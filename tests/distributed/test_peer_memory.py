@@ -2,7 +2,6 @@
 
 import gc
 import random
-import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,8 +12,7 @@ import torch
 from fake_gpus import World, current_rank, current_stream, later, synchronize
 
 import cqs
-from cqs.distributed import lanes, moves, transfer
-from cqs.distributed.attention import _Share
+from cqs.distributed import lanes, moves, rank_task, transfer
 from cqs.distributed.exchange import Exchange
 from cqs.distributed.layout import lay_out
 from cqs.partial import Partial
@@ -23,14 +21,13 @@ from cqs.scheduler.heads import STAGE_FLOPS
 from cqs.worker import Worker
 
 GPU = torch.device("cuda", 0)
-attention = sys.modules[_Share.__module__]
 
 
-class LaterShare(_Share):
+class LaterTask(rank_task.RankTask):
     """Launches what it computes."""
 
     def _compute_away(self, results, *arguments):
-        current_stream().enqueue(lambda: super(LaterShare, self)._compute_away(results, *arguments))
+        current_stream().enqueue(lambda: super(LaterTask, self)._compute_away(results, *arguments))
 
     def _compute_home(self, answer, stage, shards, held, *, keep):
         steps, queries = self.layout.home_steps, self.layout.queries
@@ -65,7 +62,7 @@ class LaterShare(_Share):
         return tuple(self._launch(lambda: compute(*arguments), found))
 
     def _merge(self, *arguments):
-        current_stream().enqueue(lambda: super(LaterShare, self)._merge(*arguments))
+        current_stream().enqueue(lambda: super(LaterTask, self)._merge(*arguments))
 
     def _launch(self, function, results):
         def run():
@@ -116,8 +113,8 @@ def peer_memory(monkeypatch):
         (peer_memory, "meet", lambda group: group.world.swap([])),
         (peer_memory, "_as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
         (transfer, "move", later(moves.move)),
-        (attention, "_add_up", later(attention._add_up)),
-        (attention, "Lanes", lambda device, number: lanes.Lanes(GPU, number)),
+        (rank_task, "_add_up", later(rank_task._add_up)),
+        (rank_task, "Lanes", lambda device, number: lanes.Lanes(GPU, number)),
         (lanes, "_streams", lambda device, number: streams_of_rank(streams, number)),
     ):
         monkeypatch.setattr(module, name, value)
@@ -181,10 +178,10 @@ def attend(carrier, rank, call, tensors):
     query, key, value, grad_output = (each[:, :, rows].clone() for each in tensors)
     layout = make_layout(call, rank)
     problem = check_problem(query, key, value)
-    share = LaterShare(carrier, rank, layout, Worker(problem.scale, "reference", None, None))
+    task = LaterTask(carrier, rank, layout, Worker(problem.scale, "reference", None, None))
     with Exchange(carrier, len(layout.stages), in_place=False) as exchange:
         keep = call["gradients"]
-        attended = share.attend(problem, exchange, with_lse=keep, keep=keep)
+        attended = task.attend(problem, exchange, with_lse=keep, keep=keep)
     results = [attended.answer.output]
     if call["gradients"]:
         results += attended.differentiate(attended.kept, grad_output)
@@ -211,8 +208,8 @@ def expect(call, tensors):
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ranks, seed):
     """Calls follow each other without waiting for the streams."""
-    monkeypatch.setattr(attention, "_MOST_AT_ONCE_BACKWARD", 30 * (seed % 3))
-    monkeypatch.setattr(attention, "_MOST_AT_ONCE", 30 * (seed // 3 % 3))
+    monkeypatch.setattr(rank_task, "_MOST_AT_ONCE_BACKWARD", 30 * (seed % 3))
+    monkeypatch.setattr(rank_task, "_MOST_AT_ONCE", 30 * (seed // 3 % 3))
     torch.manual_seed(seed)
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
     whole = [draw_tensors(call) for call in calls]
@@ -239,15 +236,15 @@ def test_gradients_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
 
     def program(rank):
         def make_lanes(device, number):
-            most = attention._MOST_AT_ONCE_BACKWARD
+            most = rank_task._MOST_AT_ONCE_BACKWARD
             numbers.setdefault((current_rank(), most), []).append(number)
             return lanes.Lanes(GPU, number)
 
-        monkeypatch.setattr(attention, "Lanes", make_lanes)
+        monkeypatch.setattr(rank_task, "Lanes", make_lanes)
         carrier = peer_memory.connect_peers(world.groups[rank], GPU)
         for most in (40, 39):
             world.swap([])
-            monkeypatch.setattr(attention, "_MOST_AT_ONCE_BACKWARD", most)
+            monkeypatch.setattr(rank_task, "_MOST_AT_ONCE_BACKWARD", most)
             attend(carrier, rank, call, draw_tensors(call))
             synchronize()
 
@@ -267,19 +264,19 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(
     call |= {"lengths": (10,) * 4, "gradients": gradients, "head_parallel": 1, "num_stages": 2}
     call |= {"heads": (2, 2), "is_causal": True}
     tensors, world, failing, kept = draw_tensors(call), make_world(4, 0), {}, []
-    new_rows, compute = transfer.Parcel.new_rows, LaterShare._compute_away
+    new_rows, compute = transfer.Parcel.new_rows, LaterTask._compute_away
 
     def keep_rows(parcel, number):  # a GPU's allocator knows what its streams still use
         kept.append(new_rows(parcel, number))
         return kept[-1]
 
-    def fail(share, results, stage, *arguments):
-        if failing[share.rank] and stage is share.layout.stages[failing_stage]:
+    def fail(task, results, stage, *arguments):
+        if failing[task.rank] and stage is task.layout.stages[failing_stage]:
             raise torch.OutOfMemoryError("as if")
-        compute(share, results, stage, *arguments)
+        compute(task, results, stage, *arguments)
 
     monkeypatch.setattr(transfer.Parcel, "new_rows", keep_rows)
-    monkeypatch.setattr(LaterShare, "_compute_away", fail)
+    monkeypatch.setattr(LaterTask, "_compute_away", fail)
 
     def program(rank):
         carrier = peer_memory.connect_peers(world.groups[rank], GPU)
