@@ -178,6 +178,46 @@ def bytes_kept(case, layout, num_slices):
     return kept + part.key_bytes(sum(layout.of_keys.receives))
 
 
+def most_held_forward(case, layout, num_slices):
+    """Play what a rank allocates and frees, stage by stage, beside what it packs for others."""
+    part, stages, home = case.part(num_slices), len(layout.stages), 0
+    if layout.home_steps and not layout.is_final:
+        seeing = layout.home_steps[-1].queries.stop - layout.home_steps[0].queries.start
+        home = part.result_bytes(seeing)
+    came = part.query_bytes(sum(layout.of_queries.receives))
+    came += part.key_bytes(sum(layout.of_keys.receives))
+    of_result = part.query_bytes if layout.is_final else part.result_bytes
+    returned = of_result(sum(layout.of_results.lengths))
+    own = part.result_bytes(len(layout.queries)) if layout.own_steps else 0
+    held = case.shape.result_bytes(len(layout.queries)) + came + own / stages
+    peaks = [held]
+    for _ in range(stages):
+        held += (returned + home) / stages
+        peaks.append(held)
+        held -= came / stages
+    peaks.append(held + own * (stages - 1) / stages)
+    there = part.query_bytes(layout.of_queries.places_out.most)
+    there += part.key_bytes(layout.of_keys.places_out.most)
+    return max(peaks) + max(there, of_result(layout.of_results.places_home.most))
+
+
+@pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("num_devices", "num_slices"),
+    [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4), (7, 1), (8, 1), (8, 2), (8, 8), (26, 2), (31, 1)],
+)
+def test_memory_forward_is_that_of_layouts(shape, is_causal, num_stages, num_devices, num_slices):
+    case = Case(120 * num_devices, shape, is_causal)
+    of_ranks = layouts(case, num_devices, num_slices, num_stages)
+    held = max(most_held_forward(case, layout, num_slices) for layout in of_ranks)
+    options = {"is_backward": False, "num_stages": num_stages}
+    found = by_quorums(case, num_devices, Machine(), num_slices, **options).peak_bytes
+    is_bound = is_causal and 1 < num_slices < num_devices
+    assert held <= found * (1 + 1e-12) and found <= held * (1.1 if is_bound else 1 + 1e-12)
+
+
 @pytest.mark.parametrize("passes", ["forward", "both"])
 @pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
 def test_memory_is_what_gpus_allocated(method, passes):
