@@ -136,6 +136,7 @@ class Case:
             flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
             num_ranks=num_devices,
             num_kv_heads=self.part(num_slices).kv_heads,
+            num_keys=self._keys,
             with_gradients=is_backward,
         )
 
@@ -237,7 +238,6 @@ def by_quorums(
             held += answer if num_workers == 1 else 0  # kept as computed, and had by the caller
             received = needed.query_results * queries + needed.key_results * keys
             sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
-            sums *= min(num_slices, 2)  # those of one slice are freed after the next begins
             return held + answer + received + (copied + sums) / stages + sum(tensors)
         if num_devices == 1:
             return answer

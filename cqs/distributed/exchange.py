@@ -72,7 +72,7 @@ class Exchange:
         """
         coming: list[Tensor] = []
         parcels = []
-        for route, chosen in _by_way(shards, routes):
+        for route, chosen in by_way(shards, routes):
             sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
             widths = [len(of_ranks[0]) for of_ranks in together]
             own = route.sends[route.rank]
@@ -100,7 +100,7 @@ class Exchange:
         """
         coming: list[Tensor] = []
         parcels = []
-        for route, chosen in _by_way(held, routes):
+        for route, chosen in by_way(held, routes):
             sources = [held[i] for i in chosen]
             widths = tuple(source.shape[1] for source in sources)
             moves = () if route.stays else _moves_home(route, widths)
@@ -143,6 +143,19 @@ class Exchange:
         under_way = self._carrier.send(parcels, fill, turn, self._num_turns)
         self._transfers.append(Transfer(coming, under_way))
         return self._transfers[-1]
+
+
+def by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
+    """Group neighbours that travel together: by one route, of one shape but for heads and rows.
+
+    Two routes that are equal on this rank may differ on another.
+    """
+
+    def way(i: int) -> Any:
+        return id(routes[i]), tensors[i].shape[3:], tensors[i].dtype
+
+    groups = [list(chosen) for _, chosen in groupby(range(len(tensors)), way)]
+    return [(routes[chosen[0]], chosen) for chosen in groups]
 
 
 def pieces(received: Tensor, route: Route) -> Iterator[Piece]:
@@ -204,16 +217,3 @@ def _moves_home(route: Route, widths: tuple[int, ...]) -> Moves:
         )
         if num_rows
     )
-
-
-def _by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
-    """Group neighbours that travel together: by one route, of one shape but for the heads.
-
-    Two routes that are equal on this rank may differ on another.
-    """
-
-    def way(i: int) -> Any:
-        return id(routes[i]), tensors[i].shape[3:], tensors[i].dtype
-
-    groups = [list(chosen) for _, chosen in groupby(range(len(tensors)), way)]
-    return [(routes[chosen[0]], chosen) for chosen in groups]

@@ -4,7 +4,8 @@ A kernel that keeps every multiprocessor busy has an end in which some have noth
 another stream the next one already begins there.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -22,19 +23,32 @@ class Lanes:
         self._streams = _streams(device, number) if several else ()
 
     def __enter__(self) -> "Lanes":
+        if self._streams:
+            self._device = torch.cuda.device(self._streams[0].device)
+            self._device.__enter__()
+            self._outside = torch.cuda.current_stream()
         for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            stream.wait_stream(self._outside)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            self._outside.wait_stream(stream)
+        if self._streams:
+            self._device.__exit__(*error)
 
-    def at(self, turn: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def at(self, turn: int) -> Iterator[None]:
         """Launch on the lane whose turn it is."""
         if not self._streams:
-            return nullcontext()
-        return torch.cuda.stream(self._streams[turn % len(self._streams)])
+            yield
+            return
+        # torch.cuda.stream() would look up what is known here, several times
+        torch.cuda.set_stream(self._streams[turn % len(self._streams)])
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(self._outside)
 
 
 @lru_cache

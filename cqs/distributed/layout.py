@@ -235,6 +235,7 @@ def lay_out(
         flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
         num_ranks=num_ranks,
         num_kv_heads=max(num_kv_heads // head_parallel, 1),
+        num_keys=sum(seqlens_kv),
         with_gradients=with_gradients,
         stage_flops=stage_flops,
     )

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from cqs.autograd import Attended, Kept
-from cqs.distributed.exchange import Exchange, Piece, moves_back, pieces
+from cqs.distributed.exchange import (
+    Exchange,
+    HeadsOfRanks,
+    Piece,
+    by_way,
+    moves_back,
+    pieces,
+)
 from cqs.distributed.lanes import Lanes
 from cqs.distributed.layout import Layout, Route, Stage
 from cqs.distributed.locality import see_only
@@ -22,9 +29,9 @@ from cqs.problem import Problem
 from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
-_MOST_AT_ONCE, _MOST_AT_ONCE_BACKWARD = 196_608, 65_536
-"""Keys that a rank sees. If there are more, two stages at one time take longer than one after
-another: what both read is more than a GPU's cache takes."""
+_MOST_AT_ONCE = 196_608
+"""Keys that a rank sees. If there are more, two stages of a forward pass at one time take longer
+than one after another: what both read is more than a GPU's cache takes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class RankTask:
         tensors = problem.query, problem.key, problem.value
         answer = problem.empty_answer()
         kept: list[Tensor] = []
-        with self._lanes(problem.query, _MOST_AT_ONCE) as lanes:
+        at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.carrier.num_lanes
+        with Lanes(problem.query.device, min(at_once, len(layout.stages))) as lanes:
 
             def send_out(i: int) -> Transfer:
                 with lanes.at(i):
@@ -107,7 +115,8 @@ class RankTask:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
         each_kept = len(kept) // len(layout.stages)
-        with self._lanes(grad_output, _MOST_AT_ONCE_BACKWARD) as lanes:
+        at_once = min(self.carrier.num_lanes, len(layout.stages))
+        with Lanes(grad_output.device, at_once) as lanes:
 
             def send_out(i: int) -> Transfer:
                 heads, route = layout.stages[i].query_heads, layout.of_queries
@@ -128,15 +137,14 @@ class RankTask:
             for i, (stage, transfer) in enumerate(zip(layout.stages, returning, strict=True)):
                 with lanes.at(i):
                     received = transfer.wait()
-                    for total, part, heads, route in zip(
-                        gradients, received, stage.heads, self._routes, strict=True
-                    ):
-                        _add_up(total, part, heads, route)
+                    for route, chosen in by_way(received, self._routes):
+                        _add_up(
+                            [gradients[n] for n in chosen],
+                            [received[n] for n in chosen],
+                            [stage.heads[n] for n in chosen],
+                            route,
+                        )
         return gradients
-
-    def _lanes(self, like: Tensor, most_keys: int) -> Lanes:
-        number = 1 if self.layout.num_keys > most_keys else self.carrier.num_lanes
-        return Lanes(like.device, min(number, len(self.layout.stages)))
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
         """Yield the transfers of all stages, with as many under way as the carrier has turns."""
@@ -282,7 +290,7 @@ class RankTask:
         if self.layout.is_final:
             done = None if home is None else self.rank
             for target, part, nothing in zip(answer, received, (0, -torch.inf), strict=False):
-                _place(target, part, heads, route, nothing, done=done)
+                _place([target], [part], [heads], route, nothing, done=done)
             return
         outputs, lses = (_by_heads(pieces(part, route), heads) for part in received)
         for of_heads in outputs:
@@ -313,9 +321,9 @@ def _new_results(held: Sequence[Tensor], num_rows: int) -> Partial:
 
 
 def _place(
-    target: Tensor,
-    received: Tensor,
-    heads: tuple[range, ...],
+    targets: Sequence[Tensor],
+    received: Sequence[Tensor],
+    heads: Sequence[HeadsOfRanks],
     route: Route,
     nothing: float,
     *,
@@ -325,20 +333,30 @@ def _place(
 
     Of the heads of rank ``done`` all rows are there.
     """
-    for rank, (of_heads, ranges) in enumerate(zip(heads, route.sends, strict=True)):
-        if rank != done and sum(map(len, ranges)) < target.shape[2]:
-            target[:, of_heads.start : of_heads.stop].fill_(nothing)
-    move([received], [target], moves_back(route, (heads,)))
+    for target, of_ranks in zip(targets, heads, strict=True):
+        for rank, (of_heads, ranges) in enumerate(zip(of_ranks, route.sends, strict=True)):
+            if rank != done and sum(map(len, ranges)) < target.shape[2]:
+                target[:, of_heads.start : of_heads.stop].fill_(nothing)
+    move(received, targets, moves_back(route, tuple(heads)))
 
 
-def _add_up(target: Tensor, received: Tensor, heads: tuple[range, ...], route: Route) -> None:
+def _add_up(
+    targets: Sequence[Tensor],
+    received: Sequence[Tensor],
+    heads: Sequence[HeadsOfRanks],
+    route: Route,
+) -> None:
     """Write the sums of what came for each row of a head."""
-    if len(set(heads)) == len(heads):
-        _place(target, received, heads, route, 0)
+    if all(len(set(of_ranks)) == len(of_ranks) for of_ranks in heads):
+        _place(targets, received, heads, route, 0)
         return
-    for of_heads, parts in _by_heads(pieces(received, route), heads).items():
-        of_target = target[:, of_heads.start : of_heads.stop]
-        total = of_target.new_zeros(of_target.shape, dtype=lse_dtype(target.dtype))
-        for part in parts:
-            total[:, :, part.rows.start : part.rows.stop] += part.tensor
-        of_target.copy_(total)
+    for target, came, of_ranks in zip(targets, received, heads, strict=True):
+        for of_heads, parts in _by_heads(pieces(came, route), of_ranks).items():
+            _write_sum(target[:, of_heads.start : of_heads.stop], parts)
+
+
+def _write_sum(target: Tensor, parts: Iterable[Piece]) -> None:
+    total = target.new_zeros(target.shape, dtype=lse_dtype(target.dtype))
+    for part in parts:
+        total[:, :, part.rows.start : part.rows.stop] += part.tensor
+    target.copy_(total)

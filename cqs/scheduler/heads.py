@@ -5,6 +5,9 @@ STAGE_FLOPS = 5e11
 _FOUR_STAGES_FLOPS, _FOUR_STAGES_FLOPS_OF_BOTH = 8e12, 2e12
 """From which work on four stages pay, forward alone and of both passes: with less a GPU waits until
 they are launched."""
+_FOUR_STAGES_KEYS_OF_BOTH = 65_536
+"""Up to which number of keys they pay if gradients follow: the end of a kernel leaves most of a GPU
+idle for part of a tile, and tiles are as long as there are keys."""
 
 
 def why_not_head_parallel(
@@ -40,34 +43,39 @@ def choose_num_stages(
     flops: float,
     num_ranks: int,
     num_kv_heads: int,
+    num_keys: int,
     with_gradients: bool,
     stage_flops: float = STAGE_FLOPS,
 ) -> int:
     """Return into how many parts a rank cuts its heads: a divisor of the number of key heads.
 
-    Of S stages a part of 1/S of what travels is not hidden, and each takes the caller as long. More
-    than four make kernels too short.
+    Of S stages a part of 1/S of what travels is not hidden. Each takes the caller as long, and has
+    kernels with ends of their own. More than four make kernels too short.
 
     Args:
         most: At most so many; ``None`` chooses by the work.
         flops: What a rank computes in the forward pass.
         num_ranks: A single one has nothing that could travel meanwhile.
         num_kv_heads: Of a rank.
+        num_keys: Of the problem.
         with_gradients: Whether a backward pass follows, in as many.
         stage_flops: From which work on two pay.
 
     Example:
         >>> options = {"num_ranks": 8, "num_kv_heads": 4}
         >>> [
-        ...     choose_num_stages(None, flops=flops, with_gradients=both, **options)
-        ...     for flops in (6e11, 2e12)
+        ...     choose_num_stages(
+        ...         None, flops=flops, num_keys=num_keys, with_gradients=both, **options
+        ...     )
+        ...     for flops, num_keys in ((6e11, 2**15), (2e12, 2**15), (3e13, 2**17))
         ...     for both in (False, True)
         ... ]
-        [2, 2, 2, 4]
+        [2, 2, 2, 4, 4, 2]
     """
     if most is None:
         most = 1
         if num_ranks > 1 and flops >= stage_flops:
             four = _FOUR_STAGES_FLOPS_OF_BOTH if with_gradients else _FOUR_STAGES_FLOPS
-            most = 4 if flops >= max(four, 4 * stage_flops) else 2
+            are_long = with_gradients and num_keys > _FOUR_STAGES_KEYS_OF_BOTH
+            most = 4 if flops >= max(four, 4 * stage_flops) and not are_long else 2
     return max(n for n in range(1, min(max(most, 1), num_kv_heads) + 1) if num_kv_heads % n == 0)

@@ -6,7 +6,7 @@ import threading
 import time
 import types
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 
@@ -144,13 +144,8 @@ def current_stream(device=None):
     return _here.stream
 
 
-@contextmanager
-def use_stream(stream):
-    before, _here.stream = _here.stream, stream
-    try:
-        yield
-    finally:
-        _here.stream = before
+def set_stream(stream):
+    _here.stream = stream
 
 
 def synchronize(device=None):
@@ -229,7 +224,7 @@ def install(monkeypatch):
     for name, value in (
         ("Stream", Stream),
         ("current_stream", current_stream),
-        ("stream", use_stream),
+        ("set_stream", set_stream),
         ("synchronize", synchronize),
         ("device", lambda device: nullcontext()),
         ("empty_cache", lambda: None),

@@ -208,8 +208,7 @@ def expect(call, tensors):
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ranks, seed):
     """Calls follow each other without waiting for the streams."""
-    monkeypatch.setattr(rank_task, "_MOST_AT_ONCE_BACKWARD", 30 * (seed % 3))
-    monkeypatch.setattr(rank_task, "_MOST_AT_ONCE", 30 * (seed // 3 % 3))
+    monkeypatch.setattr(rank_task, "_MOST_AT_ONCE", 30 * (seed % 3))
     torch.manual_seed(seed)
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
     whole = [draw_tensors(call) for call in calls]
@@ -228,7 +227,7 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ran
                 torch.testing.assert_close(ours, exact[:, :, rows], rtol=1e-10, atol=1e-10)
 
 
-def test_gradients_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
+def test_forward_passes_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
     call = draw_calls(random.Random(0), 2)[0]
     call |= {"lengths": (20, 20), "gradients": True, "head_parallel": 1, "num_stages": 2}
     call |= {"heads": (2, 2), "is_causal": False}
@@ -236,7 +235,7 @@ def test_gradients_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
 
     def program(rank):
         def make_lanes(device, number):
-            most = rank_task._MOST_AT_ONCE_BACKWARD
+            most = rank_task._MOST_AT_ONCE
             numbers.setdefault((current_rank(), most), []).append(number)
             return lanes.Lanes(GPU, number)
 
@@ -244,13 +243,13 @@ def test_gradients_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
         carrier = peer_memory.connect_peers(world.groups[rank], GPU)
         for most in (40, 39):
             world.swap([])
-            monkeypatch.setattr(rank_task, "_MOST_AT_ONCE_BACKWARD", most)
+            monkeypatch.setattr(rank_task, "_MOST_AT_ONCE", most)
             attend(carrier, rank, call, draw_tensors(call))
             synchronize()
 
     world.run(program)
     assert numbers == {
-        (rank, most): [2, number] for rank in (0, 1) for most, number in ((40, 2), (39, 1))
+        (rank, most): [number, 2] for rank in (0, 1) for most, number in ((40, 2), (39, 1))
     }
 
 

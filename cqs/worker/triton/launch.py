@@ -419,24 +419,27 @@ def _describe(tensor: Tensor, step: int, rows: int, descriptor: type = TensorDes
 
     The tensor is taken as ``[batch, heads, step, rows, dim]``: lanes of every step-th token.
     """
-    align = 16 // tensor.element_size()
     if tensor.shape[2] % step:
         tensor = pad(tensor, (0, 0, 0, -tensor.shape[2] % step))
-    tensor = tensor.unflatten(2, (-1, step)).transpose(2, 3)
-    strides = [s if n > 1 else align for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    strides[-1] = tensor.stride(-1)
+    batch, num_heads, num_rows, dim = tensor.shape
+    of_batch, of_head, of_row, of_column = tensor.stride()
+    align = 16 // tensor.element_size()
+    shape = [batch, num_heads, step, num_rows // step, dim]
+    strides = [of_batch, of_head, of_row, of_row * step]
+    strides = [s if n > 1 else align for n, s in zip(shape, strides, strict=False)]
     if (
-        strides[-1] != 1
-        or any(stride % align or stride <= 0 for stride in strides[:-1])
+        of_column != 1
+        or any(stride % align or stride <= 0 for stride in strides)
         or tensor.data_ptr() % 16
     ):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        strides = list(tensor.stride())
-    block = [1, 1, 1, rows, triton.next_power_of_2(tensor.shape[-1])]
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        return _describe(copy, step, rows, descriptor)
+    strides.append(1)
+    block = [1, 1, 1, rows, triton.next_power_of_2(dim)]
     if descriptor is TensorDescriptor:
-        return TensorDescriptor(tensor, list(tensor.shape), strides, block)
+        return TensorDescriptor(tensor, shape, strides, block)
     layout = _shared_layout(tuple(block), tensor.dtype)
-    return GluonDescriptor(tensor, list(tensor.shape), strides, block, layout)
+    return GluonDescriptor(tensor, shape, strides, block, layout)
 
 
 @lru_cache(maxsize=64)
