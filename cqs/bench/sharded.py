@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ import cqs
 from cqs.bench.measurement import Measurement, append_rows, publish, summarize
 from cqs.commands.table import percent
 from cqs.distributed import attention
+from cqs.distributed.exchange import Exchange
+from cqs.distributed.rank_task import RankTask
 from cqs.executors.ray.sharded import Sharded
 from cqs.partial import Partial
 from cqs.problem import check_problem
@@ -26,6 +29,13 @@ from cqs.verify import VerificationError, verify_rows
 _NUM_CALLS = 16
 _NUM_LAYERS = 64
 """Of a pass in which actors die."""
+_ANY_MOMENT = "any moment"
+_PARTS: dict[str, tuple[type, str]] = {
+    "exchange": (Exchange, "send_out"),
+    "compute": (RankTask, "_compute_away"),
+    "return": (Exchange, "send_made"),
+}
+"""Of a call, in which actors die: after the first and the last, before the other."""
 
 
 def run(
@@ -37,6 +47,7 @@ def run(
     repeats: int = 5,
     workers: int | None = None,
     deaths: int = 0,
+    only: str | None = None,
     out: str | None = None,
 ) -> None:
     """Check and time causal calls on sequences that were made on the actors of a private cluster.
@@ -48,15 +59,20 @@ def run(
         head_dim: Size of each.
         repeats: How often each way to call is timed.
         workers: Number of actors; ``None`` means one for each GPU, else for each core.
-        deaths: How often half of the actors are killed at a random moment of a pass, for the first
-            length.
+        deaths: How often half of the actors are killed at a random moment of a pass, and in each
+            part of a random call of it, for the first length.
+        only: When they are killed, separated by commas; ``None`` means in all these ways.
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: if there are deaths, but a single actor.
+        ValueError: if there are deaths, but a single actor, or ``only`` names no such moment.
         VerificationError: if sampled rows stray from float64, or bits change.
     """
     lengths = tokens or ((2**16, 2**17) if torch.cuda.is_available() else (2**10, 2**11))
+    names = _ANY_MOMENT, *_PARTS
+    moments = only.split(",") if only else names
+    if unknown := [each for each in moments if each not in names]:
+        raise ValueError(f"only must name some of {', '.join(names)}; got {unknown[0]!r}")
     rows: list[Measurement] = []
     with cqs.Cluster(num_workers=workers) as cluster:
         if deaths and len(cluster.pids) < 2:
@@ -70,8 +86,9 @@ def run(
             append_rows(found, out)
             rows += found
             if deaths and length == lengths[0]:
-                rows.append(_time_deaths(cluster, shards, case, deaths))
-                append_rows(rows[-1:], out)
+                for moment in moments:
+                    rows.append(_time_deaths(cluster, shards, case, deaths, moment))
+                    append_rows(rows[-1:], out)
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
         "by": lambda row: row.executor,
@@ -147,7 +164,9 @@ def _time_inside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.full((1, 1, 1, 1), time.perf_counter() - start, dtype=torch.float64)
 
 
-def _time_deaths(cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int) -> Measurement:
+def _time_deaths(
+    cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int, moment: str
+) -> Measurement:
     """Kill half of the actors again and again, and compare bits with those of calm passes."""
     passes = [_pass(shards) for _ in range(3)]
     calm, expected = min(each.seconds for each in passes), passes[0].answer
@@ -158,16 +177,26 @@ def _time_deaths(cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int) 
     found: list[float] = []
     while len(found) < deaths:
         victims = draw.sample(cluster.pids, number)
-        done = _pass(shards, threading.Timer(draw.uniform(0, calm), _kill, [victims]))
+        if moment == _ANY_MOMENT:
+            done = _pass(shards, timer=threading.Timer(draw.uniform(0, calm), _kill, [victims]))
+        else:
+            done = _pass(shards, _Death(victims, moment, draw.randrange(_NUM_LAYERS)))
         if not torch.equal(done.answer, expected):
             raise VerificationError(f"other bits after {number} workers have died")
         if set(victims).isdisjoint(done.pids):
             found.append(done.seconds)
         else:  # it was done before they died, if they did
             _pass(shards)
-    row = _row(cluster, "deaths", case, f"ray, {number} killed", "calm", found, [calm] * deaths)
+    name = f"ray, {number} killed" + (f" in {moment}" if moment in _PARTS else "")
+    row = _row(cluster, "deaths", case, name, "calm", found, [calm] * deaths)
     row.details["longest_ms"] = 1e3 * max(found)
     return row
+
+
+class _Death(NamedTuple):
+    pids: Sequence[int]
+    part: str
+    layer: int
 
 
 class _Pass(NamedTuple):
@@ -177,31 +206,49 @@ class _Pass(NamedTuple):
     answer: Tensor
 
 
-def _pass(shards: Sharded, meanwhile: threading.Timer | None = None) -> _Pass:
-    """Compute all layers, with something that may happen meanwhile."""
+def _pass(
+    shards: Sharded, death: _Death | None = None, *, timer: threading.Timer | None = None
+) -> _Pass:
+    """Compute all layers, in which actors die or a timer runs."""
     start = time.perf_counter()
-    if meanwhile is not None:
-        meanwhile.start()
+    if timer is not None:
+        timer.start()
     try:
-        output = shards.map(_layers, is_collective=True)
+        output = shards.map(partial(_layers, death=death), is_collective=True)
     finally:
-        if meanwhile is not None:
-            meanwhile.cancel()
-            meanwhile.join()
+        if timer is not None:
+            timer.cancel()
+            timer.join()
     seconds, pids = time.perf_counter() - start, shards.cluster.pids
     answer = output.to_local()
     assert isinstance(answer, Tensor)
     return _Pass(seconds, pids, answer)
 
 
-def _layers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _layers(query: Tensor, key: Tensor, value: Tensor, *, death: _Death | None) -> Tensor:
     """Compute layers, in turns by quorums alone and by the number of slices that is chosen."""
     for i in range(_NUM_LAYERS):
-        head_parallel = (1, "auto")[i % 2]
-        output = attention(query, key, value, is_causal=True, head_parallel=head_parallel)
+        attend = partial(attention, is_causal=True, head_parallel=(1, "auto")[i % 2])
+        if death is not None and death.layer == i and os.getpid() in death.pids:
+            owner, name = _PARTS[death.part]
+            with patch.object(owner, name, _make_deadly(death.part, getattr(owner, name))):
+                output = attend(query, key, value)
+        else:
+            output = attend(query, key, value)
         assert isinstance(output, Tensor)
         query = query + 0.01 * output
     return query
+
+
+def _make_deadly(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def die(*arguments: Any, **options: Any) -> None:
+        if part != "compute":
+            method(*arguments, **options)
+        if part != "exchange" and torch.cuda.is_available():
+            torch.cuda.synchronize()  # what came before is done
+        _kill([os.getpid()])
+
+    return die
 
 
 def _kill(victims: Sequence[int]) -> None:

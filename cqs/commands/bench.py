@@ -14,7 +14,7 @@ _BENCHMARKS = (
 _OF_ANY_SHAPE = "peers", "streaming", "block", "sharded"
 """They take several lengths, and numbers of heads."""
 _ALLOWED = {
-    "only": ("patterns", "peers"),
+    "only": ("patterns", "peers", "sharded"),
     **dict.fromkeys(("causal", "backward"), ("peers", "streaming")),
     **dict.fromkeys(("budget", "part"), ("streaming",)),
     **dict.fromkeys(("workers", "deaths"), ("sharded",)),
@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, metavar="R", help="default: as published")
     parser.add_argument("--out", metavar="FILE.jsonl", help="append the rows to this file")
     parser.add_argument(
-        "--only", metavar="NAME,NAME", help="patterns: those with such names; peers: these methods"
+        "--only",
+        metavar="NAME,NAME",
+        help="patterns: those with such names; peers: these methods; sharded: deaths there",
     )
     peers = parser.add_argument_group(
         "peers and block, started by torchrun, streaming, and sharded, which starts Ray"
@@ -53,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, metavar="W", help="default: one for each GPU, or core"
     )
     sharded.add_argument(
-        "--deaths", type=int, metavar="T", help="how often half of them are killed; default: 0"
+        "--deaths",
+        type=int,
+        metavar="T",
+        help="how often half of them are killed, at any moment and in each part; default: 0",
     )
 
 

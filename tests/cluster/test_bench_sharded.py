@@ -23,33 +23,45 @@ def test_rows_of_calls_and_deaths(ray_session, tmp_path):
         ("sharded", "ray, one call", 2),
         ("sharded", "ray, a call each", 2),
         ("deaths", "ray, 1 killed", 2),
+        ("deaths", "ray, 1 killed in exchange", 2),
+        ("deaths", "ray, 1 killed in compute", 2),
+        ("deaths", "ray, 1 killed in return", 2),
     ]
     assert {row["case"] for row in rows} == {"causal-600-h4-kv2-d16"}
-    assert rows[0]["ratio"] == 1 and rows[-1]["ratio"] > 1
-    assert rows[-1]["details"]["longest_ms"] == pytest.approx(rows[-1]["median_ms"])
+    assert rows[0]["ratio"] == 1
+    for row in rows[3:]:
+        assert row["ratio"] > 1
+        assert row["details"]["longest_ms"] == pytest.approx(row["median_ms"])
 
 
+@pytest.mark.parametrize("moment", ["any moment", "compute"])
 @pytest.mark.parametrize("wrong", ["calm", "after a death"])
-def test_other_bits_are_an_error(monkeypatch, wrong):
+def test_other_bits_are_an_error(monkeypatch, wrong, moment):
     answers = [torch.zeros(3), torch.zeros(3), torch.ones(3)]
     if wrong == "after a death":
         answers.insert(0, torch.zeros(3))
     passes = iter(answers)
-    monkeypatch.setattr(sharded, "_pass", lambda *_: sharded._Pass(0.01, [], next(passes)))
+    monkeypatch.setattr(sharded, "_pass", lambda *_, **__: sharded._Pass(0.01, [], next(passes)))
     cluster = types.SimpleNamespace(pids=[1, 2])
     message = "calm passes differ" if wrong == "calm" else "other bits after 1 workers"
     with pytest.raises(VerificationError, match=message):
-        sharded._time_deaths(cluster, None, "case", 1)
+        sharded._time_deaths(cluster, None, "case", 1, moment)
 
 
 def test_a_pass_without_deaths_does_not_count(monkeypatch):
     pids = iter([[1, 2]] * 5 + [[3, 4]])
     seconds = iter([1.0, 1, 1, 2, 1, 4])
     monkeypatch.setattr(
-        sharded, "_pass", lambda *_: sharded._Pass(next(seconds), next(pids), torch.zeros(3))
+        sharded, "_pass", lambda *_, **__: sharded._Pass(next(seconds), next(pids), torch.zeros(3))
     )
-    row = sharded._time_deaths(types.SimpleNamespace(pids=[1, 2]), None, "case", 1)
+    cluster = types.SimpleNamespace(pids=[1, 2])
+    row = sharded._time_deaths(cluster, None, "case", 1, "any moment")
     assert (row.repeats, row.ratio, row.details) == (1, 4, {"longest_ms": 4000})
+
+
+def test_deaths_at_unknown_moments_are_refused():
+    with pytest.raises(ValueError, match="some of any moment, exchange, compute, return; got 'x'"):
+        sharded.run(only="return,x")
 
 
 @pytest.mark.ray
