@@ -78,8 +78,8 @@ def attention(
         ``output``, ``[batch, num_heads, rows, value_dim]``; with ``return_lse`` also ``lse``.
 
     Raises:
-        RuntimeError: if torch.distributed is not initialized or this process not in the group, or
-            another rank has died.
+        RuntimeError: if torch.distributed is not initialized or this process not in the group,
+            another rank has died, or a CUDA graph is being captured.
         TypeError: as for :func:`cqs.attention`.
         ValueError: likewise; and if another rank's arguments are wrong or not the same, with the
             number of that rank, on every rank.
@@ -98,6 +98,8 @@ def attention(
     try:
         problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
         check_backend_name(backend)
+        if _is_captured(query):
+            raise RuntimeError("attention over ranks cannot be captured in a CUDA graph")
         if pattern is not None and not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
         request = {
@@ -172,6 +174,11 @@ def attention(
 
     answer = attend_differentiably(problem, attend)
     return (answer.output, answer.lse) if return_lse else answer.output
+
+
+def _is_captured(query: Tensor) -> bool:
+    """Whether the call would be replayed: its streams would wait for numbers that are there."""
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check_head_parallel(

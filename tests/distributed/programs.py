@@ -137,15 +137,21 @@ def complaint(group, of_rank, changed, options, rows=8, device="cpu"):
     return None
 
 
-def complaint_of_sends(group, of_rank):
-    """Return what is raised where one rank has sent seven times and the others never."""
+def complaint_of_one(group, of_rank, name, found):
+    """Return what is raised where a function of the module finds otherwise on one rank."""
     module = sys.modules[cqs.distributed.attention.__module__]
-    count_sends = module.count_sends
-    module.count_sends = lambda group: 7 if dist.get_rank(group) == of_rank else 0
+    function = getattr(module, name)
+    setattr(module, name, lambda _: found if dist.get_rank(group) == of_rank else 0)
     try:
         return complaint(group, of_rank, {}, {})
     finally:
-        module.count_sends = count_sends
+        setattr(module, name, function)
+
+
+def complaint_in_a_graph(group):
+    """Return what is raised where a CUDA graph is captured."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        return complaint(group, 0, {}, {}, device="cuda")
 
 
 def swap_with_unequal_groups(group):

@@ -9,7 +9,7 @@ from programs import (
     check_local,
     check_tracks_exact,
     complaint,
-    complaint_of_sends,
+    complaint_of_one,
     dropped,
     error_after_failure,
     error_beside_messages,
@@ -206,9 +206,17 @@ def test_a_group_that_is_none_is_named(ranks):
         assert error is TypeError and text == "group must be a process group, got 'x'"
 
 
+def test_cuda_graphs_are_refused_on_all_ranks(ranks):
+    """Where they are replayed streams would wait for numbers that have long been there."""
+    message = "attention over ranks cannot be captured in a CUDA graph"
+    for rank, (error, text) in enumerate(ranks.run(2, complaint_of_one, 1, "_is_captured", True)):
+        assert error is (RuntimeError if rank == 1 else ValueError) and message in text
+        assert rank == 1 or text.startswith("rank 1 of the group failed")
+
+
 def test_ranks_that_have_sent_less_often_find_out(ranks):
     """As after a call that failed on some ranks alone."""
-    found = ranks.run(3, complaint_of_sends, 1)
+    found = ranks.run(3, complaint_of_one, 1, "count_sends", 7)
     message = "rank 1 of the group has exchanges since the group was made 7, rank 0 has 0"
     assert found == [(ValueError, message)] * 3
 

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from programs import bits, calls_that_stray, check_tracks_exact, complaint
+from programs import (
+    bits,
+    calls_that_stray,
+    check_tracks_exact,
+    complaint,
+    complaint_in_a_graph,
+)
 from test_attention import cut
 
 from cqs.cases import Case
@@ -61,3 +67,8 @@ def test_ranks_that_disagree_find_out(gpu_ranks, num_ranks):
     if num_ranks > 1:
         assert all(error is ValueError and "has scale 2.0" in text for error, text in found)
     assert gpu_ranks.run(num_ranks, complaint, 0, {}, {}, device="cuda") == [None] * num_ranks
+
+
+def test_cuda_graphs_are_refused(gpu_ranks, num_ranks):
+    for error, text in gpu_ranks.run(num_ranks, complaint_in_a_graph):
+        assert error is RuntimeError and "cannot be captured in a CUDA graph" in text
