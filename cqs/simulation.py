@@ -131,12 +131,13 @@ class Case:
         self, num_devices: int, num_slices: int, most: int | None = None, *, is_backward: bool
     ) -> int:
         """Return into how many stages a device cuts its heads; ``most`` as in the layout."""
+        num_workers = num_devices // num_slices
         return choose_num_stages(
             most,
             flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
             num_ranks=num_devices,
             num_kv_heads=self.part(num_slices).kv_heads,
-            num_keys=self._keys,
+            num_keys=self._keys * len(load_interest_set(num_workers)) // num_workers,
             with_gradients=is_backward,
         )
 

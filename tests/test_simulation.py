@@ -15,7 +15,7 @@ from cqs.__main__ import main
 from cqs.distributed.layout import choose_head_parallel, lay_out
 from cqs.fitting import Row, fit, read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
-from cqs.scheduler.heads import STAGE_FLOPS
+from cqs.scheduler.heads import FETCHED
 from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
@@ -41,7 +41,7 @@ def layouts(case, num_devices, num_slices, num_stages=1, *, with_gradients=False
             pattern=None,
             interest_set=None,
             tile=1,
-            stage_flops=STAGE_FLOPS,
+            stage_rule=FETCHED,
             with_gradients=with_gradients,
         )
         for rank in range(num_devices)

@@ -65,10 +65,13 @@ def run(
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: if there are deaths, but a single actor, or ``only`` names no such moment.
+        ValueError: if there are deaths, but a single actor, or ``only`` names no such moment, or
+            there are no deaths.
         VerificationError: if sampled rows stray from float64, or bits change.
     """
     lengths = tokens or ((2**16, 2**17) if torch.cuda.is_available() else (2**10, 2**11))
+    if only and not deaths:
+        raise ValueError("only says when actors die, and there are no deaths")
     names = _ANY_MOMENT, *_PARTS
     moments = only.split(",") if only else names
     if unknown := [each for each in moments if each not in names]:

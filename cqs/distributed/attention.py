@@ -161,7 +161,7 @@ def attention(
             pattern=part.pattern,
             interest_set=request["interest_set"],
             tile=GPU_TILE if part.query.is_cuda else 1,
-            stage_flops=carrier.stage_flops,
+            stage_rule=carrier.stage_rule,
             with_gradients=request["requires_grad"],
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
@@ -177,7 +177,7 @@ def attention(
 
 
 def _is_captured(query: Tensor) -> bool:
-    """Whether the call would be replayed: its streams would wait for numbers that are there."""
+    """Whether the call would be replayed, without what ranks tell each other in each call."""
     return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

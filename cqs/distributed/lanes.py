@@ -39,7 +39,7 @@ class Lanes:
 
     @contextmanager
     def at(self, turn: int) -> Iterator[None]:
-        """Launch on the lane whose turn it is."""
+        """Launch on the lane whose turn it is; not within another turn."""
         if not self._streams:
             yield
             return

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cqs.distributed.locality import SplitSteps, keys_of, see_only, split_steps
 from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Plan, Step, make_plan
-from cqs.scheduler.heads import choose_num_stages
+from cqs.scheduler.heads import StageRule, choose_num_stages
 from cqs.scheduler.task import join_ranges
 from cqs.simulation import Case, Machine, forecast
 
@@ -158,7 +158,7 @@ def lay_out(
     pattern: Any,
     interest_set: tuple[int, ...] | None,
     tile: int,
-    stage_flops: float,
+    stage_rule: StageRule,
     with_gradients: bool,
 ) -> Layout:
     """Lay out attention over shards of these lengths.
@@ -177,7 +177,7 @@ def lay_out(
         pattern: Likewise.
         interest_set: Likewise.
         tile: Likewise.
-        stage_flops: See :func:`cqs.scheduler.heads.choose_num_stages`.
+        stage_rule: See :func:`cqs.scheduler.heads.choose_num_stages`.
         with_gradients: Whether they will be asked for.
     """
     num_ranks = len(seqlens_q)
@@ -235,9 +235,9 @@ def lay_out(
         flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
         num_ranks=num_ranks,
         num_kv_heads=max(num_kv_heads // head_parallel, 1),
-        num_keys=sum(seqlens_kv),
+        num_keys=sum(seqlens_kv) * len(plan.interest_set) // plan.num_workers,
         with_gradients=with_gradients,
-        stage_flops=stage_flops,
+        rule=stage_rule,
     )
     stages = _make_stages(number, num_ranks, head_parallel, num_heads, num_kv_heads)
     return Layout(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cqs.distributed.agreement import control_group, meet, swap, timeout_of
 from cqs.distributed.transfer import Fill, Parcel, UnderWay
-from cqs.scheduler.heads import STAGE_FLOPS
+from cqs.scheduler.heads import FETCHED
 
 _ALIGNMENT = 512
 _LEAST_BYTES = 1 << 21
@@ -49,7 +49,7 @@ class PeerMemory:
 
     num_lanes = 2
     num_turns = 4
-    stage_flops = STAGE_FLOPS
+    stage_rule = FETCHED
 
     def __init__(self, group: Any, device: torch.device, memory: "_Memory") -> None:
         """Begin without room; see :func:`connect_peers`."""

@@ -347,12 +347,15 @@ def _add_up(
     route: Route,
 ) -> None:
     """Write the sums of what came for each row of a head."""
-    if all(len(set(of_ranks)) == len(of_ranks) for of_ranks in heads):
-        _place(targets, received, heads, route, 0)
-        return
-    for target, came, of_ranks in zip(targets, received, heads, strict=True):
-        for of_heads, parts in _by_heads(pieces(came, route), of_ranks).items():
-            _write_sum(target[:, of_heads.start : of_heads.stop], parts)
+    once = [n for n, of_ranks in enumerate(heads) if len(set(of_ranks)) == len(of_ranks)]
+    if once:
+        came = [received[n] for n in once]
+        _place([targets[n] for n in once], came, [heads[n] for n in once], route, 0)
+    for n, of_ranks in enumerate(heads):
+        if n in once:
+            continue
+        for of_heads, parts in _by_heads(pieces(received[n], route), of_ranks).items():
+            _write_sum(targets[n][:, of_heads.start : of_heads.stop], parts)
 
 
 def _write_sum(target: Tensor, parts: Iterable[Piece]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cqs.distributed.layout import Places, Route
 from cqs.distributed.moves import Moves, move
+from cqs.scheduler.heads import SENT, StageRule
 
 _TAG = 0x637173
 """Of our messages, among those of the caller."""
@@ -105,7 +106,7 @@ class Carrier(Protocol):
     """How many streams of a GPU may compute in turns without keeping parcels from travelling."""
     num_turns: int
     """How many stages may be under way on one way at one time."""
-    stage_flops: float
+    stage_rule: StageRule
     """See :func:`cqs.scheduler.heads.choose_num_stages`."""
 
     def send(
@@ -131,7 +132,7 @@ class Messages:
 
     num_lanes = 1
     num_turns = 2
-    stage_flops = 2e12
+    stage_rule = SENT
 
     def __init__(self, group: Any) -> None:
         """Use a group, of which a rank takes part where it sends or receives something."""

@@ -1,13 +1,26 @@
 """How many heads a rank computes, and how many of them at one time."""
 
-STAGE_FLOPS = 5e11
-"""See :func:`choose_num_stages`; where GPUs reach each other's memory."""
-_FOUR_STAGES_FLOPS, _FOUR_STAGES_FLOPS_OF_BOTH = 8e12, 2e12
-"""From which work on four stages pay, forward alone and of both passes: with less a GPU waits until
-they are launched."""
-_FOUR_STAGES_KEYS_OF_BOTH = 65_536
-"""Up to which number of keys they pay if gradients follow: the end of a kernel leaves most of a GPU
-idle for part of a tile, and tiles are as long as there are keys."""
+import math
+from typing import NamedTuple
+
+
+class StageRule(NamedTuple):
+    """From which work on stages pay, in operations of a rank's forward pass."""
+
+    two: float
+    four: float
+    """With less a GPU waits until they are launched."""
+    four_of_both: float
+    """Likewise if gradients follow."""
+    most_keys: float
+    """Held by a rank where four pay though gradients follow: the end of a kernel leaves most of a
+    GPU idle for part of a tile, and tiles are as long as there are keys."""
+
+
+FETCHED = StageRule(5e11, 8e12, 2e12, 65_536)
+"""Where GPUs reach each other's memory."""
+SENT = StageRule(2e12, 8e12, 8e12, math.inf)
+"""Where ranks send messages."""
 
 
 def why_not_head_parallel(
@@ -45,7 +58,7 @@ def choose_num_stages(
     num_kv_heads: int,
     num_keys: int,
     with_gradients: bool,
-    stage_flops: float = STAGE_FLOPS,
+    rule: StageRule = FETCHED,
 ) -> int:
     """Return into how many parts a rank cuts its heads: a divisor of the number of key heads.
 
@@ -57,9 +70,9 @@ def choose_num_stages(
         flops: What a rank computes in the forward pass.
         num_ranks: A single one has nothing that could travel meanwhile.
         num_kv_heads: Of a rank.
-        num_keys: Of the problem.
+        num_keys: That a rank holds.
         with_gradients: Whether a backward pass follows, in as many.
-        stage_flops: From which work on two pay.
+        rule: By how rows travel.
 
     Example:
         >>> options = {"num_ranks": 8, "num_kv_heads": 4}
@@ -74,8 +87,8 @@ def choose_num_stages(
     """
     if most is None:
         most = 1
-        if num_ranks > 1 and flops >= stage_flops:
-            four = _FOUR_STAGES_FLOPS_OF_BOTH if with_gradients else _FOUR_STAGES_FLOPS
-            are_long = with_gradients and num_keys > _FOUR_STAGES_KEYS_OF_BOTH
-            most = 4 if flops >= max(four, 4 * stage_flops) and not are_long else 2
+        if num_ranks > 1 and flops >= rule.two:
+            four = rule.four_of_both if with_gradients else rule.four
+            are_long = with_gradients and num_keys > rule.most_keys
+            most = 4 if flops >= four and not are_long else 2
     return max(n for n in range(1, min(max(most, 1), num_kv_heads) + 1) if num_kv_heads % n == 0)

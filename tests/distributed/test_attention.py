@@ -207,7 +207,6 @@ def test_a_group_that_is_none_is_named(ranks):
 
 
 def test_cuda_graphs_are_refused_on_all_ranks(ranks):
-    """Where they are replayed streams would wait for numbers that have long been there."""
     message = "attention over ranks cannot be captured in a CUDA graph"
     for rank, (error, text) in enumerate(ranks.run(2, complaint_of_one, 1, "_is_captured", True)):
         assert error is (RuntimeError if rank == 1 else ValueError) and message in text

@@ -9,7 +9,7 @@ from cqs.distributed.layout import choose_head_parallel, cut_shards, lay_out
 from cqs.fitting import fit, read_rows
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.heads import STAGE_FLOPS, possible_head_parallel
+from cqs.scheduler.heads import FETCHED, possible_head_parallel
 from cqs.simulation import Case, by_quorums
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
@@ -41,7 +41,7 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
                 pattern=pattern,
                 interest_set=None,
                 tile=1,
-                stage_flops=STAGE_FLOPS,
+                stage_rule=FETCHED,
                 with_gradients=False,
             )
             for rank in range(num_ranks)
@@ -76,7 +76,7 @@ def check_places(routes):
 
 def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
     options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1, "head_dim": 16}
-    options |= {"stage_flops": STAGE_FLOPS, "with_gradients": False}
+    options |= {"stage_rule": FETCHED, "with_gradients": False}
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
         for rank in range(8):
             layout = lay_out(
@@ -111,7 +111,7 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
         pattern=None,
         interest_set=None,
         tile=1,
-        stage_flops=STAGE_FLOPS,
+        stage_rule=FETCHED,
         with_gradients=False,
     )
     for side, number in (("query_heads", 24), ("kv_heads", 12)):
@@ -139,7 +139,7 @@ def test_stages_are_as_many_as_pay():
             pattern=None,
             interest_set=None,
             tile=128,
-            stage_flops=STAGE_FLOPS,
+            stage_rule=FETCHED,
             with_gradients=False,
         )
         return len(layout.stages)
@@ -217,7 +217,7 @@ def test_all_ranks_choose_the_same_split():
             pattern=None,
             interest_set=None,
             tile=128,
-            stage_flops=STAGE_FLOPS,
+            stage_rule=FETCHED,
             with_gradients=False,
         )
         for rank in range(32)

@@ -17,7 +17,7 @@ from cqs.distributed.exchange import Exchange
 from cqs.distributed.layout import lay_out
 from cqs.partial import Partial
 from cqs.problem import check_problem
-from cqs.scheduler.heads import STAGE_FLOPS
+from cqs.scheduler.heads import FETCHED
 from cqs.worker import Worker
 
 GPU = torch.device("cuda", 0)
@@ -166,7 +166,7 @@ def make_layout(call, rank):
         pattern=None,
         interest_set=None,
         tile=1,
-        stage_flops=STAGE_FLOPS,
+        stage_rule=FETCHED,
         with_gradients=call["gradients"],
     )
 

@@ -421,20 +421,19 @@ def _describe(tensor: Tensor, step: int, rows: int, descriptor: type = TensorDes
     """
     if tensor.shape[2] % step:
         tensor = pad(tensor, (0, 0, 0, -tensor.shape[2] % step))
-    batch, num_heads, num_rows, dim = tensor.shape
-    of_batch, of_head, of_row, of_column = tensor.stride()
     align = 16 // tensor.element_size()
-    shape = [batch, num_heads, step, num_rows // step, dim]
-    strides = [of_batch, of_head, of_row, of_row * step]
-    strides = [s if n > 1 else align for n, s in zip(shape, strides, strict=False)]
+    outer = [s for n, s in zip(tensor.shape[:3], tensor.stride(), strict=False) if n > 1]
     if (
-        of_column != 1
-        or any(stride % align or stride <= 0 for stride in strides)
+        tensor.stride(3) != 1
+        or any(stride % align or stride <= 0 for stride in outer)
         or tensor.data_ptr() % 16
     ):
-        copy = tensor.clone(memory_format=torch.contiguous_format)
-        return _describe(copy, step, rows, descriptor)
-    strides.append(1)
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    batch, num_heads, num_rows, dim = tensor.shape
+    of_batch, of_head, of_row, _ = tensor.stride()
+    shape = [batch, num_heads, step, num_rows // step, dim]
+    strides = [of_batch, of_head, of_row, of_row * step, 1]
+    strides[:4] = [s if n > 1 else align for n, s in zip(shape, strides[:4], strict=False)]
     block = [1, 1, 1, rows, triton.next_power_of_2(dim)]
     if descriptor is TensorDescriptor:
         return TensorDescriptor(tensor, shape, strides, block)
