@@ -78,8 +78,9 @@ def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, num_slices
 
 
 def test_stages_are_those_of_the_layout():
-    for tokens, is_causal, is_backward in product((4096, 16384, 40000), *2 * [(False, True)]):
-        case = Case(tokens - tokens % 8, GROUPED, is_causal)
+    lengths = 4096, 16384, 40000, 2**17  # of which quorums hold no more than four stages suit
+    for tokens, is_causal, is_backward in product(lengths, *2 * [(False, True)]):
+        case = Case(tokens, GROUPED, is_causal)
         for num_slices in (1, 2, 8):
             layout = layouts(case, 8, num_slices, None, with_gradients=is_backward)[0]
             assert case.num_stages(8, num_slices, is_backward=is_backward) == len(layout.stages)
@@ -156,8 +157,8 @@ def test_more_of_anything_never_takes_longer(method, passes):
                     each.num_stages(num_devices, found.num_slices, is_backward=passes != "forward")
                     for each in (case, replace(case, tokens=2**21))
                 ]
-                if stages[0] <= stages[1]:
-                    assert longer.peak_bytes <= 2 * found.peak_bytes
+                most_more = 2 * max(stages[0] / stages[1], 1)
+                assert longer.peak_bytes <= most_more * found.peak_bytes
             if num_devices == 1:
                 assert found.bytes_each_way == 0 and math.isclose(found.seconds, least)
 
@@ -262,11 +263,14 @@ def test_memory_of_gradients_is_what_four_gpus_allocated(method):
         in_four = details["tokens"] == 2**17 or row["case"].startswith(
             ("causal-32768", "full-16384")
         )
-        options = {"is_backward": True, "num_stages": 4 if in_four else None}
+        stages = case.num_stages(4, num_slices, 4 if in_four else None, is_backward=True)
+        options = {"is_backward": True, "num_stages": stages}
         peak = by_quorums(case, 4, Machine(), num_slices, **options).peak_bytes
         layout = layouts(case, 4, num_slices, None, with_gradients=True)[0]
         peak -= bytes_kept(case, layout, num_slices)
-        rough = num_slices == 2 or (case.is_causal and num_slices < 4)
+        if num_slices == 2:
+            peak += 2 * case.shard_bytes(4, 2)[0] / stages  # in float32
+        rough = case.is_causal and num_slices < 4
         assert peak == pytest.approx(details["peak_bytes"], rel=0.07 if rough else 0.005)
 
 

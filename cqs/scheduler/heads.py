@@ -84,6 +84,9 @@ def choose_num_stages(
         ...     for both in (False, True)
         ... ]
         [2, 2, 2, 4, 4, 2]
+        >>> options |= {"flops": 3e13, "num_keys": 2**17, "with_gradients": True}
+        >>> choose_num_stages(None, rule=SENT, **options)
+        4
     """
     if most is None:
         most = 1
