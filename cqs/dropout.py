@@ -74,7 +74,7 @@ class Dropout:
             torch.cat([torch.arange(r.start, r.stop, device=device) for r in ranges])
             for ranges in (queries, keys)
         )
-        streams = (torch.tensor(stream, device=device) for stream in range(3))
+        streams = torch.arange(3, device=device)
         multiplier, increment, key = (_draw(self.seed, stream) for stream in streams)
         return DropoutWords(
             _draw(_draw(_draw(multiplier, batches), heads), rows),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.autograd import Attended, attend_differentiably
+from cqs.cuda_graphs import is_captured
 from cqs.distributed.agreement import agree
 from cqs.distributed.carriers import carrier_of, count_sends
 from cqs.distributed.exchange import Exchange
@@ -79,7 +80,7 @@ def attention(
 
     Raises:
         RuntimeError: if torch.distributed is not initialized or this process not in the group,
-            another rank has died, or a CUDA graph is being captured.
+            another rank has died, or a CUDA graph is captured before a call of the same sizes.
         TypeError: as for :func:`cqs.attention`.
         ValueError: likewise; and if another rank's arguments are wrong or not the same, with the
             number of that rank, on every rank.
@@ -98,8 +99,6 @@ def attention(
     try:
         problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
         check_backend_name(backend)
-        if _is_captured(query):
-            raise RuntimeError("attention over ranks cannot be captured in a CUDA graph")
         if pattern is not None and not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
         request = {
@@ -123,6 +122,7 @@ def attention(
             "interest_set": None if interest_set is None else tuple(interest_set),
             "backend": backend,
             "return_lse": as_bool("return_lse", return_lse),
+            "is_captured": is_captured(query.device),
             "exchanges since the group was made": count_sends(group),
         }
     except Exception as wrong:
@@ -174,11 +174,6 @@ def attention(
 
     answer = attend_differentiably(problem, attend)
     return (answer.output, answer.lse) if return_lse else answer.output
-
-
-def _is_captured(query: Tensor) -> bool:
-    """Whether the call would be replayed, without what ranks tell each other in each call."""
-    return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check_head_parallel(

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from cqs.cuda_graphs import check_not_captured
 from cqs.distributed.agreement import control_group, swap
 from cqs.distributed.transfer import Carrier, Messages
 
@@ -28,6 +29,7 @@ def carrier_of(group: Any, device: torch.device) -> Carrier:
     if device.type != "cuda":
         return Messages(group)
     if group not in _peers:
+        check_not_captured(device)
         _peers[group] = _connect(group, device)
     return _peers[group] or Messages(group)
 
@@ -35,7 +37,7 @@ def carrier_of(group: Any, device: torch.device) -> Carrier:
 def count_sends(group: Any) -> int:
     """Return how often this rank has sent: on all ranks as often, unless some failed alone."""
     peers = _peers.get(group or dist.group.WORLD)
-    return 0 if peers is None else peers.number
+    return 0 if peers is None else peers.num_sends
 
 
 def reset_peak_peer_bytes(group: Any) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -29,7 +30,10 @@ class Piece(NamedTuple):
 
 
 class Exchange:
-    """Sends tensors between the ranks of a group, which can be used again if it fails on all."""
+    """Sends tensors between the ranks of a group in one pass.
+
+    The group can be used again if a pass fails on all.
+    """
 
     def __init__(self, carrier: Carrier, num_stages: int, *, in_place: bool) -> None:
         """Begin with nothing.
@@ -44,13 +48,18 @@ class Exchange:
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
+        self._carrier.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            end = time.monotonic() + _SETTLING_SECONDS
-            for transfer in self._transfers:
-                transfer.settle(end)
+        if kind is None:
+            self._carrier.end()
+            return
+        end = time.monotonic() + _SETTLING_SECONDS
+        for transfer in self._transfers:
+            transfer.settle(end)
+        with suppress(RuntimeError):  # others have failed too
+            self._carrier.end()
 
     def send_out(
         self,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cqs.cuda_graphs import check_not_captured, keep_for_replays
 from cqs.distributed.moves import Moves
 
 _BLOCK_ROWS = 64
@@ -24,13 +25,14 @@ def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> 
     batch, *_, dim = targets[0].shape
     num_heads = max(each.num_heads for each in moves)
     num_blocks = triton.cdiv(max(each.num_rows for each in moves), _BLOCK_ROWS)
+    device = targets[0].device
     with torch.cuda.device_of(targets[0]):  # where Triton launches
         _move[(num_blocks, batch * num_heads, len(moves))](
             tuple(sources),
             tuple(targets),
             tuple(source.stride()[:3] for source in sources),
             tuple(target.stride()[:3] for target in targets),
-            _table(moves, targets[0].device),
+            keep_for_replays(_table(moves, device), device),
             num_heads,
             dim,
             BLOCK_ROWS=_BLOCK_ROWS,
@@ -41,6 +43,7 @@ def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> 
 
 @lru_cache(maxsize=256)
 def _table(moves: Moves, device: torch.device) -> Tensor:
+    check_not_captured(device)
     return torch.tensor(moves, dtype=torch.int32).to(device)
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from torch import Tensor
 
+from cqs.cuda_graphs import check_not_captured, is_captured
 from cqs.distributed.agreement import control_group, meet, swap, timeout_of
 from cqs.distributed.transfer import Fill, Parcel, UnderWay
 from cqs.scheduler.heads import FETCHED
@@ -27,8 +28,10 @@ from cqs.scheduler.heads import FETCHED
 _ALIGNMENT = 512
 _LEAST_BYTES = 1 << 21
 """Less shares its page with memory that is none of the other ranks' business."""
-_TOLD, _FETCHED = 0, 1
-"""What numbers say: what is there, and what has been fetched."""
+_NUM_LANES = 2
+_ENDED, _SEEN, _NUM_ROWS = range(2 * _NUM_LANES, 2 * _NUM_LANES + 3)
+"""What numbers of passes say, after those of sends: that a rank has ended its pass, and that it has
+seen that this one has."""
 _RELEASED = 1 << 30
 """Later than any send."""
 _RELEASED_SECONDS = 60.0
@@ -45,9 +48,13 @@ class PeerMemory:
     send of every rank that had something for this one, and the last of this rank's sends that it
     has fetched. Whoever needs a number to be high enough waits on the GPU: for rows to be there, or
     for room to be free. Lanes have numbers of their own, for numbers must rise.
+
+    A pass ends when others have fetched all that it packed. Its numbers are 0 again then, and ranks
+    tell each other so before they tell anything else: what a pass does is the same each time, and
+    may be replayed.
     """
 
-    num_lanes = 2
+    num_lanes = _NUM_LANES
     num_turns = 4
     stage_rule = FETCHED
 
@@ -59,16 +66,54 @@ class PeerMemory:
         self._timeout = timeout_of(group)
         self.peak_bytes = 0
         """The most that sends have needed."""
-        self.number = 0
-        """Of the last send."""
+        self.num_sends = 0
+        """Of all passes."""
+        self._number = 0
+        """Of the last send of the pass."""
+        self._unread: list[_Packed] = []
+        self._fetched: torch.cuda.Event | None = None
+        """The last that this rank fetches in the pass."""
+        self._ended: torch.cuda.Event | None = None
+        """The last pass that was not captured."""
         self._fetching = torch.cuda.Stream(device)
         self._releasing = torch.cuda.Stream(device, priority=-1)  # lanes have the lowest
         self._streams = {self._fetching}
         self._unfinished: deque[torch.cuda.Event] = deque()
         self._progress = time.monotonic()
         self._launching = threading.Lock()
-        arguments = weakref.ref(self), memory, self._streams
+        arguments = weakref.ref(self), memory, self._unfinished
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
+
+    def begin(self) -> None:
+        """Begin a pass; see :class:`cqs.distributed.transfer.Carrier`.
+
+        Raises:
+            RuntimeError: after :meth:`release`.
+            torch.OutOfMemoryError: if a rank has no room for numbers.
+        """
+        stream = torch.cuda.current_stream(self._device)
+        if not self._memory.own.nbytes:
+            self._grow(_header_bytes(self._num_ranks))
+        with self._launching:
+            self._check_released()
+            self._streams.add(stream)
+            if is_captured(self._device):
+                self._memory.is_captured = True
+            elif self._ended is not None:
+                stream.wait_event(self._ended)
+            self._open(stream)
+
+    def end(self) -> None:
+        """End the pass; see :class:`cqs.distributed.transfer.Carrier`."""
+        if not self._memory.own.nbytes:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        with self._launching:
+            self._check_released()
+            self._close(stream)
+            if not is_captured(self._device):
+                self._ended = stream.record_event()
+                self._unfinished.append(self._ended)
 
     def send(
         self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
@@ -76,20 +121,21 @@ class PeerMemory:
         """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
 
         Raises:
-            RuntimeError: after :meth:`release`.
+            RuntimeError: after :meth:`release`; if a CUDA graph is captured that needs more memory
+                than any call before.
             torch.OutOfMemoryError: if a rank has no room for what is packed.
         """
         rooms = [_aligned(parcel.places.most * parcel.row_bytes) for parcel in parcels]
         header = _header_bytes(self._num_ranks)
         num_bytes = header + num_turns * sum(rooms)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
+        lane, stream = turn % self.num_lanes, torch.cuda.current_stream(self._device)
         if num_bytes > self._memory.own.nbytes:
-            if (group := self._group()) is None:
-                raise RuntimeError("the group is no more")
-            self._memory.grow(control_group(group), num_bytes)
+            self._grow(num_bytes)
+            with self._launching:
+                self._open(stream)
         first = header + turn * sum(rooms)
         firsts = [first + sum(rooms[:i]) for i in range(len(rooms))]
-        lane, stream = turn % self.num_lanes, torch.cuda.current_stream(self._device)
         readers = [
             rank
             for rank in range(self._num_ranks)
@@ -102,22 +148,24 @@ class PeerMemory:
             self._check_released()
             self._streams.add(stream)
             places = range(first, first + sum(rooms))
-            packed = _Packed(places, lane, self.number + 1, readers)
+            packed = _Packed(places, lane, self._number + 1, readers)
             unread = self._make_room(packed, stream)
         memory = self._memory
         fill([memory.rows(f, sum(p.lengths), p) for f, p in zip(firsts, parcels, strict=True)])
         with self._launching:  # where that fails, it is as if there had been no room
             self._check_released()
-            memory.unread = unread
-            self.number += 1
+            self._unread = unread
+            self._number += 1
+            self.num_sends += 1
             for reader in readers:
-                self._tell(stream, reader, _TOLD, lane)
+                self._tell(stream, reader, _told(lane), self._number)
             if not received:
                 return []
             self._fetch(parcels, firsts, lane, begin)
-            event = self._fetching.record_event()
-            self._unfinished.append(event)
-            return [_OnItsWay(event, self._fetching, received)]
+            self._fetched = self._fetching.record_event()
+            if not is_captured(self._device):
+                self._unfinished.append(self._fetched)
+            return [_OnItsWay(self._fetched, self._fetching, received)]
 
     def release(self, seconds: float) -> None:
         """End what waits for other ranks; what it was to fetch is garbage.
@@ -136,7 +184,7 @@ class PeerMemory:
         with torch.cuda.device(self._device):  # of a thread that has none yet
             while not all(stream.query() for stream in tuple(self._streams)):
                 own = self._memory.addresses[self._rank]
-                for place in range(_place(self._num_ranks, 0, 0)):
+                for place in range(_NUM_ROWS * self._num_ranks):
                     number = own + 4 * place, _RELEASED, 0
                     _check(driver.cuStreamWriteValue32(self._releasing.cuda_stream, *number))
                 time.sleep(_POLL_SECONDS)
@@ -157,6 +205,44 @@ class PeerMemory:
             )
             os.abort()
 
+    def _open(self, stream: torch.cuda.Stream) -> None:
+        """Wait until all ranks have ended their last pass: only then may they be told anything."""
+        self._number, self._unread, self._fetched = 0, [], None
+        for rank in self._others:
+            self._wait(stream, rank, _ENDED, 1)
+            self._tell(stream, self._rank, _ENDED, 0, of=rank)
+            self._tell(stream, rank, _SEEN, 1)
+
+    def _close(self, stream: torch.cuda.Stream) -> None:
+        """Wait until all that was told has been fetched, clear the numbers, and say so."""
+        for old in self._unread:
+            for reader in old.readers:
+                self._wait(stream, reader, _fetched(old.lane), old.number)
+        if self._fetched is not None:
+            stream.wait_event(self._fetched)
+        own, number = self._memory.addresses[self._rank], _ENDED * self._num_ranks
+        _check(driver.cuMemsetD32Async(own, 0, number, stream.cuda_stream))
+        for rank in self._others:
+            self._wait(stream, rank, _SEEN, 1)  # or it might miss that another pass has ended
+            self._tell(stream, self._rank, _SEEN, 0, of=rank)
+            self._tell(stream, rank, _ENDED, 1)
+
+    def _grow(self, num_bytes: int) -> None:
+        """Take more memory instead, with no pass begun; all ranks do."""
+        if (group := self._group()) is None:
+            raise RuntimeError("the group is no more")
+        check_not_captured(self._device)
+        torch.cuda.synchronize(self._device)
+        if self._memory.own.nbytes:
+            with self._launching:
+                self._close(torch.cuda.current_stream(self._device))
+        self._memory.grow(control_group(group), num_bytes)
+
+    @property
+    def _others(self) -> list[int]:
+        """The other ranks, the next one first."""
+        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+
     def _check_released(self) -> None:
         if self._memory.is_released:
             raise RuntimeError("the group was aborted")
@@ -168,10 +254,10 @@ class PeerMemory:
             What is unread once the new has been packed.
         """
         left = []
-        for old in self._memory.unread:
+        for old in self._unread:
             if old.places.start < new.places.stop and new.places.start < old.places.stop:
                 for reader in old.readers:
-                    self._wait(stream, reader, _FETCHED, old.lane, old.number)
+                    self._wait(stream, reader, _fetched(old.lane), old.number)
                 old.lanes.add(new.lane)
             # who waits for the readers of the new waits for those of the old
             is_covered = new.readers and _contains(new.places, old.places)
@@ -185,11 +271,10 @@ class PeerMemory:
         """Have rows copied here as soon as they are packed, those of the next rank first."""
         fetching = self._fetching
         fetching.wait_event(begin)
-        for step in range(1, self._num_ranks):
-            owner = (self._rank + step) % self._num_ranks
+        for owner in self._others:
             if not any(parcel.expected[owner] for parcel in parcels):
                 continue
-            self._wait(fetching, owner, _TOLD, lane, self.number)
+            self._wait(fetching, owner, _told(lane), self._number)
             for parcel, first in zip(parcels, firsts, strict=True):
                 if number := parcel.expected[owner]:
                     row, there = sum(parcel.expected[:owner]), parcel.places.firsts[owner]
@@ -197,20 +282,29 @@ class PeerMemory:
                     source = self._memory.addresses[owner] + first + there * parcel.row_bytes
                     place = target.data_ptr(), source, target.nbytes
                     _check(driver.cuMemcpyAsync(*place, fetching.cuda_stream))
-            self._tell(fetching, owner, _FETCHED, lane)
+            self._tell(fetching, owner, _fetched(lane), self._number)
 
-    def _wait(
-        self, stream: torch.cuda.Stream, rank: int, what: int, lane: int, number: int
-    ) -> None:
+    def _wait(self, stream: torch.cuda.Stream, rank: int, row: int, number: int) -> None:
         """Let a stream go on when a rank has told this one a number that is at least ``number``."""
-        address = self._memory.addresses[self._rank] + 4 * _place(rank, what, lane)
+        address = self._memory.addresses[self._rank] + 4 * (row * self._num_ranks + rank)
         at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         _check(driver.cuStreamWaitValue32(stream.cuda_stream, address, number, at_least))
 
-    def _tell(self, stream: torch.cuda.Stream, rank: int, what: int, lane: int) -> None:
-        """Tell a rank the number of this send, after all that a stream does before."""
-        address = self._memory.addresses[rank] + 4 * _place(self._rank, what, lane)
-        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, self.number, 0))
+    def _tell(
+        self, stream: torch.cuda.Stream, rank: int, row: int, number: int, *, of: int | None = None
+    ) -> None:
+        """Tell a rank a number, after all that a stream does before.
+
+        Args:
+            stream: Tells it.
+            rank: Which to tell.
+            row: What the number says.
+            number: The number.
+            of: Whose number it is; ``None`` means that of this rank.
+        """
+        place = row * self._num_ranks + (self._rank if of is None else of)
+        address = self._memory.addresses[rank] + 4 * place
+        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, number, 0))
 
 
 @dataclass(frozen=True)
@@ -249,7 +343,7 @@ class _OnItsWay(NamedTuple):
     received: list[Tensor]
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is None:
+        if timeout is None or is_captured(self.stream.device):
             torch.cuda.current_stream(self.stream.device).wait_event(self.event)
             return
         end = time.monotonic() + timeout.total_seconds()
@@ -272,7 +366,8 @@ class _Memory:
         """Of every rank, in this process."""
         self.own = torch.empty(0, dtype=torch.uint8)
         """The bytes of this rank's memory."""
-        self.unread: list[_Packed] = []
+        self.is_captured = False
+        """Whether a CUDA graph uses it, and may be replayed at any time."""
         self.is_released = False
         """Whether numbers in it are not to be believed any more."""
 
@@ -280,7 +375,7 @@ class _Memory:
         """Take memory, and open that of the other ranks; say whether all ranks could."""
         num_bytes = max(num_bytes, _LEAST_BYTES)
         with torch.cuda.device(self._device):
-            address, handle = _allocate(num_bytes)
+            address, handle = _allocate(num_bytes, control.size())
             handles = swap(control, handle, [len(handle)] * control.size())
             self.addresses = [
                 _open(bytes(handles[other * len(handle) : (other + 1) * len(handle)]))
@@ -295,7 +390,7 @@ class _Memory:
         return False
 
     def grow(self, control: Any, num_bytes: int) -> None:
-        """Take more memory instead; all ranks do.
+        """Take more memory instead; all ranks do. What a CUDA graph uses stays as it is.
 
         Raises:
             torch.OutOfMemoryError: if a rank has not as much; all have none then.
@@ -303,7 +398,10 @@ class _Memory:
         torch.cuda.synchronize(self._device)
         self.own = self.own[:0]
         meet(control)  # nobody fetches or tells any more
-        self.let_go(control)
+        if self.is_captured:
+            self.addresses, self.is_captured = [0] * len(self.addresses), False
+        else:
+            self.let_go(control)
         if not self.take(control, num_bytes):
             raise torch.OutOfMemoryError(
                 f"a rank of the group has no {num_bytes / 2**20:.0f} MiB for what others fetch"
@@ -325,7 +423,7 @@ class _Memory:
 
     def free(self) -> None:
         """Let go of this rank's memory, which nobody may read any more."""
-        self.own, self.unread = self.own[:0], []
+        self.own = self.own[:0]
         if address := self.addresses[self._rank]:
             with torch.cuda.device(self._device):
                 _check(driver.cuMemFree(address))
@@ -336,19 +434,12 @@ class _Memory:
         found = self.own[first : first + number * parcel.row_bytes]
         return found.view(parcel.sources[0].dtype).view(number, *parcel.row_shape)
 
-    @property
-    def numbers(self) -> Tensor:
-        """What other ranks have told this one."""
-        return self.own[: _header_bytes(len(self.addresses))].view(torch.int32)
-
-    def has_been_read(self) -> bool:
-        """Whether other ranks have fetched all that is for them; waits for the GPU."""
-        numbers = self.numbers.tolist()
-        return all(
-            numbers[_place(reader, _FETCHED, each.lane)] >= each.number
-            for each in self.unread
-            for reader in each.readers
-        )
+    def is_at_rest(self) -> bool:
+        """Whether other ranks have ended the last pass; waits for the GPU."""
+        num_ranks = len(self.addresses)
+        numbers = self.own[: _header_bytes(num_ranks)].view(torch.int32).tolist()
+        ended = numbers[_ENDED * num_ranks : _SEEN * num_ranks]
+        return all(ended[: self._rank] + ended[self._rank + 1 :])
 
 
 def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
@@ -357,8 +448,8 @@ def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (number,), (1,))
 
 
-def _allocate(num_bytes: int) -> tuple[int, bytes]:
-    """Return the address of memory that begins with zeros, and what opens it in other processes.
+def _allocate(num_bytes: int, num_ranks: int) -> tuple[int, bytes]:
+    """Return the address of memory with numbers of no pass, and what opens it in other processes.
 
     Both are zero if there is none.
     """
@@ -368,7 +459,8 @@ def _allocate(num_bytes: int) -> tuple[int, bytes]:
         error, address = driver.cuMemAlloc(num_bytes)
     if error:
         return 0, bytes(_HANDLE_BYTES)
-    _check(driver.cuMemsetD8(address, 0, _LEAST_BYTES))
+    _check(driver.cuMemsetD32(address, 0, _NUM_ROWS * num_ranks))
+    _check(driver.cuMemsetD32(int(address) + 4 * _ENDED * num_ranks, 1, num_ranks))
     torch.cuda.synchronize()
     error, handle = driver.cuIpcGetMemHandle(address)
     return int(address), bytes(_HANDLE_BYTES) if error else handle.reserved
@@ -385,18 +477,24 @@ def _open(reserved: bytes) -> int:
     return 0 if error else int(address)
 
 
-def _watch(of: "weakref.ref[PeerMemory]", memory: _Memory, streams: set[torch.cuda.Stream]) -> None:
+def _watch(
+    of: "weakref.ref[PeerMemory]", memory: _Memory, unfinished: deque[torch.cuda.Event]
+) -> None:
     """Check the time while there is a carrier, then free what others have read."""
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _check(driver.cuThreadExchangeStreamCaptureMode(relaxed))  # events may be asked meanwhile
     while (carrier := of()) is not None:
         carrier.check_time()
         del carrier
         time.sleep(_WATCH_SECONDS)
-    while not all(stream.query() for stream in tuple(streams)):
+    while unfinished and not unfinished[-1].query():
         time.sleep(_WATCH_SECONDS)
+    if memory.is_captured:
+        return
     memory.disconnect()
     if memory.is_released:
         time.sleep(_RELEASED_SECONDS)
-    while not memory.has_been_read():
+    while not memory.is_at_rest():
         time.sleep(_WATCH_SECONDS)
     memory.free()
 
@@ -417,9 +515,14 @@ def _aligned(num_bytes: int) -> int:
 
 def _header_bytes(num_ranks: int) -> int:
     """Bytes of the numbers that all ranks tell."""
-    return _aligned(4 * _place(num_ranks, 0, 0))
+    return _aligned(4 * _NUM_ROWS * num_ranks)
 
 
-def _place(rank: int, what: int, lane: int) -> int:
-    """Return which of the numbers in a rank's memory is the one that a rank tells."""
-    return (rank * PeerMemory.num_lanes + lane) * 2 + what
+def _told(lane: int) -> int:
+    """Return the row of numbers that say what is there."""
+    return 2 * lane
+
+
+def _fetched(lane: int) -> int:
+    """Return the row of numbers that say what has been fetched."""
+    return 2 * lane + 1

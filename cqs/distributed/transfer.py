@@ -109,6 +109,12 @@ class Carrier(Protocol):
     stage_rule: StageRule
     """See :func:`cqs.scheduler.heads.choose_num_stages`."""
 
+    def begin(self) -> None:
+        """Begin a pass, which every rank of the group does as often."""
+
+    def end(self) -> None:
+        """End the pass, when all that came is waited for: what a GPU does next comes after it."""
+
     def send(
         self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
     ) -> list[UnderWay]:
@@ -137,6 +143,12 @@ class Messages:
     def __init__(self, group: Any) -> None:
         """Use a group, of which a rank takes part where it sends or receives something."""
         self._group = group
+
+    def begin(self) -> None:
+        """Begin a pass: messages do not need that."""
+
+    def end(self) -> None:
+        """End the pass: messages do not need that."""
 
     def send(
         self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int

@@ -34,15 +34,27 @@ class Stream:
         _streams[self.cuda_stream] = self
 
     def enqueue(self, run=lambda: None, is_ready=lambda: True):
+        if (graph := captured()) is not None:
+            graph.add(self, lambda stream, _: stream.enqueue(run, is_ready))
+            return
         with self.world.lock:
             self.operations.append((run, is_ready))
             self.num_begun += 1
 
     def record_event(self):
-        return Event(self)
+        if (graph := captured()) is None:
+            return Event(self)
+        event = CapturedEvent(graph, graph.seen_by(self))
+        graph.nodes.append((self, lambda stream, events: events.update({event: Event(stream)})))
+        return event
 
     def wait_event(self, event):
-        self.enqueue(is_ready=event.query)
+        if (graph := captured()) is None:
+            self.enqueue(is_ready=event.query)
+            return
+        assert event.graph is graph, "a graph must not depend on what is outside"
+        graph.seen_by(self).update(event.seen)
+        graph.add(self, lambda stream, events: stream.wait_event(events[event]))
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
@@ -55,10 +67,52 @@ class Event:
     """Has come when its stream has done what it had to do."""
 
     def __init__(self, stream):
-        self.stream, self.number = stream, stream.num_begun
+        self.stream, self.number, self.graph = stream, stream.num_begun, None
 
     def query(self):
         return self.stream.num_done >= self.number
+
+
+class CapturedEvent:
+    """Stands for what a replay will record."""
+
+    def __init__(self, graph, seen):
+        self.graph, self.seen = graph, set(seen)
+
+
+class Graph:
+    """What a thread enqueued while it was captured, to be replayed on streams of its own."""
+
+    def __init__(self):
+        self.nodes, self.seen = [], {}
+
+    def __enter__(self):
+        _here.graph = self
+
+    def __exit__(self, *_):
+        _here.graph = None
+        missing = set().union(*self.seen.values()) - self.seen_by(_here.stream)
+        assert not missing, "a stream has not been joined"
+
+    def add(self, stream, enqueue):
+        """Add what enqueues something again, given the stream and the events of a replay."""
+        self.seen_by(stream).add(len(self.nodes))
+        self.nodes.append((stream, enqueue))
+
+    def seen_by(self, stream):
+        """Return the numbers of nodes after which a stream goes on."""
+        return self.seen.setdefault(stream, set())
+
+    def replay(self):
+        """Enqueue all of it, after what the current stream has to do and before what it will."""
+        streams, events, begin = {}, {}, _here.stream.record_event()
+        for of_node, enqueue in self.nodes:
+            if of_node not in streams:
+                streams[of_node] = Stream()
+                streams[of_node].wait_event(begin)
+            enqueue(streams[of_node], events)
+        for stream in streams.values():
+            _here.stream.wait_stream(stream)
 
 
 class World:
@@ -135,6 +189,11 @@ class World:
         return False
 
 
+def captured():
+    """Return the graph that this thread captures, if it does."""
+    return getattr(_here, "graph", None)
+
+
 def current_rank():
     """Return which rank this thread is."""
     return _here.rank
@@ -187,8 +246,13 @@ def make_driver():
     def get_handle(address):
         return 0, types.SimpleNamespace(reserved=address.to_bytes(64, "little"))
 
-    def set_bytes(address, value, number):
-        ctypes.memset(address, value, number)
+    def set_numbers(address, value, number):
+        for i in range(number):
+            write(address + 4 * i, value)
+        return (0,)
+
+    def set_numbers_later(address, value, number, stream):
+        _streams[stream].enqueue(lambda: set_numbers(address, value, number))
         return (0,)
 
     def copy(target, source, number, stream):
@@ -205,15 +269,18 @@ def make_driver():
 
     return types.SimpleNamespace(
         CUipcMemHandle=types.SimpleNamespace,
+        CUstreamCaptureMode=types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
         CUipcMem_flags=types.SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
         CUstreamWaitValue_flags=types.SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
         cuMemAlloc=allocate,
         cuMemFree=free,
-        cuMemsetD8=set_bytes,
+        cuMemsetD32=set_numbers,
+        cuMemsetD32Async=set_numbers_later,
         cuMemcpyAsync=copy,
         cuIpcGetMemHandle=get_handle,
         cuIpcOpenMemHandle=lambda handle, flags: (0, int.from_bytes(handle.reserved, "little")),
         cuIpcCloseMemHandle=lambda address: (0,),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
         cuStreamWaitValue32=wait_value,
         cuStreamWriteValue32=write_value,
     )
@@ -228,5 +295,6 @@ def install(monkeypatch):
         ("synchronize", synchronize),
         ("device", lambda device: nullcontext()),
         ("empty_cache", lambda: None),
+        ("is_current_stream_capturing", lambda: captured() is not None),
     ):
         monkeypatch.setattr(torch.cuda, name, value)

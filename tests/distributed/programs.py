@@ -148,10 +148,66 @@ def complaint_of_one(group, of_rank, name, found):
         setattr(module, name, function)
 
 
-def complaint_in_a_graph(group):
-    """Return what is raised where a CUDA graph is captured."""
+def replays_that_stray(group, case, cuts, options):
+    """List turns whose replay of a CUDA graph has other bits than the calls, on uneven GPUs."""
+    rank = dist.get_rank(group)
+    generator, on_gpu = torch.Generator().manual_seed(rank), torch.Generator("cuda")
+    problem = case.make(torch.bfloat16, "cuda")
+    tensors, *_ = shards_of(problem, cuts, rank)
+
+    def attend(scale=0.1):
+        output = cqs.distributed.attention(
+            *tensors,
+            group=group,
+            is_causal=case.is_causal,
+            pattern=case.pattern,
+            scale=scale,
+            **options,
+        )
+        return output.detach(), *torch.autograd.grad(output, tensors, output.detach())
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # at once: what the call before had begun may not be done
+        found = attend()
+    replayed, expected = [], []
+    for turn in range(6):
+        torch.cuda._sleep(int(torch.randint(4_000_000, (), generator=generator)))
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.normal_(generator=on_gpu.manual_seed(turn))
+        graph.replay()
+        replayed.append([each.clone() for each in found])
+        if turn % 2:
+            attend(0.2)
+        expected.append(attend())
+    return [turn for turn in range(6) if not all(map(torch.equal, replayed[turn], expected[turn]))]
+
+
+def stray_of_graphed_training(group, case, cuts):
+    """Return the largest difference of two steps' gradients, captured as PyTorch does it or not."""
+    tensors, *_ = shards_of(case.make(torch.bfloat16, "cuda"), cuts, dist.get_rank(group))
+
+    def attend(query, key, value):
+        return cqs.distributed.attention(query, key, value, group=group, is_causal=case.is_causal)
+
+    graphed = torch.cuda.make_graphed_callables(attend, tuple(tensors))
+    worst = 0.0
+    for scale in (1.0, -0.5):
+        changed = [(tensor.detach() * scale).requires_grad_() for tensor in tensors]
+        found, expected = (
+            torch.autograd.grad(call(*changed).square().sum(), changed)
+            for call in (graphed, attend)
+        )
+        strays = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+        worst = max(worst, *strays)
+    return worst
+
+
+def complaint_in_a_graph(group, rows):
+    """Return what is raised where a CUDA graph is captured of a call longer than any before."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        return complaint(group, 0, {}, {}, device="cuda")
+        return complaint(group, 0, {}, {}, rows, device="cuda")
 
 
 def swap_with_unequal_groups(group):

@@ -8,6 +8,8 @@ from programs import (
     check_tracks_exact,
     complaint,
     complaint_in_a_graph,
+    replays_that_stray,
+    stray_of_graphed_training,
 )
 from test_attention import cut
 
@@ -69,6 +71,31 @@ def test_ranks_that_disagree_find_out(gpu_ranks, num_ranks):
     assert gpu_ranks.run(num_ranks, complaint, 0, {}, {}, device="cuda") == [None] * num_ranks
 
 
-def test_cuda_graphs_are_refused(gpu_ranks, num_ranks):
-    for error, text in gpu_ranks.run(num_ranks, complaint_in_a_graph):
-        assert error is RuntimeError and "cannot be captured in a CUDA graph" in text
+@pytest.mark.parametrize("head_parallel", ["auto", 1])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_replays_have_the_bits_of_calls(gpu_ranks, num_ranks, case, head_parallel):
+    for num_stages in (1, 4):
+        options = {"head_parallel": head_parallel, "num_stages": num_stages}
+        cuts = cut(case, num_ranks, num_stages)
+        assert gpu_ranks.run(num_ranks, replays_that_stray, case, cuts, options) == [[]] * num_ranks
+
+
+def test_replays_drop_what_the_captured_call_dropped(gpu_ranks, num_ranks):
+    options = {"dropout_p": 0.3, "seed": 5}
+    cuts = cut(CASES[0], num_ranks, 0)
+    found = gpu_ranks.run(num_ranks, replays_that_stray, CASES[0], cuts, options)
+    assert found == [[]] * num_ranks
+
+
+def test_training_is_captured_as_pytorch_does_it(gpu_ranks, num_ranks):
+    case = Case("graphed", 2050, 2050, 8, 8, 128, is_causal=True)
+    cuts = cut(case, num_ranks, 0)
+    found = gpu_ranks.run(num_ranks, stray_of_graphed_training, case, cuts)
+    assert found == [0.0] * num_ranks
+
+
+def test_first_calls_are_not_captured(gpu_ranks, num_ranks):
+    """Sizes of which there has been no call, or which need more memory than any call."""
+    for rows in (9, 300_000):
+        for error, text in gpu_ranks.run(num_ranks, complaint_in_a_graph, rows):
+            assert error is RuntimeError and "make one of the same sizes before" in text

@@ -173,9 +173,18 @@ def make_layout(call, rank):
 
 def attend(carrier, rank, call, tensors):
     """Launch a call; return the rows of this rank's shard, and what will be its results."""
+    rows = rows_of(call, rank)
+    return rows, launch(carrier, rank, call, [each[:, :, rows].clone() for each in tensors])
+
+
+def rows_of(call, rank):
     first = sum(call["lengths"][:rank])
-    rows = slice(first, first + call["lengths"][rank])
-    query, key, value, grad_output = (each[:, :, rows].clone() for each in tensors)
+    return slice(first, first + call["lengths"][rank])
+
+
+def launch(carrier, rank, call, shards):
+    """Launch a call with the shards of query, key, value and gradient; return its results."""
+    query, key, value, grad_output = shards
     layout = make_layout(call, rank)
     problem = check_problem(query, key, value)
     task = LaterTask(carrier, rank, layout, Worker(problem.scale, "reference", None, None))
@@ -185,7 +194,7 @@ def attend(carrier, rank, call, tensors):
     results = [attended.answer.output]
     if call["gradients"]:
         results += attended.differentiate(attended.kept, grad_output)
-    return rows, results
+    return results
 
 
 def draw_tensors(call):
@@ -209,6 +218,7 @@ def expect(call, tensors):
 def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ranks, seed):
     """Calls follow each other without waiting for the streams."""
     monkeypatch.setattr(rank_task, "_MOST_AT_ONCE", 30 * (seed % 3))
+    monkeypatch.setattr(peer_memory, "_LEAST_BYTES", 512 if seed % 2 else 1 << 21)
     torch.manual_seed(seed)
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
     whole = [draw_tensors(call) for call in calls]
@@ -217,7 +227,11 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ran
 
     def program(rank):
         carrier = peer_memory.connect_peers(world.groups[rank], GPU)
-        answers[rank] = [attend(carrier, rank, *each) for each in zip(calls, whole, strict=True)]
+        answers[rank] = []
+        for each in zip(calls, whole, strict=True):
+            answers[rank].append(attend(carrier, rank, *each))
+            if seed % 3 == 1:
+                fake_gpus.set_stream(fake_gpus.Stream())
         synchronize()
 
     world.run(program)
@@ -225,6 +239,97 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ran
         for (rows, results), of_whole in zip(answers[rank], expected, strict=True):
             for ours, exact in zip(results, of_whole, strict=False):
                 torch.testing.assert_close(ours, exact[:, :, rows], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_graphs_may_be_replayed_between_other_calls(peer_memory, monkeypatch, num_ranks, seed):
+    """Of several calls, with other tokens each time, and with a call that needs more memory."""
+    monkeypatch.setattr(peer_memory, "_LEAST_BYTES", 512)
+    torch.manual_seed(seed)
+    calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
+    largest = calls[-1] | {"heads": (32, 32), "num_stages": 8, "gradients": True}
+    turns = [[draw_tensors(call) for call in calls] for _ in range(4)]
+    expected = [list(map(expect, calls, whole)) for whole in turns]
+    world, answers, of_largest = make_world(num_ranks, seed), {}, draw_tensors(largest)
+
+    def program(rank):
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        rows = [rows_of(call, rank) for call in calls]
+        shards = [
+            [each[:, :, of_call].clone() for each in whole]
+            for of_call, whole in zip(rows, turns[0], strict=True)
+        ]
+        for call, of_call in zip(calls, shards, strict=True):
+            launch(carrier, rank, call, of_call)
+        graph = fake_gpus.Graph()
+        with graph:
+            results = [
+                launch(carrier, rank, call, of_call)
+                for call, of_call in zip(calls, shards, strict=True)
+            ]
+        answers[rank] = []
+        for turn, whole in enumerate(turns):
+            for of_call, targets, sources in zip(rows, shards, whole, strict=True):
+                for target, source in zip(targets, sources, strict=True):
+                    later(target.copy_)(source[:, :, of_call])
+            graph.replay()
+            copies = [[torch.empty_like(each) for each in found] for found in results]
+            for targets, sources in zip(copies, results, strict=True):
+                for target, source in zip(targets, sources, strict=True):
+                    later(target.copy_)(source)
+            answers[rank].append(copies)
+            if turn < 2:
+                between = (calls[0], turns[1][0]), (largest, of_largest)
+                attend(carrier, rank, *between[turn])
+        synchronize()
+
+    world.run(program)
+    for rank in range(num_ranks):
+        for of_turn, exact_of_turn in zip(answers[rank], expected, strict=True):
+            for call, results, exact in zip(calls, of_turn, exact_of_turn, strict=True):
+                for ours, whole in zip(results, exact, strict=False):
+                    right = whole[:, :, rows_of(call, rank)]
+                    torch.testing.assert_close(ours, right, rtol=1e-10, atol=1e-10)
+
+
+def test_a_rank_with_nothing_to_do_is_not_ahead_by_two_passes(peer_memory):
+    """It would say that it has ended the second before others have seen that of the first."""
+    call = draw_calls(random.Random(0), 2)[0]
+    call |= {"lengths": (40, 0), "gradients": False, "head_parallel": 1, "num_stages": 1}
+    world, steps = make_world(2, 0), iter(range(500))
+
+    def program(rank):
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        for number in range(4):
+            if number == 1 and rank == 0:
+                current_stream().enqueue(is_ready=lambda: next(steps, None) is None)
+            attend(carrier, rank, call, draw_tensors(call))
+        synchronize()
+
+    world.run(program)
+
+
+def test_a_call_that_fails_can_be_left_out_of_a_graph(peer_memory, monkeypatch):
+    call = draw_calls(random.Random(0), 2)[0]
+    call |= {"lengths": (20, 20), "gradients": False, "head_parallel": 1, "num_stages": 2}
+    world = make_world(2, 0)
+
+    def fail(*_):
+        raise RuntimeError("as if")
+
+    def program(rank):
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        attend(carrier, rank, call, draw_tensors(call))
+        world.swap([])
+        monkeypatch.setattr(LaterTask, "_compute_away", fail)
+        graph = fake_gpus.Graph()
+        with graph, pytest.raises(RuntimeError, match="as if"):
+            attend(carrier, rank, call, draw_tensors(call))
+        graph.replay()
+        synchronize()
+
+    world.run(program)
 
 
 def test_forward_passes_of_long_sequences_take_one_stream(peer_memory, monkeypatch):

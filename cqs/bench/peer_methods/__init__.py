@@ -13,6 +13,7 @@ from cqs.bench.peer_methods.alone import One
 from cqs.bench.peer_methods.context_parallel import Torch
 from cqs.bench.peer_methods.method import Method
 from cqs.bench.peer_methods.quorums import Cqs
+from cqs.bench.peer_methods.replayed import Replayed
 from cqs.bench.peer_methods.ring import Ring
 from cqs.bench.peer_methods.ulysses import Ulysses
 
@@ -20,6 +21,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "one": One,
     "one each": partial(One, each=True),
     "cqs": Cqs,
+    "cqs replayed": Replayed,
     "cqs quorums": partial(Cqs, head_parallel=1),
     "ring": Ring,
     "all-gather": AllGather,

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cqs.cuda_graphs import check_not_captured, keep_for_replays
 from cqs.dropout import Dropout, DropoutWords
 from cqs.partial import Partial, merge_rows
 from cqs.worker.operands import with_positive_scale
@@ -142,7 +143,8 @@ def attend_shares(
             )
         return answer
 
-    all_lists = _query_lists(work, tile_q, tile_k, query.device, packed=not is_united)
+    lists_of_work = _query_lists(work, tile_q, tile_k, query.device, packed=not is_united)
+    all_lists = keep_for_replays(lists_of_work, query.device)
     answer = into or new(dtype)
     if len(all_lists) == 1:
         return launch(all_lists[0], answer)
@@ -271,7 +273,7 @@ def gradients_of_shares(
         gradients += compute(
             query_gradients_on_hopper,
             query_gradients,
-            _query_lists(work, tile, block, query.device),
+            keep_for_replays(_query_lists(work, tile, block, query.device), query.device),
             (query,),
             (num_heads, num_queries, head_dim, scale),
         )
@@ -279,7 +281,7 @@ def gradients_of_shares(
         gradients += compute(
             key_gradients_on_hopper,
             key_gradients,
-            _key_lists(work, tile, block, query.device),
+            keep_for_replays(_key_lists(work, tile, block, query.device), query.device),
             (key, value),
             (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
         )
@@ -403,6 +405,7 @@ def _key_lists(work: Work, tile_rows: int, block: int, device: torch.device) -> 
 def _make_lists(
     launches: list[Launch], tile_rows: int, block: int, device: torch.device
 ) -> list[_Lists]:
+    check_not_captured(device)
     lists = []
     for launch in launches:
         found = make_tile_list(launch, tile_rows, block)
