@@ -197,30 +197,36 @@ def test_where_cqs_is_the_fastest_on_four_gpus():
 def test_two_gpus_where_cqs_is_not_the_fastest():
     slower, beside_cudnn = {}, {}
     for (case, benchmark), times in times_of_methods("peers-h200-x2").items():
-        best = min(times[name] for name in times.keys() - {"one", "cqs", "cqs quorums", "torch"})
+        ours = {"cqs", "cqs replayed", "cqs quorums"}
+        best = min(times[name] for name in times.keys() - {"one", "torch"} - ours)
         ratio = times["cqs"] / best
         name = benchmark.removeprefix("peers "), case.rpartition("-kv")[0]
         if ratio > 0.9985:
             slower[name] = ratio
         else:
-            assert ratio > (0.9255 if benchmark == "peers both" else 0.9555)
+            assert ratio > (0.9315 if benchmark == "peers both" else 0.9675)
+        assert 0.98 < times.get("cqs replayed", times["cqs"]) / times["cqs"] < 1.02
         if "torch" in times:
             beside_cudnn[name] = times["torch"] / times["cqs"]
     expected = {
         ("forward", "full-131072-h16"): 1.004,
         ("forward", "causal-524288-h16"): 1.010,
+        ("forward", "full-65536-h32"): 1.002,
+        ("forward", "causal-65536-h32"): 1.005,
+        ("both", "full-16384-h32"): 1.001,
+        ("both", "full-65536-h16"): 1.000,
         ("both", "full-131072-h16"): 0.999,
         ("both", "full-524288-h16"): 1.005,
     }
     assert slower == pytest.approx(expected, abs=6e-4), slower
-    assert 1.2 < min(beside_cudnn["forward", case] for _, case in beside_cudnn)
-    assert max(beside_cudnn["forward", case] for _, case in beside_cudnn) < 1.335
+    assert 1.165 < min(beside_cudnn["forward", case] for _, case in beside_cudnn)
+    assert max(beside_cudnn["forward", case] for _, case in beside_cudnn) < 1.345
     trained = {case: ratio for (passes, case), ratio in beside_cudnn.items() if passes == "both"}
     expected = {
-        "full-32768-h16": 0.919,
+        "full-32768-h16": 0.927,
         "full-65536-h16": 0.885,
-        "causal-65536-h16": 0.925,
-        "causal-32768-h16": 1.012,
+        "causal-65536-h16": 0.935,
+        "causal-32768-h16": 1.013,
     }
     assert trained == pytest.approx(expected, abs=6e-4), trained
 
@@ -241,7 +247,7 @@ def test_four_gpus_are_predicted_from_two():
         assert shown.format(near, len(strays), nearly) in text
     assert f"{machine.latency * 1e6:.0f} microseconds" in text
     long = [stray for row, stray in zip(measured, strays, strict=True) if row.case.tokens >= 2**16]
-    assert sum(stray >= 0.1 for stray in long) == 1
+    assert max(long) < 0.1
 
 
 def test_what_ray_adds_to_sharded_sequences():

@@ -49,8 +49,8 @@ def attention(
     rank gets the answer for its own queries, and its own gradients. Positions stay where they are,
     causal or not: there is no zig-zag.
 
-    Tokens travel once to whom the plan lets compute with them, partial results once back. Ranks
-    wait for rows of each other alone. The result has the same bits in every run.
+    Tokens travel once to whom the plan lets compute with them, partial results once back. The
+    result has the same bits in every run. A CUDA graph may capture calls on GPUs, if all ranks do.
 
     Args:
         query: ``[batch, num_heads, rows, head_dim]``, as for :func:`cqs.attention`.

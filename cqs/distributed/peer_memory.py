@@ -71,8 +71,10 @@ class PeerMemory:
         self._number = 0
         """Of the last send of the pass."""
         self._unread: list[_Packed] = []
-        self._fetched: torch.cuda.Event | None = None
-        """The last that this rank fetches in the pass."""
+        self._opened: torch.cuda.Event | None = None
+        """When others may be told of the pass."""
+        self._waited: dict[int, torch.cuda.Event] = {}
+        """When lanes need no number of the pass any more."""
         self._ended: torch.cuda.Event | None = None
         """The last pass that was not captured."""
         self._fetching = torch.cuda.Stream(device)
@@ -107,13 +109,14 @@ class PeerMemory:
         """End the pass; see :class:`cqs.distributed.transfer.Carrier`."""
         if not self._memory.own.nbytes:
             return
-        stream = torch.cuda.current_stream(self._device)
         with self._launching:
             self._check_released()
-            self._close(stream)
+            self._close()
+            ended = self._fetching.record_event()
+            torch.cuda.current_stream(self._device).wait_event(ended)
             if not is_captured(self._device):
-                self._ended = stream.record_event()
-                self._unfinished.append(self._ended)
+                self._ended = ended
+                self._unfinished.append(ended)
 
     def send(
         self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
@@ -150,6 +153,7 @@ class PeerMemory:
             places = range(first, first + sum(rooms))
             packed = _Packed(places, lane, self._number + 1, readers)
             unread = self._make_room(packed, stream)
+            self._waited[lane] = stream.record_event()
         memory = self._memory
         fill([memory.rows(f, sum(p.lengths), p) for f, p in zip(firsts, parcels, strict=True)])
         with self._launching:  # where that fails, it is as if there had been no room
@@ -157,15 +161,17 @@ class PeerMemory:
             self._unread = unread
             self._number += 1
             self.num_sends += 1
+            assert self._opened is not None
+            stream.wait_event(self._opened)
             for reader in readers:
                 self._tell(stream, reader, _told(lane), self._number)
             if not received:
                 return []
             self._fetch(parcels, firsts, lane, begin)
-            self._fetched = self._fetching.record_event()
+            event = self._fetching.record_event()
             if not is_captured(self._device):
-                self._unfinished.append(self._fetched)
-            return [_OnItsWay(self._fetched, self._fetching, received)]
+                self._unfinished.append(event)
+            return [_OnItsWay(event, self._fetching, received)]
 
     def release(self, seconds: float) -> None:
         """End what waits for other ranks; what it was to fetch is garbage.
@@ -206,20 +212,30 @@ class PeerMemory:
             os.abort()
 
     def _open(self, stream: torch.cuda.Stream) -> None:
-        """Wait until all ranks have ended their last pass: only then may they be told anything."""
-        self._number, self._unread, self._fetched = 0, [], None
-        for rank in self._others:
-            self._wait(stream, rank, _ENDED, 1)
-            self._tell(stream, self._rank, _ENDED, 0, of=rank)
-            self._tell(stream, rank, _SEEN, 1)
+        """Wait until all ranks have ended their last pass: only then may they be told anything.
 
-    def _close(self, stream: torch.cuda.Stream) -> None:
-        """Wait until all that was told has been fetched, clear the numbers, and say so."""
+        Args:
+            stream: From which the lanes begin.
+        """
+        self._number, self._unread, self._waited = 0, [], {}
+        self._fetching.wait_event(stream.record_event())
+        for rank in self._others:
+            self._wait(self._fetching, rank, _ENDED, 1)
+            self._tell(self._fetching, self._rank, _ENDED, 0, of=rank)
+            self._tell(self._fetching, rank, _SEEN, 1)
+        self._opened = self._fetching.record_event()
+
+    def _close(self) -> None:
+        """Wait until all that was told has been fetched, clear the numbers, and say so.
+
+        Lanes may still merge what came.
+        """
+        stream = self._fetching
+        for event in self._waited.values():
+            stream.wait_event(event)
         for old in self._unread:
             for reader in old.readers:
                 self._wait(stream, reader, _fetched(old.lane), old.number)
-        if self._fetched is not None:
-            stream.wait_event(self._fetched)
         own, number = self._memory.addresses[self._rank], _ENDED * self._num_ranks
         _check(driver.cuMemsetD32Async(own, 0, number, stream.cuda_stream))
         for rank in self._others:
@@ -235,7 +251,7 @@ class PeerMemory:
         torch.cuda.synchronize(self._device)
         if self._memory.own.nbytes:
             with self._launching:
-                self._close(torch.cuda.current_stream(self._device))
+                self._close()
         self._memory.grow(control_group(group), num_bytes)
 
     @property
