@@ -82,7 +82,7 @@ def _pick(found: dict[str, Any]) -> list[Row]:
     is_one = found["executor"] == "one"
     if kind != "peers" or not (is_one or found["executor"] in METHODS):
         return []
-    match = re.fullmatch(r"(full|causal)-(\d+)-h(\d+)-kv(\d+)-d(\d+)", found["case"])
+    match = re.fullmatch(r"(full|causal)-(\d+)-h(\d+)-kv(\d+)-d(\d+)(?:-\w+)?", found["case"])
     if match is None:
         raise ValueError(f"unknown case {found['case']!r}")
     tokens, heads, kv_heads, head_dim = map(int, match.groups()[1:])

@@ -334,6 +334,8 @@ def test_rows_of_the_benchmark_are_read(measured):
     assert [(row.method, row.num_devices) for row in rows] == [("ring", 1), ("cqs", 2), ("ring", 2)]
     assert rows[0].case == Case(131072, AttentionShape(16, 128, num_kv_heads=16))
     assert all(row.ratio(fit(rows)) == pytest.approx(1, abs=0.03) for row in rows)
+    measured.write_text(measured.read_text().replace("-d128", "-d128-best"))
+    assert read_rows(str(measured)) == rows, "of other kernels"
     measured.write_text('{"benchmark": "peers forward"}\n')
     with pytest.raises(ValueError, match="line 1: KeyError"):
         read_rows(str(measured))

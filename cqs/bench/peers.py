@@ -22,6 +22,7 @@ from cqs.scheduler.arguments import as_integer
 from cqs.testing import exact_rows
 from cqs.verify import VerificationError
 from cqs.worker import Worker
+from cqs.worker.backends import check_backend_name
 
 _ROWS = 48
 """How many of its rows a rank compares with float64."""
@@ -42,6 +43,7 @@ def run(
     backward: str = "yes",
     repeats: int = 9,
     only: str | None = None,
+    backend: str | None = None,
     out: str | None = None,
 ) -> None:
     """Check and time all methods on the ranks that torchrun started: one GPU each, or CPUs.
@@ -63,15 +65,19 @@ def run(
         backward: ``"yes"`` or ``"no"``: whether to time both passes too.
         repeats: How often each is timed.
         only: Names of methods, separated by commas; ``None`` means all.
+        backend: Whose kernels all but PyTorch's methods use: a name, or ``"best"`` for what each
+            call takes by itself; ``None`` means ``triton`` on GPUs, the best on CPUs.
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: if torchrun did not start this, no method has such a name, or tokens are few.
+        ValueError: if torchrun did not start this, no method or backend has such a name, or tokens
+            are few.
         VerificationError: on every rank, if a method is wrong.
     """
     names = only.split(",") if only else list(METHODS)
     if unknown := [name for name in names if name not in METHODS]:
         raise ValueError(f"only must name some of {', '.join(METHODS)}; got {unknown[0]!r}")
+    check_backend_name(None if backend == "best" else backend)
     if "RANK" not in os.environ:
         raise ValueError(
             "peers are processes, one for each GPU: start them by "
@@ -94,6 +100,7 @@ def run(
                 check_problem(*tensors, is_causal=is_causal),
                 grad_output if backward == "yes" else None,
                 repeats=repeats,
+                backend=backend,
                 out=out,
             )
     if rows:
@@ -108,6 +115,7 @@ def measure(
     grad_output: Tensor | None,
     *,
     repeats: int,
+    backend: str | None = None,
     out: str | None = None,
 ) -> list[Measurement]:
     """Check and time methods; every rank of the group calls this.
@@ -118,6 +126,7 @@ def measure(
         problem: The same on every rank.
         grad_output: Likewise; ``None`` means that there is no backward pass.
         repeats: How often each is timed.
+        backend: As for :func:`run`.
         out: File to append rows to, or ``None``.
 
     Returns:
@@ -126,14 +135,17 @@ def measure(
     Raises:
         VerificationError: on every rank, if a method is wrong.
     """
-    worker = Worker.of(problem, "triton" if problem.query.is_cuda else None)
+    chosen = backend or ("triton" if problem.query.is_cuda else "best")
+    worker = Worker.of(problem, None if chosen == "best" else chosen)
     rows = []
     for what, passes in _prepare(group, names, worker, problem, grad_output).items():
         peaks = {name: peak_bytes(compute, group) for name, compute in passes.items()}
         calls = time_calls(passes, repeats) if problem.query.is_cuda else {}
         seconds = time_together(passes, repeats, group, problem.query.device)
         if dist.get_rank(group) == 0:
-            found = _rows(what, problem, seconds, calls, peaks, dist.get_world_size(group))
+            case = _case(problem) + ("" if backend is None else f"-{backend}")
+            ranks = dist.get_world_size(group)
+            found = _rows(what, case, problem, seconds, calls, peaks, ranks)
             append_rows(found, out)
             rows += found
     return rows
@@ -288,8 +300,15 @@ def make_busy_together(group: Any) -> Callable[[], None]:
     return work_together
 
 
+def _case(problem: Problem) -> str:
+    _, heads, tokens, head_dim = problem.query.shape
+    kind = "causal" if problem.is_causal else "full"
+    return f"{kind}-{tokens}-h{heads}-kv{problem.key.shape[1]}-d{head_dim}"
+
+
 def _rows(
     what: str,
+    case: str,
     problem: Problem,
     seconds: dict[str, list[float]],
     calls: dict[str, float],
@@ -320,8 +339,7 @@ def _rows(
         rows.append(
             Measurement(
                 benchmark=f"peers {what}",
-                case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
-                f"-h{heads}-kv{kv_heads}-d{head_dim}",
+                case=case,
                 baseline=baseline,
                 num_workers=num_ranks,
                 executor=name,

@@ -18,6 +18,7 @@ _ALLOWED = {
     **dict.fromkeys(("causal", "backward"), ("peers", "streaming")),
     **dict.fromkeys(("budget", "part"), ("streaming",)),
     **dict.fromkeys(("workers", "deaths"), ("sharded",)),
+    "backend": ("peers",),
 }
 """Options -> benchmarks that take them, where those are not :data:`_OF_ANY_SHAPE`."""
 
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers.add_argument(
         "--backward", choices=("yes", "no"), help="peers, default: yes; streaming, default: no"
     )
+    peers.add_argument("--backend", metavar="NAME", help='peers, also "best"; default: triton')
     streaming = parser.add_argument_group("streaming")
     streaming.add_argument("--budget", metavar="BYTES", help="such as 4GiB; default: a quarter")
     streaming.add_argument("--part", action="store_true", default=None, help="one block alone")

@@ -1,6 +1,7 @@
 """What ranks run: attention on their shards, compared with the whole."""
 
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -202,6 +203,18 @@ def stray_of_graphed_training(group, case, cuts):
         strays = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
         worst = max(worst, *strays)
     return worst
+
+
+def capture_something_else(group):
+    """Capture for longer than it takes until somebody asks whether a call is done."""
+    tensors = [torch.randn(1, 4, 8, 16, device="cuda") for _ in range(3)]
+    cqs.distributed.attention(*tensors, group=group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        double = tensors[0] * 2
+        time.sleep(2.5)
+    graph.replay()
+    assert torch.equal(double, tensors[0] * 2)
 
 
 def complaint_in_a_graph(group, rows):

@@ -5,6 +5,7 @@ import torch
 from programs import (
     bits,
     calls_that_stray,
+    capture_something_else,
     check_tracks_exact,
     complaint,
     complaint_in_a_graph,
@@ -92,6 +93,10 @@ def test_training_is_captured_as_pytorch_does_it(gpu_ranks, num_ranks):
     cuts = cut(case, num_ranks, 0)
     found = gpu_ranks.run(num_ranks, stray_of_graphed_training, case, cuts)
     assert found == [0.0] * num_ranks
+
+
+def test_captures_of_other_work_are_not_disturbed(gpu_ranks, num_ranks):
+    gpu_ranks.run(num_ranks, capture_something_else)
 
 
 def test_first_calls_are_not_captured(gpu_ranks, num_ranks):

@@ -96,17 +96,24 @@ class Forgetful(Ring):
         return partial, rows
 
 
-def measured(group, out, wrong):
+def measured(group, out, wrong, backend=None):
     """Return the rows of a small benchmark, or what it raises."""
     problem = Case("peers", 48, 48, 4, 2, is_causal=True).make()
     METHODS["ring"] = Forgetful if wrong else Ring
     grad = torch.randn(problem.query.shape, generator=torch.Generator().manual_seed(0))
     try:
-        return peers.measure(group, list(METHODS), problem, grad, repeats=2, out=out)
+        options = {"repeats": 2, "backend": backend, "out": out}
+        return peers.measure(group, list(METHODS), problem, grad, **options)
     except VerificationError as error:
         return str(error)
     finally:
         METHODS["ring"] = Ring
+
+
+def test_rows_say_whose_kernels_they_are_of(ranks):
+    for backend in ("reference", "best"):
+        rows, _ = ranks.run(2, measured, None, False, backend)
+        assert {row.case for row in rows} == {f"causal-48-h4-kv2-d16-{backend}"}
 
 
 def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):

@@ -143,8 +143,9 @@ def attend_shares(
             )
         return answer
 
-    lists_of_work = _query_lists(work, tile_q, tile_k, query.device, packed=not is_united)
-    all_lists = keep_for_replays(lists_of_work, query.device)
+    all_lists = keep_for_replays(
+        _query_lists(work, tile_q, tile_k, query.device, packed=not is_united), query.device
+    )
     answer = into or new(dtype)
     if len(all_lists) == 1:
         return launch(all_lists[0], answer)
