@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from cqs.scheduler import Step
@@ -38,6 +39,10 @@ def make_call(
         >>> call.steps[0].queries, call.steps[0].keys
         (range(0, 10), (range(0, 20),))
     """
+    if is_causal and keys == tuple(enumerate(queries)):  # one square, wherever the chunks are
+        tokens = range(len(queries) * length)
+        step = Step(0, tokens, (), tokens, len(tokens) * (len(tokens) + 1) // 2)
+        return Call(slice(len(tokens)), slice(len(tokens)), (step,))
     full = [[place for place, n in keys if n < chunk or not is_causal] for chunk in queries]
     diagonal = [[place for place, n in keys if n == chunk and is_causal] for chunk in queries]
     seen = [place for places in full + diagonal for place in places]
@@ -45,13 +50,14 @@ def make_call(
         return None
     first, last = min(seen), max(seen)
     blind = sum(not (each or own) for each, own in zip(full, diagonal, strict=True))
-    steps = []
-    for row in range(blind, len(queries)):
-        (rows,) = join_chunks([row - blind], length)
-        squares = join_chunks((place - first for place in diagonal[row]), length)
-        pairs = len(full[row]) * length**2 + len(squares) * length * (length + 1) // 2
-        columns = join_chunks((place - first for place in full[row]), length)
-        steps.append(Step(row, rows, columns, squares[0] if squares else None, pairs))
+    steps: list[Step] = []
+    chunks = range(blind, len(queries))
+    for (places, own), alike in groupby(chunks, lambda chunk: (full[chunk], diagonal[chunk])):
+        (rows,) = join_chunks((chunk - blind for chunk in alike), length)
+        squares = join_chunks((place - first for place in own), length)
+        pairs = len(rows) * len(places) * length + len(squares) * length * (length + 1) // 2
+        columns = join_chunks((place - first for place in places), length)
+        steps.append(Step(len(steps), rows, columns, squares[0] if squares else None, pairs))
     return Call(
         slice(blind * length, len(queries) * length),
         slice(first * length, (last + 1) * length),
