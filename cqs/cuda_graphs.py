@@ -11,14 +11,18 @@ _replayed: dict[int, object] = {}
 
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is captured on the current stream of a device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def check_not_captured(device: torch.device) -> None:
     """Raise RuntimeError if a CUDA graph is captured, before what a graph cannot do."""
     if is_captured(device):
         raise RuntimeError(
-            "a CUDA graph cannot be captured from a first call: make one of the same sizes before"
+            "a first call cannot be captured in a CUDA graph: "
+            "make one with the same arguments before"
         )
 
 

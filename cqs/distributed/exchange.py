@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ class Piece(NamedTuple):
 class Exchange:
     """Sends tensors between the ranks of a group in one pass.
 
-    The group can be used again if a pass fails on all.
+    The group can be used again if a pass fails on all ranks after the same sends.
     """
 
     def __init__(self, carrier: Carrier, num_stages: int, *, in_place: bool) -> None:
@@ -52,14 +51,11 @@ class Exchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._carrier.end()
-            return
-        end = time.monotonic() + _SETTLING_SECONDS
-        for transfer in self._transfers:
-            transfer.settle(end)
-        with suppress(RuntimeError):  # others have failed too
-            self._carrier.end()
+        if kind is not None:
+            end = time.monotonic() + _SETTLING_SECONDS
+            for transfer in self._transfers:
+                transfer.settle(end)
+        self._carrier.end()
 
     def send_out(
         self,

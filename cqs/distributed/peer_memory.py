@@ -49,9 +49,9 @@ class PeerMemory:
     has fetched. Whoever needs a number to be high enough waits on the GPU: for rows to be there, or
     for room to be free. Lanes have numbers of their own, for numbers must rise.
 
-    A pass ends when others have fetched all that it packed. Its numbers are 0 again then, and ranks
-    tell each other so before they tell anything else: what a pass does is the same each time, and
-    may be replayed.
+    A pass ends when others have fetched all that it packed. The numbers of its sends are 0 again
+    then, and ranks tell each other so before they tell anything else: what a pass does is the same
+    each time, and may be replayed. So a rank that lags in one pass holds all others in the next.
     """
 
     num_lanes = _NUM_LANES
@@ -67,7 +67,9 @@ class PeerMemory:
         self.peak_bytes = 0
         """The most that sends have needed."""
         self.num_sends = 0
-        """Of all passes."""
+        """Of all passes that were not captured."""
+        self._is_captured = False
+        """Whether this pass is."""
         self._number = 0
         """Of the last send of the pass."""
         self._unread: list[_Packed] = []
@@ -76,7 +78,7 @@ class PeerMemory:
         self._waited: dict[int, torch.cuda.Event] = {}
         """When lanes need no number of the pass any more."""
         self._ended: torch.cuda.Event | None = None
-        """The last pass that was not captured."""
+        """When the last pass that was not captured had."""
         self._fetching = torch.cuda.Stream(device)
         self._releasing = torch.cuda.Stream(device, priority=-1)  # lanes have the lowest
         self._streams = {self._fetching}
@@ -90,33 +92,30 @@ class PeerMemory:
         """Begin a pass; see :class:`cqs.distributed.transfer.Carrier`.
 
         Raises:
-            RuntimeError: after :meth:`release`.
+            RuntimeError: after :meth:`release`; if a CUDA graph is captured and there is no memory,
+                or the group is no more.
             torch.OutOfMemoryError: if a rank has no room for numbers.
         """
-        stream = torch.cuda.current_stream(self._device)
         if not self._memory.own.nbytes:
             self._grow(_header_bytes(self._num_ranks))
         with self._launching:
             self._check_released()
-            self._streams.add(stream)
-            if is_captured(self._device):
+            self._is_captured = is_captured(self._device)
+            if self._is_captured:
                 self._memory.is_captured = True
             elif self._ended is not None:
-                stream.wait_event(self._ended)
-            self._open(stream)
+                torch.cuda.current_stream(self._device).wait_event(self._ended)
+            self._open_pass()
 
     def end(self) -> None:
         """End the pass; see :class:`cqs.distributed.transfer.Carrier`."""
-        if not self._memory.own.nbytes:
-            return
         with self._launching:
-            self._check_released()
-            self._close()
-            ended = self._fetching.record_event()
-            torch.cuda.current_stream(self._device).wait_event(ended)
-            if not is_captured(self._device):
-                self._ended = ended
-                self._unfinished.append(ended)
+            if not self._memory.own.nbytes or self._memory.is_released:
+                return
+            event = self._close_pass()
+            torch.cuda.current_stream(self._device).wait_event(event)
+            if not self._is_captured:
+                self._ended = event
 
     def send(
         self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
@@ -136,7 +135,7 @@ class PeerMemory:
         if num_bytes > self._memory.own.nbytes:
             self._grow(num_bytes)
             with self._launching:
-                self._open(stream)
+                self._open_pass()
         first = header + turn * sum(rooms)
         firsts = [first + sum(rooms[:i]) for i in range(len(rooms))]
         readers = [
@@ -146,10 +145,11 @@ class PeerMemory:
         ]
         # memory that is free on this stream may be in use on it until now
         received = [parcel.received for parcel in parcels if not parcel.route.stays]
-        begin = stream.record_event()
+        free = stream.record_event()
         with self._launching:
             self._check_released()
-            self._streams.add(stream)
+            if not self._is_captured:
+                self._streams.add(stream)
             places = range(first, first + sum(rooms))
             packed = _Packed(places, lane, self._number + 1, readers)
             unread = self._make_room(packed, stream)
@@ -160,17 +160,15 @@ class PeerMemory:
             self._check_released()
             self._unread = unread
             self._number += 1
-            self.num_sends += 1
+            self.num_sends += not self._is_captured
             assert self._opened is not None
             stream.wait_event(self._opened)
             for reader in readers:
                 self._tell(stream, reader, _told(lane), self._number)
             if not received:
                 return []
-            self._fetch(parcels, firsts, lane, begin)
-            event = self._fetching.record_event()
-            if not is_captured(self._device):
-                self._unfinished.append(event)
+            self._fetch(parcels, firsts, lane, free)
+            event = self._record_fetching()
             return [_OnItsWay(event, self._fetching, received)]
 
     def release(self, seconds: float) -> None:
@@ -178,21 +176,30 @@ class PeerMemory:
 
         Args:
             seconds: How long to wait for it. It goes on beyond, as ranks that are alive may yet
-                write a lower number.
+                write a lower number, and replays of CUDA graphs may yet begin.
         """
         with self._launching:
             self._memory.is_released = True
-        thread = threading.Thread(target=self._release, daemon=True)
-        thread.start()
-        thread.join(seconds)
+        is_idle = threading.Event()
+        threading.Thread(target=self._release, args=(is_idle,), daemon=True).start()
+        is_idle.wait(seconds)
 
-    def _release(self) -> None:
+    def _release(self, is_idle: threading.Event) -> None:
+        _relax()
+        captured = [*self._memory.captured]
+        if self._memory.is_captured:
+            captured.append(self._memory.addresses[self._rank])
+        end = time.monotonic() + (_RELEASED_SECONDS if captured else 0)
         with torch.cuda.device(self._device):  # of a thread that has none yet
-            while not all(stream.query() for stream in tuple(self._streams)):
-                own = self._memory.addresses[self._rank]
-                for place in range(_NUM_ROWS * self._num_ranks):
-                    number = own + 4 * place, _RELEASED, 0
-                    _check(driver.cuStreamWriteValue32(self._releasing.cuda_stream, *number))
+            while True:
+                if all(stream.query() for stream in tuple(self._streams)):
+                    is_idle.set()
+                    if time.monotonic() >= end:
+                        return
+                for own in {*captured, self._memory.addresses[self._rank]}:
+                    for place in range(_NUM_ROWS * self._num_ranks):
+                        number = own + 4 * place, _RELEASED, 0
+                        _check(driver.cuStreamWriteValue32(self._releasing.cuda_stream, *number))
                 time.sleep(_POLL_SECONDS)
 
     def check_time(self) -> None:
@@ -211,24 +218,26 @@ class PeerMemory:
             )
             os.abort()
 
-    def _open(self, stream: torch.cuda.Stream) -> None:
-        """Wait until all ranks have ended their last pass: only then may they be told anything.
-
-        Args:
-            stream: From which the lanes begin.
-        """
+    def _open_pass(self) -> None:
+        """Wait until all ranks have ended their last pass: only then may they be told anything."""
+        stream = torch.cuda.current_stream(self._device)
+        if not self._is_captured:
+            self._streams.add(stream)
         self._number, self._unread, self._waited = 0, [], {}
         self._fetching.wait_event(stream.record_event())
         for rank in self._others:
             self._wait(self._fetching, rank, _ENDED, 1)
             self._tell(self._fetching, self._rank, _ENDED, 0, of=rank)
             self._tell(self._fetching, rank, _SEEN, 1)
-        self._opened = self._fetching.record_event()
+        self._opened = self._record_fetching()
 
-    def _close(self) -> None:
-        """Wait until all that was told has been fetched, clear the numbers, and say so.
+    def _close_pass(self) -> torch.cuda.Event:
+        """Wait until all that was told has been fetched, clear its numbers, and say so.
 
         Lanes may still merge what came.
+
+        Returns:
+            When that has happened.
         """
         stream = self._fetching
         for event in self._waited.values():
@@ -237,22 +246,35 @@ class PeerMemory:
             for reader in old.readers:
                 self._wait(stream, reader, _fetched(old.lane), old.number)
         own, number = self._memory.addresses[self._rank], _ENDED * self._num_ranks
-        _check(driver.cuMemsetD32Async(own, 0, number, stream.cuda_stream))
+        with torch.cuda.device(self._device):
+            _check(driver.cuMemsetD32Async(own, 0, number, stream.cuda_stream))
         for rank in self._others:
             self._wait(stream, rank, _SEEN, 1)  # or it might miss that another pass has ended
             self._tell(stream, self._rank, _SEEN, 0, of=rank)
             self._tell(stream, rank, _ENDED, 1)
+        return self._record_fetching()
+
+    def _record_fetching(self) -> torch.cuda.Event:
+        """Return when all is done that has been told to fetch; it must be before the time is up."""
+        event: torch.cuda.Event = self._fetching.record_event()
+        if not self._is_captured:
+            self._unfinished.append(event)
+        return event
 
     def _grow(self, num_bytes: int) -> None:
-        """Take more memory instead, with no pass begun; all ranks do."""
+        """Take more memory instead, for a pass that is opened after; all ranks do.
+
+        A pass that is open ends in the old memory: CUDA graphs may still use that.
+        """
         if (group := self._group()) is None:
             raise RuntimeError("the group is no more")
         check_not_captured(self._device)
-        torch.cuda.synchronize(self._device)
+        control = control_group(group)
+        meet(control)  # raises if a rank has died
         if self._memory.own.nbytes:
             with self._launching:
-                self._close()
-        self._memory.grow(control_group(group), num_bytes)
+                self._close_pass()
+        self._memory.grow(control, num_bytes)
 
     @property
     def _others(self) -> list[int]:
@@ -282,11 +304,11 @@ class PeerMemory:
         return left + [new] if new.readers else left
 
     def _fetch(
-        self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, begin: torch.cuda.Event
+        self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, free: torch.cuda.Event
     ) -> None:
         """Have rows copied here as soon as they are packed, those of the next rank first."""
         fetching = self._fetching
-        fetching.wait_event(begin)
+        fetching.wait_event(free)
         for owner in self._others:
             if not any(parcel.expected[owner] for parcel in parcels):
                 continue
@@ -383,7 +405,9 @@ class _Memory:
         self.own = torch.empty(0, dtype=torch.uint8)
         """The bytes of this rank's memory."""
         self.is_captured = False
-        """Whether a CUDA graph uses it, and may be replayed at any time."""
+        """Whether a CUDA graph may use it, and be replayed at any time."""
+        self.captured: list[int] = []
+        """Addresses of what this rank had before, if graphs may use it: nobody lets go of that."""
         self.is_released = False
         """Whether numbers in it are not to be believed any more."""
 
@@ -406,15 +430,15 @@ class _Memory:
         return False
 
     def grow(self, control: Any, num_bytes: int) -> None:
-        """Take more memory instead; all ranks do. What a CUDA graph uses stays as it is.
+        """Take more memory instead; all ranks do, who have ended all passes.
 
         Raises:
             torch.OutOfMemoryError: if a rank has not as much; all have none then.
         """
         torch.cuda.synchronize(self._device)
         self.own = self.own[:0]
-        meet(control)  # nobody fetches or tells any more
         if self.is_captured:
+            self.captured.append(self.addresses[self._rank])
             self.addresses, self.is_captured = [0] * len(self.addresses), False
         else:
             self.let_go(control)
@@ -451,7 +475,7 @@ class _Memory:
         return found.view(parcel.sources[0].dtype).view(number, *parcel.row_shape)
 
     def is_at_rest(self) -> bool:
-        """Whether other ranks have ended the last pass; waits for the GPU."""
+        """Whether other ranks have ended the last pass, and tell no more; waits for the GPU."""
         num_ranks = len(self.addresses)
         numbers = self.own[: _header_bytes(num_ranks)].view(torch.int32).tolist()
         ended = numbers[_ENDED * num_ranks : _SEEN * num_ranks]
@@ -497,8 +521,7 @@ def _watch(
     of: "weakref.ref[PeerMemory]", memory: _Memory, unfinished: deque[torch.cuda.Event]
 ) -> None:
     """Check the time while there is a carrier, then free what others have read."""
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    _check(driver.cuThreadExchangeStreamCaptureMode(relaxed))  # events may be asked meanwhile
+    _relax()
     while (carrier := of()) is not None:
         carrier.check_time()
         del carrier
@@ -506,13 +529,19 @@ def _watch(
     while unfinished and not unfinished[-1].query():
         time.sleep(_WATCH_SECONDS)
     if memory.is_captured:
-        return
+        return  # a graph may yet be replayed, by all ranks
     memory.disconnect()
     if memory.is_released:
         time.sleep(_RELEASED_SECONDS)
-    while not memory.is_at_rest():
+    while not (memory.is_released or memory.is_at_rest()):
         time.sleep(_WATCH_SECONDS)
     memory.free()
+
+
+def _relax() -> None:
+    """Let this thread ask for events and streams while another captures a CUDA graph."""
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
 
 
 def _check(answer: tuple[Any, ...]) -> None:

@@ -113,7 +113,7 @@ class Carrier(Protocol):
         """Begin a pass, which every rank of the group does as often."""
 
     def end(self) -> None:
-        """End the pass, when all that came is waited for: what a GPU does next comes after it."""
+        """End the pass, also one that failed: what a GPU does from now on comes after it."""
 
     def send(
         self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int

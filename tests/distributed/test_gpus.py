@@ -103,4 +103,4 @@ def test_first_calls_are_not_captured(gpu_ranks, num_ranks):
     """Sizes of which there has been no call, or which need more memory than any call."""
     for rows in (9, 300_000):
         for error, text in gpu_ranks.run(num_ranks, complaint_in_a_graph, rows):
-            assert error is RuntimeError and "make one of the same sizes before" in text
+            assert error is RuntimeError and "make one with the same arguments before" in text
