@@ -231,6 +231,26 @@ def test_two_gpus_where_cqs_is_not_the_fastest():
     assert trained == pytest.approx(expected, abs=6e-4), trained
 
 
+def test_two_gpus_with_flash_attention():
+    header = "| tokens | pass | one | `cqs` | `ring` | `all-gather` | `ulysses` | `torch` |"
+    (body,) = tables("docs/distributed.md", header)
+    times = times_of_methods("peers-h200-x2-best")
+    methods = ["one", *re.findall("`(.+?)`", header)]
+    beside, torch = {}, {}
+    for tokens, passes, *cells in body:
+        length, _, kind = tokens.partition(" ")
+        case = f"{kind or 'full'}-{number(length)}-h16-kv16-d128-best"
+        found = times.pop((case, f"peers {passes}"))
+        assert cells == [f"{found[name]:.1f}" for name in methods]
+        best = min(found[name] for name in methods[2:])
+        beside[tokens, passes] = best / found["cqs"]
+        torch[tokens, passes] = found["torch"] / found["cqs"]
+    assert not times and beside.pop(("64K causal", "both")) == pytest.approx(0.902, abs=5e-4)
+    assert 1.0195 < min(beside.values()) and max(beside.values()) < 1.115
+    trained = [ratio for (_, passes), ratio in torch.items() if passes == "both"]
+    assert 1.015 < min(trained) and max(trained) < 1.235
+
+
 def test_four_gpus_are_predicted_from_two():
     fitted, measured = (
         read_rows(ROOT / f"docs/results/peers-h200-{name}.jsonl") for name in ("x2", "x4")
@@ -271,6 +291,14 @@ def test_what_ray_adds_to_sharded_sequences():
         the(rows, benchmark="deaths", executor=f"ray, {killed} killed") for killed in (2, 1)
     )
     assert two_of_four["repeats"] == one_of_two["repeats"] == 20
+    parts = [
+        the(rows, benchmark="deaths", executor=f"ray, 1 killed in {part}")
+        for part in ("exchange", "compute", "return")
+    ]
+    assert {row["repeats"] for row in parts} == {5}
+    shown = "after {:.1f}, {:.1f} and {:.1f} s (medians; at most {:.1f})"
+    most = max(row["details"]["longest_ms"] for row in parts)
+    assert shown.format(*(row["median_ms"] / 1e3 for row in parts), most / 1e3) in text
     longest = (row["details"]["longest_ms"] / 1e3 for row in (two_of_four, one_of_two))
     shown = (
         "{:.1f} s (median; at most {:.1f}; undisturbed 0.6) where two of four died, "
