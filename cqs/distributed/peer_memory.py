@@ -21,13 +21,12 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from cqs.cuda_graphs import check_not_captured, is_captured
-from cqs.distributed.agreement import control_group, meet, swap, timeout_of
+from cqs.distributed.agreement import control_group, meet, timeout_of
+from cqs.distributed.ipc_memory import IpcMemory, check
 from cqs.distributed.transfer import Fill, Parcel, UnderWay
 from cqs.scheduler.heads import FETCHED
 
 _ALIGNMENT = 512
-_LEAST_BYTES = 1 << 21
-"""Less shares its page with memory that is none of the other ranks' business."""
 _NUM_LANES = 2
 _ENDED, _SEEN, _NUM_ROWS = range(2 * _NUM_LANES, 2 * _NUM_LANES + 3)
 """What numbers of passes say, after those of sends: that a rank has ended its pass, and that it has
@@ -38,7 +37,6 @@ _RELEASED_SECONDS = 60.0
 """After which other ranks of an aborted group fetch no more."""
 _POLL_SECONDS = 0.01
 _WATCH_SECONDS = 1.0
-_HANDLE_BYTES = 64
 
 
 class PeerMemory:
@@ -58,7 +56,7 @@ class PeerMemory:
     num_turns = 4
     stage_rule = FETCHED
 
-    def __init__(self, group: Any, device: torch.device, memory: "_Memory") -> None:
+    def __init__(self, group: Any, device: torch.device, memory: IpcMemory) -> None:
         """Begin without room; see :func:`connect_peers`."""
         self._group = weakref.ref(group)
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -78,7 +76,7 @@ class PeerMemory:
         self._waited: dict[int, torch.cuda.Event] = {}
         """When lanes need no number of the pass any more."""
         self._ended: torch.cuda.Event | None = None
-        """When the last pass that was not captured had."""
+        """When the last pass had that was not captured."""
         self._fetching = torch.cuda.Stream(device)
         self._releasing = torch.cuda.Stream(device, priority=-1)  # lanes have the lowest
         self._streams = {self._fetching}
@@ -97,7 +95,7 @@ class PeerMemory:
             torch.OutOfMemoryError: if a rank has no room for numbers.
         """
         if not self._memory.own.nbytes:
-            self._grow(_header_bytes(self._num_ranks))
+            self._grow(self._memory.header_bytes)
         with self._launching:
             self._check_released()
             self._is_captured = is_captured(self._device)
@@ -128,7 +126,7 @@ class PeerMemory:
             torch.OutOfMemoryError: if a rank has no room for what is packed.
         """
         rooms = [_aligned(parcel.places.most * parcel.row_bytes) for parcel in parcels]
-        header = _header_bytes(self._num_ranks)
+        header = _aligned(self._memory.header_bytes)
         num_bytes = header + num_turns * sum(rooms)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         lane, stream = turn % self.num_lanes, torch.cuda.current_stream(self._device)
@@ -154,8 +152,7 @@ class PeerMemory:
             packed = _Packed(places, lane, self._number + 1, readers)
             unread = self._make_room(packed, stream)
             self._waited[lane] = stream.record_event()
-        memory = self._memory
-        fill([memory.rows(f, sum(p.lengths), p) for f, p in zip(firsts, parcels, strict=True)])
+        fill([self._rows(f, p) for f, p in zip(firsts, parcels, strict=True)])
         with self._launching:  # where that fails, it is as if there had been no room
             self._check_released()
             self._unread = unread
@@ -186,20 +183,19 @@ class PeerMemory:
 
     def _release(self, is_idle: threading.Event) -> None:
         _relax()
-        captured = [*self._memory.captured]
-        if self._memory.is_captured:
-            captured.append(self._memory.addresses[self._rank])
-        end = time.monotonic() + (_RELEASED_SECONDS if captured else 0)
+        memory = self._memory
+        has_replays = memory.is_captured or memory.captured
+        end = time.monotonic() + (_RELEASED_SECONDS if has_replays else 0)
         with torch.cuda.device(self._device):  # of a thread that has none yet
             while True:
                 if all(stream.query() for stream in tuple(self._streams)):
                     is_idle.set()
                     if time.monotonic() >= end:
                         return
-                for own in {*captured, self._memory.addresses[self._rank]}:
+                for own in {*memory.captured, memory.addresses[self._rank]} - {0}:
                     for place in range(_NUM_ROWS * self._num_ranks):
                         number = own + 4 * place, _RELEASED, 0
-                        _check(driver.cuStreamWriteValue32(self._releasing.cuda_stream, *number))
+                        check(driver.cuStreamWriteValue32(self._releasing.cuda_stream, *number))
                 time.sleep(_POLL_SECONDS)
 
     def check_time(self) -> None:
@@ -247,7 +243,7 @@ class PeerMemory:
                 self._wait(stream, reader, _fetched(old.lane), old.number)
         own, number = self._memory.addresses[self._rank], _ENDED * self._num_ranks
         with torch.cuda.device(self._device):
-            _check(driver.cuMemsetD32Async(own, 0, number, stream.cuda_stream))
+            check(driver.cuMemsetD32Async(own, 0, number, stream.cuda_stream))
         for rank in self._others:
             self._wait(stream, rank, _SEEN, 1)  # or it might miss that another pass has ended
             self._tell(stream, self._rank, _SEEN, 0, of=rank)
@@ -319,14 +315,20 @@ class PeerMemory:
                     target = parcel.received[row : row + number]
                     source = self._memory.addresses[owner] + first + there * parcel.row_bytes
                     place = target.data_ptr(), source, target.nbytes
-                    _check(driver.cuMemcpyAsync(*place, fetching.cuda_stream))
+                    check(driver.cuMemcpyAsync(*place, fetching.cuda_stream))
             self._tell(fetching, owner, _fetched(lane), self._number)
+
+    def _rows(self, first: int, parcel: Parcel) -> Tensor:
+        """Return this rank's memory from some byte on as the rows that a parcel has for others."""
+        number = sum(parcel.lengths)
+        found = self._memory.own[first : first + number * parcel.row_bytes]
+        return found.view(parcel.sources[0].dtype).view(number, *parcel.row_shape)
 
     def _wait(self, stream: torch.cuda.Stream, rank: int, row: int, number: int) -> None:
         """Let a stream go on when a rank has told this one a number that is at least ``number``."""
         address = self._memory.addresses[self._rank] + 4 * (row * self._num_ranks + rank)
         at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        _check(driver.cuStreamWaitValue32(stream.cuda_stream, address, number, at_least))
+        check(driver.cuStreamWaitValue32(stream.cuda_stream, address, number, at_least))
 
     def _tell(
         self, stream: torch.cuda.Stream, rank: int, row: int, number: int, *, of: int | None = None
@@ -342,7 +344,7 @@ class PeerMemory:
         """
         place = row * self._num_ranks + (self._rank if of is None else of)
         address = self._memory.addresses[rank] + 4 * place
-        _check(driver.cuStreamWriteValue32(stream.cuda_stream, address, number, 0))
+        check(driver.cuStreamWriteValue32(stream.cuda_stream, address, number, 0))
 
 
 @dataclass(frozen=True)
@@ -368,8 +370,10 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
         ``None`` on all ranks if one does not reach another.
     """
     control = control_group(group)
-    memory = _Memory(device, dist.get_rank(group), control.size())
-    reached = memory.take(control, _header_bytes(control.size()))
+    num_ranks = control.size()
+    numbers = [int(row == _ENDED) for row in range(_NUM_ROWS) for _ in range(num_ranks)]
+    memory = IpcMemory(device, dist.get_rank(group), num_ranks, numbers)
+    reached = memory.take(control, memory.header_bytes)
     return PeerMemory(group, device, memory) if reached else None
 
 
@@ -391,134 +395,8 @@ class _OnItsWay(NamedTuple):
             tensor.record_stream(self.stream)
 
 
-class _Memory:
-    """Memory of this rank's GPU that the others read, and theirs.
-
-    It begins with the numbers of :class:`PeerMemory`.
-    """
-
-    def __init__(self, device: torch.device, rank: int, num_ranks: int) -> None:
-        """Have none."""
-        self._device, self._rank = device, rank
-        self.addresses = [0] * num_ranks
-        """Of every rank, in this process."""
-        self.own = torch.empty(0, dtype=torch.uint8)
-        """The bytes of this rank's memory."""
-        self.is_captured = False
-        """Whether a CUDA graph may use it, and be replayed at any time."""
-        self.captured: list[int] = []
-        """Addresses of what this rank had before, if graphs may use it: nobody lets go of that."""
-        self.is_released = False
-        """Whether numbers in it are not to be believed any more."""
-
-    def take(self, control: Any, num_bytes: int) -> bool:
-        """Take memory, and open that of the other ranks; say whether all ranks could."""
-        num_bytes = max(num_bytes, _LEAST_BYTES)
-        with torch.cuda.device(self._device):
-            address, handle = _allocate(num_bytes, control.size())
-            handles = swap(control, handle, [len(handle)] * control.size())
-            self.addresses = [
-                _open(bytes(handles[other * len(handle) : (other + 1) * len(handle)]))
-                if other != self._rank
-                else address
-                for other in range(control.size())
-            ]
-        if all(swap(control, [all(self.addresses)], [1] * control.size())):
-            self.own = _as_bytes(address, num_bytes, self._device)
-            return True
-        self.let_go(control)
-        return False
-
-    def grow(self, control: Any, num_bytes: int) -> None:
-        """Take more memory instead; all ranks do, who have ended all passes.
-
-        Raises:
-            torch.OutOfMemoryError: if a rank has not as much; all have none then.
-        """
-        torch.cuda.synchronize(self._device)
-        self.own = self.own[:0]
-        if self.is_captured:
-            self.captured.append(self.addresses[self._rank])
-            self.addresses, self.is_captured = [0] * len(self.addresses), False
-        else:
-            self.let_go(control)
-        if not self.take(control, num_bytes):
-            raise torch.OutOfMemoryError(
-                f"a rank of the group has no {num_bytes / 2**20:.0f} MiB for what others fetch"
-            )
-
-    def let_go(self, control: Any) -> None:
-        """Let go of all memory; all ranks do."""
-        self.disconnect()
-        meet(control)
-        self.free()
-
-    def disconnect(self) -> None:
-        """Let go of other ranks' memory."""
-        with torch.cuda.device(self._device):
-            for rank, address in enumerate(self.addresses):
-                if rank != self._rank and address:
-                    driver.cuIpcCloseMemHandle(address)  # may fail if the rank has died
-                    self.addresses[rank] = 0
-
-    def free(self) -> None:
-        """Let go of this rank's memory, which nobody may read any more."""
-        self.own = self.own[:0]
-        if address := self.addresses[self._rank]:
-            with torch.cuda.device(self._device):
-                _check(driver.cuMemFree(address))
-        self.addresses = [0] * len(self.addresses)
-
-    def rows(self, first: int, number: int, parcel: Parcel) -> Tensor:
-        """Return the memory of this rank from some byte on as rows of a parcel."""
-        found = self.own[first : first + number * parcel.row_bytes]
-        return found.view(parcel.sources[0].dtype).view(number, *parcel.row_shape)
-
-    def is_at_rest(self) -> bool:
-        """Whether other ranks have ended the last pass, and tell no more; waits for the GPU."""
-        num_ranks = len(self.addresses)
-        numbers = self.own[: _header_bytes(num_ranks)].view(torch.int32).tolist()
-        ended = numbers[_ENDED * num_ranks : _SEEN * num_ranks]
-        return all(ended[: self._rank] + ended[self._rank + 1 :])
-
-
-def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
-    """Return memory that PyTorch did not allocate."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, number)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (number,), (1,))
-
-
-def _allocate(num_bytes: int, num_ranks: int) -> tuple[int, bytes]:
-    """Return the address of memory with numbers of no pass, and what opens it in other processes.
-
-    Both are zero if there is none.
-    """
-    error, address = driver.cuMemAlloc(num_bytes)
-    if error:
-        torch.cuda.empty_cache()
-        error, address = driver.cuMemAlloc(num_bytes)
-    if error:
-        return 0, bytes(_HANDLE_BYTES)
-    _check(driver.cuMemsetD32(address, 0, _NUM_ROWS * num_ranks))
-    _check(driver.cuMemsetD32(int(address) + 4 * _ENDED * num_ranks, 1, num_ranks))
-    torch.cuda.synchronize()
-    error, handle = driver.cuIpcGetMemHandle(address)
-    return int(address), bytes(_HANDLE_BYTES) if error else handle.reserved
-
-
-def _open(reserved: bytes) -> int:
-    """Return the address of another process's memory, zero if it cannot be reached."""
-    if not any(reserved):
-        return 0
-    handle = driver.CUipcMemHandle()
-    handle.reserved = reserved
-    enable = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-    error, address = driver.cuIpcOpenMemHandle(handle, int(enable))
-    return 0 if error else int(address)
-
-
 def _watch(
-    of: "weakref.ref[PeerMemory]", memory: _Memory, unfinished: deque[torch.cuda.Event]
+    of: "weakref.ref[PeerMemory]", memory: IpcMemory, unfinished: deque[torch.cuda.Event]
 ) -> None:
     """Check the time while there is a carrier, then free what others have read."""
     _relax()
@@ -533,21 +411,22 @@ def _watch(
     memory.disconnect()
     if memory.is_released:
         time.sleep(_RELEASED_SECONDS)
-    while not (memory.is_released or memory.is_at_rest()):
+    while not (memory.is_released or _is_at_rest(memory)):
         time.sleep(_WATCH_SECONDS)
     memory.free()
+
+
+def _is_at_rest(memory: IpcMemory) -> bool:
+    """Whether other ranks have ended the last pass, and tell no more; waits for the GPU."""
+    num_ranks = len(memory.addresses)
+    ended = memory.numbers[_ENDED * num_ranks : _SEEN * num_ranks]
+    return all(ended[: memory.rank] + ended[memory.rank + 1 :])
 
 
 def _relax() -> None:
     """Let this thread ask for events and streams while another captures a CUDA graph."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    _check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
-
-
-def _check(answer: tuple[Any, ...]) -> None:
-    """Raise RuntimeError if the driver did not do what it was asked to."""
-    if answer[0]:
-        raise RuntimeError(f"the CUDA driver failed: {answer[0].name}")
+    check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
 
 
 def _contains(outer: range, inner: range) -> bool:
@@ -556,11 +435,6 @@ def _contains(outer: range, inner: range) -> bool:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _header_bytes(num_ranks: int) -> int:
-    """Bytes of the numbers that all ranks tell."""
-    return _aligned(4 * _NUM_ROWS * num_ranks)
 
 
 def _told(lane: int) -> int:

@@ -274,7 +274,6 @@ def make_driver():
         CUstreamWaitValue_flags=types.SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
         cuMemAlloc=allocate,
         cuMemFree=free,
-        cuMemsetD32=set_numbers,
         cuMemsetD32Async=set_numbers_later,
         cuMemcpyAsync=copy,
         cuIpcGetMemHandle=get_handle,

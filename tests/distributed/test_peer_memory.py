@@ -95,23 +95,25 @@ def make_world(num_ranks, seed):
 @pytest.fixture
 def peer_memory(monkeypatch):
     pytest.importorskip("cuda.bindings")
-    from cqs.distributed import peer_memory
+    from cqs.distributed import ipc_memory, peer_memory
 
     fake_gpus.install(monkeypatch)
     of_group = SimpleNamespace(
         get_rank=lambda group: group.rank, get_world_size=lambda group: group.size()
     )
-    as_bytes = peer_memory._as_bytes
-    streams = {}
+    as_bytes = ipc_memory._as_bytes
+    driver, streams = fake_gpus.make_driver(), {}
     for module, name, value in (
-        (peer_memory, "driver", fake_gpus.make_driver()),
+        (peer_memory, "driver", driver),
+        (ipc_memory, "driver", driver),
         (peer_memory, "dist", of_group),
         (peer_memory, "_WATCH_SECONDS", 0.01),
         (peer_memory, "_RELEASED_SECONDS", 0.01),
         (peer_memory, "control_group", lambda group: group),
-        (peer_memory, "swap", lambda group, own, lengths: group.world.swap(own)),
         (peer_memory, "meet", lambda group: group.world.swap([])),
-        (peer_memory, "_as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
+        (ipc_memory, "meet", lambda group: group.world.swap([])),
+        (ipc_memory, "swap", lambda group, own, lengths: group.world.swap(own)),
+        (ipc_memory, "_as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
         (transfer, "move", later(moves.move)),
         (rank_task, "_add_up", later(rank_task._add_up)),
         (rank_task, "Lanes", lambda device, number: lanes.Lanes(GPU, number)),
@@ -123,6 +125,13 @@ def peer_memory(monkeypatch):
     for thread in threading.enumerate():
         if "_watch" in thread.name:
             thread.join(3)
+
+
+def set_least_bytes(monkeypatch, number):
+    """Have memory grow from so few bytes on."""
+    from cqs.distributed import ipc_memory
+
+    monkeypatch.setattr(ipc_memory, "_LEAST_BYTES", number)
 
 
 def streams_of_rank(streams, number):
@@ -218,7 +227,7 @@ def expect(call, tensors):
 def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ranks, seed):
     """Calls follow each other without waiting for the streams."""
     monkeypatch.setattr(rank_task, "_MOST_AT_ONCE", 30 * (seed % 3))
-    monkeypatch.setattr(peer_memory, "_LEAST_BYTES", 512 if seed % 2 else 1 << 21)
+    set_least_bytes(monkeypatch, 512 if seed % 2 else 1 << 21)
     torch.manual_seed(seed)
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
     whole = [draw_tensors(call) for call in calls]
@@ -245,7 +254,7 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ran
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
 def test_graphs_may_be_replayed_between_other_calls(peer_memory, monkeypatch, num_ranks, seed):
     """Of several calls, with other tokens each time, and with a call that needs more memory."""
-    monkeypatch.setattr(peer_memory, "_LEAST_BYTES", 512)
+    set_least_bytes(monkeypatch, 512)
     torch.manual_seed(seed)
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
     largest = calls[-1] | {"heads": (32, 32), "num_stages": 8, "gradients": True}
@@ -431,7 +440,7 @@ def test_who_waits_for_the_dead_can_be_released(peer_memory, seed):
 @pytest.mark.parametrize("has_grown", [False, True])
 def test_replays_that_wait_for_the_dead_can_be_released(peer_memory, monkeypatch, has_grown):
     """Also of graphs captured before there was more memory, on a stream that no call was on."""
-    monkeypatch.setattr(peer_memory, "_LEAST_BYTES", 512)
+    set_least_bytes(monkeypatch, 512)
     monkeypatch.setattr(peer_memory, "_RELEASED_SECONDS", 0.5)
     call = draw_calls(random.Random(0), 2)[0] | {"lengths": (20, 20), "gradients": False}
     larger = call | {"heads": (32, 32)}
@@ -481,7 +490,7 @@ def test_all_ranks_raise_if_one_has_no_memory(peer_memory, monkeypatch):
         return (2, 0) if current_rank() == 1 and num_bytes > limit[0] else allocate(num_bytes)
 
     monkeypatch.setattr(peer_memory.driver, "cuMemAlloc", allocate_little)
-    monkeypatch.setattr(peer_memory, "_LEAST_BYTES", 512)
+    set_least_bytes(monkeypatch, 512)
     limit = [600]
 
     def program(rank):
