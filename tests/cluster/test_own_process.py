@@ -173,9 +173,17 @@ def test_no_cluster_at_an_address_is_named(tmp_path):
 
 
 @pytest.fixture
-def ray_client_address(tmp_path):
-    """A Ray head on the loopback interface with a server for Ray Client."""
+def ray_client_address():
+    """Of a Ray head on the loopback interface with a server for Ray Client."""
     pytest.importorskip("grpc")
+    with contextlib.ExitStack() as stack:
+        # one may not come up: another program may have taken its port meanwhile
+        yield next(filter(None, (stack.enter_context(ray_head()) for _ in range(3))))
+
+
+@contextlib.contextmanager
+def ray_head():
+    """Start a Ray head; yield its address for Ray Client, None if it does not answer."""
     with socket.socket() as gcs, socket.socket() as server:
         gcs.bind(("127.0.0.1", 0))
         server.bind(("127.0.0.1", 0))
@@ -200,13 +208,7 @@ def ray_client_address(tmp_path):
         start_new_session=True,
     )
     try:
-        for _ in range(300):
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", server_port), timeout=1).close()
-                break
-            assert head.poll() is None, "the head ended"
-            time.sleep(0.2)
-        yield f"ray://127.0.0.1:{server_port}"
+        yield f"ray://127.0.0.1:{server_port}" if answers(server_port, head) else None
     finally:
         head.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -214,6 +216,18 @@ def ray_client_address(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(head.pid, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def answers(port, process):
+    """Whether a process begins to listen within a minute."""
+    for _ in range(300):
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.2)
+    return False
 
 
 def test_ray_client_gives_right_answers_and_survives_a_death(tmp_path, ray_client_address):
