@@ -231,6 +231,20 @@ def test_two_gpus_where_cqs_is_not_the_fastest():
     assert trained == pytest.approx(expected, abs=6e-4), trained
 
 
+def test_how_long_callers_of_two_gpus_wait():
+    waits = defaultdict(list)
+    for row in rows_of("peers-h200-x2"):
+        waits[row["executor"], row["benchmark"]].append(row["details"]["call_ms"])
+    for name, forward, both in (
+        ("cqs", (3, 9), (5.7, 13)),
+        ("ring", (0.8, 2.1), (2.6, 5)),
+        ("cqs replayed", (0.04, 0.25), (0.4, 1.2)),
+    ):
+        for passes, (least, most) in (("forward", forward), ("both", both)):
+            found = waits[name, f"peers {passes}"]
+            assert least <= min(found) and round(max(found), 2) <= most, (name, passes)
+
+
 def test_two_gpus_with_flash_attention():
     header = "| tokens | pass | one | `cqs` | `ring` | `all-gather` | `ulysses` | `torch` |"
     (body,) = tables("docs/distributed.md", header)
