@@ -162,7 +162,7 @@ def test_ranks_are_measured_one_number_after_another(tmp_path):
             [sys.executable, *command, "report", *options, *passes, "--out", str(tmp_path)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             check=True,
-            timeout=120,
+            timeout=300,
         )
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [row.key for row in rows] == [(2, "forward"), (3, "forward"), (3, "backward")]
