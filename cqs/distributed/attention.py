@@ -80,7 +80,7 @@ def attention(
 
     Raises:
         RuntimeError: if torch.distributed is not initialized or this process not in the group,
-            another rank has died, or a CUDA graph is captured before a call of the same sizes.
+            another rank has died, or a CUDA graph is captured before a call with such arguments.
         TypeError: as for :func:`cqs.attention`.
         ValueError: likewise; and if another rank's arguments are wrong or not the same, with the
             number of that rank, on every rank.

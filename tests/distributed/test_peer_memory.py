@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -435,6 +436,30 @@ def test_who_waits_for_the_dead_can_be_released(peer_memory, seed):
 
     world.run(program)
     assert sorted(done) == [0, 2]
+
+
+def test_memory_of_a_pass_that_was_released_is_freed(peer_memory):
+    call = draw_calls(random.Random(0), 2)[0] | {"lengths": (20, 20), "gradients": False}
+    tensors, world, memories = draw_tensors(call), make_world(2, 0), []
+
+    def program(rank):
+        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        attend(carrier, rank, call, tensors)
+        synchronize()
+        world.swap([])
+        if rank == 0:
+            memories.append(carrier._memory)
+            carrier.begin()  # the other will never end such a pass
+            carrier.begin()
+            carrier.release(5)
+            synchronize()
+
+    world.run(program)
+    gc.collect()
+    end = time.monotonic() + 10
+    while memories[0].addresses[0] and time.monotonic() < end:
+        time.sleep(0.01)
+    assert memories[0].addresses == [0, 0]
 
 
 @pytest.mark.parametrize("has_grown", [False, True])

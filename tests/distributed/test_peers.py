@@ -82,6 +82,7 @@ def test_zig_zag_gives_every_rank_as_many_pairs_at_each_hop(num_ranks):
         for hop in range(1, num_ranks):
             source = (rank - hop) % num_ranks
             calls.append(make_call((rank, last - rank), ((0, source), (1, last - source)), 4, True))
+        assert all(len(call.steps) == len(call.steps[0].blocks()) == 1 for call in calls)
         pairs.append([sum(step.live_pairs for step in call.steps) for call in calls])
     assert pairs == [[36, *[32] * (num_ranks - 1)]] * num_ranks
 
