@@ -1,9 +1,12 @@
 """What is different where a CUDA graph is captured, which will be replayed without the caller."""
 
-from typing import TypeVar
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _replayed: dict[int, object] = {}
@@ -26,8 +29,25 @@ def check_not_captured(device: torch.device) -> None:
         )
 
 
-def keep_for_replays(read: _T, device: torch.device) -> _T:
-    """Return what a launch reads; for good, if a CUDA graph is captured that reads it whenever."""
-    if is_captured(device):
-        _replayed[id(read)] = read
-    return read
+def cached_on_device(
+    make: Callable[Concatenate[torch.device, _P], _T],
+) -> Callable[Concatenate[torch.device, _P], _T]:
+    """Cache what kernels read on a device: for good, if a CUDA graph that reads it is captured.
+
+    A function made so raises RuntimeError where it would have to make anew what is captured.
+    """
+
+    @lru_cache(maxsize=256)
+    @wraps(make)
+    def make_anew(device: torch.device, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        check_not_captured(device)
+        return make(device, *args, **kwargs)
+
+    @wraps(make_anew)
+    def find(device: torch.device, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        found = make_anew(device, *args, **kwargs)  # type: ignore[arg-type]  # they are hashable
+        if is_captured(device):
+            _replayed[id(found)] = found
+        return found
+
+    return find

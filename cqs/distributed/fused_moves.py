@@ -1,14 +1,13 @@
 """All moves in a single kernel."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cqs.cuda_graphs import check_not_captured, keep_for_replays
+from cqs.cuda_graphs import cached_on_device
 from cqs.distributed.moves import Moves
 
 _BLOCK_ROWS = 64
@@ -32,7 +31,7 @@ def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> 
             tuple(targets),
             tuple(source.stride()[:3] for source in sources),
             tuple(target.stride()[:3] for target in targets),
-            keep_for_replays(_table(moves, device), device),
+            _table(device, moves),
             num_heads,
             dim,
             BLOCK_ROWS=_BLOCK_ROWS,
@@ -41,9 +40,8 @@ def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> 
         )
 
 
-@lru_cache(maxsize=256)
-def _table(moves: Moves, device: torch.device) -> Tensor:
-    check_not_captured(device)
+@cached_on_device
+def _table(device: torch.device, moves: Moves) -> Tensor:
     return torch.tensor(moves, dtype=torch.int32).to(device)
 
 

@@ -3,6 +3,7 @@
 It compiles a kernel at the first call of each kind, in seconds.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
 
@@ -20,6 +21,21 @@ _VERSIONS = tuple(f"4.0.0b{beta}" for beta in range(32, 37))
 """Their private functions and kernels agree; no public function takes the lse of the whole."""
 _HEAD_DIMS = range(32, 257, 32)
 """Many others get wrong gradients of queries: two of the kernels pad to different multiples."""
+
+_TILE = 128
+_LONGEST_SQUARE = 32_768
+"""Rows of a causal square that the backward kernel computes by one call. TFLOP/s on an H200, 8
+heads of 128 columns, by the length of the square and by the rows that it is cut down to, sums of
+the parts included; beside it, rectangles of half as many rows:
+
+======  =====  =====  =====  =====  ==========
+length  whole  64K    32K    16K    rectangles
+======  =====  =====  =====  =====  ==========
+32K     550                  513    560
+64K     462           538    536    590
+128K    392    508    566    560    592
+======  =====  =====  =====  =====  ==========
+"""
 
 
 def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -76,21 +92,78 @@ def gradients_flash(
 
     Arguments as for the reference. A row that sees no key goes in with lse +inf, so that all of
     its probabilities are 0: of -inf the kernel makes 0.
+
+    Returns:
+        Gradients of query, key and value: float32 for a causal square of many rows, else in the
+        dtype of the query.
+    """
+    positive_query, positive_scale = with_positive_scale(query, scale)
+    of_queries = positive_query, grad_output, output, lse.masked_fill(lse == -torch.inf, torch.inf)
+    of_keys = key, value
+    if not is_causal or query.shape[2] <= _LONGEST_SQUARE:
+        found = _gradients(of_queries, of_keys, is_causal, positive_scale)
+    else:
+        found = tuple(map(_new_sum, (query, key, value)))
+        for rows, columns in _cut_square(range(query.shape[2])):
+            parts = _gradients(
+                [tensor[:, :, rows.start : rows.stop] for tensor in of_queries],
+                [tensor[:, :, columns.start : columns.stop] for tensor in of_keys],
+                rows == columns,
+                positive_scale,
+            )
+            for total, part, tokens in zip(found, parts, (rows, columns, columns), strict=True):
+                total[:, :, tokens.start : tokens.stop] += part
+    grad_query, grad_key, grad_value = found
+    return with_sign_of(scale, grad_query), grad_key, grad_value
+
+
+def _cut_square(tokens: range) -> Iterator[tuple[range, range]]:
+    """Cut a causal square into rows and columns of rectangles and of shorter causal squares.
+
+    Example:
+        >>> [(len(rows), len(columns)) for rows, columns in _cut_square(range(40_000))]
+        [(19968, 19968), (20032, 19968), (20032, 20032)]
+    """
+    if len(tokens) <= _LONGEST_SQUARE:
+        yield tokens, tokens
+        return
+    half = len(tokens) // 2 // _TILE * _TILE
+    first, second = tokens[:half], tokens[half:]
+    yield from _cut_square(first)
+    yield second, first
+    yield from _cut_square(second)
+
+
+def _new_sum(tensor: Tensor) -> Tensor:
+    """Return zeros as the kernels lay out gradients, so that adding up is fast."""
+    batch, num_heads, seqlen, dim = tensor.shape
+    return tensor.new_zeros(batch, seqlen, num_heads, dim, dtype=torch.float32).transpose(1, 2)
+
+
+def _gradients(
+    of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Call the kernels.
+
+    Args:
+        of_queries: Query, gradient of the output, output and lse.
+        of_keys: Key and value.
+        is_causal: Whether it is a causal square.
+        scale: More than 0.
     """
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    positive_query, positive_scale = with_positive_scale(query, scale)
-    tensors = positive_query, key, value, output, grad_output
+    query, grad_output, output, lse = of_queries
+    tensors = query, *of_keys, output, grad_output
     with torch.cuda.device_of(query):
         gradients = _flash_attn_bwd(
             *(tensor.transpose(1, 2) for tensor in tensors),
-            lse.masked_fill(lse == -torch.inf, torch.inf),
-            softmax_scale=positive_scale,
+            lse,
+            softmax_scale=scale,
             causal=is_causal,
             deterministic=True,
         )
-    grad_query, grad_key, grad_value = (gradient.transpose(1, 2) for gradient in gradients)
-    return with_sign_of(scale, grad_query), grad_key, grad_value
+    return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
 
 @cache

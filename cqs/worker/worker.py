@@ -196,31 +196,29 @@ class Worker:
                     **self._drop_rows(query, key),
                 )
             )
+        held = query, key, value, grad_output, output, lse
         sums = lse_dtype(query.sample.dtype)
+        calls = [(step.queries, *call) for step in steps for call in _calls(step)]
+        seen = [((queries,), key_ranges) for queries, key_ranges, _ in calls]
+        if self.pattern is None and seen == [(query.ranges, key.ranges)]:  # nothing to add up
+            found = self._differentiate(*calls[0], *held)
+            return Gradients(*(gradient.to(dtype or sums) for gradient in found))
         gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
-        if not steps:
-            return gradients
-        if self.pattern is not None:
-            tensors = _join(query, key, value, grad_output, output, lse)
-            drop = self._drop_rows(query, key)
+        if self.pattern is not None and steps:
+            tensors, drop = _join(*held), self._drop_rows(query, key)
             options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
             for share in self._work(steps, query, key).shares:
                 add_call_gradients(share, GRADIENTS[name], gradients, *tensors, **options)
             return gradients
-        for step in steps:
-            whole = [held.take([step.queries]) for held in (query, grad_output, output, lse)]
-            for key_ranges, is_causal in _calls(step):
-                call = whole[0], key.take(key_ranges), value.take(key_ranges)
-                compute = GRADIENTS[self._choose_among(BEST_FOR_CALLS, *call)]
-                options = self._call_options(step.queries, key_ranges, whole[0])
-                found = compute(*call, *whole[1:], is_causal=is_causal, **options)
-                gradients.query[:, :, _slice(step.queries, query)] += found[0]
-                first = 0
-                for tokens in key_ranges:
-                    rows, part = _slice(tokens, key), slice(first, first + len(tokens))
-                    gradients.key[:, :, rows] += found[1][:, :, part]
-                    gradients.value[:, :, rows] += found[2][:, :, part]
-                    first += len(tokens)
+        for queries, key_ranges, is_causal in calls:
+            found = self._differentiate(queries, key_ranges, is_causal, *held)
+            gradients.query[:, :, _slice(queries, query)] += found[0]
+            first = 0
+            for tokens in key_ranges:
+                rows, part = _slice(tokens, key), slice(first, first + len(tokens))
+                gradients.key[:, :, rows] += found[1][:, :, part]
+                gradients.value[:, :, rows] += found[2][:, :, part]
+                first += len(tokens)
         return gradients
 
     def add_gradients(
@@ -301,6 +299,23 @@ class Worker:
             options = self._call_options(step.queries, key_ranges, rows)
             partials.append(attend(*tensors, is_causal=is_causal, **options))
         return partials[0] if len(partials) == 1 else merge_partials(partials)
+
+    def _differentiate(
+        self,
+        queries: range,
+        key_ranges: Sequence[range],
+        is_causal: bool,
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
+        *of_queries: HeldTokens,
+    ) -> Sequence[Tensor]:
+        """Compute what one call contributes to the gradients of the tokens that it reads."""
+        tensors = query.take([queries]), key.take(key_ranges), value.take(key_ranges)
+        compute = GRADIENTS[self._choose_among(BEST_FOR_CALLS, *tensors)]
+        options = self._call_options(queries, key_ranges, tensors[0])
+        whole = [held.take([queries]) for held in of_queries]
+        return compute(*tensors, *whole, is_causal=is_causal, **options)
 
     def _choose_among(
         self, best_first: Iterable[str], query: Tensor, key: Tensor, value: Tensor

@@ -11,6 +11,7 @@ import torch
 from cqs.cases import CASES, Case
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.worker import flash
+from cqs.worker.reference import gradients_reference
 
 BY_NAME = {case.name: case for case in CASES}
 SQUARE = Case("square", 517, 517, 4, 4, 64)
@@ -126,31 +127,50 @@ def test_one_query_or_key_is_right(assert_right, lengths):
         torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("num_rows", [1, 256, 257, 1000, 2048, 3001])
+def test_rectangles_and_squares_are_the_pairs_of_a_causal_square(monkeypatch, num_rows):
+    monkeypatch.setattr(flash, "_LONGEST_SQUARE", 256)
+    pairs = torch.zeros(num_rows, num_rows, dtype=torch.int)
+    for rows, columns in flash._cut_square(range(num_rows)):
+        part = pairs[rows.start : rows.stop, columns.start : columns.stop]
+        part += torch.ones_like(part).tril() if rows == columns else 1
+        assert rows != columns or len(rows) <= 256
+    assert torch.equal(pairs, torch.ones_like(pairs).tril())
+
+
+@pytest.mark.parametrize("scale", [0.2, -0.2, 0.0], ids=str)
+def test_gradients_of_rectangles_and_squares_add_up(monkeypatch, scale):
+    problem = Case("cut", 1000, 1000, 4, 2, 32, batch=2).make(torch.float32)
+    problem = replace(problem, is_causal=True, scale=scale)
+    grad_output, exact = torch.randn_like(problem.query), exact_answer(problem)
+
+    def reference(of_queries, of_keys, is_causal, scale):
+        query, grad_output, output, lse = of_queries
+        tensors = query, *of_keys, grad_output, output, lse
+        return gradients_reference(*tensors, is_causal=is_causal, scale=scale)
+
+    monkeypatch.setattr(flash, "_gradients", reference)
+    monkeypatch.setattr(flash, "_LONGEST_SQUARE", 256)
+    found = differentiate(problem, grad_output, exact)
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+    for one, other in zip(found, exact_gradients(problem, grad_output), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
-def test_gradients_of_rectangles_add_up_to_those_of_the_whole():
-    problem = make(replace(RECTANGLES["d128-gqa"], seqlen_q=517), is_causal=True)
+@pytest.mark.parametrize("name", ["d64-gqa", "d128-gqa"])
+def test_gradients_of_a_square_that_is_cut_are_right(monkeypatch, name):
+    monkeypatch.setattr(flash, "_LONGEST_SQUARE", 256)
+    case = replace(RECTANGLES[name], seqlen_q=1217, seqlen_kv=1217)
+    problem = make(case, is_causal=True)
     grad_output = torch.randn_like(problem.query)
-    exact = exact_answer(problem)
-    output, lse = exact.output.to(problem.query.dtype), exact.lse.float()
-    first, last = slice(0, 260), slice(260, 517)
-    found = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors_of(problem)]
-    for rows, keys, is_causal in (
-        (first, first, True),
-        (last, first, False),
-        (last, last, True),
-    ):
-        part = replace(
-            problem,
-            query=problem.query[:, :, rows],
-            key=problem.key[:, :, keys],
-            value=problem.value[:, :, keys],
-            is_causal=is_causal,
-        )
-        whole = output[:, :, rows], lse[:, :, rows]
-        gradients = differentiate(part, grad_output[:, :, rows], whole)
-        for total, place, gradient in zip(found, (rows, keys, keys), gradients, strict=True):
-            total[:, :, place] += gradient
-    found = [total.to(problem.query.dtype) for total in found]
+    answer = attend(problem)
+    answer.lse[:, :, 1000] = -torch.inf  # a row that sees no key
+    found = differentiate(problem, grad_output, answer)
+    assert all(map(torch.equal, differentiate(problem, grad_output, answer), found))
+    assert (found[0][:, :, 1000] == 0).all()
+    grad_output[:, :, 1000] = 0
+    found = [gradient.to(problem.query.dtype) for gradient in found]
     assert_gradients_right(problem, grad_output, found)
 
 

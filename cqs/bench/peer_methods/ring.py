@@ -69,7 +69,7 @@ class Ring(Chunked):
             self._call(saved[0], 0), saved, grad_output, *map(heads_first, held)
         )
         wait_for(transfers)
-        return found
+        return Gradients(*(gradient.contiguous() for gradient in found))  # they will travel
 
     def _call(self, query: Tensor, hop: int) -> Call:
         """Match the queries with the keys that are here after so many hops."""

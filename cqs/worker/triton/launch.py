@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cqs.cuda_graphs import check_not_captured, keep_for_replays
+from cqs.cuda_graphs import cached_on_device
 from cqs.dropout import Dropout, DropoutWords
 from cqs.partial import Partial, merge_rows
 from cqs.worker.operands import with_positive_scale
@@ -143,9 +143,7 @@ def attend_shares(
             )
         return answer
 
-    all_lists = keep_for_replays(
-        _query_lists(work, tile_q, tile_k, query.device, packed=not is_united), query.device
-    )
+    all_lists = _query_lists(query.device, work, tile_q, tile_k, packed=not is_united)
     answer = into or new(dtype)
     if len(all_lists) == 1:
         return launch(all_lists[0], answer)
@@ -274,7 +272,7 @@ def gradients_of_shares(
         gradients += compute(
             query_gradients_on_hopper,
             query_gradients,
-            keep_for_replays(_query_lists(work, tile, block, query.device), query.device),
+            _query_lists(query.device, work, tile, block),
             (query,),
             (num_heads, num_queries, head_dim, scale),
         )
@@ -282,7 +280,7 @@ def gradients_of_shares(
         gradients += compute(
             key_gradients_on_hopper,
             key_gradients,
-            keep_for_replays(_key_lists(work, tile, block, query.device), query.device),
+            _key_lists(query.device, work, tile, block),
             (key, value),
             (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
         )
@@ -389,24 +387,23 @@ class _Lists(NamedTuple):
         return int(_PATIENCE * longest) if longest - shortest <= longest // 64 else 0
 
 
-@lru_cache(maxsize=256)
+@cached_on_device
 def _query_lists(
-    work: Work, tile_rows: int, block: int, device: torch.device, *, packed: bool = False
+    device: torch.device, work: Work, tile_rows: int, block: int, *, packed: bool = False
 ) -> list[_Lists]:
     """Make the lists of tiles of queries; see :func:`cqs.worker.triton.tiles.query_launches`."""
-    return _make_lists(query_launches(work, packed=packed), tile_rows, block, device)
+    return _make_lists(device, query_launches(work, packed=packed), tile_rows, block)
 
 
-@lru_cache(maxsize=256)
-def _key_lists(work: Work, tile_rows: int, block: int, device: torch.device) -> list[_Lists]:
+@cached_on_device
+def _key_lists(device: torch.device, work: Work, tile_rows: int, block: int) -> list[_Lists]:
     """Make the lists of tiles of keys."""
-    return _make_lists(key_launches(work), tile_rows, block, device)
+    return _make_lists(device, key_launches(work), tile_rows, block)
 
 
 def _make_lists(
-    launches: list[Launch], tile_rows: int, block: int, device: torch.device
+    device: torch.device, launches: list[Launch], tile_rows: int, block: int
 ) -> list[_Lists]:
-    check_not_captured(device)
     lists = []
     for launch in launches:
         found = make_tile_list(launch, tile_rows, block)
