@@ -24,18 +24,8 @@ _HEAD_DIMS = range(32, 257, 32)
 
 _TILE = 128
 _LONGEST_SQUARE = 32_768
-"""Rows of a causal square that the backward kernel computes by one call. TFLOP/s on an H200, 8
-heads of 128 columns, by the length of the square and by the rows that it is cut down to, sums of
-the parts included; beside it, rectangles of half as many rows:
-
-======  =====  =====  =====  =====  ==========
-length  whole  64K    32K    16K    rectangles
-======  =====  =====  =====  =====  ==========
-32K     550                  513    560
-64K     462           538    536    590
-128K    392    508    566    560    592
-======  =====  =====  =====  =====  ==========
-"""
+"""Most rows of a causal square that the backward kernel computes in one call: longer ones take up
+to 44 % longer than in parts, as docs/kernels.md shows."""
 
 
 def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
