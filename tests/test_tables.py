@@ -147,8 +147,13 @@ def test_gpus_beside_other_ways():
         "| `ulysses in two` |"
     )
     bodies = tables("docs/distributed.md", header)
-    assert [len(body) for body in bodies] == [13, 8, 12, 8, 8, 8]
-    measured = itertools.product(("x4", "x2", "x2-messages"), ("h16-kv16-d128", "h32-kv8-d128"))
+    assert [len(body) for body in bodies] == [13, 8, 20, 8, 4, 8, 8]
+    all_heads = ("h16-kv16-d128", "h32-kv8-d128")
+    measured = [
+        *itertools.product(("x4", "x2"), all_heads),
+        ("x2", "h32-kv32-d128"),
+        *itertools.product(("x2-messages",), all_heads),
+    ]
     for (name_of_rows, heads), body in zip(measured, bodies, strict=True):
         rows = rows_of(f"peers-h200-{name_of_rows}")
         for tokens, name, one, *cells in body:
@@ -195,38 +200,44 @@ def test_where_cqs_is_the_fastest_on_four_gpus():
 
 
 def test_two_gpus_where_cqs_is_not_the_fastest():
-    slower, beside_cudnn = {}, {}
+    slower, beside_cudnn, gains, replayed, alike = {}, {}, defaultdict(list), [], []
     for (case, benchmark), times in times_of_methods("peers-h200-x2").items():
         ours = {"cqs", "cqs replayed", "cqs quorums"}
         best = min(times[name] for name in times.keys() - {"one", "torch"} - ours)
         ratio = times["cqs"] / best
-        name = benchmark.removeprefix("peers "), case.rpartition("-kv")[0]
+        name = benchmark.removeprefix("peers "), case.rpartition("-d128")[0]
         if ratio > 0.9985:
             slower[name] = ratio
         else:
-            assert ratio > (0.9315 if benchmark == "peers both" else 0.9675)
-        assert 0.98 < times.get("cqs replayed", times["cqs"]) / times["cqs"] < 1.02
+            gains[benchmark].append(1 - ratio)
+        replayed.append(times.get("cqs replayed", times["cqs"]) / times["cqs"])
+        if benchmark == "peers forward":
+            alike.append(times["cqs quorums"] / times["cqs"])
         if "torch" in times:
             beside_cudnn[name] = times["torch"] / times["cqs"]
+    assert len(gains["peers forward"]) == 13 and len(gains["peers both"]) == 12
+    assert 0.0015 < min(gains["peers forward"]) and max(gains["peers forward"]) < 0.0845
+    assert 0.0035 < min(gains["peers both"]) and max(gains["peers both"]) < 0.0805
+    assert 0.955 < min(replayed) and max(replayed) < 1.025
+    assert 0.97 < min(alike) and max(alike) < 1.03
     expected = {
-        ("forward", "full-131072-h16"): 1.004,
-        ("forward", "causal-524288-h16"): 1.010,
-        ("forward", "full-65536-h32"): 1.002,
-        ("forward", "causal-65536-h32"): 1.005,
-        ("both", "full-16384-h32"): 1.001,
-        ("both", "full-65536-h16"): 1.000,
-        ("both", "full-131072-h16"): 0.999,
-        ("both", "full-524288-h16"): 1.005,
+        ("forward", "causal-524288-h16-kv16"): 1.009,
+        ("forward", "full-65536-h32-kv8"): 1.002,
+        ("forward", "causal-65536-h32-kv8"): 1.005,
+        ("both", "full-16384-h32-kv8"): 1.001,
+        ("both", "full-16384-h16-kv16"): 1.019,
+        ("both", "full-65536-h16-kv16"): 1.000,
+        ("both", "full-524288-h16-kv16"): 1.005,
     }
     assert slower == pytest.approx(expected, abs=6e-4), slower
     assert 1.165 < min(beside_cudnn["forward", case] for _, case in beside_cudnn)
     assert max(beside_cudnn["forward", case] for _, case in beside_cudnn) < 1.345
     trained = {case: ratio for (passes, case), ratio in beside_cudnn.items() if passes == "both"}
     expected = {
-        "full-32768-h16": 0.927,
-        "full-65536-h16": 0.885,
-        "causal-65536-h16": 0.935,
-        "causal-32768-h16": 1.013,
+        "full-32768-h16-kv16": 0.927,
+        "full-65536-h16-kv16": 0.885,
+        "causal-65536-h16-kv16": 0.935,
+        "causal-32768-h16-kv16": 1.013,
     }
     assert trained == pytest.approx(expected, abs=6e-4), trained
 
@@ -236,9 +247,9 @@ def test_how_long_callers_of_two_gpus_wait():
     for row in rows_of("peers-h200-x2"):
         waits[row["executor"], row["benchmark"]].append(row["details"]["call_ms"])
     for name, forward, both in (
-        ("cqs", (3, 9), (5.7, 13)),
-        ("ring", (0.8, 2.1), (2.6, 5)),
-        ("cqs replayed", (0.04, 0.25), (0.4, 1.2)),
+        ("cqs", (3, 9), (5.7, 14)),
+        ("ring", (0.8, 2.3), (2.6, 7)),
+        ("cqs replayed", (0.04, 0.3), (0.4, 1.4)),
     ):
         for passes, (least, most) in (("forward", forward), ("both", both)):
             found = waits[name, f"peers {passes}"]
