@@ -11,7 +11,7 @@ from torch import Tensor
 from cqs.autograd import Attended, attend_differentiably
 from cqs.cuda_graphs import is_captured
 from cqs.distributed.agreement import agree
-from cqs.distributed.carriers import carrier_of, count_sends
+from cqs.distributed.carriers import carrier_of, count_sends, ranks_per_host
 from cqs.distributed.exchange import Exchange
 from cqs.distributed.layout import lay_out
 from cqs.distributed.rank_task import RankTask
@@ -66,8 +66,8 @@ def attention(
             head_parallel`` ranks that share the sequence by a cyclic quorum set. 1 is quorums
             alone; the number of ranks is what Ulysses does (Jacobs et al., arXiv 2309.14509).
             ``"auto"`` looks at the numbers that are predicted to take hardly longer than the
-            fastest, and takes that for which a rank holds the fewest bytes; without gradients, up
-            to 512K keys, the least of them.
+            fastest on such hosts, and takes that for which a rank holds the fewest bytes; without
+            gradients, up to 512K keys, the least of them. Ranks of a host should be neighbours.
         num_stages: Into how many parts to cut the heads of a rank, at most: one part travels while
             another is computed. ``None`` chooses by the work; key heads that are fewer, or are not
             a multiple, take fewer.
@@ -136,7 +136,7 @@ def attention(
         seed=0 if problem is None or problem.dropout is None else problem.dropout.seed,
     )
     assert problem is not None and request is not None
-    carrier = carrier_of(group, query.device)
+    carrier, near = carrier_of(group, query.device), ranks_per_host(group)
     batch, num_heads, *_ = query.shape
     lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
     is_causal, pattern = check_pattern(pattern, request["is_causal"], batch, num_heads, *lengths)
@@ -162,6 +162,7 @@ def attention(
             interest_set=request["interest_set"],
             tile=GPU_TILE if part.query.is_cuda else 1,
             stage_rule=carrier.stage_rule,
+            ranks_per_host=near,
             with_gradients=request["requires_grad"],
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)

@@ -2,6 +2,7 @@
 
 import socket
 import zlib
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _peers: "WeakKeyDictionary[Any, PeerMemory | None]" = WeakKeyDictionary()
 """Of groups on GPUs: ``None`` if their ranks do not reach each other's memory."""
+_hosts: "WeakKeyDictionary[Any, list[int]]" = WeakKeyDictionary()
+"""Of groups: the host of every rank."""
 
 
 def carrier_of(group: Any, device: torch.device) -> Carrier:
@@ -32,6 +35,14 @@ def carrier_of(group: Any, device: torch.device) -> Carrier:
         check_not_captured(device)
         _peers[group] = _connect(group, device)
     return _peers[group] or Messages(group)
+
+
+def ranks_per_host(group: Any) -> int:
+    """Return how many neighbours each host has among the ranks; every rank must call this.
+
+    Hosts that have more than others count as if they had as few.
+    """
+    return min(len(list(ranks)) for _, ranks in groupby(_hosts_of(group or dist.group.WORLD)))
 
 
 def count_sends(group: Any) -> int:
@@ -61,14 +72,21 @@ def release(group: Any, seconds: float) -> None:
 def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
     """Let GPUs reach each other's memory, or else open all connections of NCCL."""
     control = control_group(group)
-    found = swap(control, [_has_driver(), _host()], [2] * control.size())
-    if all(found[::2]) and len(set(found[1::2])) == 1:
+    found = swap(control, [_has_driver()], [1] * control.size())
+    if all(found) and len(set(_hosts_of(group))) == 1:
         from cqs.distributed.peer_memory import connect_peers
 
         if (peers := connect_peers(group, device)) is not None:
             return peers
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # messages may concern some ranks
     return None
+
+
+def _hosts_of(group: Any) -> list[int]:
+    if group not in _hosts:
+        control = control_group(group)
+        _hosts[group] = swap(control, [_host()], [1] * control.size())
+    return _hosts[group]
 
 
 def _has_driver() -> bool:

@@ -1,9 +1,10 @@
 """Who computes what in a group of ranks, and which rows of whose shard that takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 from cqs.distributed.locality import SplitSteps, keys_of, see_only, split_steps
@@ -17,8 +18,9 @@ Lengths = tuple[int, ...]
 
 _SLACK = 0.02
 """By how much longer than the fastest a split may take that is chosen: the model is no better."""
-_MACHINE = Machine(bandwidth=160e9, latency=160e-6)
-"""For which forecasts are nearest to what four H200s of one host were measured to take."""
+_MACHINE = Machine(bandwidth=160e9, latency=160e-6, between=50e9)
+"""For which forecasts are nearest to what four H200s of one host were measured to take. Between
+hosts, which were not measured, 400 Gb/s of InfiniBand for each GPU."""
 
 
 class Places(NamedTuple):
@@ -160,6 +162,7 @@ def lay_out(
     tile: int,
     stage_rule: StageRule,
     with_gradients: bool,
+    ranks_per_host: float = inf,
 ) -> Layout:
     """Lay out attention over shards of these lengths.
 
@@ -179,6 +182,7 @@ def lay_out(
         tile: Likewise.
         stage_rule: See :func:`cqs.scheduler.heads.choose_num_stages`.
         with_gradients: Whether they will be asked for.
+        ranks_per_host: As for :func:`choose_head_parallel`.
     """
     num_ranks = len(seqlens_q)
     bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
@@ -190,7 +194,9 @@ def lay_out(
             num_keys=sum(seqlens_kv),
             num_pairs=None if bound is None else bound.num_pairs,
         )
-        head_parallel = choose_head_parallel(case, num_ranks, with_gradients=with_gradients)
+        head_parallel = choose_head_parallel(
+            case, num_ranks, with_gradients=with_gradients, ranks_per_host=ranks_per_host
+        )
     plan = make_plan(
         sum(seqlens_q),
         sum(seqlens_kv),
@@ -310,11 +316,13 @@ def _places(numbers: Sequence[Sequence[int]], rank: int) -> Places:
     return Places(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
 
 
-def choose_head_parallel(case: Case, num_ranks: int, *, with_gradients: bool) -> int:
+def choose_head_parallel(
+    case: Case, num_ranks: int, *, with_gradients: bool, ranks_per_host: float = inf
+) -> int:
     """Return the number of slices of the heads to take.
 
     Only numbers count that are predicted to take at most 2 % longer than the fastest, in as many
-    stages as the work pays, on H200s of one host. Of these it is the one for which a rank holds the
+    stages as the work pays, on H200s. Of these it is the one for which a rank holds the
     fewest bytes, and without gradients, up to 512K keys, the least: see ``slack`` of
     :func:`cqs.simulation.forecast`. All ranks know what the choice depends on.
 
@@ -322,14 +330,19 @@ def choose_head_parallel(case: Case, num_ranks: int, *, with_gradients: bool) ->
         case: What is computed.
         num_ranks: By how many.
         with_gradients: Whether the time is that of both passes.
+        ranks_per_host: So many neighbours are on one host.
 
     Example:
         >>> case = Case(2**16, AttentionShape(16, 128), is_causal=True)
         >>> [choose_head_parallel(case, 4, with_gradients=both) for both in (False, True)]
         [1, 4]
+        >>> case = Case(2**17, AttentionShape(32, 128), is_causal=True)
+        >>> [choose_head_parallel(case, 64, with_gradients=True, ranks_per_host=n) for n in (64, 8)]
+        [32, 16]
     """
     passes = "both" if with_gradients else "forward"
-    found = forecast("cqs", case, num_ranks, _MACHINE, passes, slack=_SLACK)
+    machine = replace(_MACHINE, devices_per_node=ranks_per_host)
+    found = forecast("cqs", case, num_ranks, machine, passes, slack=_SLACK)
     assert found is not None, "one slice is always possible"
     return found.num_slices
 

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 import cqs.distributed
+from cqs.distributed import carriers, layout
 from cqs.distributed.agreement import make_control_group, swap
+from cqs.distributed.layout import choose_head_parallel
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.worker import Worker
 
@@ -203,6 +205,23 @@ def stray_of_graphed_training(group, case, cuts):
         strays = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
         worst = max(worst, *strays)
     return worst
+
+
+def seen_of_hosts(group, hosts):
+    """Return what is known of neighbours on a host, by what layouts choose and by the carriers."""
+    rank, found = dist.get_rank(group), []
+
+    def choose(*arguments, ranks_per_host, **options):
+        found.append(ranks_per_host)
+        return choose_head_parallel(*arguments, ranks_per_host=ranks_per_host, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carriers, "_hosts", {})
+        patch.setattr(carriers, "_host", lambda: hosts[rank])
+        patch.setattr(layout, "choose_head_parallel", choose)
+        layout.lay_out.cache_clear()
+        cqs.distributed.attention(*(torch.randn(1, 4, 3, 8) for _ in range(3)), group=group)
+        return *found, carriers.ranks_per_host(group)
 
 
 def capture_something_else(group):

@@ -15,6 +15,7 @@ from programs import (
     error_beside_messages,
     gradients_after_writing,
     largest_error,
+    seen_of_hosts,
     swap_with_unequal_groups,
 )
 from sparse_cases import NAMES, with_pattern
@@ -204,6 +205,16 @@ def test_equal_numbers_of_other_types_are_no_difference(ranks):
 def test_a_group_that_is_none_is_named(ranks):
     for error, text in ranks.run(2, complaint, 0, {}, {"group": "x"}):
         assert error is TypeError and text == "group must be a process group, got 'x'"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "number"),
+    [([7, 7, 7, 7], 4), ([7, 7, 9, 9], 2), ([7, 7, 7, 9], 1), ([7, 9, 7, 9], 1), ([7], 1)],
+    ids=str,
+)
+def test_slices_of_heads_know_what_is_on_one_host(ranks, hosts, number):
+    found = ranks.run(len(hosts), seen_of_hosts, hosts)
+    assert found == [(number, number)] * len(hosts)
 
 
 def test_ranks_of_which_one_captures_a_graph_find_out(ranks):
