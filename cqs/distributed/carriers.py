@@ -38,10 +38,7 @@ def carrier_of(group: Any, device: torch.device) -> Carrier:
 
 
 def ranks_per_host(group: Any) -> int:
-    """Return how many neighbours each host has among the ranks; every rank must call this.
-
-    Hosts that have more than others count as if they had as few.
-    """
+    """Return how many ranks in a row are on one host, at least; every rank must call this."""
     return min(len(list(ranks)) for _, ranks in groupby(_hosts_of(group or dist.group.WORLD)))
 
 

@@ -330,7 +330,7 @@ def choose_head_parallel(
         case: What is computed.
         num_ranks: By how many.
         with_gradients: Whether the time is that of both passes.
-        ranks_per_host: So many neighbours are on one host.
+        ranks_per_host: So many ranks in a row are on one host.
 
     Example:
         >>> case = Case(2**16, AttentionShape(16, 128), is_causal=True)

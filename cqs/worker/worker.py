@@ -179,11 +179,11 @@ class Worker:
             grad_output: The same rows as ``query``, as are the next two.
             output: Of the whole problem.
             lse: Of the whole problem.
-            dtype: Of the gradients, where the backend has a choice; ``None`` means that in which
-                they add up.
+            dtype: Of the gradients, where one call or launch makes them; else, and for ``None``,
+                it is that in which they add up.
 
         Returns:
-            A row for each token held.
+            A row for each token held, however it lies in memory.
         """
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
         if steps and name in GRADIENTS_OF_SHARES:
@@ -204,21 +204,21 @@ class Worker:
             found = self._differentiate(*calls[0], *held)
             return Gradients(*(gradient.to(dtype or sums) for gradient in found))
         gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
-        if self.pattern is not None and steps:
+        if self.pattern is None:
+            for queries, key_ranges, is_causal in calls:
+                found = self._differentiate(queries, key_ranges, is_causal, *held)
+                gradients.query[:, :, _slice(queries, query)] += found[0]
+                first = 0
+                for tokens in key_ranges:
+                    rows, part = _slice(tokens, key), slice(first, first + len(tokens))
+                    gradients.key[:, :, rows] += found[1][:, :, part]
+                    gradients.value[:, :, rows] += found[2][:, :, part]
+                    first += len(tokens)
+        elif steps:
             tensors, drop = _join(*held), self._drop_rows(query, key)
             options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
             for share in self._work(steps, query, key).shares:
                 add_call_gradients(share, GRADIENTS[name], gradients, *tensors, **options)
-            return gradients
-        for queries, key_ranges, is_causal in calls:
-            found = self._differentiate(queries, key_ranges, is_causal, *held)
-            gradients.query[:, :, _slice(queries, query)] += found[0]
-            first = 0
-            for tokens in key_ranges:
-                rows, part = _slice(tokens, key), slice(first, first + len(tokens))
-                gradients.key[:, :, rows] += found[1][:, :, part]
-                gradients.value[:, :, rows] += found[2][:, :, part]
-                first += len(tokens)
         return gradients
 
     def add_gradients(

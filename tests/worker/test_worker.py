@@ -214,6 +214,25 @@ def test_a_task_without_steps_returns_nothing():
     assert all(Worker(1.0).run(task, *nothing) == [] for task in idle)
 
 
+@pytest.mark.parametrize(("num_workers", "is_one_call"), [(1, True), (3, False)])
+def test_gradients_of_one_call_are_what_the_backend_returns(num_workers, is_one_call):
+    problem = Case("square", 96, 96, 4, 2, 16).make(torch.bfloat16)
+    steps = [step for task in problem.make_plan(num_workers).tasks for step in task.steps]
+    held = hold_everything(problem)
+    output, lse = Worker.of(problem).run_together(steps, *held)
+    of_queries = [HeldTokens.whole(each) for each in (torch.randn_like(output), output, lse)]
+
+    def differentiate(**options):
+        return Worker.of(problem).run_backward(steps, *held, *of_queries, **options)
+
+    sums, rounded = differentiate(), differentiate(dtype=torch.bfloat16)
+    assert all(gradient.dtype == torch.float32 for gradient in sums)
+    assert all((gradient.dtype == torch.bfloat16) == is_one_call for gradient in rounded)
+    assert all(map(torch.equal, sums, (each.float() for each in rounded)))
+    rounding = sum((each.bfloat16().float() != each).sum() for each in sums)
+    assert (rounding == 0) == is_one_call
+
+
 def test_a_missing_token_is_named():
     problem = BY_NAME["full"].make()
     task = problem.make_plan(3).task(0)
