@@ -127,6 +127,19 @@ def test_where_quorums_begin_to_move_less_than_a_ring(shape, even, first, always
     assert ratios[even] < 1.01
     less = [num_devices for num_devices, ratio in ratios.items() if ratio < 1]
     assert less[0] == first and set(range(always, 200)) <= set(less)
+    assert all(0.925 < ratios[num_devices] < 1.205 for num_devices in range(even, always))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [FULL, GROUPED])
+def test_from_three_devices_up_quorums_hold_more_than_a_ring(shape, is_causal):
+    case = Case(2**20, shape, is_causal=is_causal)
+    for num_devices in range(3, 200):
+        quorums, ring = (
+            forecast(method, case, num_devices, Machine()).peak_bytes
+            for method in ("cqs quorums", "ring")
+        )
+        assert quorums > ring, num_devices
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -66,8 +66,8 @@ def attention(
             head_parallel`` ranks that share the sequence by a cyclic quorum set. 1 is quorums
             alone; the number of ranks is what Ulysses does (Jacobs et al., arXiv 2309.14509).
             ``"auto"`` looks at the numbers that are predicted to take hardly longer than the
-            fastest on such hosts, and takes that for which a rank holds the fewest bytes; without
-            gradients, up to 512K keys, the least of them. Ranks of a host should be neighbours.
+            fastest, and takes that for which a rank holds the fewest bytes; without gradients, up
+            to 512K keys, the least of them. The ranks of a host should follow one another.
         num_stages: Into how many parts to cut the heads of a rank, at most: one part travels while
             another is computed. ``None`` chooses by the work; key heads that are fewer, or are not
             a multiple, take fewer.

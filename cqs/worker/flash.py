@@ -23,6 +23,7 @@ _HEAD_DIMS = range(32, 257, 32)
 """Many others get wrong gradients of queries: two of the kernels pad to different multiples."""
 
 _TILE = 128
+"""Rows, at a multiple of which a causal square is cut."""
 _LONGEST_SQUARE = 32_768
 """Most rows of a causal square that the backward kernel computes in one call: longer ones take up
 to 44 % longer than in parts, as docs/kernels.md shows."""
