@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cqs.distributed.layout import Route
 from cqs.distributed.moves import Move, Moves
-from cqs.distributed.transfer import Carrier, Fill, Parcel, Transfer
+from cqs.distributed.transfer import Carrier, Fill, LostError, Parcel, Transfer
 
 HeadsOfRanks = tuple[range, ...]
 """For every rank, some heads; equally many for each."""
@@ -51,7 +51,7 @@ class Exchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+        if kind is not None and not issubclass(kind, LostError):
             end = time.monotonic() + _SETTLING_SECONDS
             for transfer in self._transfers:
                 transfer.settle(end)

@@ -173,6 +173,10 @@ class Messages:
             return [_Batch(messages, dist.batch_isend_irecv(messages))]
 
 
+class LostError(dist.DistError):
+    """Rows of other ranks will not come, nor anything else in this group."""
+
+
 class _Batch:
     """Messages that were posted together."""
 
@@ -192,7 +196,7 @@ def _clearly() -> Iterator[None]:
     try:
         yield
     except RuntimeError as lost:
-        raise RuntimeError(
+        raise LostError(
             "not all rows of other ranks have come: one has died, or failed in this call"
         ) from lost
 

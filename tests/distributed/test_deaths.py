@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import make_context
 
 import cqs.distributed
+from cqs.distributed.exchange import Exchange
 
 
 def join_group(backend, rank, num_ranks, file, **options):
@@ -62,6 +63,31 @@ def test_a_dead_rank_ends_the_others_soon(backend, pass_, message, tmp_path):
     assert {rank for rank, *_ in found} == {*range(num_ranks)} - {1}  # its neighbours and others
     for _, text, seconds in found:
         assert text.startswith(message) and seconds < (8 if pass_ == "forward" else 15)
+
+
+def attend_until_one_dies_within(backend, rank, num_ranks, file, results, method):
+    tensors = join_group(backend, rank, num_ranks, file)
+    if rank == 1:
+        setattr(Exchange, method, lambda *arguments: os._exit(1))
+    start = time.monotonic()
+    try:
+        cqs.distributed.attention(*tensors, head_parallel=1, num_stages=4)
+    except RuntimeError as error:
+        results.put((rank, str(error), time.monotonic() - start))
+
+
+@pytest.mark.parametrize("method", ["send_out", "send_made"])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_rank_that_dies_within_a_call_ends_the_others_at_once(method, tmp_path):
+    """What they have sent each other is not waited for."""
+    context = make_context()
+    results = context.Queue()
+    arguments = 5, str(tmp_path / "store"), results, method
+    start_all(context, attend_until_one_dies_within, 5, "gloo", arguments)
+    found = [results.get(timeout=60) for _ in range(4)]
+    assert {rank for rank, *_ in found} == {0, 2, 3, 4}
+    for _, text, seconds in found:
+        assert text.startswith("not all rows of other ranks have come") and seconds < 5
 
 
 def attend_and_die(backend, rank, num_ranks, file, directory):
