@@ -133,6 +133,16 @@ def gpu_ranks():
     """A process for each GPU, of one group."""
     from ranks import Ranks
 
-    ranks = Ranks(torch.cuda.device_count(), "nccl")
+    ranks = Ranks(torch.cuda.device_count(), "cuda")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def crowded_ranks():
+    """Eight processes of one group that share the GPUs, of which there are fewer."""
+    from ranks import Ranks
+
+    ranks = Ranks(8, "cuda")
     yield ranks
     ranks.stop()

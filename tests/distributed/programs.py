@@ -23,9 +23,8 @@ def shards_of(problem, cuts, rank):
     return [tensor.clone().requires_grad_() for tensor in tensors], rows, columns
 
 
-def run(group, case, dtype, cuts, options):
+def run(group, case, dtype, cuts, options, device="cpu"):
     """Return output, lse and gradients of this rank, and those of the whole in float64."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     problem = case.make(dtype, device)
     tensors, rows, columns = shards_of(problem, cuts, dist.get_rank(group))
     output, lse = cqs.distributed.attention(
@@ -71,17 +70,17 @@ def largest_error(group, case, cuts, options):
     return max(float((a - b).abs().max()) for a, b in pairs if a.numel()) if lse.numel() else 0.0
 
 
-def check_tracks_exact(group, case, dtype, cuts, options):
+def check_tracks_exact(group, case, dtype, cuts, options, device="cpu"):
     """Compare with float64 by the rule for rounding."""
-    found, _, eager, exact, _ = run(group, case, dtype, cuts, options)
+    found, _, eager, exact, _ = run(group, case, dtype, cuts, options, device)
     names = "output", "grad_query", "grad_key", "grad_value"
     for name, *each in zip(names, found, eager, exact, strict=True):
         assert_tracks_exact(*each, slack=4, name=name)
 
 
-def bits(group, case, cuts, options):
+def bits(group, case, cuts, options, device="cpu"):
     """Return output and gradients as they are."""
-    found, *_ = run(group, case, torch.float32, cuts, options)
+    found, *_ = run(group, case, torch.float32, cuts, options, device)
     return [each.detach().cpu() for each in found]
 
 

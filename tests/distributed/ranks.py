@@ -18,9 +18,12 @@ def make_context():
 
 
 class Ranks:
-    """A group of processes, and one of the first n of them for every n; with nccl a GPU each."""
+    """A group of processes, and one of the first n of them for every n.
 
-    def __init__(self, num_ranks=8, backend="gloo"):
+    Where GPUs are fewer than ranks, several share one, which NCCL refuses: they meet by gloo.
+    """
+
+    def __init__(self, num_ranks=8, device="cpu"):
         context = make_context()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -28,7 +31,7 @@ class Ranks:
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self._pipes = [pipe for pipe, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(backend, rank, num_ranks, port, pipe), daemon=True)
+            context.Process(target=_serve, args=(device, rank, num_ranks, port, pipe), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -49,11 +52,14 @@ class Ranks:
             process.kill()
 
 
-def _serve(backend, rank, num_ranks, port, pipe):
+def _serve(device, rank, num_ranks, port, pipe):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    backend = "gloo"
+    if device == "cuda":
+        num_gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % num_gpus)
+        backend = "nccl" if num_ranks <= num_gpus else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=num_ranks)
     groups = {n: dist.new_group(range(n)) for n in range(1, num_ranks + 1)}
     while True:
