@@ -323,6 +323,17 @@ def test_what_ray_adds_to_sharded_sequences():
         for part in ("exchange", "compute", "return")
     ]
     assert {row["repeats"] for row in (two_of_four, one_of_two, *parts)} == {20}
+    inside, one, each = (
+        the(rows, case="causal-16384-h16-kv16-d128", executor=name)["median_ms"]
+        for name in ("in the workers", "ray, one call", "ray, a call each")
+    )
+    shown = "{:.2f} ms in the workers, {:.2f} in one call, {:.2f} in a call each"
+    assert shown.format(inside, one, each) in text
+    in_calls = the(rows, executor="ray, 1 killed in any call")
+    assert in_calls["repeats"] == 8
+    shown = "two calls each, one of two was killed eight times: the same bits, after {:.1f} s ({:.1f};"
+    longest = in_calls["details"]["longest_ms"]
+    assert shown.format(in_calls["median_ms"] / 1e3, longest / 1e3) in text
     shown = "after {:.1f}, {:.1f} and {:.1f} s (medians; at most {:.1f})"
     most = max(row["details"]["longest_ms"] for row in parts)
     assert shown.format(*(row["median_ms"] / 1e3 for row in parts), most / 1e3) in text

@@ -6,7 +6,8 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -29,7 +30,7 @@ from cqs.verify import VerificationError, verify_rows
 _NUM_CALLS = 16
 _NUM_LAYERS = 64
 """Of a pass in which actors die."""
-_ANY_MOMENT = "any moment"
+_ANY_MOMENT, _ANY_CALL = "any moment", "any call"
 _PARTS: dict[str, tuple[type, str]] = {
     "exchange": (Exchange, "send_out"),
     "compute": (RankTask, "_compute_away"),
@@ -59,8 +60,9 @@ def run(
         head_dim: Size of each.
         repeats: How often each way to call is timed.
         workers: Number of actors; ``None`` means one for each GPU, else for each core.
-        deaths: How often half of the actors are killed at a random moment of a pass, and in each
-            part of a random call of it, for the first length.
+        deaths: How often half of the actors are killed at a random moment of a pass, of one with a
+            call of the cluster for each layer, and in each part of a random layer, for the first
+            length.
         only: When they are killed, separated by commas; ``None`` means in all these ways.
         out: File to append rows to, or ``None``.
 
@@ -72,7 +74,7 @@ def run(
     lengths = tokens or ((2**16, 2**17) if torch.cuda.is_available() else (2**10, 2**11))
     if only and not deaths:
         raise ValueError("only says when actors die, and there are no deaths")
-    names = _ANY_MOMENT, *_PARTS
+    names = _ANY_MOMENT, _ANY_CALL, *_PARTS
     moments = only.split(",") if only else names
     if unknown := [each for each in moments if each not in names]:
         raise ValueError(f"only must name some of {', '.join(names)}; got {unknown[0]!r}")
@@ -135,7 +137,8 @@ def _time(cluster: cqs.Cluster, shards: Sharded, case: str, repeats: int) -> lis
         one = time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(_NUM_CALLS):
-            cluster.attention(shards, is_causal=True)
+            output = cluster.attention(shards, is_causal=True)
+        output.wait()
         each = time.perf_counter() - start
         if repeat:  # the first compiles
             seconds = float(torch.as_tensor(inside.to_local()).max()), one, each
@@ -171,7 +174,8 @@ def _time_deaths(
     cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int, moment: str
 ) -> Measurement:
     """Kill half of the actors again and again, and compare bits with those of calm passes."""
-    passes = [_pass(shards) for _ in range(3)]
+    run = _pass_in_calls if moment == _ANY_CALL else _pass
+    passes = [run(shards) for _ in range(3)]
     calm, expected = min(each.seconds for each in passes), passes[0].answer
     if not all(torch.equal(expected, each.answer) for each in passes):
         raise VerificationError("calm passes differ")
@@ -180,17 +184,18 @@ def _time_deaths(
     found: list[float] = []
     while len(found) < deaths:
         victims = draw.sample(cluster.pids, number)
-        if moment == _ANY_MOMENT:
-            done = _pass(shards, timer=threading.Timer(draw.uniform(0, calm), _kill, [victims]))
-        else:
+        if moment in _PARTS:
             done = _pass(shards, _Death(victims, moment, draw.randrange(_NUM_LAYERS)))
+        else:
+            with _running(threading.Timer(draw.uniform(0, calm), _kill, [victims])):
+                done = run(shards)
         if not torch.equal(done.answer, expected):
             raise VerificationError(f"other bits after {number} workers have died")
         if set(victims).isdisjoint(done.pids):
             found.append(done.seconds)
         else:  # it was done before they died, if they did
-            _pass(shards)
-    name = f"ray, {number} killed" + (f" in {moment}" if moment in _PARTS else "")
+            run(shards)
+    name = f"ray, {number} killed" + ("" if moment == _ANY_MOMENT else f" in {moment}")
     row = _row(cluster, "deaths", case, name, "calm", found, [calm] * deaths)
     row.details["longest_ms"] = 1e3 * max(found)
     return row
@@ -209,23 +214,44 @@ class _Pass(NamedTuple):
     answer: Tensor
 
 
-def _pass(
-    shards: Sharded, death: _Death | None = None, *, timer: threading.Timer | None = None
-) -> _Pass:
-    """Compute all layers, in which actors die or a timer runs."""
-    start = time.perf_counter()
-    if timer is not None:
-        timer.start()
+@contextmanager
+def _running(timer: threading.Timer) -> Iterator[None]:
+    timer.start()
     try:
-        output = shards.map(partial(_layers, death=death), is_collective=True)
+        yield
     finally:
-        if timer is not None:
-            timer.cancel()
-            timer.join()
-    seconds, pids = time.perf_counter() - start, shards.cluster.pids
+        timer.cancel()
+        timer.join()
+
+
+def _pass(shards: Sharded, death: _Death | None = None) -> _Pass:
+    """Compute all layers in one call, in which actors may die."""
+    start = time.perf_counter()
+    return _finish(start, shards.map(partial(_layers, death=death), is_collective=True))
+
+
+def _pass_in_calls(shards: Sharded) -> _Pass:
+    """Compute each layer in two calls of the cluster."""
+    start = time.perf_counter()
+    for _ in range(_NUM_LAYERS):
+        shards = shards.cluster.attention(shards, is_causal=True).map(_add, shards)
+    return _finish(start, shards.map(_first))
+
+
+def _finish(start: float, output: Sharded) -> _Pass:
+    output.wait()
+    seconds, pids = time.perf_counter() - start, output.cluster.pids
     answer = output.to_local()
     assert isinstance(answer, Tensor)
     return _Pass(seconds, pids, answer)
+
+
+def _add(output: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    return query + 0.01 * output, key, value
+
+
+def _first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query
 
 
 def _layers(query: Tensor, key: Tensor, value: Tensor, *, death: _Death | None) -> Tensor:

@@ -310,6 +310,34 @@ def test_lost_shards_are_made_again(cluster, problem, undisturbed, tmp_path):
     assert len(set(shards_on(cluster))) == 1, "nothing is left of what was between"
 
 
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_what_was_made_before_a_death_counts_if_all_were_done(pair, is_settled, tmp_path):
+    """A first answer stands for the garbage of a GPU that waits for a rank when that dies."""
+
+    def answer(shard):
+        mark = tmp_path / str(dist.get_rank())
+        is_first = not mark.exists()
+        mark.touch()
+        return torch.full_like(shard, is_first)
+
+    made = pair.make_sharded(lambda rank, num_ranks: torch.zeros(1)).map(answer, is_collective=True)
+    if is_settled:
+        made.wait()
+    os.kill(pair.pids[1], signal.SIGKILL)
+    assert made.to_local(dim=0).tolist() == [float(is_settled), 0.0]
+
+
+def test_other_work_waits_for_no_rank_that_has_died(pair, problem):
+    sharded = pair.shard(*tensors(problem))
+    output = pair.attention(sharded, is_causal=True)
+    expected, (one, other) = output.to_local(), pair.pids
+    output = pair.attention(sharded, is_causal=True)
+    os.kill(other, signal.SIGKILL)
+    pair.attention(*tensors(problem))
+    assert one in pair.pids
+    assert torch.equal(output.to_local(), expected)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
 def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, number, seed):

@@ -425,7 +425,7 @@ class Cluster:
         """
         self._check_alive()
         run = self._make_run(Attend(problem, plan, answer), plan, backend, verify, progress)
-        return AttentionFuture(self, self._dispatch(run), run, return_lse)
+        return AttentionFuture(self, self._dispatch_run(run), run, return_lse)
 
     def differentiate_plan(
         self,
@@ -445,7 +445,7 @@ class Cluster:
         self._check_alive()
         job = Differentiate(problem, plan, answer, grad_output)
         run = self._make_run(job, plan, backend, verify=False, progress=False)
-        gradients: Gradients = wait_or_cancel(self._dispatch(run), run.cancelled)
+        gradients: Gradients = wait_or_cancel(self._dispatch_run(run), run.cancelled)
         if report is not None:
             assert run.report is not None
             report(run.report)
@@ -484,7 +484,7 @@ class Cluster:
         sources: Sequence[Sharded] = (),
         stored: tuple[tuple[Any, ...], ...] = (),
     ) -> Sharded:
-        """Make a sharded sequence and wait until it is there.
+        """Make a sharded sequence; GPUs may still be at work on it, and on nothing older.
 
         Args:
             recipe: How its shards are made.
@@ -501,6 +501,10 @@ class Cluster:
         self._wait_for(self._group.make, step)
         return Sharded(self, step, self._group.forget)
 
+    def wait_for_shards(self, sharded: Sharded) -> None:
+        """Wait until shards are there; see :meth:`Sharded.wait`."""
+        self._wait_for(self._group.finish, sharded.step)
+
     def fetch_shards(self, sharded: Sharded) -> list[tuple[Tensor, ...]]:
         """Return the tensors of each shard, which must not be written to."""
         shards = self._wait_for(self._group.fetch, sharded.step)
@@ -516,6 +520,13 @@ class Cluster:
         check_may_wait()
         cancelled = threading.Event()
         return wait_or_cancel(self._dispatch(partial(work, step, cancelled)), cancelled)
+
+    def _dispatch_run(self, run: Run) -> "Future[Any]":
+        def rest_and_run() -> Any:
+            self._group.rest(run.cancelled)
+            return run()
+
+        return self._dispatch(rest_and_run)
 
     def _dispatch(self, work: Callable[[], Any]) -> "Future[Any]":
         """Have the dispatcher free what was forgotten, then work."""

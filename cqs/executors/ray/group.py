@@ -6,8 +6,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,8 @@ from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, deaths_of_actors
 from cqs.executors.ray.recipe import Load, Recipe
 from cqs.executors.ray.run import Patience, TaskFailedError, WorkersDiedError
 from cqs.executors.ray.sharded import Step
+
+_Found = TypeVar("_Found")
 
 _POLL_SECONDS = 0.1
 _INLINE_BYTES = 2**16
@@ -48,6 +51,8 @@ class Group:
         self._numbers = itertools.count()
         self._generation = 0
         self._is_formed = False
+        self._unsettled: Step | None = None
+        """What ranks have made together, unless one dies before its GPU is done with it."""
         self._cancelled = threading.Event()
         self._forgotten: deque[Step] = deque()
 
@@ -72,6 +77,7 @@ class Group:
             recipe.name,
             self._pickle(recipe),
             recipe.is_collective,
+            recipe.is_early,
             self.num_ranks,
             sources,
             stored,
@@ -102,7 +108,7 @@ class Group:
         made: set[Step] = set()
         attempts: Counter[Step] = Counter()
         try:
-            self._take_places()
+            self._mend()
             while todo := self._missing(step):
                 (first, ranks), *rest = todo
                 made.add(first)
@@ -110,7 +116,7 @@ class Group:
                     self._compute(first, ranks)
                 except _BrokenError as error:
                     self._count(attempts, first, error)
-                    self._take_places()
+                    self._mend()
                     continue
                 in_use = {step, *(source for later, _ in rest for source in later.sources)}
                 self._free(found for found in made - in_use if not found.is_wanted)
@@ -118,28 +124,53 @@ class Group:
             self._free(found for found in made if not found.is_wanted)
             raise
 
+    def finish(self, step: Step, cancelled: threading.Event) -> None:
+        """Make a step, and wait until all GPUs are done; raises as :meth:`make` does."""
+
+        def settle_all() -> None:
+            self._settle()
+            ranks = range(self.num_ranks)
+            self._call("settle", lambda rank: (), ranks, self._patience.stall_timeout)
+
+        self._make_for(step, cancelled, settle_all)
+
     def fetch(self, step: Step, cancelled: threading.Event) -> list[tuple[Blob, ...]]:
         """Return the shards of a step by rank; raises as :meth:`make` does."""
-        attempts: Counter[Step] = Counter()
-        while True:
-            self.make(step, cancelled)
-            try:
-                found = self._call(
-                    "fetch",
-                    lambda rank: (step.number,),
-                    range(self.num_ranks),
-                    self._patience.stall_timeout,
-                )
-            except _BrokenError as error:
-                self._count(attempts, step, error)
-            else:
-                return [found[rank] for rank in range(self.num_ranks)]
+
+        def fetch_all() -> dict[int, Any]:
+            self._settle()
+            ranks = range(self.num_ranks)
+            return self._call(
+                "fetch", lambda rank: (step.number,), ranks, self._patience.stall_timeout
+            )
+
+        found = self._make_for(step, cancelled, fetch_all)
+        return [found[rank] for rank in range(self.num_ranks)]
 
     def replicate(self, step: Step, cancelled: threading.Event) -> None:
         """Put the shards of a step into the object store, and make them from there henceforth."""
         shards = self.fetch(step, cancelled)
         step.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
         step.recipe, step.is_collective, step.sources = self._pickle(Load()), False, ()
+        step.is_early = False
+
+    def rest(self, cancelled: threading.Event) -> None:
+        """Wait until actors can be given other work: none waits for one that has died."""
+        self._cancelled = cancelled
+        with suppress(_BrokenError):  # what is lost is made again when it is needed
+            self._settle()
+
+    def _make_for(
+        self, step: Step, cancelled: threading.Event, use: Callable[[], _Found]
+    ) -> _Found:
+        """Make a step and return what is found with it, if none dies meanwhile."""
+        attempts: Counter[Step] = Counter()
+        while True:
+            self.make(step, cancelled)
+            try:
+                return use()
+            except _BrokenError as error:
+                self._count(attempts, step, error)
 
     def _pickle(self, recipe: Recipe) -> Any:
         """Pickle a recipe; what is small travels with the call, which takes less time."""
@@ -166,6 +197,8 @@ class Group:
 
     def _compute(self, step: Step, ranks: Collection[int]) -> None:
         """Make some shards of a step, all of whose sources are there."""
+        if not step.is_early:
+            self._settle()
         if step.is_collective and not self._is_formed:
             self._form()
         sources = tuple(source.number for source in step.sources)
@@ -188,6 +221,21 @@ class Group:
         for rank in ranks:
             step.holders[rank] = self._members[rank].index
             step.shapes[rank] = found[rank]
+        if step.is_collective:
+            self._unsettled = step
+
+    def _settle(self) -> None:
+        """Wait until all GPUs are done with what was made last."""
+        if self._unsettled is not None and self._is_formed:
+            self._call_together("settle", lambda rank: (), self._patience.stall_timeout)
+            self._unsettled = None
+
+    def _mend(self) -> None:
+        """Have an actor in each place again, and nothing that a broken group has made."""
+        self._take_places()
+        if self._unsettled is not None and not self._is_formed:
+            self._free([self._unsettled])
+            self._unsettled = None
 
     def _form(self) -> None:
         """Have all members join a group of the next generation."""

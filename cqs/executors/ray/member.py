@@ -33,6 +33,8 @@ class Member:
     Groups are numbered by generation. Nothing that a broken one computed may be used: a receive
     through NCCL that is aborted returns garbage as if nothing had happened, as does a fetch that is
     released.
+
+    When a call returns, its GPU may still be at work, but not on anything older.
     """
 
     def __init__(self, device: torch.device):
@@ -40,6 +42,8 @@ class Member:
         self._device = device
         self._shards: dict[int, tuple[Tensor, ...]] = {}
         self._generation: int | None = None
+        self._made: torch.cuda.Event | None = None
+        """When the GPU is done with what was made last."""
         self._leaving = threading.Lock()
 
     def bind(self, timeout: float) -> tuple[str, int]:
@@ -87,16 +91,17 @@ class Member:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the driver aborts; PyTorch would exit
-        on_gpu = self._device.type == "cuda"
         # PyTorch names groups by counting them, those too that never came to be; names must agree.
         dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
+            "nccl" if self._is_on_gpu else "gloo",
             store=dist.PrefixStore(f"{generation}/", store),
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=call_timeout),
-            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+            device_id=torch.device("cuda", torch.cuda.current_device())
+            if self._is_on_gpu
+            else None,
         )
         self._generation = generation
 
@@ -119,6 +124,8 @@ class Member:
     ) -> Shapes:
         """Make a shard, and keep it if asked to; return the shapes of its tensors.
 
+        Waits until the GPU is done with the one before: see :meth:`settle`.
+
         Args:
             number: Of the sharded sequence.
             pickled: The recipe, which is given rank, number of ranks and tensors.
@@ -134,8 +141,9 @@ class Member:
         try:
             with torch.no_grad():
                 shard = self._as_shard(recipe.name, recipe(*place, *tensors))
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            made = torch.cuda.current_stream().record_event() if self._is_on_gpu else None
+            self.settle()
+            self._made = made
             if recipe.is_collective and self._generation != generation:
                 raise RuntimeError(f"generation {generation} of the group was aborted")
         except BaseException:
@@ -146,6 +154,14 @@ class Member:
             self._shards[number] = shard
         return tuple(tuple(tensor.shape) for tensor in shard)
 
+    def settle(self) -> None:
+        """Wait until the GPU is done with what was made last.
+
+        It is right if all ranks of its group get there.
+        """
+        if self._made is not None:
+            self._made.synchronize()
+
     def fetch(self, number: int) -> tuple[Blob, ...]:
         """Return the tensors of a shard."""
         return tuple(map(Blob, self._shards[number]))
@@ -154,6 +170,10 @@ class Member:
         """Let go of shards, whether they are here or not."""
         for number in numbers:
             self._shards.pop(number, None)
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._device.type == "cuda"
 
     def _as_shard(self, name: str, found: Any) -> tuple[Tensor, ...]:
         several = found if isinstance(found, (tuple, list)) else (found,)

@@ -18,6 +18,13 @@ class Recipe(Protocol):
         """Whether all ranks must call it together."""
 
     @property
+    def is_early(self) -> bool:
+        """Whether it may begin when other ranks are not yet done with what was made before.
+
+        Its tensors are garbage if they die meanwhile: then what it does does not count.
+        """
+
+    @property
     def name(self) -> str:
         """What errors call it."""
 
@@ -29,7 +36,7 @@ class Recipe(Protocol):
 class Load:
     """Takes what the driver put into the object store."""
 
-    is_collective = False
+    is_collective = is_early = False
     name = "shard"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -42,7 +49,7 @@ class Make:
     """Calls a function of the user, which makes the shard of a rank."""
 
     function: Callable[[int, int], Any]
-    is_collective = False
+    is_collective = is_early = False
     name = "make_sharded"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
@@ -56,6 +63,7 @@ class Map:
 
     function: Callable[..., Any]
     is_collective: bool
+    is_early = False
     name = "map"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
@@ -68,7 +76,7 @@ class AttendShards:
     """Computes attention with all other ranks."""
 
     options: dict[str, Any]
-    is_collective = True
+    is_collective = is_early = True
     name = "attention"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:

@@ -27,6 +27,7 @@ class Step:
     recipe: Any
     """Pickled, or a reference to that."""
     is_collective: bool
+    is_early: bool
     num_ranks: int
     sources: "tuple[Step, ...]" = ()
     stored: tuple[tuple[Any, ...], ...] = ()
@@ -77,6 +78,16 @@ class Sharded:
     def shapes(self) -> tuple[Shapes, ...]:
         """For each rank, the shapes of its tensors."""
         return tuple(self._step.shapes[rank] for rank in range(self._step.num_ranks))
+
+    def wait(self) -> None:
+        """Wait until the GPUs are done, as one does before looking at a clock.
+
+        Raises:
+            ValueError: if the cluster is closed.
+            WorkersDiedError: as :meth:`map`.
+            TaskFailedError: likewise.
+        """
+        self._cluster.wait_for_shards(self)
 
     def to_local(self, dim: int = 2) -> Tensor | tuple[Tensor, ...]:
         """Bring the shards to this process, joined along ``dim``, on the CPU.
