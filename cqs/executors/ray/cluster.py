@@ -242,7 +242,7 @@ class Cluster:
 
         Returns:
             ``output``, with ``return_lse`` also ``lse``; of a sharded sequence, sharded like its
-            queries and without gradients.
+            queries and without gradients, and GPUs may still be at work on it.
 
         Raises:
             TypeError: as :func:`cqs.attention`, and for options that the kind of sequence has not.

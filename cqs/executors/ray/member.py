@@ -93,15 +93,14 @@ class Member:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the driver aborts; PyTorch would exit
         # PyTorch names groups by counting them, those too that never came to be; names must agree.
         dist.distributed_c10d._world.group_count = 0
+        gpu = torch.device("cuda", torch.cuda.current_device()) if self._is_on_gpu else None
         dist.init_process_group(
-            "nccl" if self._is_on_gpu else "gloo",
+            "gloo" if gpu is None else "nccl",
             store=dist.PrefixStore(f"{generation}/", store),
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=call_timeout),
-            device_id=torch.device("cuda", torch.cuda.current_device())
-            if self._is_on_gpu
-            else None,
+            device_id=gpu,
         )
         self._generation = generation
 
