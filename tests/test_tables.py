@@ -331,7 +331,7 @@ def test_what_ray_adds_to_sharded_sequences():
     assert shown.format(inside, one, each) in text
     in_calls = the(rows, executor="ray, 1 killed in any call")
     assert in_calls["repeats"] == 8
-    shown = "two calls each, one of two was killed eight times: the same bits, after {:.1f} s ({:.1f};"
+    shown = "one of two was killed eight times: the same bits, after {:.1f} s ({:.1f};"
     longest = in_calls["details"]["longest_ms"]
     assert shown.format(in_calls["median_ms"] / 1e3, longest / 1e3) in text
     shown = "after {:.1f}, {:.1f} and {:.1f} s (medians; at most {:.1f})"

@@ -55,12 +55,7 @@ def agree(
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
     mine = [int(error is not None), int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
     num_ranks, control = dist.get_world_size(group), control_group(group)
-    try:
-        found = swap(control, mine, [len(mine)] * num_ranks)
-    except RuntimeError as lost:
-        raise RuntimeError(
-            "not all ranks of the group answer: one has died, or does not call this"
-        ) from lost
+    found = swap(control, mine, [len(mine)] * num_ranks)
     table = [found[i : i + len(mine)] for i in range(0, len(found), len(mine))]
     if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
         _explain(control, num_ranks, request, error)
@@ -70,16 +65,23 @@ def agree(
 def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return the numbers that all ranks pass, one after another.
 
-    Every rank talks to all others, so a dead one fails this on all.
-
     Args:
         control: Of all ranks.
         own: Those of this rank.
         lengths: How many there are of every rank.
+
+    Raises:
+        RuntimeError: if a rank has died, or does not answer within the time-out of the group: every
+            rank talks to all others, so a dead one fails this on all.
     """
     sent = torch.tensor(list(own) * len(lengths), dtype=torch.int64, device="cpu")
     found = sent.new_empty(sum(lengths))
-    control.alltoall_base(found, sent, list(lengths), [len(own)] * len(lengths)).wait()
+    try:
+        control.alltoall_base(found, sent, list(lengths), [len(own)] * len(lengths)).wait()
+    except RuntimeError as lost:
+        raise RuntimeError(
+            "not all ranks of the group answer: one has died, or does not call this"
+        ) from lost
     return found.tolist()
 
 
@@ -120,8 +122,13 @@ def _explain(
 ) -> None:
     """Gather what was asked and raise the error that says whose differs."""
     text = json.dumps([request, None if error is None else repr(error)]).encode()
-    lengths = swap(control, [len(text)], [1] * num_ranks)
-    texts = iter(swap(control, text, lengths))
+    try:
+        lengths = swap(control, [len(text)], [1] * num_ranks)
+        texts = iter(swap(control, text, lengths))
+    except RuntimeError as lost:
+        if error is not None:
+            raise error from lost
+        raise
     found = [json.loads(bytes(islice(texts, length))) for length in lengths]
     if error is not None:
         raise error

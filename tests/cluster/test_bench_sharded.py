@@ -61,7 +61,9 @@ def test_a_pass_without_deaths_does_not_count(monkeypatch):
 
 
 def test_deaths_at_unknown_moments_are_refused():
-    with pytest.raises(ValueError, match="some of any moment, any call, exchange, compute, return; got 'x'"):
+    with pytest.raises(
+        ValueError, match="any moment, any call, exchange, compute, return; got 'x'"
+    ):
         sharded.run(deaths=1, only="return,x")
     with pytest.raises(ValueError, match="there are no deaths"):
         sharded.run(only="return")

@@ -70,6 +70,33 @@ def test_the_private_cluster_is_private(tmp_path):
     assert "private" in run_python(script, tmp_path)
 
 
+def test_a_thread_that_cuts_sequences_while_its_cluster_closes_is_told(tmp_path):
+    """Ray ends a process, or starts anew, where something is put into a store that is gone."""
+    script = """
+        import concurrent.futures, cqs, ray, threading, time, torch
+
+        put = ray.put
+        ray.put = lambda value: (time.sleep(1), put(value))[1]
+        cluster, errors = cqs.Cluster(num_workers=1, use_gpus=False), []
+
+        def cut():
+            try:
+                while True:
+                    cluster.shard(torch.zeros(1, 1, 8, 2))
+            except (ValueError, concurrent.futures.CancelledError) as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        time.sleep(0.5)
+        cluster.close()
+        thread.join(60)
+        assert len(errors) == 1 and not ray.is_initialized()
+        print("told")
+    """
+    assert "told" in run_python(script, tmp_path)
+
+
 def test_the_environment_of_the_user_neither_weakens_it_nor_changes(tmp_path):
     script = f"""
         import ray, cqs, os, torch

@@ -412,6 +412,67 @@ def test_workers_meet_after_some_have_failed_to(problem):
     torch.testing.assert_close(output, cqs.attention(*tensors(problem)))
 
 
+@pytest.mark.parametrize("ends", ["raises", "dies"])
+def test_workers_at_work_outlive_the_failure_of_another(ray_session, ends, tmp_path):
+    """They are waited for longer than those that do not answer, and no error is lost meanwhile."""
+
+    def fail_once(rows):
+        is_first = not (tmp_path / "mark").exists()
+        if dist.get_rank() == 0 and is_first:
+            time.sleep(0.5)
+            (tmp_path / "mark").touch()
+            os._exit(1) if ends == "dies" else {}["no such layer"]
+        time.sleep(8 if is_first else 0)
+        return rows + 1
+
+    with cqs.Cluster(num_workers=3, use_gpus=False) as cluster:
+        zeros, before = cluster.make_sharded(lambda *_: torch.zeros(1)), cluster.pids
+        if ends == "raises":
+            with pytest.raises(KeyError, match="no such layer") as raised:
+                zeros.map(fail_once, is_collective=True)
+            assert raised.value.__notes__ == ["raised on rank 0 of 3"]
+        assert zeros.map(fail_once, is_collective=True).to_local(dim=0).tolist() == [1, 1, 1]
+        assert len(set(before) - set(cluster.pids)) == (ends == "dies")
+
+
+def test_workers_that_wait_to_meet_outlive_one_that_dies(ray_session, problem, tmp_path):
+    class Mortal(TaskActor):
+        def join(self, generation, rank, *arguments):
+            if rank == 1 and not (tmp_path / "mark").exists():
+                (tmp_path / "mark").touch()
+                os._exit(1)
+            super().join(generation, rank, *arguments)
+
+    class MortalCluster(cqs.Cluster):
+        actor_class = Mortal
+
+    with MortalCluster(num_workers=3, use_gpus=False) as cluster:
+        sharded, before = cluster.shard(*tensors(problem)), cluster.pids
+        output = cluster.attention(sharded, is_causal=True).to_local()
+        assert len(set(before) - set(cluster.pids)) == 1
+    torch.testing.assert_close(output, cqs.attention(*tensors(problem), is_causal=True))
+
+
+@pytest.mark.parametrize("is_collective", [False, True])
+def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypatch):
+    ones, before = pair.make_sharded(lambda *_: torch.ones(1)), pair.pids
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        ones.map(lambda rows: (time.sleep(3), rows)[1], is_collective=is_collective)
+    assert ones.map(lambda rows: rows + 1).to_local(dim=0).tolist() == [2, 2]
+
+    def interrupt_late(future, cancelled):
+        future.result()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("cqs.executors.ray.cluster.wait_or_cancel", interrupt_late)
+        ones.map(lambda rows: rows, is_collective=is_collective)
+    gc.collect()
+    assert shards_on(pair) == [1, 1]
+    assert pair.pids == before
+
+
 def test_a_function_that_kills_its_workers_is_named(pair):
     with pytest.raises(TaskFailedError, match=r"make_sharded failed 2 times.*rank 1 died"):
         pair.make_sharded(lambda rank, num_ranks: os._exit(1) if rank else torch.ones(1))

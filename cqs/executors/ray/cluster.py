@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from cqs.executors.ray.progress import progress_callback
 from cqs.executors.ray.recipe import AttendShards, Load, Make, Recipe
 from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Patience, Run
-from cqs.executors.ray.sharded import Sharded, Step
+from cqs.executors.ray.sharded import Sharded
 from cqs.executors.shortage import fewest_tasks
 from cqs.gradients import Gradients
 from cqs.partial import Partial
@@ -39,6 +39,8 @@ from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float, to_integer
 from cqs.streaming.budget import parse_budget
 from cqs.worker import Worker
+
+_Found = TypeVar("_Found")
 
 _PREDICTABLE = 0.95
 """Share of a budget that predictions may fill: they are right to some percent."""
@@ -333,8 +335,7 @@ class Cluster:
             if not -tensor.ndim <= dim < tensor.ndim:
                 raise ValueError(f"no dimension {dim} in shape {tuple(tensor.shape)}")
         parts = [tensor.tensor_split(self._group.num_ranks, dim) for tensor in tensors]
-        stored = tuple(tuple(map(self._group.store, shard)) for shard in zip(*parts, strict=True))
-        return self.make_shards(Load(), stored=stored)
+        return self.make_shards(Load(), parts=tuple(zip(*parts, strict=True)))
 
     def make_sharded(self, function: Callable[[int, int], Any]) -> Sharded:
         """Make a sharded sequence on the workers; nothing of it passes through this process.
@@ -482,14 +483,14 @@ class Cluster:
         self,
         recipe: Recipe,
         sources: Sequence[Sharded] = (),
-        stored: tuple[tuple[Any, ...], ...] = (),
+        parts: tuple[tuple[Tensor, ...], ...] = (),
     ) -> Sharded:
         """Make a sharded sequence; GPUs may still be at work on it, and on nothing older.
 
         Args:
             recipe: How its shards are made.
             sources: Sequences of this cluster whose shards the recipe is given.
-            stored: For each rank, blobs in the object store that it is given after them.
+            parts: For each rank, tensors that it is given after them.
         """
         self._check_alive()
         for source in sources:
@@ -497,45 +498,55 @@ class Cluster:
                 raise TypeError(f"expected a sharded sequence, got {type(source).__name__}")
             if source.cluster is not self:
                 raise ValueError(f"{source!r} belongs to another cluster")
-        step = self._group.begin(recipe, tuple(source.step for source in sources), stored)
-        self._wait_for(self._group.make, step)
-        return Sharded(self, step, self._group.forget)
+
+        def make(cancelled: threading.Event) -> Sharded:
+            step = self._group.begin(recipe, tuple(source.step for source in sources), parts)
+            self._group.make(step, cancelled)
+            return Sharded(self, step, self._group.forget)
+
+        return self._wait_for(make)
 
     def wait_for_shards(self, sharded: Sharded) -> None:
         """Wait until shards are there; see :meth:`Sharded.wait`."""
-        self._wait_for(self._group.finish, sharded.step)
+        self._wait_for(partial(self._group.finish, sharded.step))
 
     def fetch_shards(self, sharded: Sharded) -> list[tuple[Tensor, ...]]:
         """Return the tensors of each shard, which must not be written to."""
-        shards = self._wait_for(self._group.fetch, sharded.step)
+        shards = self._wait_for(partial(self._group.fetch, sharded.step))
         return [tuple(blob.tensor() for blob in shard) for shard in shards]
 
     def replicate_shards(self, sharded: Sharded) -> None:
         """Copy shards into the object store; see :meth:`Sharded.replicate`."""
-        self._wait_for(self._group.replicate, sharded.step)
+        self._wait_for(partial(self._group.replicate, sharded.step))
 
-    def _wait_for(self, work: Callable[[Step, threading.Event], Any], step: Step) -> Any:
-        """Have the dispatcher work on a step, and wait until it has."""
+    def _wait_for(self, work: Callable[[threading.Event], _Found]) -> _Found:
+        """Have the dispatcher work, unless it is cancelled, and wait until it has."""
         self._check_alive()
         check_may_wait()
         cancelled = threading.Event()
-        return wait_or_cancel(self._dispatch(partial(work, step, cancelled)), cancelled)
+        return wait_or_cancel(self._dispatch(partial(work, cancelled)), cancelled)
 
     def _dispatch_run(self, run: Run) -> "Future[Any]":
+        """Have the dispatcher run tasks, for which actors must not wait for each other."""
+
         def rest_and_run() -> Any:
             self._group.rest(run.cancelled)
             return run()
 
         return self._dispatch(rest_and_run)
 
-    def _dispatch(self, work: Callable[[], Any]) -> "Future[Any]":
+    def _dispatch(self, work: Callable[[], _Found]) -> "Future[_Found]":
         """Have the dispatcher free what was forgotten, then work."""
 
-        def sweep_and_work() -> Any:
+        def sweep_and_work() -> _Found:
             self._group.sweep()
             return work()
 
-        return self._dispatcher.submit(sweep_and_work)
+        try:
+            return self._dispatcher.submit(sweep_and_work)
+        except RuntimeError:  # closed a moment ago
+            self._check_alive()
+            raise
 
     def _make_run(
         self,

@@ -2,13 +2,15 @@
 
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Run
 from cqs.partial import Partial
+
+_Found = TypeVar("_Found")
 
 DISPATCHER = "cqs-dispatcher"
 """What the names of the threads begin with that run the runs."""
@@ -55,7 +57,7 @@ class AttentionFuture:
         return self._run.report
 
 
-def wait_or_cancel(future: "Future[Any]", cancelled: threading.Event) -> Any:
+def wait_or_cancel(future: "Future[_Found]", cancelled: threading.Event) -> _Found:
     """Wait for a result; if the wait is interrupted, set what makes the work end."""
     _check_may_wait_for(future)
     try:

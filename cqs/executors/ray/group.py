@@ -27,7 +27,7 @@ _INLINE_BYTES = 2**16
 _GRACE_SECONDS = 1.0
 """In which the ranks of a group are expected to fail after one has."""
 _ABORT_SECONDS = 5.0
-"""In which an actor that is not hung answers an abort, and then ends what it aborted."""
+"""In which an actor that is not hung answers an abort."""
 
 
 class _BrokenError(Exception):
@@ -37,9 +37,9 @@ class _BrokenError(Exception):
 class Group:
     """Ranks 0 to n - 1 and the actors that take their places.
 
-    Used by one thread at a time, the dispatcher of the cluster, except :meth:`begin` and
-    :meth:`forget`. Whatever fails, no actor is left in the middle of a call: each has answered, or
-    is dead and its place will be taken by another.
+    Used by one thread at a time, the dispatcher of the cluster, except :meth:`forget`. Whatever
+    fails, no actor is left in the middle of a call: each has answered, or is dead and its place
+    will be taken by another. Calls that are cancelled are ended before the next.
     """
 
     def __init__(self, pool: ActorPool, patience: Patience, closing: threading.Event):
@@ -54,6 +54,8 @@ class Group:
         self._unsettled: Step | None = None
         """What ranks have made together, unless one dies before its GPU is done with it."""
         self._cancelled = threading.Event()
+        self._interrupted: _Calls | None = None
+        """Calls that were cancelled: actors may be in the middle of them."""
         self._forgotten: deque[Step] = deque()
 
     @property
@@ -61,17 +63,20 @@ class Group:
         """Number of shards of every sequence."""
         return len(self._members)
 
-    def store(self, tensor: Tensor) -> Any:
-        """Put a tensor into the object store, for the recipe of a step."""
-        return self._ray.put(Blob(tensor))
-
     def begin(
         self,
         recipe: Recipe,
         sources: tuple[Step, ...] = (),
-        stored: tuple[tuple[Any, ...], ...] = (),
+        parts: tuple[tuple[Tensor, ...], ...] = (),
     ) -> Step:
-        """Number a step that :meth:`make` will carry out; see :class:`Step`."""
+        """Number a step that :meth:`make` will carry out; see :class:`Step`.
+
+        Args:
+            recipe: How its shards are made.
+            sources: Steps whose shards the recipe is given.
+            parts: For each rank, tensors that it is given after them.
+        """
+        stored = tuple(tuple(self._ray.put(Blob(tensor)) for tensor in part) for part in parts)
         return Step(
             next(self._numbers),
             recipe.name,
@@ -157,6 +162,7 @@ class Group:
     def rest(self, cancelled: threading.Event) -> None:
         """Wait until actors can be given other work: none waits for one that has died."""
         self._cancelled = cancelled
+        self._end_interrupted()
         with suppress(_BrokenError):  # what is lost is made again when it is needed
             self._settle()
 
@@ -232,6 +238,7 @@ class Group:
 
     def _mend(self) -> None:
         """Have an actor in each place again, and nothing that a broken group has made."""
+        self._end_interrupted()
         self._take_places()
         if self._unsettled is not None and not self._is_formed:
             self._free([self._unsettled])
@@ -294,11 +301,12 @@ class Group:
             Exception: what the method raised, if none died.
         """
         calls = self._begin_calls(method, arguments, ranks)
-        self._wait(calls, timeout)
+        self._wait(calls, time.monotonic() + timeout)
+        if not calls.dead:
+            self._bury_the_hung(calls)
+            self._raise_first(calls.errors)
         self._bury_the_hung(calls)
-        found = self._conclude(calls)
-        self._raise_first(calls.errors)
-        return found
+        return self._conclude(calls)
 
     def _call_together(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float
@@ -313,19 +321,20 @@ class Group:
         """
         calls = self._begin_calls(method, arguments, range(self.num_ranks))
         self._is_formed = False
-        self._wait(calls, timeout, until_failure=True)
+        end = time.monotonic() + timeout
+        self._wait(calls, end, until_failure=True)
         if calls.errors and not calls.dead:
-            self._wait(calls, _GRACE_SECONDS)
-        errors = dict(calls.errors)  # those that come later are of the abort
+            self._wait(calls, time.monotonic() + _GRACE_SECONDS)
+        errors, dead = dict(calls.errors), dict(calls.dead)  # what comes later is of the abort
         if calls.pending:
-            self._abort(calls)
-            if not errors and not calls.dead:
+            self._abort(calls, end)
+            if not errors and not dead:
                 raise _BrokenError(f"{method} took more than {timeout:g} s")
-        if not calls.dead:
+        if not dead:
             self._raise_first({rank: e for rank, e in errors.items() if not _is_of_connections(e)})
-            for rank, error in sorted(errors.items()):
-                raise _BrokenError(f"rank {rank}: {error}") from error
         found = self._conclude(calls)
+        for rank, error in sorted(errors.items()):
+            raise _BrokenError(f"rank {rank}: {error}") from error
         self._is_formed = True
         return found
 
@@ -339,15 +348,16 @@ class Group:
             }
         )
 
-    def _wait(self, calls: "_Calls", seconds: float, *, until_failure: bool = False) -> None:
-        """Sort out the answers that come within some seconds, or until the first failure."""
-        deadline = time.monotonic() + seconds
+    def _wait(self, calls: "_Calls", end: float, *, until_failure: bool = False) -> None:
+        """Sort out the answers that come until some time of the clock, or the first failure."""
         while calls.pending and not (until_failure and (calls.errors or calls.dead)):
             if self._cancelled.is_set() or self._closing.is_set():
                 self._is_formed = False
-                self._pool.abandon(list(calls.pending))
+                self._interrupted = calls
+                if self._closing.is_set():
+                    self._pool.abandon(list(calls.pending))
                 raise CancelledError
-            left = deadline - time.monotonic()
+            left = end - time.monotonic()
             if left <= 0:
                 return
             refs = list(calls.pending)
@@ -365,8 +375,18 @@ class Group:
                     calls.dead[rank] = error
                     self._bury(rank)
 
-    def _abort(self, calls: "_Calls") -> None:
-        """End calls that wait for each other; kill those that cannot be ended."""
+    def _end_interrupted(self) -> None:
+        """Have no actor in the middle of a call that was cancelled."""
+        if self._interrupted is not None:
+            calls, self._interrupted = self._interrupted, None
+            self._abort(calls, time.monotonic() + self._patience.stall_timeout)
+
+    def _abort(self, calls: "_Calls", end: float) -> None:
+        """End calls that wait for each other, by some time of the clock or soon after.
+
+        An actor that hears of it may be busy with work of its own, and is waited for so long. One
+        that does not is killed at once.
+        """
         answers = {
             self._members[rank]
             .handle.abort.options(concurrency_group=CONTROL)
@@ -379,7 +399,7 @@ class Group:
         for ref in silent:
             self._bury(answers[ref], is_hung=True)
         self._pool.abandon(ready)
-        self._wait(calls, _ABORT_SECONDS)
+        self._wait(calls, max(end, time.monotonic() + _ABORT_SECONDS))
         self._bury_the_hung(calls)
 
     def _bury_the_hung(self, calls: "_Calls") -> None:

@@ -6,6 +6,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +24,9 @@ from cqs.executors.ray.session import import_ray
 Shapes = tuple[tuple[int, ...], ...]
 """Those of the tensors of a shard."""
 
+_CONNECT_SECONDS = 10.0
+"""In which a store is reached that was opened before."""
+_POLL_SECONDS = 0.01
 _RELEASE_SECONDS = 2.0
 """In which a GPU gets done with what it waited for."""
 
@@ -42,6 +46,8 @@ class Member:
         self._device = device
         self._shards: dict[int, tuple[Tensor, ...]] = {}
         self._generation: int | None = None
+        self._joining: int | None = None
+        """Number of a group that this process has not given up to join."""
         self._made: torch.cuda.Event | None = None
         """When the GPU is done with what was made last."""
         self._leaving = threading.Lock()
@@ -85,8 +91,8 @@ class Member:
             call_timeout: Seconds after which a collective fails by itself.
         """
         self._leave()
-        seconds = timedelta(seconds=timeout)
-        store = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
+        self._joining = generation
+        store = self._meet(rank, num_ranks, address, min(timeout, call_timeout))
         if interface := _interface_of(import_ray().util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -104,11 +110,31 @@ class Member:
         )
         self._generation = generation
 
+    def _meet(
+        self, rank: int, num_ranks: int, address: tuple[str, int], timeout: float
+    ) -> dist.Store:
+        """Wait until all ranks have come to the store of the group that is joined; return it.
+
+        PyTorch would wait for one that has died, and could not be told to stop.
+        """
+        seconds, end = timedelta(seconds=min(timeout, _CONNECT_SECONDS)), time.monotonic() + timeout
+        store = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
+        store.set_timeout(timedelta(seconds=timeout))
+        names = [f"{self._joining}/has come/{each}" for each in range(num_ranks)]
+        store.set(names[rank], "")
+        while not store.check(names):
+            if self._joining is None or time.monotonic() > end:
+                raise RuntimeError("not all ranks have come to meet")
+            time.sleep(_POLL_SECONDS)
+        return store
+
     def abort(self, generation: int) -> None:
         """Break a group, so that a call which waits for its other ranks ends if it can.
 
         Called on a thread of its own. Does nothing if this process has gone on to another group.
         """
+        if generation == self._joining:
+            self._joining = None
         if generation == self._generation:
             self._leave()
 
