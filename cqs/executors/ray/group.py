@@ -302,10 +302,10 @@ class Group:
         """
         calls = self._begin_calls(method, arguments, ranks)
         self._wait(calls, time.monotonic() + timeout)
-        if not calls.dead:
-            self._bury_the_hung(calls)
-            self._raise_first(calls.errors)
+        has_died = bool(calls.dead)
         self._bury_the_hung(calls)
+        if not has_died:
+            self._raise_first(calls.errors)
         return self._conclude(calls)
 
     def _call_together(
@@ -325,18 +325,17 @@ class Group:
         self._wait(calls, end, until_failure=True)
         if calls.errors and not calls.dead:
             self._wait(calls, time.monotonic() + _GRACE_SECONDS)
-        errors, dead = dict(calls.errors), dict(calls.dead)  # what comes later is of the abort
-        if calls.pending:
-            self._abort(calls, end)
-            if not errors and not dead:
-                raise _BrokenError(f"{method} took more than {timeout:g} s")
-        if not dead:
-            self._raise_first({rank: e for rank, e in errors.items() if not _is_of_connections(e)})
-        found = self._conclude(calls)
+        errors, has_died = dict(calls.errors), bool(calls.dead)  # what comes later is of the abort
+        if not calls.pending and not errors and not has_died:
+            self._is_formed = True
+            return calls.found
+        self._abort(calls, end)
+        if has_died:
+            self._conclude(calls)
+        self._raise_first({rank: e for rank, e in errors.items() if not _is_of_connections(e)})
         for rank, error in sorted(errors.items()):
             raise _BrokenError(f"rank {rank}: {error}") from error
-        self._is_formed = True
-        return found
+        raise _BrokenError(f"{method} took more than {timeout:g} s")
 
     def _begin_calls(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]], ranks: Iterable[int]
@@ -385,13 +384,12 @@ class Group:
         """End calls that wait for each other, by some time of the clock or soon after.
 
         An actor that hears of it may be busy with work of its own, and is waited for so long. One
-        that does not is killed at once.
+        that does not is killed at once. Also one whose call has returned is told: its GPU may wait.
         """
         answers = {
-            self._members[rank]
-            .handle.abort.options(concurrency_group=CONTROL)
-            .remote(self._generation): rank
-            for rank in calls.pending.values()
+            actor.handle.abort.options(concurrency_group=CONTROL).remote(self._generation): rank
+            for rank, actor in enumerate(self._members)
+            if self._is_known(actor)
         }
         ready, silent = self._ray.wait(
             list(answers), num_returns=len(answers), timeout=_ABORT_SECONDS
