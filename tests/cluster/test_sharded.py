@@ -404,6 +404,20 @@ def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed):
     assert victim not in cluster.pids and not os.path.exists(f"/proc/{victim}")
 
 
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_worker_that_stalls_alone_is_replaced(ray_session, is_settled):
+    """In calls in which no other waits for it, or only to be told that all are done."""
+    with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=3) as cluster:
+        ones = cluster.make_sharded(lambda *_: torch.ones(1))
+        ones = ones.map(lambda rows: rows, is_collective=True)
+        if is_settled:
+            ones.wait()
+        victim, other = cluster.pids
+        os.kill(victim, signal.SIGSTOP)
+        assert ones.map(lambda rows: rows + 1).to_local(dim=0).tolist() == [2, 2]
+        assert other in cluster.pids and victim not in cluster.pids
+
+
 def test_workers_meet_after_some_have_failed_to(problem):
     """PyTorch counts what a process has tried to form, and a fresh one has tried nothing."""
     with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=3) as cluster:

@@ -464,7 +464,7 @@ class Cluster:
         if budget == "auto":
             raise ValueError("memory_budget must be a number of bytes: workers may differ")
         num_bytes = parse_budget(budget, torch.device("cpu"))
-        infos = (actor.info for actor in self._pool.actors.values())
+        infos = (actor.info for actor in list(self._pool.actors.values()))
         on_gpus = any(info is not None and info.device.startswith("cuda") for info in infos)
         most = 1
         for _, part in problem.parts():

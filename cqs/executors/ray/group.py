@@ -33,6 +33,9 @@ _ABORT_SECONDS = 5.0
 class _BrokenError(Exception):
     """A call must be made again: an actor died or hung, or the group broke."""
 
+    step: Step | None = None
+    """What was being made, if not what was asked for."""
+
 
 class Group:
     """Ranks 0 to n - 1 and the actors that take their places.
@@ -120,7 +123,7 @@ class Group:
                 try:
                     self._compute(first, ranks)
                 except _BrokenError as error:
-                    self._count(attempts, first, error)
+                    self._count(attempts, error.step or first, error)
                     self._mend()
                     continue
                 in_use = {step, *(source for later, _ in rest for source in later.sources)}
@@ -163,8 +166,12 @@ class Group:
         """Wait until actors can be given other work: none waits for one that has died."""
         self._cancelled = cancelled
         self._end_interrupted()
-        with suppress(_BrokenError):  # what is lost is made again when it is needed
+        try:
             self._settle()
+        except CancelledError:
+            raise
+        except Exception:
+            pass  # what is lost is made again when it is needed, and may fail then
 
     def _make_for(
         self, step: Step, cancelled: threading.Event, use: Callable[[], _Found]
@@ -176,7 +183,7 @@ class Group:
             try:
                 return use()
             except _BrokenError as error:
-                self._count(attempts, step, error)
+                self._count(attempts, error.step or step, error)
 
     def _pickle(self, recipe: Recipe) -> Any:
         """Pickle a recipe; what is small travels with the call, which takes less time."""
@@ -233,7 +240,11 @@ class Group:
     def _settle(self) -> None:
         """Wait until all GPUs are done with what was made last."""
         if self._unsettled is not None and self._is_formed:
-            self._call_together("settle", lambda rank: (), self._patience.stall_timeout)
+            try:
+                self._call_together("settle", lambda rank: (), self._patience.stall_timeout)
+            except _BrokenError as error:
+                error.step = self._unsettled
+                raise
             self._unsettled = None
 
     def _mend(self) -> None:
@@ -247,6 +258,8 @@ class Group:
     def _form(self) -> None:
         """Have all members join a group of the next generation."""
         self._generation += 1
+        ranks = range(self.num_ranks)  # which may be at work on tasks of a run that was cancelled
+        self._call("describe", lambda rank: (), ranks, self._patience.stall_timeout)
         timeout, call_timeout = self._patience.start_timeout, 2 * self._patience.stall_timeout
         address = self._call("bind", lambda rank: (timeout,), [0], timeout)[0]
 
@@ -329,7 +342,7 @@ class Group:
         if not calls.pending and not errors and not has_died:
             self._is_formed = True
             return calls.found
-        self._abort(calls, end)
+        self._abort(calls, end if method == "compute" else time.monotonic())
         if has_died:
             self._conclude(calls)
         self._raise_first({rank: e for rank, e in errors.items() if not _is_of_connections(e)})
@@ -366,7 +379,8 @@ class Group:
                 try:
                     calls.found[rank] = self._ray.get(ref)
                 except self._ray.exceptions.RayTaskError as error:
-                    error.cause.__cause__ = error
+                    with suppress(Exception):  # that it refuses
+                        error.cause.__cause__ = error
                     calls.errors[rank] = error.cause
                 except self._ray.exceptions.UnserializableException as error:
                     calls.errors[rank] = error
@@ -389,7 +403,7 @@ class Group:
         answers = {
             actor.handle.abort.options(concurrency_group=CONTROL).remote(self._generation): rank
             for rank, actor in enumerate(self._members)
-            if self._is_known(actor)
+            if self._is_known(actor) and actor.info is not None
         }
         ready, silent = self._ray.wait(
             list(answers), num_returns=len(answers), timeout=_ABORT_SECONDS
@@ -422,7 +436,8 @@ class Group:
     def _raise_first(self, errors: dict[int, Exception]) -> None:
         """Raise the error of the first rank that has one."""
         for rank, error in sorted(errors.items()):
-            error.add_note(f"raised on rank {rank} of {self.num_ranks}")
+            with suppress(Exception):  # that it refuses
+                error.add_note(f"raised on rank {rank} of {self.num_ranks}")
             raise error
 
     def _count(self, attempts: "Counter[Step]", step: Step, error: _BrokenError) -> None:

@@ -46,8 +46,8 @@ class Member:
         self._device = device
         self._shards: dict[int, tuple[Tensor, ...]] = {}
         self._generation: int | None = None
-        self._joining: int | None = None
-        """Number of a group that this process has not given up to join."""
+        self._aborted = -1
+        """Latest group that was aborted, which this process may not have joined yet."""
         self._made: torch.cuda.Event | None = None
         """When the GPU is done with what was made last."""
         self._leaving = threading.Lock()
@@ -91,8 +91,7 @@ class Member:
             call_timeout: Seconds after which a collective fails by itself.
         """
         self._leave()
-        self._joining = generation
-        store = self._meet(rank, num_ranks, address, min(timeout, call_timeout))
+        store = self._meet(generation, rank, num_ranks, address, min(timeout, call_timeout))
         if interface := _interface_of(import_ray().util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -111,7 +110,12 @@ class Member:
         self._generation = generation
 
     def _meet(
-        self, rank: int, num_ranks: int, address: tuple[str, int], timeout: float
+        self,
+        generation: int,
+        rank: int,
+        num_ranks: int,
+        address: tuple[str, int],
+        timeout: float,
     ) -> dist.Store:
         """Wait until all ranks have come to the store of the group that is joined; return it.
 
@@ -120,10 +124,10 @@ class Member:
         seconds, end = timedelta(seconds=min(timeout, _CONNECT_SECONDS)), time.monotonic() + timeout
         store = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
         store.set_timeout(timedelta(seconds=timeout))
-        names = [f"{self._joining}/has come/{each}" for each in range(num_ranks)]
+        names = [f"{generation}/has come/{each}" for each in range(num_ranks)]
         store.set(names[rank], "")
         while not store.check(names):
-            if self._joining is None or time.monotonic() > end:
+            if self._aborted >= generation or time.monotonic() > end:
                 raise RuntimeError("not all ranks have come to meet")
             time.sleep(_POLL_SECONDS)
         return store
@@ -133,8 +137,7 @@ class Member:
 
         Called on a thread of its own. Does nothing if this process has gone on to another group.
         """
-        if generation == self._joining:
-            self._joining = None
+        self._aborted = generation
         if generation == self._generation:
             self._leave()
 
