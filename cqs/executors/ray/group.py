@@ -137,8 +137,7 @@ class Group:
 
         def settle_all() -> None:
             self._settle()
-            ranks = range(self.num_ranks)
-            self._call("settle", lambda rank: (), ranks, self._patience.stall_timeout)
+            self._call_all("settle")
 
         self._make_for(step, cancelled, settle_all)
 
@@ -147,10 +146,7 @@ class Group:
 
         def fetch_all() -> dict[int, Any]:
             self._settle()
-            ranks = range(self.num_ranks)
-            return self._call(
-                "fetch", lambda rank: (step.number,), ranks, self._patience.stall_timeout
-            )
+            return self._call_all("fetch", step.number)
 
         found = self._make_for(step, cancelled, fetch_all)
         return [found[rank] for rank in range(self.num_ranks)]
@@ -258,8 +254,7 @@ class Group:
     def _form(self) -> None:
         """Have all members join a group of the next generation."""
         self._generation += 1
-        ranks = range(self.num_ranks)  # which may be at work on tasks of a run that was cancelled
-        self._call("describe", lambda rank: (), ranks, self._patience.stall_timeout)
+        self._call_all("describe")  # they may be at work on tasks of a run that was cancelled
         timeout, call_timeout = self._patience.start_timeout, 2 * self._patience.stall_timeout
         address = self._call("bind", lambda rank: (timeout,), [0], timeout)[0]
 
@@ -299,6 +294,11 @@ class Group:
 
     def _is_known(self, actor: Actor) -> bool:
         return actor.index in self._pool.actors
+
+    def _call_all(self, method: str, *arguments: Any) -> dict[int, Any]:
+        """Call all members alike, which do not wait for each other; see :meth:`_call`."""
+        ranks = range(self.num_ranks)
+        return self._call(method, lambda rank: arguments, ranks, self._patience.stall_timeout)
 
     def _call(
         self,
@@ -365,9 +365,10 @@ class Group:
         while calls.pending and not (until_failure and (calls.errors or calls.dead)):
             if self._cancelled.is_set() or self._closing.is_set():
                 self._is_formed = False
-                self._interrupted = calls
                 if self._closing.is_set():
                     self._pool.abandon(list(calls.pending))
+                else:
+                    self._interrupted = calls
                 raise CancelledError
             left = end - time.monotonic()
             if left <= 0:

@@ -91,7 +91,12 @@ class Member:
             call_timeout: Seconds after which a collective fails by itself.
         """
         self._leave()
-        store = self._meet(generation, rank, num_ranks, address, min(timeout, call_timeout))
+        timeout = min(timeout, call_timeout)
+        seconds = timedelta(seconds=min(timeout, _CONNECT_SECONDS))
+        opened = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
+        opened.set_timeout(timedelta(seconds=timeout))
+        store = dist.PrefixStore(f"{generation}/", opened)
+        self._meet(store, generation, rank, num_ranks, time.monotonic() + timeout)
         if interface := _interface_of(import_ray().util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -101,7 +106,7 @@ class Member:
         gpu = torch.device("cuda", torch.cuda.current_device()) if self._is_on_gpu else None
         dist.init_process_group(
             "gloo" if gpu is None else "nccl",
-            store=dist.PrefixStore(f"{generation}/", store),
+            store=store,
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=call_timeout),
@@ -110,27 +115,18 @@ class Member:
         self._generation = generation
 
     def _meet(
-        self,
-        generation: int,
-        rank: int,
-        num_ranks: int,
-        address: tuple[str, int],
-        timeout: float,
-    ) -> dist.Store:
-        """Wait until all ranks have come to the store of the group that is joined; return it.
+        self, store: dist.Store, generation: int, rank: int, num_ranks: int, end: float
+    ) -> None:
+        """Wait until all ranks have come to the store of a group, or some time of the clock.
 
         PyTorch would wait for one that has died, and could not be told to stop.
         """
-        seconds, end = timedelta(seconds=min(timeout, _CONNECT_SECONDS)), time.monotonic() + timeout
-        store = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
-        store.set_timeout(timedelta(seconds=timeout))
-        names = [f"{generation}/has come/{each}" for each in range(num_ranks)]
+        names = [f"has come/{each}" for each in range(num_ranks)]
         store.set(names[rank], "")
         while not store.check(names):
             if self._aborted >= generation or time.monotonic() > end:
                 raise RuntimeError("not all ranks have come to meet")
             time.sleep(_POLL_SECONDS)
-        return store
 
     def abort(self, generation: int) -> None:
         """Break a group, so that a call which waits for its other ranks ends if it can.
