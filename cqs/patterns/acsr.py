@@ -9,8 +9,10 @@ from cqs.patterns.bound import BoundPattern
 from cqs.patterns.masks import as_array
 from cqs.patterns.pattern import Lengths, Pattern, content_digest
 from cqs.patterns.piece import FAR, Axis, Piece
+from cqs.uncompiled import uncompiled
 
 
+@uncompiled
 def acsr(start: Any, step: Any, count: Any) -> Pattern:
     """Query i sees the keys ``start[i] + step[i] * c`` for ``0 <= c < count[i]``.
 

@@ -14,6 +14,7 @@ from cqs.patterns.piece import Piece, meets, tidy
 from cqs.patterns.runs import KeyRun, key_runs
 from cqs.patterns.views import View, views
 from cqs.scheduler.arguments import to_integer
+from cqs.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class BoundPattern:
     blocks: BlockList | None = None
     """Irregular pairs that are in no piece."""
 
+    @uncompiled
     def count(self, queries: range, keys: range) -> int:
         """Return the number of pairs within a rectangle, exactly.
 
@@ -98,6 +100,7 @@ class BoundPattern:
         blocks = None if self.blocks is None else self.blocks.transposed()
         return BoundPattern(self.seqlen_kv, self.seqlen_q, pieces, blocks)
 
+    @uncompiled
     def to_mask(self, queries: range | None = None) -> NDArray[np.bool_]:
         """Return a boolean array ``[len(queries), seqlen_kv]``, True where a query sees a key."""
         queries = range(self.seqlen_q) if queries is None else queries

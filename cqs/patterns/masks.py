@@ -12,11 +12,13 @@ from cqs.patterns.bound import BoundPattern
 from cqs.patterns.grid import Grid, Integers
 from cqs.patterns.pattern import Lengths, Pattern, content_digest, per_head
 from cqs.scheduler.arguments import as_integer
+from cqs.uncompiled import uncompiled
 
 _BLOCK = 128
 """Rows of a kernel's tile: finer layouts are gathered into blocks of so many tokens."""
 
 
+@uncompiled
 def from_mask(mask: Any) -> Pattern:
     """A query sees the keys where ``mask`` is True.
 
@@ -48,6 +50,7 @@ def from_mask(mask: Any) -> Pattern:
     return _per_head(array, one)
 
 
+@uncompiled
 def block_sparse(layout: Any, block: int) -> Pattern:
     """A query sees the keys of the blocks that ``layout`` marks.
 
@@ -76,6 +79,7 @@ def block_sparse(layout: Any, block: int) -> Pattern:
     )
 
 
+@uncompiled
 def from_block_mask(block_mask: Any) -> Pattern:
     """The pattern of a FlexAttention ``BlockMask``, for sequences of its lengths.
 

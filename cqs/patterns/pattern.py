@@ -14,6 +14,7 @@ from cqs.patterns.algebra import UnequalStepsError
 from cqs.patterns.bound import BoundPattern, check_tokens, intersect, subtract, unite
 from cqs.patterns.piece import FAR, Axis
 from cqs.scheduler.arguments import as_integer, to_integer
+from cqs.uncompiled import uncompiled
 
 
 class Lengths(NamedTuple):
@@ -74,6 +75,7 @@ class Pattern(ABC):
         """Return the pattern of one head of one batch element."""
         return self
 
+    @uncompiled
     def bind(self, seqlen_q: int, seqlen_kv: int | None = None) -> BoundPattern:
         """Return the pattern of ``seqlen_q`` queries and ``seqlen_kv`` keys (``None``: as many).
 

@@ -10,11 +10,13 @@ from cqs.patterns.pattern import Lengths, Pattern
 from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.regular import bind_pieces, sliding_window
 from cqs.scheduler.arguments import as_bool, as_integer, to_integer
+from cqs.uncompiled import uncompiled
 
 _MOST = 2**20
 """Numbers in a row; more are better said otherwise, and may be an endless range."""
 
 
+@uncompiled
 def global_tokens(indices: int | Iterable[int]) -> Pattern:
     """Some tokens see every key, and every query sees them.
 
@@ -31,6 +33,7 @@ def global_tokens(indices: int | Iterable[int]) -> Pattern:
     return _GlobalTokens(_as_runs("indices", indices))
 
 
+@uncompiled
 def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
     """A sliding window of ``window // 2`` keys on either side, and global tokens.
 
@@ -49,6 +52,7 @@ def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
     return sliding_window(side, side) | _GlobalTokens(_as_runs("global_tokens", global_tokens))
 
 
+@uncompiled
 def documents(cumulative_lengths: Any, is_causal: bool = True) -> Pattern:
     """Documents packed one after another; a query sees the keys of its own.
 
