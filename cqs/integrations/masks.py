@@ -10,7 +10,6 @@ from operator import and_
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -128,21 +127,13 @@ def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
         kv_length: Number of keys.
 
     Raises:
-        NotImplementedError: for a mask of other dimensions, and one that adds to scores.
-        ValueError: for a mask of other lengths.
+        NotImplementedError: The mask has other dimensions.
+        ValueError: The mask is for other lengths, or adds a bias to the scores.
     """
     if mask.ndim != 4:
         raise NotImplementedError(
             f"the mask must be [batch, heads, seqlen_q, seqlen_kv], got {list(mask.shape)}"
         )
-    if mask.is_floating_point():
-        hidden = mask <= torch.finfo(torch.float16).min
-        if not (hidden | (mask == 0)).all():
-            raise NotImplementedError(
-                "the mask adds to scores more than 0 or the least number of its dtype: "
-                "biases are not supported"
-            )
-        mask = ~hidden
     if mask.shape[2] not in (1, q_length) or mask.shape[3] not in (1, kv_length):
         raise ValueError(
             f"the mask is {list(mask.shape)}, of {q_length} queries and {kv_length} keys"

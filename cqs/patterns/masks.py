@@ -14,28 +14,31 @@ from cqs.patterns.pattern import Lengths, Pattern, content_digest, per_head
 from cqs.scheduler.arguments import as_integer
 from cqs.uncompiled import uncompiled
 
+_LEAST_HIDING = -9984.0
+"""Added to a score, this or less masks a pair out: -10,000, the least negative such constant in
+common use, as bfloat16 rounds it."""
 _BLOCK = 128
 """Rows of a kernel's tile: finer layouts are gathered into blocks of so many tokens."""
 
 
 @uncompiled
 def from_mask(mask: Any) -> Pattern:
-    """A query sees the keys where ``mask`` is True.
+    """A query sees the keys where ``mask`` is True, or where an additive mask is 0.
 
     For sequences of exactly these lengths: row i is query i. Kept as blocks of 128: empty and full
-    ones cost nothing, others a bit per pair.
+    ones cost nothing, others a bit per pair. A query that sees no key gives 0.
 
     Args:
-        mask: Boolean ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` where 1
-            stands for all; an array of numpy or torch.
+        mask: ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` where 1 stands
+            for all; an array of numpy or torch. Boolean, True where a query sees a key; or floating
+            point, 0 where a query sees a key and at most -10,000 (-inf, or the least number of a
+            dtype) elsewhere.
 
     Raises:
-        TypeError: if it is not boolean.
-        ValueError: if it has another number of dimensions.
+        TypeError: The mask is neither boolean nor floating point.
+        ValueError: The mask has another number of dimensions, or adds anything else to a score.
     """
-    array = as_array(mask)
-    if array.dtype != bool:
-        raise TypeError(f"mask must be boolean, got {array.dtype}")
+    array = _as_visible(as_array(mask))
     if array.ndim not in (2, 4):
         raise ValueError(
             "mask must be [seqlen_q, seqlen_kv] or [batch, heads, seqlen_q, seqlen_kv], "
@@ -233,6 +236,22 @@ def _evaluate(
         make(batch), make(head), make(queries[:, None]), make(keys[None, :])
     )
     return np.broadcast_to(as_array(allowed), (len(queries), len(keys)))
+
+
+def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return where a mask, boolean or added to the scores, lets a query see a key."""
+    if mask.dtype == bool:
+        return mask
+    if mask.dtype.kind != "f":
+        raise TypeError(f"mask must be boolean or floating point, got {mask.dtype}")
+    hidden = mask <= _LEAST_HIDING
+    is_bias = ~hidden & (mask != 0)
+    if is_bias.any():
+        raise ValueError(
+            f"mask must be boolean, or 0 and at most -10,000, got {mask[is_bias][0]}: "
+            "add a bias to the scores with the score_mod of cqs.flex_attention"
+        )
+    return ~hidden
 
 
 def _per_head(array: NDArray[Any], one: Callable[[NDArray[Any]], Pattern]) -> Pattern:

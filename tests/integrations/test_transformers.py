@@ -235,10 +235,10 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def refuse(message, mask=None, name="cqs", seqlen_q=6, **asked):
+def refuse(message, mask=None, name="cqs", seqlen_q=6, error=NotImplementedError, **asked):
     query = torch.randn(1, 2, seqlen_q, 8)
     key = torch.randn(1, 2, 6, 8)
-    with pytest.raises(NotImplementedError, match=f"^Layer of layer 7: {message}"):
+    with pytest.raises(error, match=f"^Layer of layer 7: {message}"):
         AttentionInterface()[name](Layer(), query, key, key, mask, **asked)
 
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
     refuse(
         r"the mask must be \[batch, heads, seqlen_q, seqlen_kv\], got \[1, 6\]", torch.ones(1, 6)
     )
-    refuse("the mask adds to scores more than 0", torch.randn(1, 1, 6, 6))
+    refuse("mask must be .*, got 0.5", torch.full((1, 1, 6, 6), 0.5), error=ValueError)
     register("cqs-by-cpu", backend="cpu")
     refuse("backend 'cpu' cannot drop out", name="cqs-by-cpu", dropout=0.1)
 

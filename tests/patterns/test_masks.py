@@ -127,6 +127,16 @@ def test_masks_are_values():
     assert from_mask(torch.from_numpy(mask)) == from_mask(mask)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("least", [-1e4, "least", -torch.inf])
+def test_a_mask_that_is_added_to_the_scores_is_a_mask(dtype, least):
+    visible = torch.from_numpy(random_mask(random.Random(9), 150, 140))
+    addend = torch.zeros(150, 140, dtype=dtype)
+    addend[~visible] = torch.finfo(dtype).min if least == "least" else least
+    assert from_mask(addend) == from_mask(visible)
+    assert from_mask(addend[None, None]) == from_mask(visible)
+
+
 def test_lists_of_blocks_cannot_be_written_to():
     pattern = from_mask(random_mask(random.Random(3), 200, 200))
     for each in (pattern, pickle.loads(pickle.dumps(pattern))):
@@ -214,14 +224,17 @@ def test_a_mask_function_may_read_tensors():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: from_mask(np.ones((4, 4))), "mask must be boolean, got float64"),
+        (lambda: from_mask(np.ones((4, 4))), r"mask must be .*, got 1\.0"),
+        (lambda: from_mask(np.ones((4, 4), dtype=int)), "mask must be .*, got int64"),
+        (lambda: from_mask(np.full((4, 4), np.nan)), "mask must be .*, got nan"),
+        (lambda: from_mask(torch.tensor([[0, -9000.0]])), r"mask must be .*, got -9000\.0"),
         (lambda: from_mask(np.ones((2, 4, 4), dtype=bool)), r"mask must be .* got \[2, 4, 4\]"),
         (lambda: from_mask(np.ones((4, 4), dtype=bool)).bind(5), r"is for those lengths, got \(5,"),
         (lambda: block_sparse([1, 0], 4), r"layout must be .* got \[2\]"),
         (lambda: block_sparse([[1]], 0), "block must be at least 1, got 0"),
         (lambda: block_sparse([[1]], 4).bind(5), r"that many blocks, got \(5, 5\): \(2, 2\)"),
         (lambda: from_block_mask(3), "block_mask must be a BlockMask of FlexAttention, got 3"),
-        (lambda: from_mask(torch.ones(2, 2, dtype=torch.bfloat16)), "mask must be boolean"),
+        (lambda: from_mask(torch.ones(2, 2, dtype=torch.bfloat16)), r"mask must be .*, got 1\.0"),
         (lambda: per_head([]), "patterns must be rows of one length"),
         (lambda: per_head([[1, 2]]), "patterns must be rows of patterns of one head, got 1"),
         (
