@@ -8,6 +8,7 @@ from itertools import groupby, product
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.functional import pad
 
 from cqs.dropout import Dropout
 from cqs.partial import Partial, lse_dtype
@@ -159,8 +160,9 @@ def check_problem(
 ) -> Problem:
     """Check what the user passed; fill in the default scale and, to drop out, a random seed.
 
-    A causal problem with a pattern becomes one of their intersection, and the patterns ``causal()``
-    and ``sliding_window(None, None)`` become no pattern.
+    A batch of 1 is expanded to that of the other tensors, without a copy; autograd adds up its
+    gradients. A causal problem with a pattern becomes one of their intersection, and the patterns
+    ``causal()`` and ``sliding_window(None, None)`` become no pattern.
 
     Raises:
         TypeError: if an argument is of the wrong type or the tensors of an unsupported dtype.
@@ -170,6 +172,7 @@ def check_problem(
             CPU and CUDA, and for derivatives other than autograd's backward pass.
     """
     tensors = {"query": query, "key": key, "value": value}
+    batch = 1
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -177,8 +180,9 @@ def check_problem(
             raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
         if tensor.ndim != 4:
             raise ValueError(
-                f"{name} must be [batch, num_heads, seqlen, head_dim], "
-                f"got shape {tuple(tensor.shape)}"
+                f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
+                f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
+                "flatten(0, -4) for several batch dimensions"
             )
         if tensor.dtype not in _DTYPES:
             raise TypeError(
@@ -194,12 +198,11 @@ def check_problem(
             raise ValueError(f"{name} is {tensor.dtype} but query is {query.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device} but query is on {query.device}")
-        if tensor.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} has batch {tensor.shape[0]} but query has {query.shape[0]}")
-        if tensor.shape[3] == 0:
-            raise ValueError(
-                f"{name} must have a head_dim of at least 1, got {tuple(tensor.shape)}"
-            )
+        batch = tensor.shape[0] if batch == 1 else batch
+        if tensor.shape[0] not in (1, batch):
+            raise ValueError(f"{name} must have a batch of 1 or {batch}, got {tensor.shape[0]}")
+    if not value.shape[3]:
+        raise ValueError(f"value must have a value_dim of at least 1, got {tuple(value.shape)}")
     if key.shape[1:3] != value.shape[1:3]:
         raise ValueError(
             f"key and value must agree in heads and seqlen, got {tuple(key.shape)} "
@@ -213,10 +216,12 @@ def check_problem(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} "
             f"and {num_kv_heads}"
         )
-    batch, _, seqlen_q, _ = query.shape
     is_causal, pattern = check_pattern(
-        pattern, as_bool("is_causal", is_causal), batch, num_heads, seqlen_q, key.shape[2]
+        pattern, as_bool("is_causal", is_causal), batch, num_heads, query.shape[2], key.shape[2]
     )
+    if not query.shape[3]:  # all scores are 0, as of columns of zeros
+        query, key = pad(query, (0, 1)), pad(key, (0, 1))
+    query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
     if scale is None:
         scale = query.shape[3] ** -0.5
     factor = to_float(scale, "scale must be a number or None")
@@ -243,10 +248,7 @@ def check_pattern(
     """
     if pattern is None or pattern == sliding_window(None, None):
         return is_causal, None
-    if not isinstance(pattern, Pattern):
-        raise TypeError(
-            f"pattern must be of cqs.patterns, as from_mask(mask), got {type(pattern).__name__}"
-        )
+    check_is_pattern(pattern)
     if pattern == causal():
         return True, None
     for name, has, needed in zip(
@@ -259,6 +261,15 @@ def check_pattern(
     for batch_element, head in product(*map(range, pattern.heads)):
         pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # raises if it cannot
     return False, pattern
+
+
+def check_is_pattern(pattern: Pattern) -> None:
+    """Raise TypeError unless ``pattern`` is one."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            "pattern must be one of cqs.patterns, per_head([[...], ...]) of several or "
+            f"from_mask(mask) of a mask, got {type(pattern).__name__}"
+        )
 
 
 def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:

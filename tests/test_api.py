@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -326,3 +327,57 @@ def test_a_group_of_keys_that_scores_minus_infinity_weighs_nothing():
     value = torch.randn_like(query)
     one, split = (cqs.attention(query, key, value, num_workers=w) for w in (1, 4))
     torch.testing.assert_close(split, one)
+
+
+BUDGET = {"memory_budget": "1MiB"}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 5}, BUDGET], ids=str)
+@pytest.mark.parametrize("batches", [(3, 1, 3), (1, 3, 1), (1, 1, 3), (3, 1, 1), (0, 1, 1)])
+def test_a_batch_of_one_is_that_of_the_others(batches, options):
+    shapes = zip(batches, (4, 2, 2), (20, 30, 30), strict=True)
+    tensors = [torch.randn(*shape, 8, requires_grad=True) for shape in shapes]
+    whole = [tensor.expand(min(batches) and 3, -1, -1, -1) for tensor in tensors]
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole, enable_gqa=True)
+    output = cqs.attention(*tensors, **options)
+    torch.testing.assert_close(output, expected)
+    grad_output = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(output, tensors, grad_output),
+        torch.autograd.grad(expected, tensors, grad_output),
+    )
+
+
+@pytest.mark.ray
+def test_a_cluster_takes_a_batch_of_one(cluster):
+    query, key, value = (torch.randn(batch, 2, 30, 8) for batch in (3, 1, 3))
+    key.requires_grad_()
+    expected = cqs.attention(query, key, value)
+    output = cluster.attention(query, key, value)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(
+        cluster.submit(query, key.detach(), value).result(), expected.detach()
+    )
+    torch.testing.assert_close(
+        torch.autograd.grad(output.sum(), key), torch.autograd.grad(expected.sum(), key)
+    )
+
+
+def test_files_have_the_batch_of_the_others(tmp_path):
+    query, key, value = (torch.randn(batch, 2, 30, 8) for batch in (3, 1, 3))
+    np.save(tmp_path / "key.npy", key.numpy())
+    mapped = np.load(tmp_path / "key.npy", mmap_mode="r")
+    with pytest.raises(ValueError, match=r"key must .* \[3, 2, 30, 8\] .* got \[1, 2, 30, 8\]"):
+        cqs.attention(query, mapped, value, **BUDGET)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 5}, BUDGET], ids=str)
+def test_without_a_head_dim_all_keys_weigh_alike(options):
+    tensors = [torch.randn(2, 4, 10, dim, requires_grad=True) for dim in (0, 0, 32)]
+    output = cqs.attention(*tensors, **options)
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(output.square().sum(), tensors),
+        torch.autograd.grad(expected.square().sum(), tensors),
+    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cqs
+from cqs.patterns import causal
 from cqs.scheduler import AttentionShape, check_interest_set, load_interest_set
 
 
@@ -94,8 +95,13 @@ BAD = {
         (ValueError, NotImplementedError),
         "key .* meta",
     ),
-    "key-other-batch": (attend(key=tensor(3, 4, 10, 8)), ValueError, "key has batch 3 .* has 2"),
-    "value-other-batch": (attend(value=tensor(1, 4, 10, 8)), ValueError, "value has batch 1"),
+    "key-other-batch": (attend(key=tensor(3, 4, 10, 8)), ValueError, "key .* batch .* 2, got 3"),
+    "value-other-batch": (
+        attend(query=tensor(1, 4, 10, 8), value=tensor(3, 4, 10, 8)),
+        ValueError,
+        "value .* batch .* 2, got 3",
+    ),
+    "value-empty-batch": (attend(value=tensor(0, 4, 10, 8)), ValueError, "value .* 2, got 0"),
     "key-other-head-dim": (attend(key=tensor(2, 4, 10, 9)), ValueError, "key has head_dim 9"),
     "value-other-seqlen": (
         attend(value=tensor(2, 4, 11, 8)),
@@ -123,13 +129,10 @@ BAD = {
         ValueError,
         "num_kv_heads, got 4 and 0",
     ),
-    "head-dim-0": (
-        attend(query=tensor(2, 4, 10, 0), key=tensor(2, 4, 10, 0)),
-        ValueError,
-        r"query must have a head_dim of at least 1, got \(2, 4, 10, 0\)",
-    ),
     "value-dim-0": (attend(value=tensor(2, 4, 10, 0)), ValueError, r"value .* \(2, 4, 10, 0\)"),
     # Options of attention.
+    "pattern-list": (attend(pattern=[[causal()]]), TypeError, "pattern .*per_head.* got list"),
+    "pattern-tensor": (attend(pattern=torch.ones(10, 10)), TypeError, "pattern .* got Tensor"),
     "is-causal-int": (attend(is_causal=1), TypeError, "is_causal must be a bool, got 1"),
     "is-causal-none": (attend(is_causal=None), TypeError, "is_causal must be a bool, got None"),
     "is-causal-text": (attend(is_causal="yes"), TypeError, "is_causal .* got 'yes'"),
@@ -261,6 +264,20 @@ def test_bad_input_is_refused_with_the_value(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call()
     assert isinstance(raised.value, ValueError | TypeError | NotImplementedError)
+
+
+@pytest.mark.parametrize("shape", [(4, 10, 8), (3, 2, 4, 10, 8)])
+def test_the_remedy_for_other_numbers_of_dimensions_works(shape):
+    query, key, value = torch.randn(3, *shape)
+    with pytest.raises(ValueError, match="query .* got shape") as raised:
+        cqs.attention(query, key, value)
+    assert "unsqueeze(1)" in str(raised.value) and "flatten(0, -4)" in str(raised.value)
+    fit = [
+        each.unsqueeze(1) if each.ndim == 3 else each.flatten(0, -4) for each in (query, key, value)
+    ]
+    output = cqs.attention(*fit).view(shape)
+    dense = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(output, dense)
 
 
 def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):

@@ -16,7 +16,7 @@ from cqs.distributed.exchange import Exchange
 from cqs.distributed.layout import lay_out
 from cqs.distributed.rank_task import RankTask
 from cqs.patterns import Pattern
-from cqs.problem import GPU_TILE, Problem, check_pattern, check_problem
+from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
 from cqs.scheduler.arguments import as_bool, as_integer
 from cqs.scheduler.heads import why_not_head_parallel
 from cqs.uncompiled import uncompiled
@@ -99,8 +99,9 @@ def attention(
     try:
         problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
         check_backend_name(backend)
-        if pattern is not None and not isinstance(pattern, Pattern):
-            raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
+        if pattern is not None:
+            check_is_pattern(pattern)
+        query, key, value = problem.query, problem.key, problem.value
         request = {
             "call": "attention",
             "batch": query.shape[0],

@@ -66,7 +66,7 @@ def attend_within(
     The answer is on the CPU, its output ``out`` if that is given.
     """
     tensors = (query, key, value)
-    sources = tuple(map(as_source, _NAMES, tensors))
+    sources: Sequence[Source] = tuple(map(as_source, _NAMES, tensors))
     problem = check_problem(
         *map(_as_tensor, tensors, sources),
         is_causal=is_causal,
@@ -75,6 +75,7 @@ def attend_within(
         dropout_p=dropout_p,
         seed=seed,
     )
+    sources = tuple(map(_of_shape, _NAMES, sources, (problem.query, problem.key, problem.value)))
     where = _choose_device(device)
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
@@ -309,6 +310,18 @@ def _as_tensor(argument: Any, source: Source) -> Tensor:
     if isinstance(source, InMemory):
         return source.tensor
     return _stand_in(source.shape, source.dtype)
+
+
+def _of_shape(name: str, source: Source, tensor: Tensor) -> Source:
+    """Return a source of the shape of a checked tensor, which may be an expanded one."""
+    if isinstance(source, InMemory):
+        return InMemory(tensor.detach())
+    if source.shape != tuple(tensor.shape):
+        raise ValueError(
+            f"{name} must have shape {list(tensor.shape)} where it is not in memory, "
+            f"got {list(source.shape)}"
+        )
+    return source
 
 
 def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -125,6 +125,15 @@ def dropped(group, case, cuts, options):
     return cqs.distributed.attention(*tensors, group=group, **options).detach()
 
 
+def attend_with_shared_keys(group):
+    """Return output and gradient of the keys, which have a batch of 1, of shards of 10 rows."""
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    query, key, value = (torch.randn(b, 2, 10, 8, generator=generator) for b in (3, 1, 3))
+    key.requires_grad_()
+    output = cqs.distributed.attention(query, key, value, group=group)
+    return (query, key.detach(), value), output.detach(), *torch.autograd.grad(output.sum(), key)
+
+
 def complaint(group, of_rank, changed, options, rows=8, device="cpu"):
     """Return what is raised where one rank passes other options, tensors or nothing at all."""
     tensors = [torch.randn(1, 4, rows, 16, device=device) for _ in range(3)]

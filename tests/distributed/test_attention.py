@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from programs import (
+    attend_with_shared_keys,
     bits,
     check_local,
     check_tracks_exact,
@@ -142,6 +143,15 @@ def test_without_a_seed_all_ranks_drop_what_the_first_draws(ranks, head_parallel
     options = {"dropout_p": 0.5, "head_parallel": head_parallel}
     found = ranks.run(2, dropped, case, ([0, 32, 64], [0, 32, 64]), options)
     torch.testing.assert_close(torch.cat(found, dim=2), whole)
+
+
+def test_a_batch_of_one_is_that_of_the_others(ranks):
+    shards, outputs, gradients = zip(*ranks.run(3, attend_with_shared_keys), strict=True)
+    query, key, value = (torch.cat(parts, dim=2) for parts in zip(*shards, strict=True))
+    output = cqs.attention(query, key.requires_grad_(), value)
+    torch.testing.assert_close(torch.cat(outputs, dim=2), output.detach())
+    expected = torch.autograd.grad(output.sum(), key)
+    torch.testing.assert_close((torch.cat(gradients, dim=2),), expected)
 
 
 def test_one_rank_is_one_process(ranks):
