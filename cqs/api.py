@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cqs.advice import with_advice
 from cqs.autograd import attend_differentiably, keeping_operands
 from cqs.executors.local import run_local, run_local_backward
 from cqs.patterns import Pattern
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 @uncompiled
+@with_advice
 def attention(
     query: Tensor,
     key: Tensor,

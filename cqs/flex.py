@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from cqs.advice import with_advice
 from cqs.api import attention
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import from_block_mask
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 @uncompiled
+@with_advice
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -2,12 +2,14 @@
 
 import json
 from fractions import Fraction
+from inspect import signature
 
 import numpy as np
 import pytest
 import torch
 
 import cqs
+from cqs.advice import ADVICE
 from cqs.patterns import causal
 from cqs.scheduler import AttentionShape, check_interest_set, load_interest_set
 
@@ -264,6 +266,32 @@ def test_bad_input_is_refused_with_the_value(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call()
     assert isinstance(raised.value, ValueError | TypeError | NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda: cqs.attention,
+        lambda: cqs.flex_attention,
+        lambda: cqs.distributed.attention,
+        pytest.param(lambda: cqs.Cluster.attention, marks=pytest.mark.ray),
+        pytest.param(lambda: cqs.Cluster.submit, marks=pytest.mark.ray),
+    ],
+    ids=["attention", "flex_attention", "distributed", "cluster", "submit"],
+)
+def test_arguments_of_other_libraries_are_answered(find):
+    """Whatever else is missing: q, k and v are keywords elsewhere."""
+    function = find()
+    own = signature(function).parameters
+    assert {"query", "key", "value"} <= set(own) and "kwargs" not in own
+    for name in set(ADVICE) - set(own):
+        with pytest.raises(TypeError, match=rf"{function.__name__}.* {name}: \w+"):
+            function(**{name: None})
+
+
+def test_an_argument_of_no_library_is_an_ordinary_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'qeury'"):
+        cqs.attention(qeury=tensor())
 
 
 @pytest.mark.parametrize("shape", [(4, 10, 8), (3, 2, 4, 10, 8)])

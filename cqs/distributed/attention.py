@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cqs.advice import with_advice
 from cqs.autograd import Attended, attend_differentiably
 from cqs.cuda_graphs import is_captured
 from cqs.distributed.agreement import agree
@@ -25,6 +26,7 @@ from cqs.worker.backends import check_backend_name
 
 
 @uncompiled
+@with_advice
 def attention(
     query: Tensor,
     key: Tensor,

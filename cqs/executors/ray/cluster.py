@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
+from cqs.advice import with_advice
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.differentiable import attend_on
@@ -194,6 +195,7 @@ class Cluster:
         return_lse: bool = ...,
     ) -> Sharded: ...
 
+    @with_advice
     def attention(
         self,
         query: Tensor | Sharded,
@@ -357,6 +359,7 @@ class Cluster:
             raise TypeError(f"make_sharded takes a function, got {function!r}")
         return self.make_shards(Make(function))
 
+    @with_advice
     def submit(
         self,
         query: Tensor,

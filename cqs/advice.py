@@ -1,0 +1,85 @@
+"""Answers to arguments of other attention functions, which ours do not take."""
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_MASK = (
+    "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention; a bias is a score_mod of "
+    "cqs.flex_attention"
+)
+_CAUSAL = "pass is_causal to cqs.attention"
+_SCALE = "pass scale"
+_DROPOUT = "pass dropout_p to cqs.attention"
+_WINDOW = "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
+_SCORES = "call cqs.flex_attention with a score_mod"
+_PACKED = (
+    "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with all "
+    "documents in one batch element"
+)
+_LSE = "pass return_lse=True to get the log-sum-exp; weights and maxima are not kept"
+_GROUP = "call cqs.distributed.attention(..., group=...)"
+_LEAVE = "leave it out: "
+
+ADVICE = {
+    "q": "pass query, [batch, num_heads, seqlen, head_dim]",
+    "k": "pass key, [batch, num_kv_heads, seqlen, head_dim]",
+    "v": "pass value, [batch, num_kv_heads, seqlen, value_dim]",
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "mask": _MASK,
+    "key_padding_mask": _MASK,
+    "attn_bias": _MASK,
+    "bias": _MASK,
+    "pattern": "pass it to cqs.attention",
+    "block_mask": "pass pattern=cqs.patterns.from_block_mask(block_mask)",
+    "is_causal": _CAUSAL,
+    "causal": _CAUSAL,
+    "softmax_scale": _SCALE,
+    "sm_scale": _SCALE,
+    "scaling": _SCALE,
+    "dropout_p": _DROPOUT,
+    "dropout": _DROPOUT,
+    "p": _DROPOUT,
+    "window_size": _WINDOW,
+    "sliding_window": _WINDOW,
+    "local_window_size": _WINDOW,
+    "score_mod": _SCORES,
+    "softcap": _SCORES,
+    "alibi_slopes": _SCORES,
+    "cu_seqlens": _PACKED,
+    "cu_seqlens_q": _PACKED,
+    "cu_seqlens_k": _PACKED,
+    "cu_seqlens_kv": _PACKED,
+    "max_seqlen_q": _LEAVE + "cumulative lengths suffice",
+    "max_seqlen_k": _LEAVE + "cumulative lengths suffice",
+    "return_aux": _LSE,
+    "return_softmax_lse": _LSE,
+    "return_attn_probs": _LSE,
+    "need_weights": _LSE,
+    "enable_gqa": _LEAVE + "query heads share KV heads where these are fewer",
+    "kernel_options": _LEAVE + "kernels choose their own tiles, and backend names a kernel",
+    "deterministic": _LEAVE + "results are deterministic, except gradients by backend='cudnn'",
+    "group": _GROUP,
+    "process_group": _GROUP,
+}
+"""What to do instead, by the name of an argument of scaled_dot_product_attention, FlexAttention,
+FlashAttention, xFormers, JAX or Transformers; unless the function has an argument of that name."""
+
+
+def with_advice(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Raise TypeError that says what to pass instead, where a keyword is another library's."""
+    names = signature(function).parameters
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for name in kwargs:
+            if name in ADVICE and name not in names:
+                raise TypeError(f"{function.__name__}() does not take {name}: {ADVICE[name]}")
+        return function(*args, **kwargs)
+
+    return call
