@@ -40,7 +40,7 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     | _BOTH_WAYS
     | {"num_random_blocks": 1, "num_sliding_window_blocks": 3, "num_global_blocks": 1},
     "bslongformer": _COMMON | _BOTH_WAYS | _GLOBAL | {"num_sliding_window_blocks": 3},
-    "local": _COMMON | {"num_sliding_window_blocks": 3, "attention": "unidirectional"},
+    "local": {"block": 16, "num_sliding_window_blocks": 3, "attention": "unidirectional"},
 }
 """What each mode reads, and the defaults of its class."""
 _LEAST = {"block": 1, "num_local_blocks": 1, "num_different_global_patterns": 1}
@@ -72,7 +72,8 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
 
     Raises:
         TypeError: if it is none of these, or a parameter is of another type.
-        ValueError: if a parameter has a value that DeepSpeed refuses, or cannot mean.
+        ValueError: if a parameter has a value with which DeepSpeed raises an error. Limits that
+            depend on the number of blocks are checked where the pattern is bound to a length.
 
     Example:
         >>> from_deepspeed({"mode": "fixed", "block": 64}).density(4096)
@@ -105,9 +106,9 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
         name: _parameter(name, given.get(name, default))
         for name, default in _PARAMETERS[mode].items()
     }
-    _check(parameters)
+    _check(mode, parameters)
     heads = 1
-    if parameters["different_layout_per_head"]:
+    if parameters.get("different_layout_per_head"):
         if num_heads is None:
             raise ValueError("num_heads is needed: layouts differ by head")
         heads = as_integer("num_heads", num_heads, 1)
@@ -141,7 +142,7 @@ class _DeepSpeed(Pattern):
     def __repr__(self) -> str:
         (name,) = (name for name, mode in _CLASSES.items() if mode == self.mode)
         config = {"mode": name} | dict(self.parameters)
-        if not config["different_layout_per_head"]:
+        if not config.get("different_layout_per_head"):
             return f"from_deepspeed({config}, seed={self.seed})"
         heads = f"num_heads={self.index + 1}, seed={self.seed}"
         return f"from_deepspeed({config}, {heads}).head(0, {self.index})"
@@ -190,7 +191,7 @@ class _Blocks:
             drawn: list[list[int]] = []
             for row in range(self.num_blocks):
                 choices = range(self.num_blocks if everywhere else row + 1)
-                drawn.append(rng.sample(choices, min(number, len(choices))))
+                drawn.append(rng.sample(choices, number))
         rows = np.repeat(np.arange(len(drawn)), [len(columns) for columns in drawn])
         return rows, np.array(list(chain(*drawn)), dtype=np.int64)
 
@@ -305,11 +306,18 @@ def _parameter(name: str, value: Any) -> Any:
     return tuple(as_integer(name, each, least) for each in as_list(name, value))
 
 
-def _check(parameters: dict[str, Any]) -> None:
+def _check(mode: str, parameters: dict[str, Any]) -> None:
     """Raise ValueError where DeepSpeed would, and where it would end with another error."""
-    attention = parameters.get("attention", "bidirectional")
-    if attention == "unidirectional" and parameters.get("horizontal_global_attention"):
-        raise ValueError("horizontal_global_attention must be False if attention is unidirectional")
+    if parameters.get("attention") == "unidirectional":
+        if parameters.get("horizontal_global_attention"):
+            raise ValueError(
+                "horizontal_global_attention must be False if attention is unidirectional"
+            )
+        if mode == "bigbird" and parameters["num_random_blocks"] > 1:
+            raise ValueError(
+                "num_random_blocks must be at most 1 if attention is unidirectional, got "
+                f"{parameters['num_random_blocks']}: the first row has a single block to draw from"
+            )
     if parameters.get("local_window_blocks") == ():
         raise ValueError("local_window_blocks must have an element, got []")
     if "num_local_blocks" in parameters:

@@ -320,6 +320,26 @@ def test_a_unidirectional_layout_combines_with_causal():
             lambda: from_deepspeed(BSLongformer(1, global_block_indices=[-9])).bind(128),
             r"global_block_indices must be at least -8, got \[-9\]",
         ),
+        (
+            lambda: from_deepspeed(BigBird(1, num_random_blocks=2, **UNIDIRECTIONAL)),
+            "num_random_blocks must be at most 1 .*, got 2",
+        ),
+        (
+            lambda: from_deepspeed(BigBird(1, num_random_blocks=9)).bind(128),
+            "num_random_blocks must be at most .* 8, got 9",
+        ),
+        (
+            lambda: from_deepspeed(BigBird(1, num_global_blocks=9)).bind(128),
+            "num_global_blocks must be at most .* 8, got 9",
+        ),
+        (
+            lambda: from_deepspeed(Variable(1, num_random_blocks=9)).bind(128),
+            "num_random_blocks must be at most .* 8, got 9",
+        ),
+        (
+            lambda: from_deepspeed(BSLongformer(1, num_sliding_window_blocks=9)).bind(128),
+            "num_sliding_window_blocks must be at most .* 8, got 9",
+        ),
         (lambda: from_deepspeed({"sparse_attention": None}), "must be a dict, got None"),
         (lambda: from_deepspeed({"sparse_attention": 5}), "must be a dict, got 5"),
         (lambda: from_deepspeed({"mode": ["fixed"]}), "mode must be one of"),
