@@ -40,13 +40,21 @@ PATTERNS = {
     "global": global_tokens([0, 3, 70]),
     "longformer": longformer(30, 5),
     "bigbird": bigbird(block=16, window_blocks=3, global_blocks=1, random_blocks=2, seed=3),
-    "documents": documents([0, 31, 40, 41, 110]),
-    "documents-both-ways": documents([0, 31, 40, 41, 110], is_causal=False),
     "union": dilated(3, 0, 8) | sliding_window(4, 0),
     "difference": causal() - sliding_window(12, 0),
     "nothing": sliding_window(0, 0) - sliding_window(0, 0),
 }
+
+
+def packed(seqlen_q, seqlen_kv, **options):
+    """Documents of unequal lengths where the sequences are; some tokens belong to none."""
+    sides = [[0, n // 4, n // 3, n // 3 + n // 70, n - n // 6] for n in (seqlen_q, seqlen_kv)]
+    return documents(*(sides[:1] if seqlen_q == seqlen_kv else sides), **options)
+
+
 FOR_LENGTHS = {
+    "documents": packed,
+    "documents-both-ways": lambda q, k: packed(q, k, is_causal=False),
     "block-sparse": lambda q, k: block_sparse(random_bits(-(-q // 16), -(-k // 16)), 16),
     "mask": lambda q, k: from_mask(random_bits(q, k)),
     "mostly-blind": lambda q, k: from_mask(random_bits(q, k, share=0.01)),

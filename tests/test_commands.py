@@ -215,7 +215,7 @@ def test_patterns_of_arrays_and_of_heads_are_read():
         ("strided(0)", "stride must be at least 1, got 0"),
         ("global_tokens(range(0, 1000000000, 2))", "indices must have at most"),
         ("global_tokens([*range(0, 1000000000, 2)])", "what a star unpacks must have at most"),
-        ("documents(range(0, 100000000000))", "cumulative_lengths must have at most"),
+        ("documents(range(0, 100000000000))", "cu_seqlens must have at most"),
         ("acsr(range(100000000000), [1], [1])", "too large for memory"),
         ("from_deepspeed({'sparse_attention': 5})", "sparse_attention must be a dict, got 5"),
         ("|".join(f"global_tokens([{i}])" for i in range(300)), "at most 100 levels deep"),

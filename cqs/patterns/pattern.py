@@ -67,6 +67,19 @@ class Pattern(ABC):
         """Say whether the pattern can be bound to these lengths, ``(seqlen_q, seqlen_kv)``."""
         return True
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether the pattern speaks of the positions of queries, not of their indices."""
+        return self.default_lengths is None
+
+    def offsets(self) -> set[int]:
+        """Return what documents of unequal lengths take for the position of query 0."""
+        return set()
+
+    def intersected(self, other: "Pattern") -> "Pattern | None":
+        """Return ``self & other`` if it is a pattern of this kind, else ``None``."""
+        return None
+
     @abstractmethod
     def _bind(self, lengths: Lengths) -> BoundPattern:
         """Return the pieces at these lengths."""
@@ -180,8 +193,23 @@ class Combination(Pattern):
         """Say whether both can."""
         return self.left.suits(lengths) and self.right.suits(lengths)
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether one of the two does."""
+        return self.left.has_positions or self.right.has_positions
+
+    def offsets(self) -> set[int]:
+        """Return those of both."""
+        return self.left.offsets() | self.right.offsets()
+
     def _bind(self, lengths: Lengths) -> BoundPattern:
         left, right = self.left.bind(*lengths), self.right.bind(*lengths)
+        if self.has_positions and self.offsets() - {lengths.seqlen_kv - lengths.seqlen_q}:
+            raise ValueError(
+                f"{self!r} must not mix positions: documents with cu_seqlens_kv count them from "
+                "the end of each document, the other side from the end of the sequence; combine "
+                "such documents with causal() or from_mask(mask)"
+            )
         try:
             return _OPERATIONS[self.operator](left, right)
         except UnequalStepsError:
@@ -274,7 +302,12 @@ def _combine(operator: str, left: Pattern, right: Pattern) -> Pattern:
     (batches,), (heads,) = numbers
     return per_head(
         [
-            [Combination(operator, left.head(b, h), right.head(b, h)) for h in range(heads)]
+            [_combine_heads(operator, left.head(b, h), right.head(b, h)) for h in range(heads)]
             for b in range(batches)
         ]
     )
+
+
+def _combine_heads(operator: str, left: Pattern, right: Pattern) -> Pattern:
+    known = (left.intersected(right) or right.intersected(left)) if operator == "&" else None
+    return known or Combination(operator, left, right)

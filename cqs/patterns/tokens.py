@@ -1,14 +1,14 @@
 """Patterns that name tokens: global tokens, Longformer, packed documents."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths, Pattern
-from cqs.patterns.piece import FAR, Axis, Piece
-from cqs.patterns.regular import bind_pieces, sliding_window
+from cqs.patterns.piece import FAR, Axis, Piece, overlap
+from cqs.patterns.regular import bind_pieces, causal, sliding_window
 from cqs.scheduler.arguments import as_bool, as_integer, to_integer
 from cqs.uncompiled import uncompiled
 
@@ -53,30 +53,46 @@ def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
 
 
 @uncompiled
-def documents(cumulative_lengths: Any, is_causal: bool = True) -> Pattern:
+def documents(cu_seqlens: Any, cu_seqlens_kv: Any = None, *, is_causal: bool = True) -> Pattern:
     """Documents packed one after another; a query sees the keys of its own.
 
-    The block-diagonal mask of packed sequences. Tokens after the last document, and queries before
-    the first key, belong to none: they see nothing and nobody sees them.
+    The block-diagonal mask of packed sequences, as of variable-length FlashAttention. Queries and
+    keys after the last document belong to none: they see nothing and nobody sees them.
 
     Args:
-        cumulative_lengths: Where each document begins, and where the last ends: integers that
-            begin with 0 and never decrease, as ``cu_seqlens`` in flash attention; also an array.
-        is_causal: Whether a query sees only the keys up to its own position.
+        cu_seqlens: Cumulative lengths: where the queries of each document begin, and where those of
+            the last end. Integers that begin with 0 and never decrease; also an array.
+        cu_seqlens_kv: The same for the keys, of as many documents. ``None`` means that queries and
+            keys are the same tokens; then a problem must have as many queries as keys.
+        is_causal: Whether a query sees only the keys up to its own position, which is counted from
+            the end of its document: the last query of a document sees all its keys. ``& causal()``
+            and ``is_causal=True`` of :func:`cqs.attention` mean the same.
+
+    Raises:
+        TypeError: Cumulative lengths are no integers, or ``is_causal`` is no bool.
+        ValueError: Cumulative lengths do not begin with 0, decrease, or are of unequal number.
 
     Example:
         >>> documents([0, 2, 3]).to_mask(3).astype(int).tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+        >>> documents([0, 1, 3], [0, 2, 4]).to_mask(3, 4).astype(int).tolist()
+        [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     """
-    rule = "cumulative_lengths must be integers"
-    ends = tuple(
-        to_integer(each, rule) for each in as_list("cumulative_lengths", cumulative_lengths)
-    )
-    if not ends or ends[0] != 0 or any(end < start for start, end in pairwise(ends)):
+    ends = _cumulative("cu_seqlens", cu_seqlens)
+    ends_kv = None if cu_seqlens_kv is None else _cumulative("cu_seqlens_kv", cu_seqlens_kv)
+    if ends_kv is not None and len(ends_kv) != len(ends):
         raise ValueError(
-            f"cumulative_lengths must begin with 0 and never decrease, got {list(ends)}"
+            f"cu_seqlens_kv must have as many elements as cu_seqlens, {len(ends)}, "
+            f"got {len(ends_kv)}"
         )
-    return _Documents(ends, as_bool("is_causal", is_causal))
+    return _Documents(ends, ends_kv, as_bool("is_causal", is_causal))
+
+
+def _cumulative(name: str, lengths: Any) -> tuple[int, ...]:
+    ends = tuple(to_integer(each, f"{name} must be integers") for each in as_list(name, lengths))
+    if not ends or ends[0] != 0 or any(end < start for start, end in pairwise(ends)):
+        raise ValueError(f"{name} must begin with 0 and never decrease, got {list(ends)}")
+    return ends
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,21 +119,59 @@ class _GlobalTokens(Pattern):
 @dataclass(frozen=True, repr=False)
 class _Documents(Pattern):
     ends: tuple[int, ...]
+    ends_kv: tuple[int, ...] | None
+    """``None`` where queries and keys are the same tokens."""
     is_causal: bool
 
+    @property
+    def default_lengths(self) -> tuple[int, int] | None:  # type: ignore[override]
+        """The lengths without tokens after the last document, where they may be unequal."""
+        return None if self.ends_kv is None else (self.ends[-1], self.ends_kv[-1])
+
+    def suits(self, lengths: tuple[int, int]) -> bool:
+        """Say whether the lengths are equal, or those of documents of queries and keys."""
+        if self.ends_kv is None:
+            return lengths[0] == lengths[1]
+        return lengths[0] >= self.ends[-1] and lengths[1] >= self.ends_kv[-1]
+
+    def offsets(self) -> set[int]:
+        """Return the position of query 0 in each document, counted from its last query and key."""
+        if self.ends_kv is None:
+            return set()
+        ends = zip(self.ends[1:], self.ends_kv[1:], strict=True)
+        return {stop_kv - stop for stop, stop_kv in ends}
+
+    def intersected(self, other: Pattern) -> Pattern | None:
+        """Let ``& causal()`` be causal within each document, whatever its lengths."""
+        return replace(self, is_causal=True) if other == causal() else None
+
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        queries, keys = lengths.queries(), lengths.keys()
+        if not self.suits(lengths):
+            raise ValueError(
+                f"cu_seqlens and cu_seqlens_kv must be those of {lengths.seqlen_q} queries and "
+                f"{lengths.seqlen_kv} keys, got {self!r}: pass both where lengths differ"
+            )
         high = 0 if self.is_causal else FAR
-        return bind_pieces(
-            lengths,
-            [
-                Piece(_cells(queries, *document), _cells(keys, *document), high=high)
-                for document in pairwise(self.ends)
-            ],
-        )
+        pieces = [
+            Piece(
+                _to_the_end(*of_queries, lengths.seqlen_q),
+                _to_the_end(*of_keys, lengths.seqlen_kv),
+                high=high,
+            )
+            for of_queries, of_keys in zip(
+                pairwise(self.ends), pairwise(self.ends_kv or self.ends), strict=True
+            )
+        ]
+        return bind_pieces(lengths, pieces)
 
     def __repr__(self) -> str:
-        return f"documents({list(self.ends)}, is_causal={self.is_causal})"
+        ends_kv = "" if self.ends_kv is None else f", {list(self.ends_kv)}"
+        return f"documents({list(self.ends)}{ends_kv}, is_causal={self.is_causal})"
+
+
+def _to_the_end(start: int, stop: int, length: int) -> Axis:
+    """Return tokens of a document in cells that count from its end, where its diagonal ends."""
+    return Axis(overlap(range(start, stop), range(length)), stop)
 
 
 def _cells(axis: Axis, start: int, stop: int) -> Axis:

@@ -2,12 +2,23 @@
 
 import pickle
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from brute_force import assert_is, mask_of
 
-from cqs.patterns import documents, global_tokens, longformer
+import cqs
+from cqs.patterns import (
+    causal,
+    documents,
+    from_mask,
+    global_tokens,
+    longformer,
+    per_head,
+    sliding_window,
+)
 
 
 def rule_of_documents(ends, is_causal):
@@ -33,6 +44,7 @@ RULES = {
     documents([0, 4, 4, 11, 20]): rule_of_documents([0, 4, 4, 11, 20], True),
     documents([0, 5, 6, 30], is_causal=False): rule_of_documents([0, 5, 6, 30], False),
 }
+OF_EQUAL_LENGTHS = [pattern for pattern in RULES if repr(pattern).startswith("documents")]
 every_pattern = pytest.mark.parametrize("pattern", RULES, ids=repr)
 
 
@@ -42,6 +54,8 @@ def test_patterns_are_what_their_definition_says(pattern):
     shapes = [(0, 0), (0, 3), (3, 0), (1, 1), (25, 25), (9, 23), (23, 9)]
     shapes += [(rng.randint(0, 30), rng.randint(0, 30)) for _ in range(12)]
     for shape in shapes:
+        if pattern in OF_EQUAL_LENGTHS:
+            shape = shape[0], shape[0]
         assert_is(rng, pattern.bind(*shape), mask_of(RULES[pattern], *shape))
 
 
@@ -64,6 +78,46 @@ def test_arrays_and_numbers_name_the_same_tokens():
     assert documents(ends) == documents([0, 3, 9])
 
 
+def mask_of_documents(ends, ends_kv, shape, is_causal):
+    """FlashAttention's rule: each document is a problem of its own, aligned at the bottom right."""
+    mask = np.zeros(shape, dtype=bool)
+    for q, k in zip(pairwise(ends), pairwise(ends_kv), strict=True):
+        lengths = q[1] - q[0], k[1] - k[0]
+        whole = np.ones(lengths, dtype=bool)
+        part = np.tril(whole, lengths[1] - lengths[0]) if is_causal else whole
+        mask[slice(*q), slice(*k)] = part
+    return mask
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_documents_of_unequal_lengths_are_problems_of_their_own(is_causal):
+    rng = random.Random(5)
+    for _ in range(40):
+        sides = [[0, *sorted(rng.randint(0, 25) for _ in range(4))] for _ in range(2)]
+        shape = tuple(ends[-1] + rng.randint(0, 3) for ends in sides)
+        mask = mask_of_documents(*sides, shape, is_causal)
+        pattern = documents(*sides, is_causal=is_causal)
+        assert_is(rng, pattern.bind(*shape), mask)
+        assert eval(repr(pattern)) == pickle.loads(pickle.dumps(pattern)) == pattern
+        causal_mask = mask_of_documents(*sides, shape, True)
+        for each in (pattern & causal(), causal() & pattern, per_head([[pattern] * 2]) & causal()):
+            assert (each.head(0, 0).to_mask(*shape) == causal_mask).all()
+        kept = rng.choices([False, True], k=shape[1]) * np.ones(shape, dtype=bool)
+        assert_is(rng, (pattern & from_mask(kept)).bind(*shape), mask & kept)
+
+
+def test_attention_of_packed_documents_is_that_of_each():
+    ends, ends_kv = [0, 3, 20, 20, 31], [0, 40, 50, 55, 70]
+    query, key, value = (torch.randn(1, 4, n, 8) for n in (31, 70, 70))
+    found = cqs.attention(
+        query, key, value, pattern=documents(ends, ends_kv), is_causal=True, num_workers=4
+    )
+    for q, k in zip(pairwise(ends), pairwise(ends_kv), strict=True):
+        tensors = query[:, :, slice(*q)], key[:, :, slice(*k)], value[:, :, slice(*k)]
+        expected = cqs.attention(*tensors, is_causal=True)
+        torch.testing.assert_close(found[:, :, slice(*q)], expected)
+
+
 def test_longformer_of_a_billion_tokens_is_a_few_pieces():
     n = 10**9
     bound = longformer(512, 64).bind(n)
@@ -83,10 +137,16 @@ def test_longformer_of_a_billion_tokens_is_a_few_pieces():
         (lambda: global_tokens([0.5]), "indices must be an integer, got 0.5"),
         (lambda: longformer(4, "ab"), "global_tokens must be an integer, got 'a'"),
         (lambda: longformer(-4, 1), "window must be at least 0, got -4"),
-        (lambda: documents([1, 2]), r"cumulative_lengths must begin with 0 .*, got \[1, 2\]"),
+        (lambda: documents([1, 2]), r"cu_seqlens must begin with 0 .*, got \[1, 2\]"),
         (lambda: documents([0, 3, 2]), "never decrease"),
         (lambda: documents([]), "must begin with 0"),
-        (lambda: documents(3), "cumulative_lengths must be a sequence of integers, got 3"),
+        (lambda: documents(3), "cu_seqlens must be a sequence of integers, got 3"),
+        (lambda: documents([0, 2], [1, 2]), r"cu_seqlens_kv must begin with 0 .*, got \[1, 2\]"),
+        (lambda: documents([0, 2], [0, 1, 2]), "cu_seqlens_kv must have .* 2, got 3"),
+        (lambda: documents([0, 2], [0, 2.5]), "cu_seqlens_kv must be integers, got 2.5"),
+        (lambda: documents([0, 2]).bind(2, 4), r"cu_seqlens_kv must .* got documents\(\[0, 2\]"),
+        (lambda: documents([0, 4], [0, 2]).bind(2, 4), "must be those of 2 queries and 4 keys"),
+        (lambda: (documents([0, 2], [0, 4]) & sliding_window(1)).bind(3, 4), "must not mix"),
         (lambda: documents([0, 2], is_causal=1), "is_causal must be a bool, got 1"),
     ],
 )

@@ -36,11 +36,18 @@ def random_documents(seqlen, number, seed):
     return documents([0, *sorted(cuts), seqlen])
 
 
-def random_pattern(draw, seqlen):
-    """A pattern drawn from all families, with parameters below or a little beyond ``seqlen``."""
+def random_pattern(draw, seqlen_q, seqlen_kv):
+    """A pattern drawn from all families, with parameters below or a little beyond the lengths."""
+    seqlen = max(seqlen_q, seqlen_kv)
 
     def below(limit):
         return draw.randrange(limit)
+
+    def packed():
+        """Cumulative lengths, of both sides if they differ."""
+        if seqlen_q == seqlen_kv:
+            return [[0, *sorted(below(seqlen + 4) for _ in range(4))]]
+        return [[0, *sorted(below(n + 1) for _ in range(4))] for n in (seqlen_q, seqlen_kv)]
 
     side = 1 + below(12)
     return draw.choice(
@@ -53,7 +60,7 @@ def random_pattern(draw, seqlen):
             lambda: fixed(side, below(side + 1)),
             lambda: block_diagonal(side),
             lambda: longformer(below(9), {below(seqlen + 2) for _ in range(3)}),
-            lambda: documents([0, *sorted(below(seqlen + 4) for _ in range(4))], below(2) == 0),
+            lambda: documents(*packed(), is_causal=below(2) == 0),
             lambda: bigbird(block=side, seed=below(100)),
             lambda: sliding_window(3) | global_tokens([0, seqlen // 2]),
         ]
@@ -76,7 +83,7 @@ def random_plans(num_workers, number):
             num_workers=num_workers,
             is_causal=draw.random() < 0.3,
             tile=draw.choice([1, 1, 2, 8]),
-            pattern=random_pattern(draw, max(lengths)),
+            pattern=random_pattern(draw, *lengths),
         )
 
 

@@ -96,7 +96,7 @@ PATTERNS = [
     block_diagonal(20),
     longformer(30, [0, 1, 77]),
     bigbird(block=16, window_blocks=3, global_blocks=1, random_blocks=2, seed=1),
-    documents([0, 50, 57, 160]),
+    documents([0, 50, 57, 131], [0, 60, 111, 200]),
 ]
 
 
