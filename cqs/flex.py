@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,8 @@ def flex_attention(
 
     With a ``score_mod`` PyTorch's own FlexAttention computes each rectangle that a task owns,
     compiled on a GPU, and the partial results merge; the function gets positions in the whole
-    sequence, and tensors that it captures get gradients. This runs in this process alone.
+    sequence, and tensors that it captures get gradients. This runs in this process alone. Where
+    partial results merge, half-precision inputs are converted to float32, which is slower on a GPU.
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``.
@@ -109,16 +110,33 @@ def flex_attention(
     if block_mask is not None:
         _check_block_mask(block_mask, problem)
     plan = problem.make_plan(1 if num_workers is None else num_workers)
-    scores = _Scores(score_mod, None if block_mask is None else _Blocks.of(block_mask))
+    # TF32, where the program allows it, rounds probabilities more than half precision does.
+    kernel_options = {"FLOAT32_PRECISION": "'ieee'"} if query.dtype.itemsize == 2 else {}
+    blocks = None if block_mask is None else _Blocks.of(block_mask)
+    scores = _Scores(score_mod, blocks, kernel_options)
+    rectangles = [
+        (step.queries, keys) for task in plan.tasks for step in task.steps for keys in step.keys
+    ]
+    operands = problem
+    if sum(len(queries) for queries, _ in rectangles) > query.shape[2]:
+        operands = _unrounded(problem)  # queries have several partial outputs
     parts = [
-        (step.queries, partial)
-        for task in plan.tasks
-        for step in task.steps
-        for keys in step.keys
-        if (partial := scores.attend(problem, step.queries, keys)) is not None
+        (queries, partial)
+        for queries, keys in rectangles
+        if (partial := scores.attend(operands, queries, keys)) is not None
     ]
     answer = _merge(problem, parts)
     return (answer.output, answer.lse) if return_lse else answer.output
+
+
+def _unrounded(problem: Problem) -> Problem:
+    """Return the problem in the dtype of sums: FlexAttention returns outputs in its inputs' dtype.
+
+    Half-precision partial outputs would be rounded before the merge, and the result once more.
+    """
+    dtype = lse_dtype(problem.query.dtype)
+    query, key, value = (each.to(dtype) for each in (problem.query, problem.key, problem.value))
+    return replace(problem, query=query, key=key, value=value)
 
 
 def _check_block_mask(mask: "BlockMask", problem: Problem) -> None:
@@ -193,6 +211,7 @@ class _Scores:
 
     score_mod: Callable[..., Tensor]
     blocks: _Blocks | None
+    kernel_options: dict[str, str]
 
     def attend(self, problem: Problem, queries: range, keys: range) -> Partial | None:
         """Compute a rectangle; ``None`` if the mask hides all of it."""
@@ -216,6 +235,7 @@ class _Scores:
             scale=problem.scale,
             enable_gqa=problem.query.shape[1] != problem.key.shape[1],
             return_aux=torch_flex.AuxRequest(lse=True),
+            kernel_options=self.kernel_options,
         )
         return Partial(output, others.lse)
 

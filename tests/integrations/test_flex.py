@@ -1,5 +1,6 @@
 """FlexAttention's interface: its block masks, its score functions, its answer."""
 
+import operator
 import warnings
 
 import pytest
@@ -97,6 +98,44 @@ def test_a_score_function_sees_the_whole_sequence(score_mod, mask_mod, num_worke
     tensors = operands()
     found = cqs.flex_attention(*tensors, score_mod, mask, num_workers=num_workers, return_lse=True)
     check(found, by_torch(*tensors, score_mod=score_mod, block_mask=mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_score_function_in_half_precision_is_rounded_once(device, dtype):
+    """Against float64, and PyTorch's own: merging must not round a second time."""
+    can_differentiate = device == "cuda"
+    tensors = [each.to(device, dtype).requires_grad_(can_differentiate) for each in operands()]
+    query, key, value = (each.double() for each in tensors)
+    exact = capped(query @ key.mT / 4, 0, 0, 0, 0).softmax(-1) @ value
+    grad_output = torch.randn_like(exact)
+
+    def results(output):
+        if not can_differentiate:
+            return [output]
+        return [output, *torch.autograd.grad(output, tensors, grad_output.to(output.dtype))]
+
+    def errors(output):
+        pairs = zip(results(output), expected, strict=True)
+        return [(got.double() - want.double()).norm() for got, want in pairs]
+
+    expected = results(exact)
+    flex = torch.compile(torch_flex.flex_attention) if can_differentiate else cqs.flex_attention
+    allowed = [1.02 * error for error in errors(flex(*tensors, capped))]
+    for num_workers in (3, 7, 13):
+        output, lse = cqs.flex_attention(*tensors, capped, num_workers=num_workers, return_lse=True)
+        assert (output.dtype, lse.dtype) == (dtype, torch.float32)
+        assert all(map(operator.le, errors(output), allowed))
+
+
+def test_a_key_of_batch_one_is_that_of_all_queries():
+    tensors = operands()
+    shared = tensors[0], tensors[1][:1], tensors[2][:1]
+    whole = [each.expand(2, -1, -1, -1) for each in shared]
+    mask = block_mask(up_to)
+    for options in ({"score_mod": capped}, {"block_mask": mask}):
+        found = cqs.flex_attention(*shared, **options, num_workers=3, return_lse=True)
+        check(found, by_torch(*whole, **options))
 
 
 def test_a_score_function_of_unequal_lengths_and_grouped_queries():
