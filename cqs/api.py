@@ -56,7 +56,7 @@ def attention(
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``; float64, float32, bfloat16 or float16,
-            on the CPU or a GPU, of any strides.
+            on the CPU or a GPU, of any strides. A batch of 1, of any of the three, is broadcast.
         key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``; ``num_heads`` must be a multiple of
             ``num_kv_heads``, and consecutive query heads share one.
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
