@@ -6,6 +6,12 @@ from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape, Plan, make_plan
+from cqs.scheduler.arguments import as_integer
+
+_MAX_TABULATED = 2**20
+"""Pairs of token groups of the tasks in the table, W of each: they take some two seconds."""
+_MAX_DRAWN = 1024
+"""Workers in a picture, which has a shape for each pair of token groups."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seqlen-kv", type=parse_integer, metavar="N", help="default: as many as queries"
     )
-    parser.add_argument("--num-workers", "--workers", type=int, default=7, metavar="W")
+    parser.add_argument("--num-workers", "--workers", type=parse_integer, default=7, metavar="W")
     parser.add_argument("--is-causal", "--causal", action="store_true")
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument(
@@ -23,13 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-heads", type=int, default=8, help="for the predicted costs")
     parser.add_argument("--head-dim", type=int, default=64, help="for the predicted costs")
     parser.add_argument("--itemsize", type=int, default=2, help="bytes per element, likewise")
-    parser.add_argument("--json", action="store_true", help="print the whole plan as one object")
+    parser.add_argument(
+        "--json", nargs="?", const="numbers", choices=("numbers", "tasks"),
+        help="print the plan as one object: the numbers that define it, or also the tasks that "
+        "they imply; default: numbers",
+    )  # fmt: skip
     parser.add_argument("--picture", metavar="FILE", help="draw the score matrix by owner")
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     if options.picture:
+        as_integer("--num-workers with --picture", options.num_workers, 1, _MAX_DRAWN)
         from cqs.plotting import check_picture, save_owners
 
         check_picture(options.picture)
@@ -51,18 +62,28 @@ def run(options: argparse.Namespace) -> None:
     )
     shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
     if options.json:
-        print(plan.to_json())
+        print(plan.to_json(list_tasks=options.json == "tasks"))
     else:
-        print(plan)
-        print(plan_table(plan, shape))
+        _print_tasks(plan, shape)
     if options.picture:
         save_owners(plan, options.picture)
 
 
-def plan_table(plan: Plan, shape: AttentionShape) -> str:
-    """Tabulate the tasks of a plan with their predicted costs."""
+def _print_tasks(plan: Plan, shape: AttentionShape) -> None:
+    """Print what the plan is, its tasks, and how even they are; of many tasks the first alone."""
+    print(plan)
+    num_rows = max(1, min(plan.num_workers, _MAX_TABULATED // plan.num_workers))
+    print(plan_table(plan, shape, num_rows))
+    if num_rows == plan.num_workers:
+        print(f"responsibility ratio {plan.responsibility_ratio:.4g}")
+    else:
+        print(f"... and {plan.num_workers - num_rows} tasks more")
+
+
+def plan_table(plan: Plan, shape: AttentionShape, num_rows: int) -> str:
+    """Tabulate the first tasks of a plan with their predicted costs."""
     rows = []
-    for task in plan.tasks:
+    for task in map(plan.task, range(num_rows)):
         cost = plan.predict_cost(task.worker, shape)
         rows.append(
             [

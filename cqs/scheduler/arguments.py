@@ -16,10 +16,15 @@ def as_integer(name: str, value: Any, least: int, most: int = sys.maxsize) -> in
     """
     number = to_integer(value, f"{name} must be an integer")
     if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
+        raise ValueError(f"{name} must be at least {least}, got {as_text(number)}")
     if number > most:
-        raise ValueError(f"{name} must be at most {most}, got {number}")
+        raise ValueError(f"{name} must be at most {most}, got {as_text(number)}")
     return number
+
+
+def as_text(number: int) -> str:
+    """Write an integer; of a very large one, which Python refuses to write, its size."""
+    return str(number) if number.bit_length() < 1024 else f"{number.bit_length()} bits"
 
 
 def to_integer(value: Any, rule: str) -> int:

@@ -9,6 +9,7 @@ size m costs every worker m / W of the tokens, so small covers are worth the tro
 """
 
 import math
+import operator
 import random
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -24,18 +25,34 @@ def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
         >>> missing_differences((0, 1, 2), 7)
         [3, 4]
     """
-    elements = tuple(cover)
-    reached = {(a - b) % modulus for a in elements for b in elements}
-    return [difference for difference in range(modulus) if difference not in reached]
+    # A set of residues is an integer with a bit for each; a shift adds one number to all of them.
+    elements = {element % modulus for element in cover}
+    bits = sum(1 << element for element in elements)
+    reached = 0
+    for element in elements:
+        reached |= bits >> element | bits << (modulus - element)
+    digits = f"{reached:0{modulus}b}"[: -modulus - 1 : -1]
+    return [number for number, digit in enumerate(digits) if digit == "0"]
 
 
 def prune_cover(cover: Iterable[int], modulus: int) -> tuple[int, ...]:
     """Drop elements of a difference cover, largest first, while it stays one; 0 is kept."""
     kept = sorted({element % modulus for element in cover})
+    counts = [0] * modulus  # of each residue: the ordered pairs of elements that differ by it
+    for a in kept:
+        for b in kept:
+            counts[(a - b) % modulus] += 1
     for element in reversed(kept[1:]):
         fewer = [other for other in kept if other != element]
-        if not missing_differences(fewer, modulus):
+        lost = [(element - other) % modulus for other in fewer]
+        lost += [-difference % modulus for difference in lost]
+        for difference in lost:
+            counts[difference] -= 1
+        if all(counts[difference] for difference in lost):
             kept = fewer
+        else:
+            for difference in lost:
+                counts[difference] += 1
     return tuple(kept)
 
 
@@ -121,13 +138,20 @@ def singer_cover(modulus: int) -> tuple[int, ...]:
         raise ValueError(f"modulus must be q*q + q + 1 with q a prime power, got {modulus}")
     prime, exponent = prime_power(q) or (q, 1)
     field = _Field.with_primitive_x(prime, 3 * exponent)
-    generators = [field.power(field.x, q**conjugate) for conjugate in range(3)]
+    # The trace y + y^q + y^(q^2) is linear: its digits are products of those of y with columns of
+    # the traces of 1, x, x^2 ..., so the loop only multiplies by x.
+    conjugates = [field.power(field.x, q**conjugate) for conjugate in range(3)]
     powers = [field.one] * 3
-    plane = []
+    traces = []
+    for _ in range(field.degree):
+        traces.append([sum(digits) % prime for digits in zip(*powers, strict=True)])
+        powers = [field.multiply(a, b) for a, b in zip(powers, conjugates, strict=True)]
+    columns = [column for column in zip(*traces, strict=True) if any(column)]
+    plane, power = [], field.one
     for i in range(modulus):
-        if not any(sum(digits) % prime for digits in zip(*powers, strict=True)):
+        if not any(sum(map(operator.mul, power, column)) % prime for column in columns):
             plane.append(i)
-        powers = [field.multiply(a, b) for a, b in zip(powers, generators, strict=True)]
+        power = field.times_x(power)
     return min(_translates_with_0_and_1(plane, modulus))
 
 
@@ -239,6 +263,15 @@ class _Field:
                 for j, coefficient in enumerate(self.reduction):
                     product[power - self.degree + j] += carry * coefficient
         return tuple(coefficient % self.prime for coefficient in product[: self.degree])
+
+    def times_x(self, a: tuple[int, ...]) -> tuple[int, ...]:
+        carry, shifted = a[-1], (0, *a[:-1])
+        if not carry:
+            return shifted
+        return tuple(
+            (digit + carry * coefficient) % self.prime
+            for digit, coefficient in zip(shifted, self.reduction, strict=True)
+        )
 
     def power(self, base: tuple[int, ...], exponent: int) -> tuple[int, ...]:
         result = self.one

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
-from cqs.scheduler.arguments import to_integer
+from cqs.scheduler.arguments import as_integer, as_text, to_integer
 from cqs.scheduler.difference_covers import (
     missing_differences,
     ruler_cover,
@@ -18,14 +19,25 @@ _FOLDERS = (
     Path(__file__).resolve().parents[1] / "interest_sets",
 )
 
+MAX_NUM_WORKERS = 2**18
+"""Largest number of workers. A plan and its interest set are made within a second or two."""
+_MAX_SIZE = 4096
+"""Largest number of elements. An interest set for so many workers needs 650; ownership looks at
+all pairs of elements."""
+
 
 def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[int, ...]:
     """Return ``interest_set`` sorted, or say why it cannot serve ``num_workers``.
 
+    Args:
+        interest_set: At most 4,096 integers.
+        num_workers: Number of workers and of token groups, from 1 to 262,144.
+
     Raises:
         TypeError: if ``interest_set`` is no collection or an element no integer.
-        ValueError: if an element is out of range or repeated, if 0 is missing, or if a difference
-            is; the message names the smallest.
+        ValueError: if ``num_workers`` is out of range, if there are too many elements, if one is
+            out of range or repeated, if 0 is missing, or if a difference is; the message names the
+            smallest.
 
     Example:
         >>> check_interest_set([3, 0, 1], 7)
@@ -33,10 +45,18 @@ def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[i
     """
     if not isinstance(interest_set, Iterable) or getattr(interest_set, "shape", None) == ():
         raise TypeError(f"interest_set must be a collection of integers, got {interest_set!r}")
-    elements = tuple(to_integer(each, "interest_set must hold integers") for each in interest_set)
+    num_workers = as_integer("num_workers", num_workers, 1, MAX_NUM_WORKERS)
+    elements = tuple(
+        to_integer(each, "interest_set must hold integers")
+        for each in islice(interest_set, _MAX_SIZE + 1)
+    )
     for element in elements:
         if not 0 <= element < num_workers:
-            raise ValueError(f"interest_set must lie in range({num_workers}), got {element}")
+            raise ValueError(
+                f"interest_set must lie in range({num_workers}), got {as_text(element)}"
+            )
+    if len(elements) > _MAX_SIZE:
+        raise ValueError(f"interest_set must have at most {_MAX_SIZE} elements, got more")
     if len(set(elements)) != len(elements):
         raise ValueError(f"interest_set repeats an element: {elements}")
     if 0 not in elements:
@@ -58,13 +78,14 @@ def load_interest_set(num_workers: int) -> tuple[int, ...]:
     q, else a constructed set of at most ``sqrt(1.5 * num_workers) + 6`` elements.
 
     Args:
-        num_workers: Number of workers and of token groups, at least 1.
+        num_workers: Number of workers and of token groups, from 1 to 262,144.
 
     Returns:
         A sorted difference cover of the integers modulo ``num_workers`` that contains 0.
 
     Raises:
-        ValueError: if ``num_workers`` is less than 1, or if a stored file is damaged.
+        TypeError: if ``num_workers`` is no integer.
+        ValueError: if it is out of range, or if a stored file is damaged.
 
     Example:
         >>> load_interest_set(7), load_interest_set(1)
@@ -72,8 +93,7 @@ def load_interest_set(num_workers: int) -> tuple[int, ...]:
         >>> len(load_interest_set(1000))
         40
     """
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+    num_workers = as_integer("num_workers", num_workers, 1, MAX_NUM_WORKERS)
     for folder in _FOLDERS:
         if (path := folder / f"{num_workers}.txt").is_file():
             try:

@@ -1,9 +1,13 @@
+import itertools
+import math
+import time
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from cqs.scheduler import check_interest_set, interest_sets, load_interest_set
+from cqs.scheduler.quorum import pair_offsets
 
 FOLDER = Path(__file__).resolve().parents[2] / "interest_sets"
 STORED = sorted(int(path.stem) for path in FOLDER.glob("*.txt"))
@@ -103,6 +107,38 @@ def test_check_names_the_smallest_difference_that_is_missed(num_workers):
         else:
             with pytest.raises(ValueError, match=f"no two elements differ by {size}$"):
                 check_interest_set(elements, num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [10**4, 10**5, 65793, 259591, 2**18])
+def test_sets_of_many_workers_are_made_within_seconds(num_workers):
+    start = time.process_time()
+    size = len(load_interest_set(num_workers))
+    assert time.process_time() - start < 10
+    assert size <= math.sqrt(1.5 * num_workers) + 6
+
+
+@pytest.mark.parametrize("num_workers", [2**18 + 1, 10**8, 10**30, 10**400])
+def test_sets_of_too_many_workers_are_refused_at_once(num_workers):
+    for use in (load_interest_set, lambda number: check_interest_set([0], number)):
+        with pytest.raises(ValueError, match="num_workers must be at most 262144, got "):
+            use(num_workers)
+
+
+@pytest.mark.parametrize("elements", [range(10**12), itertools.count(), range(0, 2**18, 2)])
+def test_too_many_elements_are_refused_at_once(elements):
+    with pytest.raises(ValueError, match="interest_set must have at most 4096 elements"):
+        check_interest_set(elements, 2**18)
+
+
+def test_large_sets_are_checked_within_seconds():
+    start = time.process_time()
+    with pytest.raises(ValueError, match="no two elements differ by 1$"):
+        check_interest_set(range(0, 8192, 2), 2**18)
+    whole = check_interest_set(range(4096), 4096)
+    assert pair_offsets(whole, 4096).shared == (0, 2048)
+    assert time.process_time() - start < 10
+    with pytest.raises(ValueError, match=r"must lie in range\(7\), got 16610 bits"):
+        check_interest_set([0, 10**5000], 7)
 
 
 def test_check_sorts_what_it_accepts():

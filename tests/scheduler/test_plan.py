@@ -1,7 +1,9 @@
 import dataclasses
+import time
 
 import pytest
 
+from cqs.patterns import causal
 from cqs.scheduler import Plan, load_interest_set, make_plan, quorum
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -47,6 +49,32 @@ def test_a_thousand_workers_plan_a_thousand_million_tokens(is_causal):
     size = len(plan.interest_set)
     assert all(len(task.held_groups) <= size for task in plan.tasks)
     assert max(task.held_tokens for task in plan.tasks) <= size * 10**6
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [10**4, 2**18])
+def test_many_workers_are_planned_within_seconds(num_workers, is_causal):
+    start = time.process_time()
+    plan = make_plan(10**9, num_workers=num_workers, is_causal=is_causal)
+    task = plan.task(num_workers // 3)
+    assert time.process_time() - start < 15
+    assert task.live_pairs == pytest.approx(plan.live_pairs / num_workers, rel=1e-2)
+
+
+def test_more_workers_than_tokens_cost_little():
+    plan = make_plan(50, num_workers=4096, is_causal=True)
+    start = time.process_time()
+    plan.validate()
+    assert sum(task.live_pairs for task in plan.tasks) == 50 * 51 // 2
+    assert time.process_time() - start < 15
+
+
+@pytest.mark.parametrize("num_workers", [2**18 + 1, 10**8, 10**30, 10**400])
+def test_too_many_workers_are_refused_at_once(num_workers):
+    with pytest.raises(ValueError, match="num_workers must be at most 262144, got "):
+        make_plan(70, num_workers=num_workers)
+    with pytest.raises(ValueError, match="num_workers must be at most 1024, got "):
+        make_plan(70, num_workers=num_workers, pattern=causal())
 
 
 @KINDS
@@ -107,7 +135,7 @@ def test_plans_are_values():
 
 def test_a_plan_describes_itself():
     text = str(make_plan(70, 90, num_workers=7, is_causal=True))
-    for part in ("7 tasks", "70 x 90", "causal", "(0, 1, 3)", "ratio 6."):
+    for part in ("7 tasks", "70 x 90", "causal", "(0, 1, 3)"):
         assert part in text
 
 

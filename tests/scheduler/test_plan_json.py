@@ -1,9 +1,10 @@
 import copy
 import json
+import time
 
 import pytest
 
-from cqs.scheduler import Plan, make_plan
+from cqs.scheduler import Plan, load_interest_set, make_plan
 
 PLANS = {
     "full": make_plan(60, num_workers=7),
@@ -14,16 +15,8 @@ PLANS = {
     "nothing": make_plan(0, num_workers=3),
     "long": make_plan(10**9, num_workers=31, is_causal=True),
 }
-FIELDS = {
-    "num_workers",
-    "seqlen_q",
-    "seqlen_kv",
-    "is_causal",
-    "interest_set",
-    "token_groups",
-    "responsibility_ratio",
-    "tasks",
-}
+NUMBERS = {"num_workers", "seqlen_q", "seqlen_kv", "is_causal", "interest_set"}
+LISTED = {"token_groups", "responsibility_ratio", "tasks"}
 TASK_FIELDS = {"worker", "held_groups", "blocks", "live_pairs"}
 
 
@@ -32,23 +25,26 @@ def every_plan():
 
 
 @every_plan()
-def test_a_plan_survives_json(plan):
-    again = Plan.from_json(plan.to_json())
+@pytest.mark.parametrize("list_tasks", [False, True])
+def test_a_plan_survives_json(plan, list_tasks):
+    text = plan.to_json(list_tasks=list_tasks)
+    again = Plan.from_json(text)
     assert again == plan and again.tasks == plan.tasks
-    assert again.to_json() == plan.to_json()
+    assert again.to_json(list_tasks=list_tasks) == text
 
 
 @every_plan()
 def test_json_has_exactly_the_promised_fields(plan):
-    written = json.loads(plan.to_json())
-    assert set(written) == FIELDS
+    assert set(json.loads(plan.to_json())) == NUMBERS
+    written = json.loads(plan.to_json(list_tasks=True))
+    assert set(written) == NUMBERS | LISTED
     for task in written["tasks"]:
         assert set(task) == TASK_FIELDS
 
 
 @every_plan()
 def test_json_says_what_the_plan_says(plan):
-    written = json.loads(plan.to_json())
+    written = json.loads(plan.to_json(list_tasks=True))
     for name in ("num_workers", "seqlen_q", "seqlen_kv", "is_causal", "responsibility_ratio"):
         assert written[name] == getattr(plan, name)
     assert tuple(written["interest_set"]) == plan.interest_set
@@ -95,7 +91,7 @@ def changes():
 
 @pytest.mark.parametrize("change", changes().values(), ids=changes())
 def test_a_falsified_plan_is_refused(change):
-    written = json.loads(PLANS["even-causal"].to_json())
+    written = json.loads(PLANS["even-causal"].to_json(list_tasks=True))
     assert Plan.from_json(json.dumps(written)) == PLANS["even-causal"]
     falsified = copy.deepcopy(written)
     change(falsified)
@@ -104,9 +100,79 @@ def test_a_falsified_plan_is_refused(change):
         Plan.from_json(json.dumps(falsified))
 
 
-@pytest.mark.parametrize("name", sorted(FIELDS))
-def test_a_plan_without_one_of_its_fields_is_refused(name):
-    written = json.loads(PLANS["full"].to_json())
-    del written[name]
-    with pytest.raises(ValueError, match="not a plan"):
-        Plan.from_json(json.dumps(written))
+@pytest.mark.parametrize("list_tasks", [False, True])
+@pytest.mark.parametrize("name", sorted(NUMBERS | LISTED))
+def test_a_plan_without_one_of_its_fields_is_refused(name, list_tasks):
+    written = json.loads(PLANS["full"].to_json(list_tasks=list_tasks))
+    if name in written:
+        del written[name]
+        with pytest.raises(ValueError, match="not a plan"):
+            Plan.from_json(json.dumps(written))
+
+
+def test_a_field_that_is_there_twice_is_refused():
+    text = PLANS["full"].to_json()
+    assert Plan.from_json(text) == PLANS["full"]
+    with pytest.raises(ValueError, match="twice.*is_causal"):
+        Plan.from_json(text[:-1] + ', "is_causal": false}')
+
+
+def written_for(num_workers, **changes):
+    """JSON of a plan for so many workers, few bytes whatever their number."""
+    interest_set = list(load_interest_set(min(num_workers, 2**18)))
+    plan = {"num_workers": num_workers, "seqlen_q": 10, "seqlen_kv": 10, "is_causal": False}
+    return json.dumps({**plan, "interest_set": interest_set, **changes})
+
+
+@pytest.mark.parametrize("num_workers", [10**4, 2**18])
+def test_a_plan_of_many_workers_is_read_within_seconds(num_workers):
+    text = written_for(num_workers)
+    start = time.process_time()
+    plan = Plan.from_json(text)
+    assert plan == make_plan(10, num_workers=num_workers) and plan.to_json() == text
+    assert plan.task(0).worker == 0 and str(num_workers) in str(plan)
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (written_for(2**18 + 1), "num_workers must be at most 262144, got 262145"),
+        (written_for(10**8), "num_workers must be at most 262144, got 100000000"),
+        (written_for(10**30, interest_set=None), "num_workers must be at most 262144, got 1000"),
+        (written_for(10**8, interest_set=[0]), "num_workers must be at most 262144, got 1000"),
+        (written_for(2**18, interest_set=None), "not a plan"),
+        (written_for(2**18, interest_set=[0, 1]), "no two elements differ by 2"),
+        (written_for(10**4, token_groups=[], tasks=[]), "not a plan"),
+        (
+            written_for(10**4, token_groups=[], responsibility_ratio=1.0, tasks=[0] * 10**4),
+            "not a plan",
+        ),
+        (written_for(7, seqlen_q=10**30), "seqlen_q must be at most"),
+        (written_for(7, seqlen_q=10**4000), "seqlen_q must be at most .* got 13288 bits"),
+        (written_for(7, tile=10**30), "tile must be at most"),
+        (written_for(7, interest_set=[0, 10**30]), r"interest_set must lie in range\(7\)"),
+        (written_for(7, interest_set=[0] * 5000), "interest_set must have at most 4096"),
+        ("[" * 10**5, "not a plan"),
+        ('{"a":' * 10**5, "not a plan"),
+        (written_for(7)[:-1] + f', "tasks": {"[" * 10**5}{"]" * 10**5}}}', "not a plan"),
+    ],
+    ids=range(16),
+)
+def test_a_short_text_is_refused_at_once_whatever_it_says(text, message):
+    start = time.process_time()
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(text)
+    assert time.process_time() - start < 5
+
+
+def test_more_tasks_than_can_be_listed_are_refused():
+    plan = make_plan(10, num_workers=4097)
+    for use in (
+        lambda: plan.tasks,
+        lambda: plan.responsibility_ratio,
+        lambda: plan.to_json(list_tasks=True),
+        plan.validate,
+    ):
+        with pytest.raises(ValueError, match="num_workers must be at most 4096 .*, got 4097"):
+            use()
