@@ -1,6 +1,8 @@
 """``cqs`` and ``python -m cqs``: one command, one module of ``cqs.commands``."""
 
 import argparse
+import os
+import signal
 import sys
 from importlib import import_module
 
@@ -20,8 +22,24 @@ _COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return its exit status.
 
-    With one line why: 2 for what the user can mend, 1 for a wrong answer or dead workers.
+    With one line why: 2 for what the user can mend, 1 for a wrong answer or dead workers. Without
+    a line 141, as a shell says of other tools, if the reader of the output has closed it.
     """
+    try:
+        try:
+            return _run_command(arguments)
+        finally:
+            print(end="", flush=True)  # not later: Python prints errors of its last flush
+    except OSError as error:  # of the output: other errors are reported by _run_command
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"cqs: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_command(arguments: list[str] | None) -> int:
+    """Run one command; return its exit status unless the reader of the output has closed it."""
     parser = argparse.ArgumentParser(
         prog="cqs",
         description=cqs.__doc__,
@@ -38,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_arguments(parser)
     try:
         command.run(parser.parse_args(chosen.options))
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         print(f"cqs {chosen.command}: {error}", file=sys.stderr)
         return 2

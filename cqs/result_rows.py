@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from cqs.input_files import read_lines
+
 _T = TypeVar("_T")
 
 
@@ -15,13 +17,12 @@ def read_result_rows(path: str, pick: Callable[[Any], Iterable[_T]]) -> list[_T]
         pick: Takes a row, and raises LookupError, TypeError or ValueError where it is none.
 
     Raises:
-        ValueError: if a line is no such row; names it.
+        ValueError: if it is no regular file of at most 64 MiB, or a line is no such row; names it.
     """
     found: list[_T] = []
-    with open(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                found += pick(json.loads(line))
-            except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}") from error
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            found += pick(json.loads(line))
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: {error!r}") from error
     return found

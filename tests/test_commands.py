@@ -2,6 +2,9 @@
 
 import errno
 import os
+import subprocess
+import sys
+import time
 from unittest.mock import Mock
 
 import numpy as np
@@ -58,6 +61,114 @@ def test_lengths_may_have_units(capsys):
 )
 def test_integers_are_read_exactly(text, number):
     assert parse_integer(text) == number
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["plan", "--workers", "1e8"], "num_workers"),
+        (["plan", "--workers", "1e8", "--json"], "num_workers"),
+        (["plan", "--workers", "9" * 400], "num_workers"),
+        (["plan", "--workers", "5000", "--json", "tasks"], "num_workers"),
+        (["plan", "--workers", "5000", "--picture", "plan.png"], "--num-workers"),
+        (["plan", "--workers", "2000", "--pattern", "causal()"], "num_workers"),
+        (["plan", "--tokens", "1" + "0" * 30], "seqlen_q"),
+        (["plan", "--interest-set", "0,1,1" + "0" * 30], "interest_set"),
+        (["plan", "--workers", "250K", "--interest-set", ",".join(["0"] * 9000)], "interest_set"),
+        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--workers", "1e8"], "num_workers"),
+        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--workers", "5000"], "num_workers"),
+        (["demo", "--workers", "1e8", "--picture", ""], "num_workers"),
+        (["report", "--workers", "1e8"], "--workers"),
+        (["simulate", "--devices", "1e8"], "--devices"),
+        (["simulate", "--life", "opt", "--tasks", "1e8"], "--tasks"),
+        (["simulate", "--life", "opt", "--tasks", "1K", "--devices", "1K"], "--devices"),
+        (["simulate", "--life", "opt", "--trials", "1000000000"], "--trials"),
+        (["simulate", "--life", "opt", "--saves", "1000000000"], "--saves"),
+    ],
+    ids=str,
+)
+def test_more_work_than_can_be_done_is_refused_at_once(files, capsys, options, name):
+    start = time.process_time()
+    assert main(options) == 2
+    assert time.process_time() - start < 10
+    output, error = capsys.readouterr()
+    assert output == "" and name in error and "at most" in error or "range(" in error
+    assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
+
+
+def test_plans_of_many_workers_show_their_first_tasks(capsys):
+    start = time.process_time()
+    assert main(["plan", "--workers", "10000"]) == 0
+    assert time.process_time() - start < 30
+    title, header, rule, *rows, more = capsys.readouterr().out.splitlines()
+    assert "10000 tasks" in title and header.split()[0] == "worker"
+    assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
+    assert len(rows) > 10 and str(10_000 - len(rows)) in more
+    assert main(["plan", "--workers", "31"]) == 0
+    *_, last, ratio = capsys.readouterr().out.splitlines()
+    assert last.split()[0] == "30" and float(ratio.split()[-1]) == pytest.approx(31, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["simulate", "--fit"],
+        ["simulate", "--check"],
+        ["simulate", "--life", "opt", "--spread"],
+        ["demo", "--picture", "", "--text"],
+    ],
+    ids=lambda options: f"{options[0]} {options[-1]}",
+)
+def test_only_regular_files_are_read(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.mkdir("folder")
+    for path in ("pipe", "folder", "/dev/zero"):
+        assert main([*options, path]) == 2
+        output, error = capsys.readouterr()
+        assert output == "" and f"{path} must be a regular file" in error
+
+
+def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with open("rows.jsonl", "w") as file:
+        file.truncate(10 * 2**30)
+    assert main(["simulate", "--fit", "rows.jsonl"]) == 2
+    assert "rows.jsonl must have at most 67108864 bytes, got 10737418240" in capsys.readouterr().err
+    os.mkdir("report")
+    os.rename("rows.jsonl", "report/rows.jsonl")
+    assert main(["report", "--out", "report"]) == 2
+    assert "must have at most 67108864 bytes" in capsys.readouterr().err
+    os.remove("report/rows.jsonl")
+    os.mkfifo("report/rows.jsonl")
+    assert main(["report", "--out", "report"]) == 2
+    assert "must be a regular file" in capsys.readouterr().err
+    with open("rows.jsonl", "w") as file:
+        file.write("[" * 100_000)
+    assert main(["simulate", "--fit", "rows.jsonl"]) == 2
+    assert "rows.jsonl, line 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_unbuffered", [False, True])
+@pytest.mark.parametrize("arguments", ["plan --workers 700", "plan --json", "simulate"])
+def test_a_reader_that_leaves_early_ends_a_command_quietly(arguments, is_unbuffered):
+    command = [sys.executable, "-m", "cqs", *arguments.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1" if is_unbuffered else ""}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, env=environment, timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_full_disk_is_an_error_without_a_traceback():
+    command = [sys.executable, "-m", "cqs", "plan", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, text=True)
+    assert done.returncode == 2 and "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("picture", ["plan.xyz", "plan", "nowhere/plan.png", "folder.png"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm
 
+from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.tensor_files import create_file, create_tensor, load_tensor
 from cqs.executors.local import run_local
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--is-causal", "--causal", action="store_true")
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument("--scale", type=float)
-    parser.add_argument("--num-workers", "--workers", type=int, metavar="W")
+    parser.add_argument("--num-workers", "--workers", type=parse_integer, metavar="W")
     parser.add_argument("--backend", choices=list(WHY_NOT))
     parser.add_argument("--executor", choices=["local", "ray"], default="local")
     parser.add_argument("--verify", action="store_true", help="recompute sampled rows in float64")

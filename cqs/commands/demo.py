@@ -3,7 +3,6 @@
 import argparse
 import pydoc_data.topics
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ import cqs
 from cqs.commands.integers import parse_integer
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.executors.ray import RunReport
+from cqs.input_files import check_input_file
 from cqs.problem import Problem, check_problem
 from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_integer
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=parse_integer, default=16384, metavar="N", help="bytes to read"
     )
-    parser.add_argument("--num-workers", "--workers", type=int, default=7, metavar="W")
+    parser.add_argument("--num-workers", "--workers", type=parse_integer, default=7, metavar="W")
     parser.add_argument(
         "--actors", type=int, metavar="P", help="default: one per GPU, else per core"
     )
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
 
         check_picture(options.picture)
     as_integer("--tokens", options.tokens, 1)
-    text = read_text(options.text)[: options.tokens]
+    text = read_text(options.text, options.tokens)
     if not text:
         raise ValueError(f"there is nothing to read in {options.text!r}, {options.tokens} tokens")
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -81,11 +81,18 @@ def run(options: argparse.Namespace) -> None:
         print(f"score matrix by owner: {options.picture}")
 
 
-def read_text(path: str | None) -> bytes:
-    """Return the bytes of a file, or of the help topics that every Python ships."""
-    if path is not None:
-        return Path(path).read_bytes()
-    return "\n".join(pydoc_data.topics.topics.values()).encode()
+def read_text(path: str | None, num_bytes: int) -> bytes:
+    """Return the first bytes of a file, or of the help topics that every Python ships.
+
+    Raises:
+        ValueError: if it is no regular file.
+        OSError: if it cannot be read.
+    """
+    if path is None:
+        return "\n".join(pydoc_data.topics.topics.values()).encode()[:num_bytes]
+    check_input_file(path)
+    with open(path, "rb") as file:
+        return file.read(num_bytes)
 
 
 def project_text(

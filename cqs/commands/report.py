@@ -22,6 +22,7 @@ from cqs.report.page import write_report
 from cqs.report.rows import PASSES, Row, read_rows
 from cqs.report.settings import Settings
 from cqs.scheduler.arguments import as_integer
+from cqs.scheduler.plan import MAX_LISTED
 
 _EXECUTORS = ("local", "ray", "distributed")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -168,7 +169,8 @@ def _read_workers(options: argparse.Namespace) -> list[int]:
     """Return the numbers of workers, ascending.
 
     Raises:
-        ValueError: if one is less than 1, or if options do not go with the kind or the executor.
+        ValueError: if one is less than 1 or more than 4,096, or if options do not go with the kind
+            or the executor.
     """
     if options.kind == "memory" and (options.executor != "local" or options.backward):
         raise ValueError("cqs report memory is of executor local and of forward passes")
@@ -179,7 +181,7 @@ def _read_workers(options: argparse.Namespace) -> list[int]:
             raise ValueError("--workers does not go with --executor distributed: a rank is one")
         return [distributed.num_ranks()]
     workers = _KINDS[options.kind].num_workers if options.workers is None else options.workers
-    return sorted({as_integer("--workers", number, 1) for number in workers})
+    return sorted({as_integer("--workers", number, 1, MAX_LISTED) for number in workers})
 
 
 def _check_same(

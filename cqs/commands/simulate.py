@@ -12,6 +12,7 @@ from cqs.commands.table import format_table, mebibytes, percent
 from cqs.fitting import fit, read_rows
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.arguments import as_integer
+from cqs.scheduler.interest_sets import MAX_NUM_WORKERS
 from cqs.simulation import Case, Forecast, Machine, forecast
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from cqs.event_simulation import Outcome, Trouble
 
 _METHODS = ("cqs quorums", "cqs", "ring", "all-gather", "ulysses", "2-D")
+_MAX_TRIALS = 100_000
 _LINKS = {"nvlink": 300.0, "ib": 50.0}
 """GB/s per device and direction: what NCCL gets of NVLink 4's 450, and 400 Gb/s InfiniBand."""
 _LIVES = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}
@@ -121,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
         check_picture(options.picture)
     for option in ("devices", "tasks"):
         for number in getattr(options, option):
-            as_integer(f"--{option}", number, 1)
+            as_integer(f"--{option}", number, 1, MAX_NUM_WORKERS)
     shape = AttentionShape(options.heads, options.head_dim, num_kv_heads=options.kv_heads)
     case = Case(as_integer("--tokens", options.tokens, 1), shape, options.causal == "yes")
     passes = "both" if options.backward else "forward"
@@ -256,8 +258,11 @@ def _play(options: argparse.Namespace, case: Case, machine: Machine, passes: str
 
     from cqs.event_simulation import Trouble, read_relative_times
 
-    as_integer("--trials", options.trials, 1)
-    as_integer("--saves", options.saves, 0)
+    as_integer("--trials", options.trials, 1, _MAX_TRIALS)
+    as_integer("--saves", options.saves, 0, MAX_NUM_WORKERS)
+    as_integer(
+        "--tasks times --devices", max(options.tasks) * max(options.devices), 1, MAX_NUM_WORKERS
+    )
     trouble = Trouble(
         notice_seconds=options.notice,
         repair_seconds=options.repair,
@@ -273,10 +278,11 @@ def _play(options: argparse.Namespace, case: Case, machine: Machine, passes: str
             deadly = replace(trouble, life_hours=life_hours)
             for name, play in ways.items():
                 rng = np.random.default_rng(options.seed)
-                calls = [play(deadly, rng) for _ in range(options.trials)]
-                seconds = np.array([call.seconds for call in calls])
-                lost = np.mean([call.lost_seconds for call in calls])
-                deaths = np.mean([call.num_deaths for call in calls])
+                # Of each call three numbers are kept; it lists every attempt at every task.
+                calls = (play(deadly, rng) for _ in range(options.trials))
+                kept = [(call.seconds, call.lost_seconds, call.num_deaths) for call in calls]
+                seconds, *rest = np.array(kept).T
+                lost, deaths = (column.mean() for column in rest)
                 means.append(
                     (name, num_devices * ideal / 3600 / life_hours, seconds.mean() / ideal)
                 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cqs.bench.measurement import Measurement, summarize
+from cqs.input_files import read_lines
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, make_plan
 
@@ -227,15 +228,16 @@ def read_kind(kind: type[RowKind], path: Path) -> list[RowKind]:
     """Read the rows of a file, none if there is no file; of two with one key the later counts.
 
     Raises:
-        ValueError: if a line is no row of this kind; the message names it.
+        ValueError: if it is no regular file of at most 64 MiB, or a line is no row of this kind;
+            the message names it.
     """
     if not path.exists():
         return []
     found = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             row = kind(**json.loads(line))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no row of a report: {error}") from error
         found[row.key] = row
     return list(found.values())
