@@ -58,7 +58,7 @@ def _run_command(arguments: list[str] | None) -> int:
         command.run(parser.parse_args(chosen.options))
     except BrokenPipeError:
         raise
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+    except (ValueError, TypeError, NotImplementedError, OSError, MemoryError) as error:
         print(f"cqs {chosen.command}: {error}", file=sys.stderr)
         return 2
     except Exception as error:

@@ -83,7 +83,7 @@ def _evaluate(node: ast.expr) -> Any:
             if all(isinstance(side, Pattern) for side in sides):
                 return _OPERATORS[type(sign)](*sides)
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return list(chain.from_iterable(map(_elements, elements)))
+            return as_list("a list", chain.from_iterable(map(_elements, elements)))
         case ast.Call(func=ast.Attribute(value=pattern, attr="head"), args=indices, keywords=[]):
             heads, where = _evaluate(pattern), list(map(_evaluate, indices))
             if isinstance(heads, Pattern) and len(where) == 2:
@@ -101,4 +101,7 @@ def _elements(node: ast.expr) -> list[Any]:
     """Return what one entry of a list stands for: itself, or with a star all that it holds."""
     if isinstance(node, ast.Starred):
         return as_list("what a star unpacks", _evaluate(node.value))
-    return [_evaluate(node)]
+    found = _evaluate(node)
+    if isinstance(found, range):
+        raise ValueError(f"{found!r} in a list must be unpacked by a star")
+    return [found]

@@ -7,9 +7,15 @@ have no such answer.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice, product, starmap
 from typing import NamedTuple
 
 from cqs.patterns.piece import FAR, Axis, Piece, meets, overlap, plain_piece, tidy
+
+MAX_PIECES = 2**16
+"""Most pieces of a bound pattern, each of which takes some 10 microseconds of every whole count."""
+_MAX_PAIRS = 2**20
+"""Most pairs of pieces that a combination of two patterns looks at, few of which meet: some 2 s."""
 
 
 class UnequalStepsError(Exception):
@@ -18,15 +24,19 @@ class UnequalStepsError(Exception):
 
 def intersect(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
     """Return the pairs in both of two disjoint unions."""
-    others = tuple(other)
-    return [piece for left in one for right in others for piece in _intersect(left, right)]
+    ones, others = tuple(one), tuple(other)
+    _check_pairs(len(ones) * len(others))
+    pairs = product(ones, others)
+    return _listed(chain.from_iterable(starmap(_intersect, pairs)))
 
 
 def subtract(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
     """Return the pairs of ``one`` that are not in ``other``."""
     remaining = list(one)
+    num_pairs = 0
     for removed in other:
-        remaining = [kept for piece in remaining for kept in _subtract(piece, removed)]
+        _check_pairs(num_pairs := num_pairs + len(remaining))
+        remaining = _listed(kept for piece in remaining for kept in _subtract(piece, removed))
     return remaining
 
 
@@ -37,8 +47,28 @@ def unite(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
 
 
 def tidy_all(pieces: Iterable[Piece]) -> list[Piece]:
-    """Tidy every piece and drop the empty."""
-    return [found for piece in pieces if (found := tidy(piece)) is not None]
+    """Tidy every piece and drop the empty.
+
+    Raises:
+        ValueError: if there are too many.
+    """
+    return [found for piece in _listed(pieces) if (found := tidy(piece)) is not None]
+
+
+def _listed(pieces: Iterable[Piece]) -> list[Piece]:
+    """List pieces, or raise ValueError if there are too many."""
+    found = list(islice(pieces, MAX_PIECES + 1))
+    if len(found) > MAX_PIECES:
+        raise ValueError(f"a pattern must have at most {MAX_PIECES} pieces, got more: simplify it")
+    return found
+
+
+def _check_pairs(number: int) -> None:
+    if number > _MAX_PAIRS:
+        raise ValueError(
+            f"patterns that combine must have at most {_MAX_PAIRS} pairs of pieces, got {number}: "
+            "simplify them"
+        )
 
 
 def _intersect(one: Piece, other: Piece) -> list[Piece]:

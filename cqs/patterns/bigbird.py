@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from cqs.patterns import algebra
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.grid import Grid, Integers
+from cqs.patterns.grid import Grid, Integers, check_num_blocks
 from cqs.patterns.pattern import Lengths, Pattern
 from cqs.patterns.piece import FAR, Piece
 from cqs.scheduler.arguments import as_integer
@@ -79,6 +79,9 @@ class _BigBird(Pattern):
         shift = lengths.seqlen_kv - lengths.seqlen_q
         grid = Grid(*lengths, self.block, -(shift % self.block))
         first_row = (grid.origin + shift) // self.block
+        most = min(self.random_blocks, grid.num_columns)
+        # Drawing compares each number with those drawn before it in its row.
+        check_num_blocks(grid.num_rows * max(most, 1, most * most // 256))
         rows = np.arange(max(first_row, self.global_blocks), first_row + grid.num_rows)
         start = np.maximum(rows - side, self.global_blocks)
         stop = np.maximum(np.minimum(rows + side + 1, grid.num_columns), start)

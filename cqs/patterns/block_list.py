@@ -1,5 +1,6 @@
 """Irregular masks: which blocks of queries and keys are live, and the bits of those not full."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cqs.patterns.grid import Grid, Integers
+from cqs.patterns.grid import Grid, Integers, check_num_blocks
 from cqs.patterns.piece import Axis, Piece, overlap
 from cqs.patterns.runs import KeyRun, clip, key_runs
 from cqs.patterns.views import View
 
 _BITS_SET = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
 """Of every byte: ``np.bitwise_count`` needs numpy 2."""
+
+_MAX_BYTES = 2**32
+"""Of the bits of all partial blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +84,7 @@ class BlockList:
         """
         pieces = tuple(pieces)
         ids = _touched_blocks(grid, pieces) if ids is None else ids
+        check_num_blocks(4 * len(ids) * max(len(pieces), 1))  # counted one by one: slower
         edges = np.stack(grid.spans(ids), axis=1).tolist()
         boxes = [(range(q, q_stop), range(k, k_stop)) for q, q_stop, k, k_stop in edges]
         counts = np.array(
@@ -267,6 +272,7 @@ class BlockList:
         column, column_stop = key_start // grid.block, -(-key_stop // grid.block)
         width = column_stop - column
         number = (row_stop - row) * width
+        check_num_blocks(sum(number.tolist()))
         found = np.repeat(np.arange(len(self.ids)), number)
         nth = np.arange(len(found)) - np.repeat(np.cumsum(number) - number, number)
         ids = (row[found] + nth // width[found]) * grid.num_columns
@@ -379,17 +385,27 @@ def _concatenate(lists: list[BlockList]) -> BlockList:
 def _touched_blocks(grid: Grid, pieces: tuple[Piece, ...]) -> Integers:
     """Number the blocks that the key runs of any piece reach into."""
     ids: set[int] = set()
+    check_num_blocks(16 * grid.num_rows * len(pieces))
+    num_touched = 0
     for row in range(grid.num_rows):
         for piece in pieces:
             for run in key_runs(piece, grid.row_queries(row)):
                 first = row * grid.num_columns + run.keys.tokens.start // grid.block
                 last = row * grid.num_columns + (run.keys.tokens.stop - 1) // grid.block
+                num_touched += last + 1 - first
+                check_num_blocks(16 * num_touched)  # listed one by one: slower
                 ids.update(range(first, last + 1))
     return np.array(sorted(ids), dtype=np.int64)
 
 
 def _no_bits(grid: Grid, number: int = 0) -> NDArray[np.uint8]:
-    return np.zeros((number, grid.block, -(-grid.block // 8)), dtype=np.uint8)
+    shape = number, grid.block, -(-grid.block // 8)
+    if (num_bytes := math.prod(shape)) > _MAX_BYTES:
+        raise ValueError(
+            f"a pattern must keep at most {_MAX_BYTES} bytes of partial blocks, got {num_bytes}: "
+            "take a shorter sequence"
+        )
+    return np.zeros(shape, dtype=np.uint8)
 
 
 def _count_bits(bits: NDArray[np.uint8]) -> Integers:

@@ -1,7 +1,8 @@
 """A pattern at given lengths: what the scheduler counts and the kernels visit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from cqs.patterns.runs import KeyRun, key_runs
 from cqs.patterns.views import View, views
 from cqs.scheduler.arguments import to_integer
 from cqs.uncompiled import uncompiled
+
+_FEW_PIECES = 16
+"""So many are all counted; of more those near a rectangle are looked up first."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,23 @@ class BoundPattern:
             keys: Key indices, likewise.
         """
         queries, keys = check_tokens("queries", queries), check_tokens("keys", keys)
-        return sum(part.count_pairs(queries, keys) for part in self._parts)
+        total = sum(piece.count_pairs(queries, keys) for piece in self._near(queries, keys))
+        return total if self.blocks is None else total + self.blocks.count_pairs(queries, keys)
+
+    def _near(self, queries: range, keys: range) -> Iterable[Piece]:
+        """Return the pieces that may have pairs in a rectangle."""
+        if len(self.pieces) <= _FEW_PIECES:
+            return self.pieces
+        start, stop, key_start, key_stop = self._edges
+        near = (start < queries.stop) & (queries.start < stop)
+        near &= (key_start < keys.stop) & (keys.start < key_stop)
+        return (self.pieces[index] for index in np.flatnonzero(near).tolist())
+
+    @cached_property
+    def _edges(self) -> NDArray[np.int64]:
+        """First query, last + 1, first key, last + 1 of every piece ``[4, num_pieces]``."""
+        axes = [(piece.queries.tokens, piece.keys.tokens) for piece in self.pieces]
+        return np.array([(q.start, q.stop, k.start, k.stop) for q, k in axes]).T
 
     @property
     def _parts(self) -> tuple[Piece | BlockList, ...]:

@@ -7,7 +7,7 @@ blocks on the diagonal are whole unless the pattern is combined with :func:`~cqs
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ import numpy as np
 
 from cqs.patterns import algebra
 from cqs.patterns.bound import BoundPattern, unite
-from cqs.patterns.grid import Integers
+from cqs.patterns.grid import Integers, check_num_blocks
 from cqs.patterns.masks import bind_layout
 from cqs.patterns.pattern import Lengths, Pattern, per_head
 from cqs.patterns.piece import FAR, Axis, Piece, overlap
@@ -46,6 +46,9 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
 _LEAST = {"block": 1, "num_local_blocks": 1, "num_different_global_patterns": 1}
 _FLAGS = ("different_layout_per_head", "horizontal_global_attention")
 _LISTS = ("local_window_blocks", "global_block_indices", "global_block_end_indices")
+_MAX_HEADS = 2**16
+_MAX_LISTED = 1024
+"""Most windows, global blocks or pieces, which are united one by one."""
 _CLASSES = {
     "DenseSparsityConfig": "dense",
     "FixedSparsityConfig": "fixed",
@@ -111,7 +114,7 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
     if parameters.get("different_layout_per_head"):
         if num_heads is None:
             raise ValueError("num_heads is needed: layouts differ by head")
-        heads = as_integer("num_heads", num_heads, 1)
+        heads = as_integer("num_heads", num_heads, 1, _MAX_HEADS)
     items, seed = tuple(parameters.items()), as_integer("seed", seed, 0)
     return per_head([[_DeepSpeed(mode, items, head, seed) for head in range(heads)]])
 
@@ -131,8 +134,8 @@ class _DeepSpeed(Pattern):
             raise ValueError(f"{self!r} is for self-attention, got lengths {tuple(lengths)}")
         blocks = _Blocks(lengths, self.mode, **dict(self.parameters))
         pieces: list[Piece] = []
-        for piece in algebra.tidy_all(blocks.pieces(self.index)):
-            pieces = algebra.unite(pieces, [piece])
+        for piece in as_list("the pattern's pieces", blocks.pieces(self.index), _MAX_LISTED):
+            pieces = algebra.unite(pieces, algebra.tidy_all([piece]))
         bound = BoundPattern(*lengths, tuple(pieces))
         if not blocks.parameters.get("num_random_blocks"):
             return bound
@@ -187,6 +190,7 @@ class _Blocks:
         """Draw the random blocks of heads ``0 .. head``; return rows and columns of the last's."""
         everywhere = self.mode == "variable" or not self.is_causal
         number = self.parameters["num_random_blocks"]
+        check_num_blocks((head + 1) * self.num_blocks * number * 4)  # drawn one by one: slower
         for _ in range(head + 1):
             drawn: list[list[int]] = []
             for row in range(self.num_blocks):
@@ -198,7 +202,9 @@ class _Blocks:
     def _groups(self, start: int, size: int, stop: int | None = None) -> Iterator[Piece]:
         """Let blocks of a group see each other; groups of ``size`` begin at ``start``."""
         stop = self.num_blocks if stop is None else min(stop, self.num_blocks)
-        rows = [(row, 1, row + 1) for row in range(size)] if self.is_causal else [(0, size, size)]
+        rows: Iterable[tuple[int, int, int]] = [(0, size, size)]
+        if self.is_causal:
+            rows = ((row, 1, row + 1) for row in range(min(size, stop - start)))
         for row, height, width in rows:
             piece = self._cells(size, start + row, height, start, width, low=0, high=0)
             queries, keys = (self._clip(axis, start, stop) for axis in (piece.queries, piece.keys))
@@ -303,7 +309,7 @@ def _parameter(name: str, value: Any) -> Any:
     if value is None and name == "global_block_end_indices":
         return None
     least = 1 if name == "local_window_blocks" else -sys.maxsize
-    return tuple(as_integer(name, each, least) for each in as_list(name, value))
+    return tuple(as_integer(name, each, least) for each in as_list(name, value, _MAX_LISTED))
 
 
 def _check(mode: str, parameters: dict[str, Any]) -> None:

@@ -7,6 +7,18 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 
+MAX_BLOCKS = 2**24
+"""Most blocks of a list: 0.1 GB for each array with an entry for every block."""
+
+
+def check_num_blocks(number: int) -> None:
+    """Raise ValueError if a pattern would list more blocks than it may."""
+    if number > MAX_BLOCKS:
+        raise ValueError(
+            f"a pattern must list at most {MAX_BLOCKS} blocks, got {number}: take larger blocks or "
+            "a shorter sequence"
+        )
+
 
 @dataclass(frozen=True)
 class Grid:

@@ -11,6 +11,7 @@ from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.grid import Grid, Integers
 from cqs.patterns.pattern import Lengths, Pattern, content_digest, per_head
+from cqs.patterns.tokens import as_list
 from cqs.scheduler.arguments import as_integer
 from cqs.uncompiled import uncompiled
 
@@ -265,6 +266,8 @@ def as_array(values: Any) -> NDArray[Any]:
 
     What numpy has no type for, bfloat16 say, becomes float32.
     """
+    if isinstance(values, range):
+        values = as_list("an array", values)
     if not hasattr(values, "detach"):
         return np.asarray(values)
     values = values.detach().cpu()

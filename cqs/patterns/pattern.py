@@ -94,7 +94,8 @@ class Pattern(ABC):
 
         Raises:
             ValueError: if a length is negative or above 2**62, or not the one that the pattern is
-                made for.
+                made for; or if the pattern has more than 65,536 pieces or lists more than
+                16,777,216 blocks.
             NotImplementedError: if it combines patterns of which no exact result is known.
 
         Example:

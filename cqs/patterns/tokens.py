@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from cqs.patterns.bound import BoundPattern
@@ -105,9 +105,9 @@ class _GlobalTokens(Pattern):
         edges = [-FAR, *(edge for run in self.runs for edge in run), FAR]
         gaps = list(zip(edges[::2], edges[1::2], strict=True))
         columns = [_cells(keys, *run) for run in self.runs]
-        pieces = [Piece(_cells(queries, *run), keys) for run in self.runs]
-        pieces += [Piece(_cells(queries, *gap), column) for gap in gaps for column in columns]
-        return bind_pieces(lengths, pieces)
+        rows = (Piece(_cells(queries, *run), keys) for run in self.runs)
+        rest = (Piece(_cells(queries, *gap), column) for gap in gaps for column in columns)
+        return bind_pieces(lengths, chain(rows, rest))
 
     def __repr__(self) -> str:
         if len(self.runs) == 1:
@@ -152,7 +152,7 @@ class _Documents(Pattern):
                 f"{lengths.seqlen_kv} keys, got {self!r}: pass both where lengths differ"
             )
         high = 0 if self.is_causal else FAR
-        pieces = [
+        pieces = (
             Piece(
                 _to_the_end(*of_queries, lengths.seqlen_q),
                 _to_the_end(*of_keys, lengths.seqlen_kv),
@@ -161,7 +161,7 @@ class _Documents(Pattern):
             for of_queries, of_keys in zip(
                 pairwise(self.ends), pairwise(self.ends_kv or self.ends), strict=True
             )
-        ]
+        )
         return bind_pieces(lengths, pieces)
 
     def __repr__(self) -> str:
@@ -197,13 +197,13 @@ def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def as_list(name: str, values: Any) -> list[Any]:
+def as_list(name: str, values: Any, most: int = _MOST) -> list[Any]:
     """Return the elements of an iterable, not too many; of an array, as Python numbers."""
     try:
         elements = values.tolist() if hasattr(values, "tolist") else values
-        found = list(islice(elements, _MOST + 1))
+        found = list(islice(elements, most + 1))
     except TypeError:
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
-    if len(found) > _MOST:
-        raise ValueError(f"{name} must have at most {_MOST} elements")
+    if len(found) > most:
+        raise ValueError(f"{name} must have at most {most} elements")
     return found
