@@ -59,10 +59,11 @@ def of_function(
         return None
     if maker == "causal_mask_function":
         return causal()
-    if maker == "sliding_window_overlay":
-        return sliding_window(made_from["sliding_window"] - 1, None)
-    if maker == "sliding_window_bidirectional_overlay":
-        return sliding_window(made_from["sliding_window"], made_from["sliding_window"])
+    window = made_from.get("sliding_window", 0)
+    if maker == "sliding_window_overlay" and window > 0:
+        return sliding_window(window - 1, None)
+    if maker == "sliding_window_bidirectional_overlay" and window >= 0:
+        return sliding_window(window, window)
     return None
 
 

@@ -1,10 +1,11 @@
 """Hugging Face transformers: models with ``attn_implementation="cqs"``."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import cqs.distributed
 from cqs.api import attention
 from cqs.distributed.agreement import agree
 from cqs.integrations import masks
+from cqs.integrations.pattern_mask import MaskSource, PatternMask
 from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import check_backend_name
@@ -50,8 +52,13 @@ def register(
     It works in models that take their attention from transformers' ``AttentionInterface``: causal
     or not, with grouped queries, sliding windows, padding, packed sequences, caches and dropout.
     Masks become patterns, of a few integers where transformers' rule is known, padding or not,
-    otherwise exactly those of the mask. A query that sees no key, as in padding on the left, gives
-    0. A model that computes attention by itself, as some with ALiBi, goes on to do so.
+    otherwise exactly those of the mask. Code of a model that reads or changes the mask gets an
+    ordinary boolean tensor. A query that sees no key, as in padding on the left, gives 0.
+
+    A model that does not support the interface, as Falcon and BLOOM, raises ``ValueError`` when it
+    is built with the name. ``set_attn_implementation`` raises it too, or logs transformers' own
+    warning and changes nothing. A model with some layers of its own attention, as the speech
+    encoder of Granite Speech, gives a warning.
 
     What a layer asks for that cannot be honoured raises an error that names the layer when the
     model is called: scores that are capped or biased, attention sinks, sparse indices, a paged
@@ -89,6 +96,7 @@ def register(
     else:
         raise ValueError("a process group takes neither an executor nor a number of workers")
     implementation = _Implementation(compute, dense_mask, group)
+    _check_models(name)
     attention_interface.register(name, implementation.attend)
     mask_interface.register(name, implementation.mask)
 
@@ -113,6 +121,58 @@ def _extension_points() -> tuple[Any, Any, Any]:
     return AttentionInterface, AttentionMaskInterface, sdpa_mask
 
 
+_names: set[str] = set()
+"""The registered names."""
+
+
+def _check_models(name: str) -> None:
+    """Check every model that is built with a name, or set to it, as transformers does for sdpa.
+
+    Transformers checks its own names in a method of all models and accepts every other name that
+    is registered, so the method is wrapped, once for all names.
+    """
+    import transformers
+
+    base: Any = transformers.PreTrainedModel
+    if not _names:
+        check = base.get_correct_attn_implementation
+
+        @wraps(check)
+        def check_with_names(model: Any, requested: str | None, *args: Any, **options: Any) -> Any:
+            if requested in _names:
+                _check_model(model, requested)
+            return check(model, requested, *args, **options)
+
+        base.get_correct_attn_implementation = check_with_names
+    _names.add(name)
+
+
+def _check_model(model: Any, name: str) -> None:
+    """Raise where a model keeps its own attention, warn where some of its layers do.
+
+    Args:
+        model: A model of transformers.
+        name: The requested ``attn_implementation``.
+
+    Raises:
+        ValueError: The model does not support transformers' ``AttentionInterface``.
+    """
+    family = type(model).__name__
+    uses_interface = model._can_set_attn_implementation()
+    if not (model._supports_attention_backend or (model._supports_sdpa and uses_interface)):
+        others = "'eager' or 'sdpa'" if model._supports_sdpa else "'eager'"
+        raise ValueError(
+            f"attn_implementation must be {others} for {family}, got {name!r}: the model does not "
+            "support transformers' AttentionInterface"
+        )
+    if not uses_interface:
+        warnings.warn(
+            f"{family} has layers that do not use transformers' AttentionInterface: they keep "
+            f"their own attention, attn_implementation={name!r} applies to the other layers",
+            stacklevel=2,
+        )
+
+
 @dataclass(frozen=True)
 class _Implementation:
     """What a name stands for: the two functions that transformers calls."""
@@ -131,7 +191,7 @@ class _Implementation:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: "_Mask | Tensor | None",
+        attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
@@ -174,7 +234,7 @@ class _Implementation:
         self,
         module: torch.nn.Module,
         lengths: tuple[int, int],
-        attention_mask: "_Mask | Tensor | None",
+        attention_mask: Tensor | None,
         is_causal: bool | None,
         asked: Mapping[str, Any],
     ) -> "Pattern | masks.Stacked":
@@ -184,19 +244,19 @@ class _Implementation:
                 raise NotImplementedError(f"{name} is not supported")
         if self.group is not None:
             _check_part(asked, dist.get_rank(self.group))
-        if isinstance(attention_mask, Tensor):
+        if isinstance(attention_mask, PatternMask) and attention_mask.source.dense is None:
+            pattern = attention_mask.source.pattern
+        elif attention_mask is not None:
             if self.group is not None:
                 raise NotImplementedError(
                     "a mask of your own is not supported with a process group: pass the padding, "
                     "[batch, positions]"
                 )
             pattern = masks.of_tensor(attention_mask, *lengths)
-        elif attention_mask is None:
+        else:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", True)
             pattern = masks.without_mask(lengths, is_causal, asked.get("sliding_window"))
-        else:
-            pattern = attention_mask.of_layer(lengths, is_causal)
         if (ends := asked.get("cu_seq_lens_q")) is not None:
             pattern = pattern & documents(ends, is_causal=False)
         return pattern
@@ -221,10 +281,16 @@ class _Implementation:
         mask_function: Callable[..., Tensor],
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
-        attention_mask: "Tensor | _Mask | None" = None,
+        attention_mask: Tensor | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        device: "torch.device | str" = "cpu",
         **options: Any,
-    ) -> "_Mask":
-        """Return which queries see which keys.
+    ) -> PatternMask | None:
+        """Return the mask that a model passes to its layers, as a pattern.
+
+        ``None`` stands for no mask under the conditions of transformers' ``sdpa``: the layer then
+        says whether it is causal.
 
         Args:
             batch_size: Number of sequences.
@@ -233,23 +299,32 @@ class _Implementation:
             mask_function: Says whether a query sees a key, padding aside.
             q_offset: Position of the first query.
             kv_offset: Position of the first key.
-            attention_mask: ``[batch, positions]``, False where there is padding; or what this
-                returned before.
+            attention_mask: ``[batch, positions]``, False where there is padding.
+            allow_is_causal_skip: Whether the caller takes ``None`` for a causal mask.
+            allow_is_bidirectional_skip: Whether the caller takes ``None`` for a mask that hides
+                nothing.
+            device: Device of the mask.
             options: Further arguments of transformers' own functions.
         """
-        if isinstance(attention_mask, _Mask):
-            return attention_mask
         q_offset = int(q_offset)
         with self._telling():
             visible = masks.visible_keys(attention_mask, kv_offset, kv_length)
             distance = kv_offset + kv_length - q_offset - q_length
             pattern = masks.of_function(mask_function, distance, self.group is not None)
+        shape, device = (batch_size, 1, q_length, kv_length), torch.device(device)
         if self.group is not None:
             if visible is None:
                 visible = np.ones((batch_size, kv_length), dtype=bool)
-            return _Mask(masks.of_group(self.group, pattern, visible, q_offset))
-        if pattern is None:
-            mask = self.dense_mask(
+            whole = masks.of_group(self.group, pattern, visible, q_offset)
+            return PatternMask(shape, device, MaskSource(lambda: whole, _no_dense_mask))
+        if visible is None and (
+            (allow_is_bidirectional_skip and pattern == sliding_window(None, None))
+            or (allow_is_causal_skip and pattern == causal() and q_length in (1, kv_length))
+        ):
+            return None
+
+        def make_dense() -> Tensor:
+            return self.dense_mask(
                 batch_size=batch_size,
                 q_length=q_length,
                 kv_length=kv_length,
@@ -257,37 +332,26 @@ class _Implementation:
                 kv_offset=kv_offset,
                 mask_function=mask_function,
                 attention_mask=attention_mask,
-                **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+                allow_is_causal_skip=False,
+                allow_is_bidirectional_skip=False,
+                device=device,
+                **options,
             )
-            pattern = masks.by_batch([from_mask(each[0]) for each in mask])
-        elif visible is not None:
-            pattern = pattern & masks.of_padding(visible)
-        return _Mask(pattern, masks.stack(pattern, q_length, kv_length))
+
+        def make_pattern() -> Pattern:
+            if pattern is None:
+                return masks.by_batch([from_mask(each[0]) for each in make_dense()])
+            padded = pattern if visible is None else pattern & masks.of_padding(visible)
+            return masks.stack(padded, q_length, kv_length) or padded
+
+        return PatternMask(shape, device, MaskSource(make_pattern, make_dense))
 
 
-@dataclass(frozen=True)
-class _Mask:
-    """A pattern that stands where transformers has the tensor of a mask."""
-
-    pattern: Pattern
-    stacked: "masks.Stacked | None" = None
-    """The same for a batch as one sequence."""
-    ndim: int = 4
-    """Transformers takes masks of two dimensions for padding, and hands others back."""
-
-    def of_layer(self, lengths: tuple[int, int], is_causal: bool | None) -> Pattern:
-        """Return the pattern of a layer with these numbers of queries and keys.
-
-        What is causal and nothing else is so only where the layer does not say that it is not, as
-        with transformers' own attention, which then has no mask.
-        """
-        if is_causal is False and self.pattern == causal() and lengths[0] == lengths[1]:
-            return sliding_window(None, None)
-        return self.stacked or self.pattern
-
-    def contiguous(self) -> "_Mask":
-        """Return itself: ``generate`` asks with caches of fixed size."""
-        return self
+def _no_dense_mask() -> Tensor:
+    """Raise, because the ranks' masks together are the mask of the whole sequence."""
+    raise NotImplementedError(
+        "models whose code reads or changes the mask are not supported with a process group"
+    )
 
 
 def _compute_stacked(

@@ -12,6 +12,7 @@ from tiny_models import BATCHES, FAMILIES, TOKENS, make_model, passes, with_atte
 from transformers import AttentionInterface, masking_utils
 
 import cqs
+from cqs.integrations.masks import Stacked, by_batch
 from cqs.integrations.transformers import register
 from cqs.testing import assert_tracks_exact
 
@@ -66,6 +67,78 @@ def test_generation_with_padding_on_the_left_matches(family, options):
     assert found.sequences.shape[1] == TOKENS + 8
     for got, want in zip(found.logits, expected.logits, strict=True):
         assert (got - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", tiny_models.THAT_READ_THE_MASK)
+def test_models_whose_code_reads_the_mask_compute_the_same(family):
+    model, batch = tiny_models.make_model_that_reads_the_mask(family)
+    expected, found = (with_attention(model, name)(**batch)[0] for name in ("sdpa", "cqs-of-5"))
+    tokens = batch.get("attention_mask")
+    if tokens is not None and found.shape[:2] == tokens.shape:
+        found, expected = found[tokens.bool()], expected[tokens.bool()]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (5, 0)], ids=str)
+def test_an_encoder_generates_with_a_static_cache(padding):
+    """Its model takes the mask that ``generate`` has made as one of the user's own."""
+    model = transformers.BertLMHeadModel(tiny_models.config_of("Bert")).eval()
+    batch = BATCHES["padded on the left"]()
+    batch["attention_mask"][:, : padding[0]] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    options["cache_implementation"] = "static"
+    expected, found = (
+        with_attention(model, name).generate(**batch, **options) for name in ("sdpa", "cqs")
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 1])
+@pytest.mark.parametrize("maker", ["sliding_window_causal", "bidirectional_sliding_window"])
+def test_a_window_of_any_size_is_that_of_sdpa(maker, window):
+    config = tiny_models.config_of("Llama")
+    config.sliding_window = window
+    found = {}
+    for config._attn_implementation in ("cqs", "sdpa"):
+        found[config._attn_implementation] = getattr(masking_utils, f"create_{maker}_mask")(
+            config=config,
+            inputs_embeds=torch.empty(1, 5, 0),
+            attention_mask=None,
+            past_key_values=None,
+        )
+    pattern = found["cqs"].source.pattern
+    assert torch.equal(torch.from_numpy(pattern.to_mask(5)), found["sdpa"][0, 0])
+    assert torch.equal(found["cqs"], found["sdpa"])
+
+
+def tiny_config(family):
+    options = {"hidden_size": 32, "vocab_size": 9, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return getattr(transformers, f"{family}Config")(**options)
+
+
+@pytest.mark.parametrize("family", ["Falcon", "Bloom", "Mamba", "MegatronBert"])
+def test_a_model_that_keeps_its_own_attention_is_refused(family):
+    """As sdpa is by models that do not support it."""
+    model_class = getattr(transformers, f"{family}Model")
+    model, config = model_class(tiny_config(family)), tiny_config(family)
+    config._attn_implementation = "cqs"
+    with pytest.raises(ValueError, match=f"^attn_implementation must be .*{family}Model.*'cqs'"):
+        model_class(config)
+    if model._can_set_attn_implementation():
+        with pytest.raises(ValueError, match=f"^attn_implementation must be .*{family}Model"):
+            model.set_attn_implementation("cqs")
+    else:  # transformers logs a warning
+        model.set_attn_implementation("cqs")
+    assert model.config._attn_implementation != "cqs"
+
+
+def test_a_model_with_layers_of_its_own_attention_gives_a_warning():
+    encoder = {"input_dim": 8, "num_layers": 1, "hidden_dim": 16, "num_heads": 2, "dim_head": 8}
+    encoder |= {"output_dim": 8, "context_size": 4, "max_pos_emb": 4}
+    config = transformers.GraniteSpeechEncoderConfig(**encoder)
+    config._attn_implementation = "cqs"
+    with pytest.warns(UserWarning, match="GraniteSpeechCTCEncoder .*'cqs'"):
+        transformers.GraniteSpeechCTCEncoder(config)
 
 
 def test_masks_of_the_users_own_are_honoured():
@@ -126,7 +199,10 @@ def test_patterns_are_the_masks(name, padding):
             **{f"allow_is_{skip}_skip": False},
             **options,
         )
-    masks = torch.from_numpy(found["cqs"].pattern.to_mask(TOKENS))
+    pattern = found["cqs"].source.pattern
+    if isinstance(pattern, Stacked):
+        pattern = by_batch(pattern.rows)
+    masks = torch.from_numpy(pattern.to_mask(TOKENS))
     assert (masks == found["sdpa"]).all()
 
 
@@ -149,6 +225,13 @@ def test_lengths_of_packed_sequences_are_honoured():
     assert_alike(passes(with_attention(model, "cqs"), **batch, cu_seq_lens_q=lengths), expected)
 
 
+def test_a_compiled_model_may_read_the_mask():
+    model, batch = tiny_models.make_model_that_reads_the_mask("Siglip2")
+    expected = with_attention(model, "cqs")(**batch)[0]
+    model.compile(backend="eager")
+    torch.testing.assert_close(model(**batch)[0], expected, rtol=0, atol=1e-10)
+
+
 def test_known_rules_cost_a_few_integers():
     """Of a sequence whose mask would not fit into memory."""
     config = tiny_models.config_of("Mistral")
@@ -156,12 +239,14 @@ def test_known_rules_cost_a_few_integers():
     tokens = 10**6
     options = {"inputs_embeds": torch.empty(1, tokens, 0), "past_key_values": None}
     options |= {"config": config, "attention_mask": None}
-    causal = masking_utils.create_causal_mask(**options).pattern
-    assert causal == cqs.patterns.causal()
-    window = masking_utils.create_sliding_window_causal_mask(**options).pattern
+    assert masking_utils.create_causal_mask(**options) is None, "as with sdpa"
+    mask = masking_utils.create_causal_mask(**options, allow_is_causal_skip=False)
+    assert mask.shape == (1, 1, tokens, tokens)
+    assert mask.source.pattern == cqs.patterns.causal()
+    window = masking_utils.create_sliding_window_causal_mask(**options).source.pattern
     assert window.bind(tokens).num_pairs == 7 * tokens - 21
     positions = torch.arange(tokens)[None] % 1000
-    packed = masking_utils.create_causal_mask(**options, position_ids=positions).pattern
+    packed = masking_utils.create_causal_mask(**options, position_ids=positions).source.pattern
     assert packed.bind(tokens).num_pairs == 1000 * 1000 * 1001 // 2
 
 

@@ -1,0 +1,117 @@
+"""A tensor subclass that represents an attention mask by its pattern."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from cqs.patterns import Pattern
+from cqs.uncompiled import uncompiled
+
+_aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class MaskSource:
+    """The content of a :class:`PatternMask`, shared by its aliases."""
+
+    make_pattern: Callable[[], Pattern]
+    """Returns the pattern of the visible pairs."""
+    make_dense: Callable[[], Tensor]
+    """Returns the mask as an ordinary boolean tensor."""
+    dense: Tensor | None = None
+    """The ordinary tensor, once an operation has read it; in-place operations may change it."""
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """The visible pairs, valid as long as ``dense`` is ``None``."""
+        return self.make_pattern()
+
+    def read(self) -> Tensor:
+        """Return the ordinary tensor, allocated on the first call."""
+        if self.dense is None:
+            self.dense = self.make_dense()
+        return self.dense
+
+
+class PatternMask(Tensor):
+    """A boolean mask ``[batch, 1, seqlen_q, seqlen_kv]``, ``True`` for visible pairs.
+
+    Attention reads the pattern, so the mask allocates no memory. Every other PyTorch operation
+    gets the ordinary tensor, which the first such operation allocates. From then on attention
+    reads that tensor too, because an in-place operation or a view may change it. Added to
+    floating-point scores, the mask hides scores as transformers' additive masks do.
+    """
+
+    source: MaskSource
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device, source: MaskSource
+    ) -> "PatternMask":
+        """Create a mask.
+
+        Args:
+            shape: Shape of the tensor that ``source`` makes.
+            device: Device of the tensor that ``source`` makes.
+            source: The functions that make the pattern and the ordinary tensor.
+        """
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.source = source
+        return mask
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    @uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation on the ordinary tensors; copies and aliases keep the pattern."""
+        kwargs = kwargs or {}
+        # In inference mode ``to`` arrives whole; elsewhere only as ``_to_copy``, if at all.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        first = args[0] if args else None
+        if isinstance(first, cls):
+            if func in (_aten.alias.default, _aten.detach.default):
+                return cls(first.shape, first.device, first.source)
+            dtype, device = kwargs.get("dtype"), kwargs.get("device") or first.device
+            if (
+                func in (_aten.clone.default, _aten._to_copy.default)
+                and dtype in (None, torch.bool)
+                and first.source.dense is None
+            ):
+                source = first.source
+                copy = MaskSource(lambda: source.pattern, lambda: source.make_dense().to(device))
+                return cls(first.shape, device, copy)
+        read: Callable[[PatternMask], Tensor] = _dense
+        if func in (_aten.add.Tensor, _aten.add_.Tensor):
+            read = partial(_additive, dtype=torch.result_type(*args))
+        return func(*tree_map_only(cls, read, args), **tree_map_only(cls, read, kwargs))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return the shape, without allocating the ordinary tensor."""
+        return f"PatternMask(shape={tuple(self.shape)})"
+
+
+def _dense(mask: PatternMask) -> Tensor:
+    """Return the ordinary boolean tensor."""
+    return mask.source.read()
+
+
+def _additive(mask: PatternMask, dtype: torch.dtype) -> Tensor:
+    """Return a tensor that hides scores it is added to, as transformers' ``eager_mask`` does."""
+    visible = mask.source.read()
+    if not dtype.is_floating_point:
+        return visible
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
