@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -284,6 +284,7 @@ class _Implementation:
         attention_mask: Tensor | None = None,
         allow_is_causal_skip: bool = True,
         allow_is_bidirectional_skip: bool = False,
+        use_vmap: bool = False,
         device: "torch.device | str" = "cpu",
         **options: Any,
     ) -> PatternMask | None:
@@ -303,6 +304,7 @@ class _Implementation:
             allow_is_causal_skip: Whether the caller takes ``None`` for a causal mask.
             allow_is_bidirectional_skip: Whether the caller takes ``None`` for a mask that hides
                 nothing.
+            use_vmap: Whether ``mask_function`` takes scalars only.
             device: Device of the mask.
             options: Further arguments of transformers' own functions.
         """
@@ -323,26 +325,31 @@ class _Implementation:
         ):
             return None
 
-        def make_dense() -> Tensor:
-            return self.dense_mask(
-                batch_size=batch_size,
-                q_length=q_length,
-                kv_length=kv_length,
-                q_offset=q_offset,
-                kv_offset=kv_offset,
-                mask_function=mask_function,
-                attention_mask=attention_mask,
-                allow_is_causal_skip=False,
-                allow_is_bidirectional_skip=False,
-                device=device,
-                **options,
-            )
+        make_dense: Callable[[], Tensor] = partial(
+            self.dense_mask,
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap and pattern is None,
+            device=device,
+            **options,
+        )
+        if pattern is None:
+            make_dense = cache(make_dense)
+            make_dense()  # now, because torch.vmap does not run inside of __torch_dispatch__
 
         def make_pattern() -> Pattern:
             if pattern is None:
-                return masks.by_batch([from_mask(each[0]) for each in make_dense()])
-            padded = pattern if visible is None else pattern & masks.of_padding(visible)
-            return masks.stack(padded, q_length, kv_length) or padded
+                found = masks.by_batch([from_mask(each[0]) for each in make_dense()])
+            else:
+                found = pattern if visible is None else pattern & masks.of_padding(visible)
+            return masks.stack(found, q_length, kv_length) or found
 
         return PatternMask(shape, device, MaskSource(make_pattern, make_dense))
 

@@ -204,6 +204,7 @@ def test_patterns_are_the_masks(name, padding):
         pattern = by_batch(pattern.rows)
     masks = torch.from_numpy(pattern.to_mask(TOKENS))
     assert (masks == found["sdpa"]).all()
+    assert torch.equal(found["cqs"], found["sdpa"])
 
 
 def test_a_decoder_may_be_asked_to_look_both_ways():
