@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from tiny_models import BATCHES, TOKENS, VOCABULARY, make_model, with_attention
+from transformers.masking_utils import create_causal_mask
 
 from cqs.integrations.transformers import register
 
@@ -71,5 +72,7 @@ def complaints(group):
     mask = torch.ones(3, 1, 1, 1).expand(-1, -1, part["input_ids"].shape[1], TOKENS).bool()
     own_mask = {"attention_mask": mask} if rank == 1 else {}
     found["mask"] = _complaint(lambda: model(**part | own_mask))
+    mask = create_causal_mask(model.config, torch.empty(*part["input_ids"].shape, 0), None, None)
+    found["read"] = _complaint(mask.any)
     assert _complaint(lambda: model(**part)) is None, "what was refused has left nothing behind"
     return found

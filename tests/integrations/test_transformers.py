@@ -390,3 +390,4 @@ def test_what_a_group_cannot_do_is_refused(ranks):
         assert "a mask of your own is not supported with a process group" in found["mask"]
         assert "a cache is not supported with a process group" in found["cache"]
         assert "sequences not packed" in found["packed"]
+        assert "with a process group" in found["read"]
