@@ -55,10 +55,10 @@ def register(
     otherwise exactly those of the mask. Code of a model that reads or changes the mask gets an
     ordinary boolean tensor. A query that sees no key, as in padding on the left, gives 0.
 
-    A model that does not support the interface, as Falcon and BLOOM, raises ``ValueError`` when it
-    is built with the name. ``set_attn_implementation`` raises it too, or logs transformers' own
-    warning and changes nothing. A model with some layers of its own attention, as the speech
-    encoder of Granite Speech, gives a warning.
+    A model that does not use the interface, such as Falcon and BLOOM, raises ``ValueError`` when it
+    is built with the name; ``set_attn_implementation`` logs transformers' own warning and changes
+    nothing. A model that does not declare its support, such as the speech encoder of Granite
+    Speech, gives a warning: layers that do not use the interface keep their own attention.
 
     What a layer asks for that cannot be honoured raises an error that names the layer when the
     model is called: scores that are capped or biased, attention sinks, sparse indices, a paged
@@ -148,27 +148,29 @@ def _check_models(name: str) -> None:
 
 
 def _check_model(model: Any, name: str) -> None:
-    """Raise where a model keeps its own attention, warn where some of its layers do.
+    """Raise where a model has its own attention, warn where some of its layers may.
 
     Args:
         model: A model of transformers.
         name: The requested ``attn_implementation``.
 
     Raises:
-        ValueError: The model does not support transformers' ``AttentionInterface``.
+        ValueError: The code of the model does not use transformers' ``AttentionInterface``.
     """
     family = type(model).__name__
     uses_interface = model._can_set_attn_implementation()
-    if not (model._supports_attention_backend or (model._supports_sdpa and uses_interface)):
+    if not (uses_interface or model._supports_attention_backend):
         others = "'eager' or 'sdpa'" if model._supports_sdpa else "'eager'"
         raise ValueError(
             f"attn_implementation must be {others} for {family}, got {name!r}: the model does not "
-            "support transformers' AttentionInterface"
+            "use transformers' AttentionInterface"
         )
-    if not uses_interface:
+    declared = model._supports_attention_backend or model._supports_sdpa
+    if not (uses_interface and declared):
         warnings.warn(
-            f"{family} has layers that do not use transformers' AttentionInterface: they keep "
-            f"their own attention, attn_implementation={name!r} applies to the other layers",
+            f"{family} does not declare that all of its layers support transformers' "
+            f"AttentionInterface: attn_implementation={name!r} applies to those that use it, the "
+            "others keep their own attention",
             stacklevel=2,
         )
 
@@ -246,6 +248,9 @@ class _Implementation:
             _check_part(asked, dist.get_rank(self.group))
         if isinstance(attention_mask, PatternMask) and attention_mask.source.dense is None:
             pattern = attention_mask.source.pattern
+            # Transformers' sdpa has no mask then, and asks the layer.
+            if is_causal is False and pattern == causal() and lengths[0] == lengths[1]:
+                pattern = sliding_window(None, None)
         elif attention_mask is not None:
             if self.group is not None:
                 raise NotImplementedError(
@@ -282,16 +287,14 @@ class _Implementation:
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
         attention_mask: Tensor | None = None,
-        allow_is_causal_skip: bool = True,
-        allow_is_bidirectional_skip: bool = False,
         use_vmap: bool = False,
         device: "torch.device | str" = "cpu",
         **options: Any,
-    ) -> PatternMask | None:
-        """Return the mask that a model passes to its layers, as a pattern.
+    ) -> PatternMask:
+        """Return the mask that a model passes to its layers.
 
-        ``None`` stands for no mask under the conditions of transformers' ``sdpa``: the layer then
-        says whether it is causal.
+        It is never ``None``, not even where ``sdpa`` takes none: layers of models that do not
+        support ``sdpa`` need not say whether they are causal.
 
         Args:
             batch_size: Number of sequences.
@@ -301,9 +304,6 @@ class _Implementation:
             q_offset: Position of the first query.
             kv_offset: Position of the first key.
             attention_mask: ``[batch, positions]``, False where there is padding.
-            allow_is_causal_skip: Whether the caller takes ``None`` for a causal mask.
-            allow_is_bidirectional_skip: Whether the caller takes ``None`` for a mask that hides
-                nothing.
             use_vmap: Whether ``mask_function`` takes scalars only.
             device: Device of the mask.
             options: Further arguments of transformers' own functions.
@@ -319,12 +319,6 @@ class _Implementation:
                 visible = np.ones((batch_size, kv_length), dtype=bool)
             whole = masks.of_group(self.group, pattern, visible, q_offset)
             return PatternMask(shape, device, MaskSource(lambda: whole, _no_dense_mask))
-        if visible is None and (
-            (allow_is_bidirectional_skip and pattern == sliding_window(None, None))
-            or (allow_is_causal_skip and pattern == causal() and q_length in (1, kv_length))
-        ):
-            return None
-
         make_dense: Callable[[], Tensor] = partial(
             self.dense_mask,
             batch_size=batch_size,
@@ -334,11 +328,9 @@ class _Implementation:
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
             use_vmap=use_vmap and pattern is None,
             device=device,
-            **options,
+            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )
         if pattern is None:
             make_dense = cache(make_dense)

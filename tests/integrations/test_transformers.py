@@ -116,19 +116,15 @@ def tiny_config(family):
     return getattr(transformers, f"{family}Config")(**options)
 
 
-@pytest.mark.parametrize("family", ["Falcon", "Bloom", "Mamba", "MegatronBert"])
-def test_a_model_that_keeps_its_own_attention_is_refused(family):
-    """As sdpa is by models that do not support it."""
+@pytest.mark.parametrize("family", ["Falcon", "Bloom", "MegatronBert"])
+def test_a_model_that_has_its_own_attention_raises(family):
+    """Of transformers' own accord it changes nothing later, and logs a warning."""
     model_class = getattr(transformers, f"{family}Model")
     model, config = model_class(tiny_config(family)), tiny_config(family)
     config._attn_implementation = "cqs"
     with pytest.raises(ValueError, match=f"^attn_implementation must be .*{family}Model.*'cqs'"):
         model_class(config)
-    if model._can_set_attn_implementation():
-        with pytest.raises(ValueError, match=f"^attn_implementation must be .*{family}Model"):
-            model.set_attn_implementation("cqs")
-    else:  # transformers logs a warning
-        model.set_attn_implementation("cqs")
+    model.set_attn_implementation("cqs")
     assert model.config._attn_implementation != "cqs"
 
 
@@ -139,6 +135,20 @@ def test_a_model_with_layers_of_its_own_attention_gives_a_warning():
     config._attn_implementation = "cqs"
     with pytest.warns(UserWarning, match="GraniteSpeechCTCEncoder .*'cqs'"):
         transformers.GraniteSpeechCTCEncoder(config)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "packed"])
+def test_a_model_that_does_not_declare_its_support_computes_the_same_and_warns(kind):
+    """The encoder of BigBird-Pegasus adds the mask to its scores, the decoder asks cqs."""
+    options = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 99}
+    options |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BigBirdPegasusConfig(**options, attention_type="original_full")
+    model, batch = transformers.BigBirdPegasusModel(config).double().eval(), BATCHES[kind]()
+    batch["decoder_input_ids"] = tiny_models.token_ids(3, 9)
+    expected = with_attention(model, "eager")(**batch)[0]
+    with pytest.warns(UserWarning, match="BigBirdPegasusModel .*'cqs'"):
+        model.set_attn_implementation("cqs")
+    torch.testing.assert_close(model(**batch)[0], expected, rtol=0, atol=1e-10)
 
 
 def test_masks_of_the_users_own_are_honoured():
@@ -240,8 +250,7 @@ def test_known_rules_cost_a_few_integers():
     tokens = 10**6
     options = {"inputs_embeds": torch.empty(1, tokens, 0), "past_key_values": None}
     options |= {"config": config, "attention_mask": None}
-    assert masking_utils.create_causal_mask(**options) is None, "as with sdpa"
-    mask = masking_utils.create_causal_mask(**options, allow_is_causal_skip=False)
+    mask = masking_utils.create_causal_mask(**options)
     assert mask.shape == (1, 1, tokens, tokens)
     assert mask.source.pattern == cqs.patterns.causal()
     window = masking_utils.create_sliding_window_causal_mask(**options).source.pattern
