@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -333,8 +333,8 @@ class _Implementation:
             **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )
         if pattern is None:
-            make_dense = cache(make_dense)
-            make_dense()  # now, because torch.vmap does not run inside of __torch_dispatch__
+            # Made now, because torch.vmap does not run inside of __torch_dispatch__.
+            make_dense = make_dense().clone
 
         def make_pattern() -> Pattern:
             if pattern is None:

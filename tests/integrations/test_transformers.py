@@ -214,7 +214,10 @@ def test_patterns_are_the_masks(name, padding):
         pattern = by_batch(pattern.rows)
     masks = torch.from_numpy(pattern.to_mask(TOKENS))
     assert (masks == found["sdpa"]).all()
+    copy = found["cqs"].clone()
     assert torch.equal(found["cqs"], found["sdpa"])
+    found["cqs"].zero_()
+    assert torch.equal(copy, found["sdpa"]) and not found["cqs"].any()
 
 
 def test_a_decoder_may_be_asked_to_look_both_ways():
