@@ -85,9 +85,11 @@ def attention(
             arguments is for this alone.
         device: Where to compute; ``None`` means a GPU if there is one.
         out: Where the output goes: a CPU tensor, NumPy array or :class:`cqs.streaming.InFile`;
-            ``None`` makes a tensor. Records no gradients.
-        resume: A file that says how far the computation has come, which goes on there when it is
-            called again; removed when all is done. Needs an ``out`` in a file.
+            ``None`` makes a tensor. Records no gradients. It shares no byte, of memory or of a
+            file, with the inputs, and its elements share none.
+        resume: A directory for working files, which this call makes and removes when all is done.
+            After an error it stays, and the same call goes on where it was. Anything else at this
+            path is rejected unchanged. Needs an ``out`` in a file of its own.
         progress: True draws a progress bar with the time left; a function is called with (pairs
             done, pairs in all), of all heads.
 
@@ -99,8 +101,10 @@ def attention(
     Raises:
         TypeError: for arguments of the wrong type and unsupported dtypes.
         ValueError: for shapes, dtypes, devices or values that do not fit, a memory budget that is
-            too small for a tile, files that are cut short, and a checkpoint of something else.
-        OSError: if a file cannot be read or written, is changed meanwhile, or the disk is full.
+            too small for a tile, files that are cut short, and working files that are damaged or of
+            another computation.
+        OSError: if a file cannot be read or written, is changed meanwhile, the disk is full, or
+            another process uses the directory of ``resume``.
         NotImplementedError: if the named backend cannot take the tensors, and for
             ``"ray"`` where Ray is not installed; the message says why.
         torch.OutOfMemoryError: if a GPU has too little memory; the message says what would fit.

@@ -1,15 +1,19 @@
 """What the commands refuse, and what they leave behind."""
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import cqs.patterns as patterns
 from cqs.__main__ import main
@@ -375,22 +379,160 @@ def test_attend_takes_patterns(files, assert_right, text):
     assert_right(problem, tuple(found))
 
 
-def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, monkeypatch, capsys):
+BUDGETED = ["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--causal", "--budget", "100KB"]
+BUDGETED += ["--device", "cpu"]
+WITHOUT_BUDGET = BUDGETED[:6]
+COMMANDS = pytest.mark.parametrize(
+    "command",
+    [BUDGETED, WITHOUT_BUDGET, [*BUDGETED, "--resume", "run"]],
+    ids=["budget", "no budget", "resume"],
+)
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Interrupt the next command after some blocks."""
     from cqs.streaming import run as streaming_run
 
-    problem = files
-    options = ["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--causal", "--budget", "100KB"]
-    options += ["--device", "cpu"]
-    look, stop = streaming_run._fingerprints, Mock(side_effect=[None] * 3 + [KeyboardInterrupt])
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(streaming_run, "_fingerprints", lambda sources: stop() or look(sources))
-        main([*options, "--resume", "run"])
-    assert {"o.npy.partial.npy", "run", "run.lse.npy"} <= set(os.listdir())
-    assert main([*options, "--resume", "run", "--verify"]) == 0
-    assert sorted(os.listdir()) == ["k.npy", "o.npy", "q.npy", "v.npy"]
+    @contextmanager
+    def interrupted(number):
+        look, calls = streaming_run._fingerprints, itertools.count()
+
+        def stop(sources):
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return look(sources)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(streaming_run, "_fingerprints", stop)
+            yield
+
+    return interrupted
+
+
+def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, interrupt, capsys):
+    problem, names = files, sorted(os.listdir())
+    with interrupt(5):
+        main([*BUDGETED, "--resume", "run"])
+    (partial,) = set(os.listdir()) - {*names, "run"}
+    output = capsys.readouterr().err
+    assert os.path.realpath("run") in output and partial in output
+    for other in ("other.npy", f"{partial}.npy", "o.safetensors"):
+        assert main([*BUDGETED[:4], other, *BUDGETED[5:], "--resume", "run"]) == 2
+        assert repr(other) in capsys.readouterr().err
+    assert main([*BUDGETED, "--resume", "run", "--verify"]) == 0
+    assert sorted(os.listdir()) == sorted([*names, "o.npy"])
     output, _ = attend(problem)
     torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output, atol=1e-6, rtol=1e-5)
-    assert main([*options, "--workers", "3"]) == 2
+    assert main([*BUDGETED, "--workers", "3"]) == 2
     assert "--budget goes neither" in capsys.readouterr().err
-    assert main(options[:6] + ["--resume", "run"]) == 2
+    assert main([*WITHOUT_BUDGET, "--resume", "run"]) == 2
     assert "go with --budget" in capsys.readouterr().err
+
+
+def test_attend_goes_on_with_no_file_but_its_own(files, interrupt, capsys):
+    names = {"o.npy.partial.npy", "run.lse.npy", "run.partial"}
+    for name in names:
+        Path(name).write_text("mine")
+    before = set(os.listdir())
+    with interrupt(1):
+        main([*BUDGETED, "--resume", "run"])
+    with interrupt(3):
+        main(BUDGETED)
+    assert set(os.listdir()) == before, "nothing was final"
+    with interrupt(5):
+        main([*BUDGETED, "--resume", "run"])
+    (partial,) = set(os.listdir()) - before - {"run"}
+    content = Path(partial).read_bytes()
+    os.unlink(partial)
+    assert main([*BUDGETED, "--resume", "run"]) == 2
+    assert partial in capsys.readouterr().err.splitlines()[-1]
+    Path(partial).write_bytes(content[:-3])
+    assert main([*BUDGETED, "--resume", "run"]) == 2
+    assert partial in capsys.readouterr().err.splitlines()[-1] and os.path.exists(partial)
+    Path(partial).write_bytes(content)
+    assert main([*BUDGETED, "--resume", "run"]) == 0
+    assert set(os.listdir()) == before | {"o.npy"}
+    assert all(Path(name).read_text() == "mine" for name in names)
+
+
+@COMMANDS
+@pytest.mark.parametrize(
+    "name", ["q.npy", "./v.npy", "symbolic.npy", "hard.npy", "folder/../k.npy"]
+)
+def test_attend_writes_to_no_file_that_it_reads(files, capsys, command, name):
+    os.symlink("q.npy", "symbolic.npy")
+    os.link("k.npy", "hard.npy")
+    os.mkdir("folder")
+    before = {path: os.stat(path)[:9] for path in os.listdir()}
+    assert main([*command[:4], name, *command[5:]]) == 2
+    assert repr(name) in capsys.readouterr().err
+    if command is WITHOUT_BUDGET:
+        assert main([*command, "--lse", name]) == 2
+        assert main([*command, "--lse", "./o.npy"]) == 2
+    assert {path: os.stat(path)[:9] for path in os.listdir()} == before
+
+
+def test_attend_writes_to_no_safetensors_file_that_it_reads(files, capsys):
+    tensors = {name: getattr(files, name).contiguous() for name in ("query", "key", "value")}
+    save_file(tensors, "all.safetensors")
+    for options in ([], ["--budget", "100KB", "--device", "cpu"]):
+        inputs = [f"all.safetensors:{name}" for name in tensors]
+        assert main(["attend", *inputs, "all.safetensors", *options]) == 2
+        assert "'all.safetensors'" in capsys.readouterr().err
+        assert main(["attend", *inputs, "o.safetensors", *options]) == 0
+    assert load_file("all.safetensors").keys() == tensors.keys()
+
+
+@COMMANDS
+@pytest.mark.parametrize(
+    "name", ["pipe.npy", "folder.npy", "pipe.safetensors", "q.npy/o.npy", "nowhere/o.npy"]
+)
+def test_attend_takes_regular_files_alone(files, capsys, monkeypatch, command, name):
+    """A pipe would be waited for."""
+    os.mkfifo("pipe.npy")
+    os.mkfifo("pipe.safetensors")
+    os.mkdir("folder.npy")
+    before = sorted(os.listdir())
+    monkeypatch.setattr("cqs.streaming.run.attend_within", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("cqs.commands.attend.run_local", lambda *_, **__: 1 / 0)
+    for place in (1, 4):
+        assert main([*command[:place], name, *command[place + 1 :]]) == 2
+        error = capsys.readouterr().err
+        assert name in error and error.count("\n") == 1
+    assert sorted(os.listdir()) == before
+
+
+def array(shape, descr="'<f4'"):
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+    return content + bytes(4 * 60 * 8 * 4)
+
+
+@COMMANDS
+@pytest.mark.parametrize(
+    "content",
+    [
+        array("(1, 4, -60, 8)"),
+        array("(-1, 4, -60, 8)"),
+        array(f"(1, 4, {2**62}, 8)"),
+        array(f"(1, 4, {10**30}, 8)"),
+        array("(1, 4, 60.0, 8)"),
+        array("(1, 4, 60, 8)", "'|O'"),
+        array("(1, 4, 60, 8)", "'<i4'"),
+        array("(1, 4, 60, 8)", "'nothing'"),
+        array("(" * 60),
+        array("-" * 60 + "1"),
+        array("'''"),
+        array("(1, 4, 60, 8)")[:50],
+        b"\x93NUMPY\x07\x00",
+        b"",
+    ],
+    ids=lambda content: str(content[10:80]),
+)
+def test_damaged_arrays_are_refused_in_one_line(files, capsys, command, content):
+    Path("k.npy").write_bytes(content)
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cqs attend: ") and error.count("\n") == 1
+    assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]

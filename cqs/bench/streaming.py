@@ -187,12 +187,12 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
     *_, last = plan.blocks(Position(plan.num_groups - 1, 0))
     start = Position(plan.num_groups - 1, last.tokens.start)
     output = torch.empty((1, shape.num_heads, length, shape.value_columns), dtype=torch.float16)
-    lse = torch.empty(output.shape[:3])
+    lse = torch.empty((*output.shape[:3], 1))
     query, key, value = sources
     streamed = Streamed(query, key, value, Worker(shape.head_dim**-0.5), _device())
 
     def stream() -> None:
-        streamed.attend(plan, InMemory(output), lse, start=start)
+        streamed.attend(plan, InMemory(output), InMemory(lse), start=start)
 
     seconds, peak, _ = _time_and_measure(stream)
     error = _error(output, sources, is_causal, last.tokens, last)

@@ -1,7 +1,7 @@
 """Attend to query, key and value files; write the output file as it is computed."""
 
 import argparse
-import os
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -10,10 +10,13 @@ from tqdm import tqdm
 
 from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
-from cqs.commands.tensor_files import create_file, create_tensor, load_tensor
+from cqs.commands.tensor_files import create_file, create_tensor, load_tensor, path_of
+from cqs.commands.written_files import check_written
 from cqs.executors.local import run_local
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem, check_problem
+from cqs.streaming import open_tensor
+from cqs.streaming.checkpoint import WorkingDirectory
 from cqs.verify import verify_rows
 from cqs.worker import WHY_NOT
 
@@ -40,11 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="BYTES", help="hold at most 8GiB, say, on the device: read as needed"
     )
     streaming.add_argument("--device", help="where to compute; default: a GPU if there is one")
-    streaming.add_argument("--resume", metavar="FILE", help="note there how far it has come; go on")
+    streaming.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="keep working files in this directory, a new one or that of a run that was stopped, "
+        "which goes on; removed at the end",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """Attend from mapped files to mapped files; an output appears only if all went well."""
+    inputs = [path_of(source) for source in (options.query, options.key, options.value)]
+    check_written("OUTPUT", options.output, inputs)
+    if options.lse:
+        check_written("--lse", options.lse, [*inputs, options.output])
     if options.budget is not None:
         _attend_within_budget(options)
         return
@@ -58,8 +70,6 @@ def run(options: argparse.Namespace) -> None:
     )
     shape = (*problem.query.shape[:3], problem.value.shape[3])
     dtype = problem.query.dtype
-    if options.lse and os.path.realpath(options.lse) == os.path.realpath(options.output):
-        raise ValueError(f"--lse must be another file than the output, got {options.lse!r}")
     with ExitStack() as files:
         output = files.enter_context(create_tensor(options.output, "output", shape, dtype))
         lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
@@ -77,7 +87,6 @@ def run(options: argparse.Namespace) -> None:
 
 def _attend_within_budget(options: argparse.Namespace) -> None:
     """Attend from files to files that are not mapped: no more memory is taken than the budget."""
-    from cqs.streaming import open_tensor
     from cqs.streaming.run import attend_within
 
     if options.num_workers is not None or options.executor != "local" or options.lse:
@@ -86,24 +95,32 @@ def _attend_within_budget(options: argparse.Namespace) -> None:
         open_tensor(getattr(options, name), name) for name in ("query", "key", "value")
     )
     shape, dtype = (*query.shape[:3], value.shape[3]), query.dtype
-    with create_file(
-        options.output, "output", shape, dtype, keeps=options.resume is not None
-    ) as path:
-        attend_within(
-            query,
-            key,
-            value,
-            memory_budget=options.budget,
-            device=options.device,
-            out=replace(open_tensor(path, "output"), is_writable=True),
-            resume=options.resume,
-            progress=True,
-            is_causal=options.is_causal,
-            pattern=None if options.pattern is None else parse_pattern(options.pattern),
-            scale=options.scale,
-            backend=options.backend,
-            verify=options.verify,
-        )
+    with ExitStack() as stack:
+        directory = None
+        if options.resume is not None:
+            directory = stack.enter_context(WorkingDirectory(options.resume))
+        path = stack.enter_context(create_file(options.output, "output", shape, dtype, directory))
+        try:
+            attend_within(
+                query,
+                key,
+                value,
+                memory_budget=options.budget,
+                device=options.device,
+                out=replace(open_tensor(path, "output"), is_writable=True),
+                resume=directory,
+                progress=True,
+                is_causal=options.is_causal,
+                pattern=None if options.pattern is None else parse_pattern(options.pattern),
+                scale=options.scale,
+                backend=options.backend,
+                verify=options.verify,
+            )
+        except BaseException:
+            if directory is not None and directory.output is not None:
+                kept = f"'{directory.path}' and '{path}'"
+                print(f"The same command goes on with {kept}, which stay.", file=sys.stderr)
+            raise
     print(f"{options.output}: {list(shape)} {dtype}")
 
 

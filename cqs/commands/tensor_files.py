@@ -1,5 +1,6 @@
 """Tensors in .npy and .safetensors files, mapped into memory rather than read or written whole."""
 
+import io
 import json
 import math
 import os
@@ -12,6 +13,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from cqs.streaming.checkpoint import WorkingDirectory
+from cqs.streaming.sources import check_regular, map_array
 
 _NUMPY_DTYPES = {
     torch.float64: np.float64,
@@ -36,25 +40,24 @@ def load_tensor(source: str, name: str) -> Tensor:
     Raises:
         ValueError: if the file cannot be read, is of neither kind or holds no such tensor.
     """
-    path, _, given = source.partition(".safetensors:")
+    path = path_of(source)
     try:
-        if given or source.endswith(".safetensors"):
-            path = f"{path}.safetensors" if given else source
+        if path.endswith(".safetensors"):
+            check_regular(path)
             with safe_open(path, framework="pt") as file:
-                found: Tensor = file.get_tensor(given or name)
+                found: Tensor = file.get_tensor(source[len(path) + 1 :] or name)
                 return found
-        if source.endswith(".npy"):
-            return torch.from_numpy(np.lib.format.open_memmap(source, mode="c"))
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        OverflowError,
-        EOFError,
-        SafetensorError,
-    ) as error:
+        if path.endswith(".npy"):
+            return torch.from_numpy(map_array(path, name, "c"))
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"cannot read {name} from {source!r}: {error}") from error
     raise ValueError(f"{name} must be a .npy or .safetensors file, got {source!r}")
+
+
+def path_of(source: str) -> str:
+    """Return the path of a file, without the name of a tensor in it."""
+    path, found, _ = source.partition(".safetensors:")
+    return f"{path}.safetensors" if found else path
 
 
 @contextmanager
@@ -81,66 +84,108 @@ def create_tensor(
 
 @contextmanager
 def create_file(
-    target: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, keeps: bool = False
+    target: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    directory: WorkingDirectory | None = None,
 ) -> Iterator[Path]:
     """Give the path of a file that holds a tensor; it becomes ``target`` once it is filled.
+
+    Until then the file is beside ``target``, under a name of its own. After an error it is removed,
+    unless ``directory`` says that the next run goes on with it.
 
     Args:
         target: ``FILE.npy`` or ``FILE.safetensors``; replaced if it exists.
         name: Name of the tensor in a safetensors file.
         shape: Shape of the tensor.
         dtype: Its dtype; .npy files hold no bfloat16.
-        keeps: Whether the file stays after a failure, to be filled further the next time.
+        directory: Working files of the computation, which may refer to a file of an earlier run.
 
     Raises:
-        ValueError: if the file cannot be written or is of a kind that cannot hold the tensor.
+        ValueError: if the file cannot be written or is of a kind that cannot hold the tensor, or
+            the file of an earlier run is missing or was to become another ``target``.
     """
     suffix = Path(target).suffix
-    partial = Path(f"{target}.{'partial' if keeps else secrets.token_hex(8)}{suffix}")
-    try:
-        if suffix not in (".npy", ".safetensors"):
-            raise ValueError("not a .npy or .safetensors file")
-        if suffix == ".npy" and dtype not in _NUMPY_DTYPES:
-            raise ValueError(f"numpy has no {dtype}: write a .safetensors file")
-        if not (keeps and partial.exists()):
-            if suffix == ".npy":
-                np.lib.format.open_memmap(partial, "w+", _NUMPY_DTYPES[dtype], shape)
-            else:
-                _write_safetensors(partial, name, shape, dtype)
-            _reserve_space(partial)
-    except (OSError, ValueError) as error:
-        partial.unlink(missing_ok=True)
-        raise ValueError(f"cannot write {name} to {target!r}: {error}") from error
+    if suffix not in (".npy", ".safetensors"):
+        raise ValueError(f"cannot write {name} to {target!r}: not a .npy or .safetensors file")
+    if suffix == ".npy" and dtype not in _NUMPY_DTYPES:
+        raise ValueError(
+            f"cannot write {name} to {target!r}: numpy has no {dtype}: write a .safetensors file"
+        )
+    partial = None if directory is None else _begun(target, directory)
+    if partial is None:
+        partial = Path(f"{target}.{secrets.token_hex(8)}{suffix}")
+        try:
+            _make_file(partial, name, shape, dtype)
+        except OSError as error:
+            raise ValueError(f"cannot write {name} to {target!r}: {error}") from error
     try:
         yield partial
+        os.replace(partial, target)
     except BaseException:
-        if not keeps:
+        if directory is None or directory.output is None:
             partial.unlink(missing_ok=True)
         raise
-    os.replace(partial, target)
 
 
-def _reserve_space(path: Path) -> None:
-    """Take all blocks of a file at once: later, a full disk would end the process by a signal."""
-    if hasattr(os, "posix_fallocate"):
-        with open(path, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+def _begun(target: str, directory: WorkingDirectory) -> Path | None:
+    """Return the file that an earlier run has begun to fill for ``target``, if there is one.
+
+    Raises:
+        ValueError: if it is missing, or was to become another file.
+    """
+    partial = directory.output
+    if partial is None:
+        return None
+    wanted = Path(os.path.realpath(Path(target).parent)) / Path(target).name
+    if partial.parent != wanted.parent or not partial.name.startswith(f"{wanted.name}."):
+        raise ValueError(
+            f"'{directory.path}' is of another computation: its output so far is '{partial}', "
+            f"which does not become {target!r}"
+        )
+    if not partial.is_file():
+        raise directory.damaged(partial)
+    return partial
 
 
-def _write_safetensors(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Create a safetensors file of one tensor of zeros.
+def _make_file(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Create a file of a tensor of zeros, with all of its blocks on the disk.
+
+    Later, a full disk would end a process that has mapped the file by a signal.
+    """
+    if path.suffix == ".npy":
+        header = io.BytesIO()
+        descr = np.lib.format.dtype_to_descr(np.dtype(_NUMPY_DTYPES[dtype]))
+        np.lib.format.write_array_header_1_0(
+            header, {"descr": descr, "fortran_order": False, "shape": shape}
+        )
+        content = header.getvalue()
+    else:
+        content = _safetensors_header(name, shape, dtype)
+    size = len(content) + math.prod(shape) * dtype.itemsize
+    with open(path, "xb") as file:
+        try:
+            file.write(content)
+            file.truncate(size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+        except BaseException:
+            path.unlink()
+            raise
+
+
+def _safetensors_header(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """Return what comes before the data of a safetensors file of one tensor.
 
     The format: length of the header (8 bytes, little endian), header (JSON, padded with blanks to
     a multiple of 8), data.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
     entry = {
         "dtype": _SAFETENSORS_DTYPES[dtype],
         "shape": list(shape),
-        "data_offsets": [0, num_bytes],
+        "data_offsets": [0, math.prod(shape) * dtype.itemsize],
     }
     header = json.dumps({name: entry}).encode()
     header += b" " * (-len(header) % 8)
-    with open(path, "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + num_bytes)
+    return len(header).to_bytes(8, "little") + header

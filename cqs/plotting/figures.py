@@ -87,5 +87,6 @@ def check_picture(path: str | Path) -> None:
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise ValueError(f"a picture's name must end in one of {sorted(formats)}, got '{path}'")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    is_other = path.exists() and not path.is_file()
+    if is_other or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OSError(f"cannot write a picture to '{path}'")

@@ -28,7 +28,7 @@ class Streamed:
         self,
         plan: StreamPlan,
         output: Target,
-        lse: Tensor,
+        lse: Target,
         *,
         start: Position = START,
         visited: Callable[[Visit], None] = lambda visit: None,
@@ -39,8 +39,8 @@ class Streamed:
         Args:
             plan: Of the forward pass.
             output: Where the output goes.
-            lse: Where the log of the denominators goes: ``[batch, num_heads, seqlen_q]``, on the
-                CPU.
+            lse: Where the log-sum-exp goes: ``[batch, num_heads, seqlen_q, 1]``, float32 (float64
+                for float64).
             start: See :func:`cqs.streaming.engine.stream`, as for the rest.
             visited: Likewise.
             finished: Likewise.
@@ -51,7 +51,7 @@ class Streamed:
             Side((self.query,), has_key_heads=False),
             Side((self.key, self.value), has_key_heads=True),
             _Attention(plan, self.worker),
-            [output, InMemory(lse.unsqueeze(-1))],
+            [output, lse],
             start=start,
             visited=visited,
             finished=finished,

@@ -1,144 +1,302 @@
-"""How far a run has come, in a file, so that another can go on."""
+"""What a computation needs to be resumed: working files in a directory of its own."""
 
+import errno
+import fcntl
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import xxhash
 
 from cqs.partial import lse_dtype
-from cqs.patterns.pattern import content_digest
 from cqs.streaming.plan import START, Position, StreamPlan
-from cqs.streaming.sources import InFile, bytes_of
+from cqs.streaming.sources import InFile, bytes_of, check_regular
+
+_LOCK, _STATE, _NEW_STATE, _BLOCKS, _LSE = FILES = (
+    "cqs-resume.lock", "state", "state.new", "blocks", "lse",
+)  # fmt: skip
+"""The files of a working directory. The lock tells it from directories of others."""
+_CHOICES = ("heads_at_once", "rows", "chunk")
+_MOST_NAMED = 5
+_PIECE_BYTES = 2**20
+"""Bytes of results that are read at a time to compute their digest."""
+_RECORD = np.dtype(
+    [(name, "<i8") for name in ("batch", "head", "start", "stop")]
+    + [(name, "<u8") for name in ("output", "lse")]
+)
+"""One head of a finished block: its rows, and the digests of both results."""
 
 
-@dataclass(frozen=True)
+class WorkingDirectory:
+    """A directory that holds the working files of one computation, for one process at a time.
+
+    As a context manager it makes the directory, or accepts one that an earlier run has made and
+    left, and locks it. At the end it removes the files and the directory, except after an error
+    when some results are final: then both stay for the next run. It never changes files of others.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Take the path of the directory; nothing is made yet."""
+        self.path = Path(os.path.realpath(path))
+
+    def __enter__(self) -> "WorkingDirectory":
+        """Make the directory, or go on with the one of an earlier run; lock it.
+
+        Raises:
+            ValueError: The path exists and no earlier run has made it.
+            BlockingIOError: Another process or thread uses the directory.
+            OSError: The directory cannot be made.
+        """
+        lock, flags = self.path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self.path.mkdir()
+            flags |= os.O_CREAT | os.O_EXCL
+        except FileExistsError:
+            if not lock.is_file():
+                raise ValueError(
+                    "resume must be a new path or the directory of an earlier run, got "
+                    f"'{self.path}', which something else has made"
+                ) from None
+        self._lock = os.open(lock, flags, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._lock), os.stat(lock)):
+                raise FileNotFoundError  # its owner has just removed it, and another made a new one
+        except (BlockingIOError, FileNotFoundError):
+            os.close(self._lock)
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                "resume must be a directory that nothing else uses: wait for the other process, or "
+                "take another directory",
+                str(self.path),
+            ) from None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove the files and the directory unless they serve the next run; release the lock."""
+        try:
+            if error is None:
+                self.forget()
+            if not (self.path / _STATE).exists():
+                for name in reversed(FILES):
+                    (self.path / name).unlink(missing_ok=True)
+                if self.path.exists() and not any(self.path.iterdir()):
+                    self.path.rmdir()
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+            os.close(self._lock)
+
+    def forget(self) -> None:
+        """Have the next run begin anew."""
+        (self.path / _STATE).unlink(missing_ok=True)
+
+    def read(self) -> dict[str, Any] | None:
+        """Return what was saved last; ``None`` if nothing was.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        path = self.path / _STATE
+        if not path.exists():
+            return None
+        check_regular(path)
+        digest, _, content = path.read_bytes().partition(b"\n")
+        if digest != xxhash.xxh3_128_hexdigest(content).encode():
+            raise self.damaged(path)
+        found: dict[str, Any] = json.loads(content)
+        return found
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replace what was saved last, at once and for the disk."""
+        content = json.dumps(state).encode()
+        with open(self.path / _NEW_STATE, "wb") as file:
+            file.write(xxhash.xxh3_128_hexdigest(content).encode() + b"\n" + content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.path / _NEW_STATE, self.path / _STATE)
+
+    @property
+    def output(self) -> Path | None:
+        """The file that an earlier run has begun to fill; ``None`` if the next begins anew."""
+        state = self.read()
+        return None if state is None else Path(state["request"]["output"][0])
+
+    def damaged(self, path: Path) -> ValueError:
+        """Return the error for a file that is missing or not as it was."""
+        return ValueError(
+            f"'{path}' is missing or damaged: restore it, or remove '{self.path}' to begin anew"
+        )
+
+
 class Checkpoint:
-    """A file that says up to where the output is final, and beside it one with the lse."""
+    """How far a computation has come, and digests of all results that are final."""
 
-    path: Path
-    request: Mapping[str, Any]
-    """What is computed, from which files; of types that JSON has."""
-    output: InFile
+    def __init__(self, directory: WorkingDirectory, request: Mapping[str, Any], output: InFile):
+        """Take what is computed.
+
+        Args:
+            directory: Holds the working files; entered.
+            request: What is computed, from which files; of types that JSON has.
+            output: ``[batch, num_heads, seqlen_q, value_dim]``.
+        """
+        self._directory, self._request, self._output = directory, request, output
+        self._blocks, self._lse = directory.path / _BLOCKS, directory.path / _LSE
+        batch, heads, tokens, _ = output.shape
+        self._lse_shape, self._lse_dtype = (batch, heads, tokens, 1), lse_dtype(output.dtype)
+        self._num_records, self._hasher = 0, xxhash.xxh3_128()
 
     def load(self, plans: Sequence[StreamPlan]) -> tuple[list[StreamPlan], int, Position]:
         """Return the plans to follow, and the part and position to go on at.
 
         Args:
-            plans: One for each part of the problem; the file, if there is one, has others.
+            plans: One for each part of the problem. A run that is resumed follows its own.
 
         Raises:
-            ValueError: if the file is of another computation, or of other or changed inputs, or
-                what it says is final is not in the output, or a plan takes more than the budget.
-            OSError: if the file of the lse is not there.
+            ValueError: A working file is damaged, or belongs to another computation or to inputs
+                that have changed; final results differ; or a plan takes more than the budget.
+            OSError: A file cannot be read or written.
         """
-        if not self.path.exists():
+        state = self._directory.read()
+        if state is None:
+            self._begin()
             return list(plans), 0, START
-        try:
-            found = json.loads(self.path.read_text())
-            request = dict(found["request"])
-            choices: list[dict[str, Any]] = [
-                {name: int(each[name]) for name in _CHOICES} for each in found["plans"]
-            ]
-            begun = [replace(plan, **each) for plan, each in zip(plans, choices, strict=True)]
-            part, position = int(found["part"]), Position(*map(int, found["position"]))
-            batch, head, start, stop = map(int, found["last"])
-            digest = found["digest"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"'{self.path}' is no checkpoint: {error!r}") from error
-        for name, value in self.request.items():
-            if request.get(name) != value:
+        for name, value in self._request.items():
+            if state["request"].get(name) != value:
                 raise ValueError(
-                    f"'{self.path}' is of another computation: it has {name} "
-                    f"{request.get(name)}, this one {value}"
+                    f"'{self._directory.path}' is of another computation: it has {name} "
+                    f"{state['request'].get(name)}, this one {value}"
                 )
-        for plan in begun[part:]:
+        begun = [replace(plan, **each) for plan, each in zip(plans, state["plans"], strict=True)]
+        for plan in begun[state["part"] :]:
             if plan.peak_bytes > plan.budget:
                 raise ValueError(
-                    f"'{self.path}' was begun with a larger memory budget: to go on takes "
-                    f"{plan.peak_bytes} bytes, got {plan.budget}"
+                    f"'{self._directory.path}' was begun with a larger memory budget: to go on "
+                    f"takes {plan.peak_bytes} bytes, got {plan.budget}"
                 )
-        if self._digest(batch, head, range(start, stop)) != digest:
-            raise ValueError(
-                f"'{self.path}' is of other results than those in '{self.output.path}' and "
-                f"'{self._lse_path}'"
-            )
-        return begun, part, position
+        self._check_results(*state["blocks"])
+        return begun, state["part"], Position(*state["position"])
 
     def save(
         self,
         plans: Sequence[StreamPlan],
         part: int,
         position: Position,
-        last: tuple[int, int, range],
+        block: tuple[int, range, range],
     ) -> None:
-        """Note that everything up to a position in a part is where it goes, also for the disk.
+        """Note that everything up to a position in a part is final, also for the disk.
 
         Args:
             plans: As they are followed.
             part: Number.
             position: In it.
-            last: Batch element, head and rows that became final last, or some of them.
+            block: Batch element, query heads and rows that became final last.
         """
-        batch, head, rows = last[0], last[1], last[2][-_NUM_CHECKED:]
-        content = {
-            "request": self.request,
-            "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in plans],
-            "part": part,
-            "position": position,
-            "last": [batch, head, rows.start, rows.stop],
-            "digest": self._digest(batch, head, rows),
-        }
-        self.output.flush()
-        self._mapped_lse.flush()
-        partial = self.path.with_name(self.path.name + ".partial")
-        with open(partial, "w") as file:
-            json.dump(content, file)
+        batch, heads, rows = block
+        records = np.array(
+            [
+                (
+                    batch,
+                    head,
+                    rows.start,
+                    rows.stop,
+                    *(_digest(results, batch, head, rows) for results in (self._output, self.lse)),
+                )
+                for head in heads
+            ],
+            _RECORD,
+        )
+        self._output.flush()
+        self.lse.flush()
+        with open(self._blocks, "r+b") as file:
+            file.seek(self._num_records * _RECORD.itemsize)
+            file.write(records.tobytes())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, self.path)
-
-    @property
-    def lse(self) -> Tensor:
-        """``[batch, num_heads, seqlen_q]``, mapped from its file, which is new at first."""
-        return torch.from_numpy(self._mapped_lse)
+        self._num_records += len(records)
+        self._hasher.update(records.tobytes())
+        self._directory.save(
+            {
+                "request": self._request,
+                "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in plans],
+                "part": part,
+                "position": position,
+                "blocks": [self._num_records, self._hasher.hexdigest()],
+            }
+        )
 
     @cached_property
-    def _mapped_lse(self) -> np.memmap:
-        shape, dtype = self.output.shape[:3], lse_dtype(self.output.dtype)
-        of_numpy = np.float64 if dtype == torch.float64 else np.float32
-        mode = "r+" if self.path.exists() else "w+"
-        mapped = np.lib.format.open_memmap(self._lse_path, mode, of_numpy, shape)
-        if mapped.shape != shape or mapped.dtype != of_numpy:
-            raise ValueError(f"'{self._lse_path}' is of another computation")
-        with open(self._lse_path, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, os.path.getsize(self._lse_path))
-        return mapped
+    def lse(self) -> InFile:
+        """``[batch, num_heads, seqlen_q, 1]``, in a working file."""
+        _, heads, tokens, _ = self._lse_shape
+        of_head = tokens * self._lse_dtype.itemsize
+        strides = heads * of_head, of_head
+        return InFile(self._lse, self._lse_shape, self._lse_dtype, 0, strides, is_writable=True)
 
-    def remove(self) -> None:
-        """Forget it, once everything is computed."""
-        self.path.unlink(missing_ok=True)
-        self._lse_path.unlink(missing_ok=True)
+    def _begin(self) -> None:
+        """Make the files that grow, in which nothing is final."""
+        for path, size in ((self._blocks, 0), (self._lse, self._lse_bytes)):
+            path.unlink(missing_ok=True)
+            with open(path, "xb") as file:
+                file.truncate(size)
+        descriptor = os.open(self._directory.path, os.O_RDONLY)
+        os.fsync(descriptor)  # a state that is saved later refers to these files
+        os.close(descriptor)
 
-    def _digest(self, batch: int, head: int, rows: range) -> str:
-        """Return what tells some results from others."""
-        output = torch.empty(
-            (len(rows), self.output.shape[3]), dtype=self.output.dtype, device="cpu"
-        )
-        self.output.read(batch, head, rows, output)
-        lse = self.lse[batch, head, rows.start : rows.stop]
-        return content_digest(b"".join(bytes_of(tensor) for tensor in (output, lse)))
+    def _check_results(self, num_records: int, digest: str) -> None:
+        """Raise ValueError unless the results that are final are as they were written."""
+        size = num_records * _RECORD.itemsize
+        for path, least in ((self._blocks, size), (self._lse, self._lse_bytes)):
+            if not path.is_file() or path.stat().st_size < least:
+                raise self._directory.damaged(path)
+        content = self._blocks.read_bytes()[:size]
+        self._num_records = num_records
+        self._hasher.update(content)
+        if self._hasher.hexdigest() != digest:
+            raise self._directory.damaged(self._blocks)
+        differing = []
+        for record in np.frombuffer(content, _RECORD):
+            batch, head, *ends = (int(record[name]) for name in ("batch", "head", "start", "stop"))
+            for name, results in (("output", self._output), ("lse", self.lse)):
+                if _digest(results, batch, head, range(*ends)) != record[name]:
+                    differing.append(
+                        f"rows {ends[0]} to {ends[1] - 1} of head {head} of batch element {batch} "
+                        f"in '{results.path}'"
+                    )
+        if differing:
+            raise ValueError(
+                f"results that '{self._directory.path}' calls final have changed: "
+                f"{'; '.join(differing[:_MOST_NAMED])}"
+                f"{'; ...' if len(differing) > _MOST_NAMED else ''}. Restore them, or remove "
+                f"'{self._directory.path}' to begin anew"
+            )
 
     @property
-    def _lse_path(self) -> Path:
-        return self.path.with_name(self.path.name + ".lse.npy")
+    def _lse_bytes(self) -> int:
+        return math.prod(self._lse_shape) * self._lse_dtype.itemsize
 
 
-_NUM_CHECKED = 128
-_CHOICES = ("heads_at_once", "rows", "chunk")
+def _digest(results: InFile, batch: int, head: int, rows: range) -> int:
+    """Return the digest of some rows as they are in their file, a piece at a time."""
+    columns = results.shape[3]
+    length = max(_PIECE_BYTES // max(columns * results.dtype.itemsize, 1), 1)
+    pieces = [rows[first : first + length] for first in range(0, len(rows), length)]
+    space = torch.empty((len(pieces[0]), columns), dtype=results.dtype, device="cpu")
+    hasher = xxhash.xxh3_64()
+    for piece in pieces:
+        into = space[: len(piece)]
+        results.read(batch, head, piece, into)
+        hasher.update(bytes_of(into))
+    return hasher.intdigest()

@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from cqs.patterns import Pattern, causal, per_head, sliding_window
 from cqs.problem import Problem, check_problem
 from cqs.streaming.attention import Streamed
 from cqs.streaming.budget import parse_budget
-from cqs.streaming.checkpoint import Checkpoint
+from cqs.streaming.checkpoint import Checkpoint, WorkingDirectory
 from cqs.streaming.plan import (
     CPU,
     GPU,
@@ -32,7 +31,15 @@ from cqs.streaming.plan import (
     Visit,
     make_stream_plan,
 )
-from cqs.streaming.sources import InFile, InMemory, Source, Target, as_source, as_target
+from cqs.streaming.sources import (
+    InFile,
+    InMemory,
+    Source,
+    Target,
+    as_source,
+    as_target,
+    share_files,
+)
 from cqs.verify import VerificationError, verify_rows
 from cqs.worker import Worker
 
@@ -51,7 +58,7 @@ def attend_within(
     memory_budget: int | str,
     device: "torch.device | str | None" = None,
     out: Any = None,
-    resume: "str | os.PathLike[str] | None" = None,
+    resume: "str | os.PathLike[str] | WorkingDirectory | None" = None,
     progress: Progress = False,
     is_causal: bool = False,
     pattern: Pattern | None = None,
@@ -63,7 +70,8 @@ def attend_within(
 ) -> Partial:
     """Compute attention of tensors that are not on the device; see :func:`cqs.attention`.
 
-    The answer is on the CPU, its output ``out`` if that is given.
+    The answer is on the CPU, its output ``out`` if that is given. A caller that has entered the
+    working directory itself passes it as ``resume``.
     """
     tensors = (query, key, value)
     sources: Sequence[Source] = tuple(map(as_source, _NAMES, tensors))
@@ -84,14 +92,24 @@ def attend_within(
         raise ValueError("out= and resume= record no gradients: detach the tensors")
     if needs_grad and not all(isinstance(source, InMemory) for source in sources):
         raise ValueError("gradients need all tensors in memory: load the others, or detach")
-    with closing(_Reporter(progress, _num_pairs(problem))) as reporter:
-        run = _Run(where, parse_budget(memory_budget, where), backend, reporter)
-        if needs_grad:
-            answer = attend_differentiably(problem, run.attend_and_keep)
+    with ExitStack() as stack:
+        if resume is None or isinstance(resume, WorkingDirectory):
+            directory = resume
         else:
-            answer = run.attend(problem, sources, out, None if resume is None else Path(resume))
-    if verify:
-        _verify(problem, sources, answer)
+            directory = stack.enter_context(WorkingDirectory(resume))
+        with closing(_Reporter(progress, _num_pairs(problem))) as reporter:
+            run = _Run(where, parse_budget(memory_budget, where), backend, reporter)
+            if needs_grad:
+                answer = attend_differentiably(problem, run.attend_and_keep)
+            else:
+                answer = run.attend(problem, sources, out, directory)
+        if verify:
+            try:
+                _verify(problem, sources, answer)
+            except VerificationError:
+                if directory is not None:
+                    directory.forget()
+                raise
     return answer
 
 
@@ -113,33 +131,37 @@ class _Run:
         problem: Problem,
         sources: Sequence[Source],
         out: Any = None,
-        resume: Path | None = None,
+        directory: WorkingDirectory | None = None,
     ) -> Partial:
         """Compute the answer."""
         parts = [self._in_strips(part) for _, part in problem.parts()]
         shape = (*problem.query.shape[:3], problem.value.shape[3])
         dtype = problem.query.dtype
         output = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
-        target = as_target(output, shape, dtype, sources)
+        target = InMemory(output) if out is None else as_target(out, shape, dtype, sources)
+        # A file that takes the output too changes all the time.
+        watched = [source for source in sources if not share_files(target, source)]
         plans = [self._plan(part, Pass.FORWARD, self.budget) for part in parts]
         first, start, checkpoint = 0, START, None
-        if resume is not None:
-            if not isinstance(target, InFile):
-                raise ValueError("resume= needs an out= that is in a file")
-            checkpoint = Checkpoint(resume, self._request(problem, sources, target), target)
+        lse: InMemory | InFile
+        if directory is not None:
+            if not isinstance(target, InFile) or len(watched) < len(sources):
+                raise ValueError("resume= needs an out= that is in a file, and in no input's file")
+            checkpoint = Checkpoint(directory, self._request(problem, sources, target), target)
             plans, first, start = checkpoint.load(plans)
             lse = checkpoint.lse
         else:
-            lse = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
-        prints = _fingerprints(sources)
+            lse = InMemory(torch.empty((*shape[:3], 1), dtype=lse_dtype(dtype), device="cpu"))
+        prints = _fingerprints(watched)
 
         def finish(number: int, where: tuple[slice, slice], plan: StreamPlan, block: Block) -> None:
-            if _fingerprints(sources) != prints:
+            if _fingerprints(watched) != prints:
                 raise OSError("an input file was changed while it was read")
             if checkpoint is not None:
                 plans[number] = plan
                 batch, head = (each.start or 0 for each in where)
-                place = batch + block.batch, head + block.heads.start, block.tokens
+                heads = range(head + block.heads.start, head + block.heads.stop)
+                place = batch + block.batch, heads, block.tokens
                 checkpoint.save(plans, number, block.end, place)
 
         query, key, value = sources
@@ -151,15 +173,13 @@ class _Run:
                     Streamed(*of_part, Worker.of(parts[number], self.backend), self.device),
                     plans[number],
                     target.part(*of_queries),
-                    lse[of_queries],
+                    lse.part(*of_queries),
                     start if number == first else START,
                     partial(finish, number, of_queries),
                 )
             self.reporter.end_part(plans[number])
-        if checkpoint is not None:
-            lse = lse.clone()
-            checkpoint.remove()
-        return Partial(output, lse)
+        found = lse.tensor if isinstance(lse, InMemory) else _read_whole(lse)
+        return Partial(output, found.squeeze(-1))
 
     def attend_and_keep(self, problem: Problem) -> Attended:
         """Compute the answer, and say how to differentiate it."""
@@ -175,7 +195,7 @@ class _Run:
         streamed: Streamed,
         plan: StreamPlan,
         target: Target,
-        lse: Tensor,
+        lse: Target,
         position: Position,
         finish: Callable[[StreamPlan, Block], None],
     ) -> None:
@@ -257,6 +277,7 @@ class _Run:
     ) -> dict[str, Any]:
         """Say what a checkpoint is of, in types that JSON has."""
         return {
+            "format": 1,
             "shapes": [list(source.shape) for source in sources],
             "dtype": str(problem.query.dtype),
             "device": self.device.type,
@@ -300,6 +321,13 @@ def _read(source: Source, batch: int, heads: range) -> Tensor:
     found = torch.empty((1, len(heads), tokens, columns), dtype=source.dtype, device="cpu")
     for into, head in zip(found[0], heads, strict=True):
         source.read(batch, head, range(tokens), into)
+    return found
+
+
+def _read_whole(source: Source) -> Tensor:
+    found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    for batch, head in product(*map(range, source.shape[:2])):
+        source.read(batch, head, range(source.shape[2]), found[batch, head])
     return found
 
 

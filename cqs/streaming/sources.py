@@ -2,18 +2,28 @@
 
 import json
 import os
+import stat
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from cqs.streaming.extents import (
+    Extent,
+    extents_in_file,
+    extents_in_memory,
+    is_mapped_from,
+    is_read_only,
+    share_bytes,
+)
 
 Shape = tuple[int, int, int, int]
 
@@ -41,6 +51,9 @@ class Source(Protocol):
 
     def part(self, batches: slice, heads: slice) -> "Source":
         """Return some batch elements and heads, counted from 0 again."""
+
+    def extents(self, *, is_written: bool) -> list[Extent]:
+        """Return which bytes of memory and of files hold the elements, as far as is known."""
 
 
 class Target(Protocol):
@@ -79,6 +92,10 @@ class InMemory:
         """Return some batch elements and heads."""
         return InMemory(self.tensor[batches, heads])
 
+    def extents(self, *, is_written: bool) -> list[Extent]:
+        """Return which bytes of memory hold the elements, and of files mapped there."""
+        return extents_in_memory(self.tensor, is_written=is_written)
+
     def rows_in_place(self, batch: int, head: int, rows: range) -> Tensor:
         """Return rows in place."""
         return self.tensor[batch, head, rows.start : rows.stop]
@@ -101,8 +118,14 @@ class InFile:
     is_writable: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the file is too short."""
+        """Raise ValueError unless all elements lie in a regular file."""
         batch, heads, *_ = self.shape
+        if min(*self.shape, *self.strides, self.offset) < 0:
+            raise ValueError(
+                f"shape, strides and offset must not be negative, got {self.shape}, "
+                f"{self.strides} and {self.offset}"
+            )
+        check_regular(self.path)
         needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
         if (size := self.path.stat().st_size) < needed:
             raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
@@ -110,8 +133,8 @@ class InFile:
     @property
     def fingerprint(self) -> tuple[str, int, int]:
         """What changes when the file does: its path, size and time of change."""
-        stat = self.path.stat()
-        return str(self.path.resolve()), stat.st_size, stat.st_mtime_ns
+        found = self.path.stat()
+        return str(self.path.resolve()), found.st_size, found.st_mtime_ns
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
         """Read rows; raises OSError if the file has become too short."""
@@ -137,6 +160,16 @@ class InFile:
         """Return some batch elements and heads."""
         first, shape = _cut(self.shape, batches, heads)
         return replace(self, shape=shape, offset=self._place(*first, 0))
+
+    def extents(self, *, is_written: bool) -> list[Extent]:
+        """Return which bytes of the file hold the elements."""
+        size = self.dtype.itemsize
+        strides = (*self.strides, self.shape[3] * size, size)
+        return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
+
+    def is_mapped_as(self, array: np.ndarray) -> bool:
+        """Return whether an array is mapped from this place of the file, as far as is known."""
+        return is_mapped_from(array, self._descriptor, self.offset)
 
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = self.shape[3] * self.dtype.itemsize
@@ -185,6 +218,10 @@ class OnDemand:
 
         return replace(self, function=function, shape=shape)
 
+    def extents(self, *, is_written: bool) -> list[Extent]:
+        """Return nothing, because only the function knows."""
+        return []
+
 
 def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
     """Return what reads a tensor of the user.
@@ -220,6 +257,14 @@ def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
     return InMemory(tensor.detach())
 
 
+def share_files(target: InMemory | InFile, source: Source) -> bool:
+    """Return whether writes to a tensor are in a file of another, in whatever part of it."""
+    if not isinstance(source, InFile):
+        return False
+    files = {extent.space for extent in source.extents(is_written=False)}
+    return any(extent.space in files for extent in target.extents(is_written=True))
+
+
 def as_target(
     out: Any, shape: Shape, dtype: torch.dtype, sources: Sequence[Source] = ()
 ) -> InMemory | InFile:
@@ -243,15 +288,15 @@ def as_target(
         raise ValueError(
             f"out must be {list(shape)} {dtype}, got {list(target.shape)} {target.dtype}"
         )
-    is_writable = target.is_writable if isinstance(target, InFile) else True
+    is_writable = (
+        target.is_writable if isinstance(target, InFile) else not is_read_only(target.tensor)
+    )
     if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out cannot be written to: it is read-only")
-    if isinstance(target, InMemory) and any(
-        length > 1 and not stride
-        for length, stride in zip(target.shape, target.tensor.stride(), strict=True)
-    ):
+    extents = target.extents(is_written=True)
+    if extents[0].repeats:
         raise ValueError("out cannot be written to: its elements share memory")
-    if any(_meets(target, source) for source in sources):
+    if any(share_bytes(extents, source.extents(is_written=False)) for source in sources):
         raise ValueError("out must share neither memory nor a file with query, key and value")
     return target
 
@@ -271,10 +316,7 @@ def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
     path, _, given = str(source).partition(".safetensors:")
     if given or path.endswith(".safetensors"):
         return _in_safetensors(Path(f"{path}.safetensors" if given else path), given or name)
-    try:
-        mapped = np.lib.format.open_memmap(source, mode="r")
-    except ValueError as error:
-        raise ValueError(f"cannot read {name} from '{source}': {error}") from error
+    mapped = map_array(path, name, "r")
     found = _file_of(mapped) if mapped.ndim == 4 else None
     if found is None:
         raise ValueError(
@@ -283,13 +325,43 @@ def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
     return found
 
 
-def _in_safetensors(path: Path, name: str) -> InFile:
+def map_array(path: str | Path, name: str, mode: Literal["r", "c"]) -> np.memmap:
+    """Map the array of a .npy file into memory.
+
+    Args:
+        path: The file.
+        name: What errors call the array.
+        mode: ``"r"`` for an array that cannot be written to, ``"c"`` for one whose changes do not
+            reach the file.
+
+    Raises:
+        ValueError: if the file is not a regular one, or holds no array.
+        OSError: if it cannot be read.
+    """
+    check_regular(path)
     try:
-        with safe_open(path, framework="numpy"):  # which checks all that the header says
-            pass
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            entry = json.loads(file.read(length))[name]
+        return np.lib.format.open_memmap(path, mode=mode)
+    except OSError:
+        raise
+    except Exception as error:  # NumPy's reader fails in many ways on headers of other programs
+        raise ValueError(f"cannot read {name} from '{path}': {error}") from error
+
+
+def check_regular(path: str | Path) -> None:
+    """Raise ValueError unless a path is of a regular file; to open a pipe might wait for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"'{path}' must be a regular file")
+
+
+def _in_safetensors(path: Path, name: str) -> InFile:
+    check_regular(path)
+    try:
+        with safe_open(path, framework="numpy") as file:  # which checks all that the header says
+            if name not in file.keys():
+                raise KeyError(name)
+        with open(path, "rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            entry = json.loads(content.read(length))[name]
         shape, dtype = tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]]
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"'{path}' has no tensor {name!r} to read: {error!r}") from error
@@ -303,7 +375,7 @@ def _in_safetensors(path: Path, name: str) -> InFile:
 def _file_of(mapped: np.memmap) -> InFile | None:
     """Return where the elements of a memory map are in its file, unless that cannot be told.
 
-    What is mapped copy-on-write may differ from the file.
+    What is mapped copy-on-write may differ from the file, and another file may have its name now.
     """
     whole = mapped
     while isinstance(whole.base, np.memmap):
@@ -322,31 +394,18 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         dtype = torch.from_numpy(np.empty(0, mapped.dtype)).dtype
     except TypeError:
         return None
-    return InFile(
-        Path(mapped.filename),
+    path = Path(mapped.filename)
+    if not path.is_file():
+        return None
+    found = InFile(
+        path,
         mapped.shape,
         dtype,
         whole.offset + mapped.ctypes.data - whole.ctypes.data,
         (mapped.strides[0], mapped.strides[1]),
         is_writable=bool(mapped.flags.writeable),
     )
-
-
-def _meets(target: InMemory | InFile, source: Source) -> bool:
-    """Say whether to write one may change the other."""
-    if isinstance(target, InFile) and isinstance(source, InFile):
-        return target.path.samefile(source.path)
-    if isinstance(target, InMemory) and isinstance(source, InMemory):
-        return np.shares_memory(_array(target.tensor), _array(source.tensor))
-    return False
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    """Return the memory of a tensor as NumPy sees it, which has no bfloat16."""
-    array: np.ndarray = (
-        tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-    ).numpy()
-    return array
+    return found if not mapped.size or found.is_mapped_as(mapped) else None
 
 
 def _cut(shape: Shape, batches: slice, heads: slice) -> tuple[tuple[int, int], Shape]:

@@ -3,13 +3,10 @@
 import itertools
 import json
 import os
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import cqs
 from cqs.streaming import OnDemand, open_tensor
@@ -91,14 +88,11 @@ def test_a_function_may_be_a_model(tensors):
 
 def test_an_output_that_is_read_or_written_twice_is_refused(tensors, maps):
     query, key, value = tensors
-    save_file({"key": key, "out": value}, "some.safetensors")
-    in_file = replace(open_tensor("some.safetensors", "out"), is_writable=True)
     overlaps = [
         ((query, key, value), value),
         ((query, key, value), key.numpy()),
         ((query, key, value.expand(1, 2, 300, 16)), value.flip(3).set_(value).view(SHAPE)),
         ((np.load("q.npy", mmap_mode="r+"), key, value), np.load("q.npy", mmap_mode="r+")),
-        ((query, open_tensor("some.safetensors", "key"), value), in_file),
     ]
     for arguments, out in overlaps:
         with pytest.raises(ValueError, match="share neither memory nor a file with query, key"):
@@ -137,95 +131,6 @@ def stop_after(number):
             raise Stop
 
     return progress
-
-
-def make_anew():
-    new_output()
-
-
-def lose_lse():
-    os.unlink("run.lse.npy")
-
-
-def cut_lse():
-    os.truncate("run.lse.npy", 300)
-
-
-def make_lse_anew():
-    np.save("run.lse.npy", np.zeros(SHAPE[:3], np.float32))
-
-
-def widen_lse():
-    np.save("run.lse.npy", np.zeros(SHAPE[:3]))
-
-
-def forget_plans():
-    with open("run", "r+") as file:
-        found = json.load(file)
-        file.seek(0)
-        json.dump(found | {"plans": []}, file)
-        file.truncate()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "error", "message"),
-    [
-        (make_anew, ValueError, "'run' is of other results than those in"),
-        (lose_lse, OSError, "No such file or directory: 'run.lse.npy'"),
-        (cut_lse, ValueError, "'run' is of other results than those in"),
-        (make_lse_anew, ValueError, "'run' is of other results than those in"),
-        (widen_lse, ValueError, "'run.lse.npy' is of another computation"),
-        (forget_plans, ValueError, "'run' is no checkpoint"),
-    ],
-)
-def test_a_checkpoint_without_its_results_is_refused(maps, spoil, error, message):
-    options = {"out": new_output(), "resume": "run", **WITHIN}
-    with pytest.raises(Stop):
-        cqs.attention(*maps, progress=stop_after(5), **options)
-    spoil()
-    with pytest.raises(error, match=message):
-        cqs.attention(*maps, **options)
-
-
-@pytest.fixture
-def disks(monkeypatch):
-    """What a disk has for certain whenever a file has been renamed: what was written there."""
-    disk, states = {}, []
-
-    def flushed(path):
-        disk[Path(path).name] = Path(path).read_bytes()
-
-    def fsync(descriptor, fsync=os.fsync):
-        fsync(descriptor)
-        flushed(os.readlink(f"/proc/self/fd/{descriptor}"))
-
-    def flush(mapped, flush=np.memmap.flush):
-        flush(mapped)
-        flushed(mapped.filename)
-
-    def rename(source, target, rename=os.replace):
-        rename(source, target)
-        disk[Path(target).name] = disk.pop(Path(source).name, b"")
-        states.append(dict(disk))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(np.memmap, "flush", flush)
-    monkeypatch.setattr(os, "replace", rename)
-    return states
-
-
-def test_a_checkpoint_holds_after_a_loss_of_power(maps, disks):
-    """Whatever it calls final was on the disk before."""
-    expected = cqs.attention(*maps, **WITHIN)
-    cqs.attention(*maps, out=new_output(), resume="run", **WITHIN)
-    found = list(disks)
-    assert len(found) > 3
-    for state in found:
-        for name in ("out.npy", "run", "run.lse.npy"):
-            Path(name).write_bytes(state.get(name, b""))
-        out = np.load("out.npy", mmap_mode="r+")
-        cqs.attention(*maps, out=out, resume="run", **WITHIN)
-        assert torch.equal(torch.from_numpy(np.load("out.npy")), expected)
 
 
 def damaged(change):

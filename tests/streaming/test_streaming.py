@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import itertools
-import json
 import os
 import re
 import signal
@@ -30,6 +29,7 @@ from cqs.streaming import (
     transfers,
 )
 from cqs.streaming.budget import parse_budget
+from cqs.streaming.checkpoint import WorkingDirectory
 from cqs.streaming.plan import CPU, GPU, StreamPlan
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.worker.memory import measure_peak_bytes
@@ -274,31 +274,9 @@ def test_a_killed_process_goes_on_with_the_same_bits(arrays, tmp_path):
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path)
     assert ended.returncode == -signal.SIGKILL
-    assert json.loads((tmp_path / "run").read_text())["position"] != [0, 0]
+    assert WorkingDirectory(tmp_path / "run").read()["position"] != [0, 0]
     cqs.attention(*mapped, memory_budget=60_000, device="cpu", out=out, resume=tmp_path / "run")
     assert np.array_equal(out, whole)
-
-
-def test_a_checkpoint_of_something_else_is_refused(arrays, tmp_path):
-    *mapped, out = arrays
-    options = {"memory_budget": 80_000, "device": "cpu", "out": out, "resume": tmp_path / "run"}
-    with pytest.raises(Stop):
-        cqs.attention(*mapped, progress=stop_after(20), **options)
-    with pytest.raises(ValueError, match="another computation: it has scale 0.25, this one 2.0"):
-        cqs.attention(*mapped, scale=2.0, **options)
-    with pytest.raises(ValueError, match="larger memory budget: to go on takes"):
-        cqs.attention(*mapped, **options | {"memory_budget": 60_000})
-    written = np.load(tmp_path / "q.npy", mmap_mode="r+")
-    written[0] = 1
-    written.flush()
-    os.utime(tmp_path / "q.npy")
-    with pytest.raises(ValueError, match="another computation: it has inputs"):
-        cqs.attention(*mapped, **options)
-    (tmp_path / "run").write_text("{}")
-    with pytest.raises(ValueError, match="is no checkpoint"):
-        cqs.attention(*mapped, **options)
-    with pytest.raises(ValueError, match="resume= needs an out= that is in a file"):
-        cqs.attention(*mapped, **options | {"out": None})
 
 
 def test_files_that_change_or_shrink_meanwhile_are_noticed(arrays, tmp_path):

@@ -1,0 +1,311 @@
+"""A run that was stopped goes on with the same bits, or one error names the file that is wrong."""
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import cqs
+from cqs.streaming import checkpoint as checkpoints
+from cqs.streaming.checkpoint import WorkingDirectory
+from cqs.verify import VerificationError
+
+SHAPE = (1, 2, 700, 16)
+WITHIN = {"memory_budget": 80_000, "device": "cpu"}
+RESUMED = WITHIN | {"resume": "run"}
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def maps(tmp_path, monkeypatch):
+    """Query, key and value in files of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    for name in "qkv":
+        np.save(name, generator.standard_normal(SHAPE).astype(np.float32))
+    return [np.load(f"{name}.npy", mmap_mode="r") for name in "qkv"]
+
+
+def new_output():
+    return np.lib.format.open_memmap("out.npy", "w+", np.float32, SHAPE)
+
+
+def stop(maps, number=15, **options):
+    """Compute some of the blocks; return the output."""
+    calls, out = itertools.count(1), new_output()
+
+    def progress(done, total):
+        if next(calls) == number:
+            raise Stop
+
+    with pytest.raises(Stop):
+        cqs.attention(*maps, out=out, progress=progress, **RESUMED | options)
+    return out
+
+
+def append(path, content=b"x"):
+    with open(path, "ab") as file:
+        file.write(content)
+
+
+def overwrite(path, place, content=b"\xa5"):
+    with open(path, "r+b") as file:
+        file.seek(place)
+        file.write(content)
+
+
+SPOILED = {
+    "state cut": ("state", lambda path: os.truncate(path, 100)),
+    "state empty": ("state", lambda path: os.truncate(path, 0)),
+    "state a list": ("state", lambda path: path.write_text("[]")),
+    "state not UTF-8": ("state", lambda path: path.write_bytes(b"\xff\xfe")),
+    "state longer": ("state", append),
+    "state with another part": (
+        "state",
+        lambda path: path.write_bytes(path.read_bytes().replace(b'"part": 0', b'"part": 5')),
+    ),
+    "state with another position": (
+        "state",
+        lambda path: path.write_bytes(
+            path.read_bytes().replace(b'"position": [', b'"position": [1')
+        ),
+    ),
+    "state a pipe": ("state", lambda path: (path.unlink(), os.mkfifo(path))),
+    "blocks missing": ("blocks", Path.unlink),
+    "blocks cut": ("blocks", lambda path: os.truncate(path, 50)),
+    "blocks changed": ("blocks", lambda path: overwrite(path, 60)),
+    "blocks a pipe": ("blocks", lambda path: (path.unlink(), os.mkfifo(path))),
+    "lse missing": ("lse", Path.unlink),
+    "lse cut": ("lse", lambda path: os.truncate(path, 300)),
+    "lse garbage": ("lse", lambda path: path.write_text("x")),
+    "lse a directory": ("lse", lambda path: (path.unlink(), path.mkdir())),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_damaged_working_file_is_named(maps, what):
+    out, (name, spoil) = stop(maps), SPOILED[what]
+    spoil(Path("run", name))
+    before = {path.name for path in Path("run").iterdir()}
+    with pytest.raises(ValueError, match=f"run/{name}'"):
+        cqs.attention(*maps, out=out, **RESUMED)
+    assert {path.name for path in Path("run").iterdir()} == before
+
+
+@pytest.mark.parametrize("row", [0, 127, 130])
+@pytest.mark.parametrize("head", [0, 1])
+def test_a_changed_result_is_named_by_its_rows(maps, row, head):
+    out = stop(maps, number=30)
+    out[0, head, row, 3] += 1
+    out.flush()
+    rows = "rows 0 to 127 of" if row < 128 else "rows 128 to 255 of"
+    with pytest.raises(ValueError, match=f"{rows} head {head} of batch element 0 in .*out.npy"):
+        cqs.attention(*maps, out=out, **RESUMED)
+    out[0, head, row, 3] -= 1
+    overwrite("run/lse", 4 * (700 * head + row))
+    with pytest.raises(ValueError, match=f"{rows} head {head} of batch element 0 in .*run/lse"):
+        cqs.attention(*maps, out=out, **RESUMED)
+
+
+def test_an_output_that_was_made_anew_is_refused(maps):
+    stop(maps)
+    with pytest.raises(ValueError, match="out.npy"):
+        cqs.attention(*maps, out=new_output(), **RESUMED)
+
+
+def test_another_computation_is_refused(maps):
+    out = stop(maps)
+    for name, options in (
+        ("scale", {"scale": 2.0}),
+        ("is_causal", {"is_causal": True}),
+        ("backend", {"backend": "cpu"}),
+        ("output", {"out": np.lib.format.open_memmap("other.npy", "w+", np.float32, SHAPE)}),
+    ):
+        with pytest.raises(ValueError, match=f"run' is of another computation: it has {name} "):
+            cqs.attention(*maps, **{"out": out} | RESUMED | options)
+    with pytest.raises(ValueError, match="run' .* budget.* got 60000"):
+        cqs.attention(*maps, out=out, **RESUMED | {"memory_budget": 60_000})
+    os.utime("q.npy", (0, 0))
+    with pytest.raises(ValueError, match="run' is of another computation: it has inputs "):
+        cqs.attention(*maps, out=out, **RESUMED)
+    with pytest.raises(ValueError, match="resume= needs an out="):
+        cqs.attention(*maps, **RESUMED)
+
+
+@pytest.mark.parametrize(
+    "name", ["q.npy", "out.npy", "notes.txt", "folder", "empty", ".", "", "to the folder", "pipe"]
+)
+def test_what_others_have_made_is_neither_changed_nor_removed(maps, name):
+    out = new_output()
+    for folder in ("folder", "empty"):
+        os.mkdir(folder)
+    for path in ("notes.txt", "folder/lse", "folder/state", "run.lse.npy", "run.partial"):
+        Path(path).write_text(f"mine: {path}")
+    os.symlink("folder", "to the folder")
+    os.mkfifo("pipe")
+    before = contents()
+    with pytest.raises(ValueError, match="^resume must be"):
+        cqs.attention(*maps, out=out, **WITHIN, resume=name)
+    assert contents() == before
+    cqs.attention(*maps, out=out, **RESUMED)
+    assert contents().keys() == before.keys()
+    assert all(contents()[path] == before[path] for path in before.keys() - {"out.npy"})
+
+
+def contents():
+    return {str(path): path.read_bytes() if path.is_file() else None for path in Path().rglob("*")}
+
+
+def test_files_of_the_user_in_the_directory_stay(maps):
+    out = stop(maps)
+    Path("run/notes.txt").write_text("mine")
+    cqs.attention(*maps, out=out, **RESUMED)
+    assert os.listdir("run") == ["notes.txt"]
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_of_the_system(maps):
+    with pytest.raises(OSError, match="nowhere/run"):
+        cqs.attention(*maps, out=new_output(), **WITHIN, resume="nowhere/run")
+    with pytest.raises(TypeError):
+        cqs.attention(*maps, out=new_output(), **WITHIN, resume=3)
+
+
+def test_what_fails_before_anything_is_final_leaves_no_directory(maps):
+    stop(maps, number=1)
+    assert not os.path.exists("run")
+    with pytest.raises(ValueError, match="^out "):
+        cqs.attention(*maps, out=maps[0], **RESUMED)
+    assert not os.path.exists("run")
+
+
+def test_a_result_that_is_wrong_is_not_kept(maps, monkeypatch):
+    monkeypatch.setattr("cqs.streaming.run.verify_rows", lambda *_: _fail())
+    with pytest.raises(VerificationError):
+        cqs.attention(*maps, out=new_output(), verify=True, **RESUMED)
+    assert not os.path.exists("run")
+
+
+def _fail():
+    raise VerificationError("it is wrong")
+
+
+def test_only_one_process_at_a_time_uses_a_directory(maps):
+    expected = cqs.attention(*maps, **WITHIN)
+    out, other = stop(maps), np.lib.format.open_memmap("o.npy", "w+", np.float32, SHAPE)
+    program = """
+        import sys
+        from cqs.streaming.checkpoint import WorkingDirectory
+        with WorkingDirectory("run"):
+            print("ready", flush=True)
+            sys.stdin.read()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        for target in (out, other):
+            with pytest.raises(BlockingIOError, match="^.Errno 11. resume must be .*run'$"):
+                cqs.attention(*maps, out=target, **RESUMED)
+        process.kill()
+    cqs.attention(*maps, out=out, **RESUMED)
+    assert np.array_equal(out, expected)
+
+    def meanwhile(done, total):
+        with pytest.raises(BlockingIOError):
+            cqs.attention(*maps, out=other, **RESUMED)
+
+    cqs.attention(*maps, out=out, progress=meanwhile, **RESUMED)
+    assert np.array_equal(out, expected) and not other.any()
+
+
+def test_a_directory_that_its_owner_removes_meanwhile_is_not_taken(maps, monkeypatch):
+    """Two runs lock files of one name, of which the first is no longer there."""
+    lock = checkpoints.fcntl.flock
+    owner = WorkingDirectory("run")
+    owner.__enter__()
+
+    def remove_first(descriptor, operation):
+        monkeypatch.setattr(checkpoints.fcntl, "flock", lock)
+        owner.__exit__(None, None, None)
+        third.__enter__()
+        lock(descriptor, operation)
+
+    third = WorkingDirectory("run")
+    monkeypatch.setattr(checkpoints.fcntl, "flock", remove_first)
+    with pytest.raises(BlockingIOError), WorkingDirectory("run"):
+        pytest.fail("it is of another run")
+    assert os.path.exists("run/cqs-resume.lock")
+    third.__exit__(None, None, None)
+    assert not os.path.exists("run")
+
+
+@pytest.fixture
+def disks(monkeypatch):
+    """What a disk has for certain whenever a file has been renamed: what was written there."""
+    disk, states = {}, []
+
+    def fsync(descriptor, fsync=os.fsync):
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_file():
+            disk[path.name] = path.read_bytes()
+
+    def rename(source, target, rename=os.replace):
+        rename(source, target)
+        disk[Path(target).name] = disk.pop(Path(source).name, b"")
+        states.append(dict(disk))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", rename)
+    return states
+
+
+def test_a_checkpoint_holds_after_a_loss_of_power(maps, disks):
+    """Whatever it calls final was on the disk before."""
+    expected = cqs.attention(*maps, **WITHIN)
+    cqs.attention(*maps, out=new_output(), **RESUMED)
+    found = list(disks)
+    assert len(found) > 3
+    for state in found:
+        shutil.rmtree("run", ignore_errors=True)
+        with contextlib.suppress(Stop), WorkingDirectory("run"):
+            Path("out.npy").write_bytes(state["out.npy"])
+            for name in ("state", "blocks", "lse"):
+                Path("run", name).write_bytes(state.get(name, b""))
+            raise Stop
+        out = np.load("out.npy", mmap_mode="r+")
+        cqs.attention(*maps, out=out, **RESUMED)
+        assert torch.equal(torch.from_numpy(np.load("out.npy")), expected)
+
+
+@pytest.mark.parametrize("name", ["out.npy", "lse", "blocks", "state.new"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_full_disk_leaves_the_checkpoint_before(maps, monkeypatch, name, number):
+    expected = cqs.attention(*maps, **WITHIN)
+    out, calls = new_output(), itertools.count(1)
+
+    def fsync(descriptor, fsync=os.fsync):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.basename(path) == name and next(calls) == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left"):
+        cqs.attention(*maps, out=out, **RESUMED)
+    assert os.path.exists("run") == (number > 1)
+    seen = []
+    cqs.attention(*maps, out=out, progress=lambda *done: seen.append(done), **RESUMED)
+    assert np.array_equal(out, expected) and not os.path.exists("run")
+    assert number == 1 or seen[0][0] > seen[-1][1] / 20, "begins where the other ended"

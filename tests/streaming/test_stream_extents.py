@@ -1,0 +1,153 @@
+"""An output may share no byte with an input, however the two were opened; nor with itself."""
+
+import mmap
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import cqs
+from cqs.streaming import InFile, open_tensor
+
+SHAPE = (1, 2, 300, 16)
+WITHIN = {"memory_budget": 60_000, "device": "cpu"}
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(SHAPE, generator=generator) for _ in range(3)]
+
+
+@pytest.fixture
+def file(tensors, tmp_path, monkeypatch):
+    """A file of the working directory that holds the keys, with two other names."""
+    monkeypatch.chdir(tmp_path)
+    np.save("same.npy", tensors[1].numpy())
+    os.symlink("same.npy", "symbolic.npy")
+    os.link("same.npy", "hard.npy")
+    return "same.npy"
+
+
+def mapped(path, mode="r+"):
+    return np.load(path, mmap_mode=mode)
+
+
+def by_another_mapping(path):
+    """Of bytes, which know neither their file nor their place in it."""
+    with open(path, "r+b") as file:
+        whole = mmap.mmap(file.fileno(), 0)
+    return torch.frombuffer(whole, dtype=torch.float32, offset=128).view(SHAPE)
+
+
+WAYS = {
+    "map": mapped,
+    "array of a map": lambda path: np.asarray(mapped(path)),
+    "tensor of a map": lambda path: torch.from_numpy(mapped(path)),
+    "part of a tensor of a map": lambda path: torch.from_numpy(mapped(path))[:, :, :],
+    "bytes": by_another_mapping,
+    "file": lambda path: replace(open_tensor(path), is_writable=True),
+}
+READ_ONLY = WAYS | {
+    "copy-on-write map": lambda path: mapped(path, "c"),
+    "tensor of a copy-on-write map": lambda path: torch.from_numpy(mapped(path, "c")),
+}
+
+
+@pytest.mark.parametrize("name", ["same.npy", "symbolic.npy", "hard.npy"])
+@pytest.mark.parametrize("source", READ_ONLY)
+@pytest.mark.parametrize("target", WAYS)
+def test_a_file_that_is_read_takes_no_output(tensors, file, source, target, name):
+    before = np.load(file)
+    query, _, value = tensors
+    key, out = READ_ONLY[source](file), WAYS[target](name)
+    for inputs in ((query, key, value), (query, value, key), (key, query, value)):
+        with pytest.raises(ValueError, match="^out must .*query, key and value"):
+            cqs.attention(*inputs, out=out, **WITHIN)
+    assert np.array_equal(np.load(file), before)
+
+
+def test_other_bytes_of_a_file_that_is_read_take_the_output(tensors, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    query, key, value = tensors
+    expected = cqs.attention(*tensors, **WITHIN)
+    save_file({"query": query, "key": key, "out": torch.zeros(SHAPE)}, "some.safetensors")
+    found = {name: open_tensor("some.safetensors", name) for name in ("query", "key", "out")}
+    raw = np.memmap("some.safetensors", np.float32, "r+", found["out"].offset, SHAPE)
+    for out in (replace(found["out"], is_writable=True), raw, torch.from_numpy(raw)):
+        raw[:] = 0
+        cqs.attention(found["query"], found["key"], value, out=out, **WITHIN)
+        assert torch.equal(torch.from_numpy(raw), expected)
+    with pytest.raises(ValueError, match="resume= needs an out="):
+        cqs.attention(found["query"], key, value, out=raw, resume="run", **WITHIN)
+    assert not os.path.exists("run")
+
+    np.save("heads.npy", np.zeros((1, 4, 300, 16), np.float32))
+    heads = mapped("heads.npy")
+    heads[:, ::2] = query
+    cqs.attention(heads[:, ::2], key, value, out=heads[:, 1::2], **WITHIN)
+    assert torch.equal(torch.tensor(heads[:, 1::2]), expected)
+    with pytest.raises(ValueError, match="^out must .*query, key and value"):
+        cqs.attention(heads[:, ::2], key, value, out=heads[:, 2:], **WITHIN)
+
+
+def test_changes_of_a_copy_on_write_map_stay_in_memory(tensors, file):
+    query, key, value = tensors
+    out = mapped(file, "c")
+    cqs.attention(query, mapped(file, "r"), value, out=out, **WITHIN)
+    assert torch.equal(torch.from_numpy(out), cqs.attention(query, key, value, **WITHIN))
+    assert np.array_equal(np.load(file), key.numpy())
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [
+        (4, 16, 16, 1),
+        (9600, 0, 16, 1),
+        (9600, 16, 16, 1),
+        (9600, 4800, 15, 1),
+        (9600, 4800, 16, 0),
+        (9600, 1, 2, 1),
+        (1, 3, 4, 2),
+    ],
+)
+def test_elements_that_share_memory_take_no_output(tensors, strides):
+    out = torch.zeros(20_000).as_strided(SHAPE, strides)
+    with pytest.raises(ValueError, match="^out cannot be written to"):
+        cqs.attention(*tensors, out=out, **WITHIN)
+
+
+def test_elements_in_any_order_take_the_output(tensors, tmp_path):
+    expected = cqs.attention(*tensors, **WITHIN)
+    space = torch.zeros(40_000)
+    for strides in ((9600, 4800, 16, 1), (1, 4800, 1, 300), (1, 1, 32, 2), (7, 20_000, 33, 2)):
+        out = space.as_strided(SHAPE, strides)
+        cqs.attention(*tensors, out=out, **WITHIN)
+        assert torch.equal(out, expected)
+    path = tmp_path / "raw"
+    path.write_bytes(bytes(4 * 9600))
+    out = InFile(path, SHAPE, torch.float32, 0, (0, 300 * 64), is_writable=True)
+    cqs.attention(*tensors, out=out, **WITHIN)
+    with pytest.raises(ValueError, match="^out cannot be written to"):
+        cqs.attention(*tensors, out=replace(out, strides=(0, 299 * 64)), **WITHIN)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_memory_that_cannot_be_written_to_takes_no_output(tensors, file):
+    """A write would end the process by a signal."""
+    with pytest.raises(ValueError, match="^out cannot be written to"):
+        cqs.attention(*tensors, out=torch.from_numpy(mapped(file, "r")), **WITHIN)
+
+
+def test_a_map_whose_file_was_replaced_is_read_itself(tensors, file):
+    query, key, value = tensors
+    before = mapped(file, "r")
+    np.save("new.npy", np.zeros(SHAPE, np.float32))
+    os.replace("new.npy", file)
+    expected = cqs.attention(query, key, value, **WITHIN)
+    assert torch.equal(cqs.attention(query, before, value, **WITHIN), expected)
+    os.unlink(file)
+    assert torch.equal(cqs.attention(query, before, value, **WITHIN), expected)
