@@ -10,7 +10,7 @@ import cqs
 
 _COMMANDS = {
     "plan": "show who would compute what: a table, JSON or a picture",
-    "demo": "attend to a real text on a private Ray cluster, checked, tabulated and drawn",
+    "demo": "attend to a real text on a private Ray cluster, checked and tabulated",
     "attend": "attend to query, key and value files",
     "doctor": "say what this machine has and which backends can run here",
     "simulate": "predict how ways to spread attention over many devices compare",

@@ -1,7 +1,9 @@
 """What the commands refuse, and what they leave behind."""
 
+import argparse
 import errno
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import cqs.patterns as patterns
 from cqs.__main__ import main
+from cqs.bench.measurement import Measurement, append_rows
+from cqs.commands import demo
 from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import parse_pattern
 from cqs.commands.tensor_files import create_tensor
@@ -536,3 +540,51 @@ def test_damaged_arrays_are_refused_in_one_line(files, capsys, command, content)
     error = capsys.readouterr().err
     assert error.startswith("cqs attend: ") and error.count("\n") == 1
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
+
+
+def test_pictures_replace_nothing_that_is_read(files, capsys):
+    Path("text.png").write_text("some text")
+    Path("rows.jsonl").write_text("{}\n")
+    os.symlink("rows.jsonl", "rows.png")
+    before = {path: os.stat(path)[:9] for path in os.listdir()}
+    for command in (
+        ["demo", "--text", "./text.png", "--picture", "text.png"],
+        ["simulate", "--fit", "rows.jsonl", "--picture", "rows.png"],
+        ["simulate", "--spread", "rows.jsonl", "--life", "opt", "--picture", "rows.png"],
+        ["bench", "patterns", "--out", "rows.jsonl", "--picture", "rows.png"],
+    ):
+        assert main(command) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert "--picture" in error and repr(command[-1]) in error
+    assert {path: os.stat(path)[:9] for path in os.listdir()} == before
+
+
+def test_a_demo_draws_only_what_was_named():
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    assert parser.parse_args([]).picture is None
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "folder", "pipe", "one.json", "array.npy"])
+def test_rows_are_appended_to_rows_alone(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    Path("thesis.tex").write_text("\\begin{document}\n")
+    Path("one.json").write_text("[1, 2]\n")
+    np.save("array.npy", np.zeros(3))
+    os.mkdir("folder")
+    os.mkfifo("pipe")
+    monkeypatch.setattr("cqs.bench.accuracy.run", lambda **_: pytest.fail("it is measured"))
+    before = {path: os.stat(path)[:9] for path in os.listdir()}
+    assert main(["bench", "accuracy", "--out", name]) == 2
+    error = capsys.readouterr().err
+    assert repr(name) in error and error.count("\n") == 1
+    assert {path: os.stat(path)[:9] for path in os.listdir()} == before
+
+
+def test_a_row_without_an_end_stays_a_row(tmp_path):
+    row = Measurement("b", "c", "d", 1, "e", "f", 1.0, 1.0, 1.0, 1.0, 1)
+    path = tmp_path / "rows.jsonl"
+    append_rows([row], str(path))
+    path.write_text(path.read_text().rstrip("\n"))
+    append_rows([row, row], str(path))
+    assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["c"] * 3

@@ -71,11 +71,37 @@ def publish(
 
 
 def append_rows(rows: list[Measurement], out: str | None) -> None:
-    """Append rows to a file of one JSON object per line, unless ``out`` is None."""
+    """Append rows to a file of one JSON object per line, unless ``out`` is None.
+
+    Raises:
+        ValueError: The file has other content.
+        OSError: The file cannot be written.
+    """
     if out is not None:
+        check_rows(out)
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a") as file:
-            file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+        with open(out, "a+b") as file:
+            file.seek(0)
+            if file.read()[-1:] not in (b"", b"\n"):  # an editor has removed the end of the line
+                file.write(b"\n")
+            file.writelines(json.dumps(asdict(row)).encode() + b"\n" for row in rows)
+
+
+def check_rows(path: str) -> None:
+    """Raise ValueError unless a file is new, or a regular one of a JSON object per line."""
+    if not Path(path).exists():
+        return
+    if not Path(path).is_file():
+        raise ValueError(f"out must be a new or a regular file, got {path!r}")
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        try:
+            is_row = isinstance(json.loads(line), dict)
+        except ValueError:
+            is_row = False
+        if not is_row:
+            raise ValueError(
+                f"out must be a file of JSON rows, got {path!r} with line {number} {line[:40]!r}"
+            )
 
 
 def describe_device() -> str:

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from cqs.patterns import (
     sliding_window,
     strided,
 )
+from cqs.plotting import check_picture, plot_speedups
 from cqs.problem import Problem, check_problem
 from cqs.testing import assert_tracks_exact, exact_rows, visible_mask
 from cqs.worker import WHY_NOT
@@ -57,6 +57,7 @@ def run(
     repeats: int | None = None,
     only: str | None = None,
     out: str | None = None,
+    picture: str | None = None,
 ) -> None:
     """Check and time patterns: forward and backward on a GPU, forward on a CPU.
 
@@ -64,16 +65,18 @@ def run(
     a GPU times are the device's; "call ms" is how long the caller waits for a call to return.
 
     Args:
-        tokens: Sequence length; ``None`` means 1K to 64K, each twice the last, and a picture of the
-            speed-ups beside ``out``.
+        tokens: Sequence length; ``None`` means 1K to 64K, each twice the last.
         repeats: How often each is timed; ``None``: 9 on a GPU, on a CPU 3, or 1 above 8192 tokens.
         only: Measure the patterns whose names contain one of these, separated by commas; ``None``
             means all.
         out: File to append rows to, or ``None``.
+        picture: File to draw the speed-ups into, or ``None``.
 
     Raises:
-        ValueError: if no pattern has such a name.
+        ValueError: if no pattern has such a name, or the picture has no known format.
     """
+    if picture is not None:
+        check_picture(picture)
     parts = only.split(",") if only else [""]
     names = [case.name for case in _cases(1024) if any(part in case.name for part in parts)]
     if not names:
@@ -97,11 +100,8 @@ def run(
             rows += found
     publish(rows, columns, None)
     _summarize(rows)
-    if out is not None and tokens is None:
-        from cqs.plotting import plot_speedups
-
-        figure = plot_speedups(rows).figure
-        figure.savefig(Path(out).with_suffix(".png"), dpi=120)
+    if picture is not None:
+        plot_speedups(rows).figure.savefig(picture, dpi=120)
 
 
 def _cases(tokens: int) -> list[_Case]:

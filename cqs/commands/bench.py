@@ -3,7 +3,9 @@
 import argparse
 from importlib import import_module
 
+from cqs.bench.measurement import check_rows
 from cqs.commands.integers import parse_integers
+from cqs.commands.written_files import check_written
 from cqs.scheduler.arguments import as_integer
 
 _BENCHMARKS = (
@@ -15,6 +17,7 @@ _OF_ANY_SHAPE = "peers", "streaming", "block", "sharded"
 """They take several lengths, and numbers of heads."""
 _ALLOWED = {
     "only": ("patterns", "peers", "sharded"),
+    "picture": ("patterns",),
     **dict.fromkeys(("causal", "backward"), ("peers", "streaming")),
     **dict.fromkeys(("budget", "part"), ("streaming",)),
     **dict.fromkeys(("workers", "deaths"), ("sharded",)),
@@ -36,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME",
         help="patterns: those with such names; peers: these methods; sharded: deaths there",
     )
+    parser.add_argument("--picture", metavar="FILE", help="patterns: draw the speed-ups")
     peers = parser.add_argument_group(
         "peers and block, started by torchrun, streaming, and sharded, which starts Ray"
     )
@@ -74,6 +78,10 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"{_flag(option)} goes with {' or '.join(allowed)}")
     for option in given.keys() & {"repeats", "heads", "kv_heads", "head_dim", "workers"}:
         as_integer(_flag(option), given[option], 1)
+    if "out" in given:
+        check_rows(given["out"])
+    if "picture" in given:
+        check_written("--picture", given["picture"], [given.get("out")])
     if "deaths" in given:
         as_integer("--deaths", given["deaths"], 0)
     for length in tokens or []:

@@ -1,4 +1,4 @@
-"""Attend to a real text on a private Ray cluster, checked, tabulated and drawn."""
+"""Attend to a real text on a private Ray cluster, checked and tabulated."""
 
 import argparse
 import pydoc_data.topics
@@ -11,6 +11,7 @@ from torch import Tensor
 import cqs
 from cqs.commands.integers import parse_integer
 from cqs.commands.table import format_table, mebibytes, percent
+from cqs.commands.written_files import check_written
 from cqs.executors.ray import RunReport
 from cqs.input_files import check_input_file
 from cqs.problem import Problem, check_problem
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--is-causal", "--causal", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--picture", metavar="FILE", default="cqs-demo.png")
+    parser.add_argument("--picture", metavar="FILE", help="draw the score matrix by owner")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -43,6 +44,7 @@ def run(options: argparse.Namespace) -> None:
         from cqs.plotting import check_picture, save_owners
 
         check_picture(options.picture)
+        check_written("--picture", options.picture, [options.text])
     as_integer("--tokens", options.tokens, 1)
     text = read_text(options.text, options.tokens)
     if not text:

@@ -18,7 +18,7 @@ from cqs.plotting import check_picture
 from cqs.report import case_sections, case_study, distributed, local, ray, sections
 from cqs.report.content import Content
 from cqs.report.local import Measure
-from cqs.report.page import write_report
+from cqs.report.page import check_directory, write_report
 from cqs.report.rows import PASSES, Row, read_rows
 from cqs.report.settings import Settings
 from cqs.scheduler.arguments import as_integer
@@ -106,6 +106,7 @@ def run(options: argparse.Namespace) -> None:
     directory = Path(options.out or kind.out)
     directory.mkdir(parents=True, exist_ok=True)
     check_picture(directory / "report.svg")
+    check_directory(directory)
     path = directory / "rows.jsonl"
     rows = kind.read(path)
     known: set[Hashable] = {row.key for row in rows}

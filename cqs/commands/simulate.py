@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cqs.commands.integers import parse_integer, parse_integers
 from cqs.commands.table import format_table, mebibytes, percent
+from cqs.commands.written_files import check_written
 from cqs.fitting import fit, read_rows
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.arguments import as_integer
@@ -111,16 +112,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what is predicted, or how well."""
+    if options.picture:
+        from cqs.plotting import check_picture
+
+        check_picture(options.picture)
+        check_written("--picture", options.picture, [options.fit, options.spread])
     machine = _machine(options)
     if options.check:
         print(check_table(options.check, machine))
         return
     if options.slack < 0:
         raise ValueError(f"--slack must be at least 0, got {options.slack:g}")
-    if options.picture:
-        from cqs.plotting import check_picture
-
-        check_picture(options.picture)
     for option in ("devices", "tasks"):
         for number in getattr(options, option):
             as_integer(f"--{option}", number, 1, MAX_NUM_WORKERS)

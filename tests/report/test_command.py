@@ -1,6 +1,7 @@
 """``cqs report`` goes on where it was stopped, and mixes nothing."""
 
 import json
+import os
 import shlex
 
 import pytest
@@ -206,3 +207,20 @@ def test_a_directory_has_rows_of_one_kind(tmp_path, written, capsys):
     assert "line 1 is no row of a report" in capsys.readouterr().err
     assert main([*TINY, "--tokens", "60,70", "--out", str(tmp_path)]) == 2
     assert "--tokens takes several numbers for cqs report memory alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["report.md", "report.html", "rows.jsonl"])
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe"])
+def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name, kind):
+    path = tmp_path / name
+    if kind == "file":
+        path.write_text("cqs report, by hand\n")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    before = os.stat(path)[:9]
+    monkeypatch.setattr("cqs.report.local.make_pass", lambda *_: pytest.fail("it was measured"))
+    assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 2
+    assert str(path) in capsys.readouterr().err.splitlines()[-1]
+    assert os.listdir(tmp_path) == [name] and os.stat(path)[:9] == before
