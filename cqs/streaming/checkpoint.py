@@ -16,9 +16,10 @@ import numpy as np
 import torch
 import xxhash
 
+from cqs.input_files import check_input_file
 from cqs.partial import lse_dtype
 from cqs.streaming.plan import START, Position, StreamPlan
-from cqs.streaming.sources import InFile, bytes_of, check_regular
+from cqs.streaming.sources import InFile, bytes_of
 
 _LOCK, _STATE, _NEW_STATE, _BLOCKS, _LSE = FILES = (
     "cqs-resume.lock", "state", "state.new", "blocks", "lse",
@@ -112,7 +113,7 @@ class WorkingDirectory:
         path = self.path / _STATE
         if not path.exists():
             return None
-        check_regular(path)
+        check_input_file(path)
         digest, _, content = path.read_bytes().partition(b"\n")
         if digest != xxhash.xxh3_128_hexdigest(content).encode():
             raise self.damaged(path)

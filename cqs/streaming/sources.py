@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cqs.input_files import check_input_file
 from cqs.streaming.extents import (
     Extent,
     extents_in_file,
@@ -125,7 +125,7 @@ class InFile:
                 f"shape, strides and offset must not be negative, got {self.shape}, "
                 f"{self.strides} and {self.offset}"
             )
-        check_regular(self.path)
+        check_input_file(self.path)
         needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
         if (size := self.path.stat().st_size) < needed:
             raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
@@ -338,7 +338,7 @@ def map_array(path: str | Path, name: str, mode: Literal["r", "c"]) -> np.memmap
         ValueError: if the file is not a regular one, or holds no array.
         OSError: if it cannot be read.
     """
-    check_regular(path)
+    check_input_file(path)
     try:
         return np.lib.format.open_memmap(path, mode=mode)
     except OSError:
@@ -347,14 +347,8 @@ def map_array(path: str | Path, name: str, mode: Literal["r", "c"]) -> np.memmap
         raise ValueError(f"cannot read {name} from '{path}': {error}") from error
 
 
-def check_regular(path: str | Path) -> None:
-    """Raise ValueError unless a path is of a regular file; to open a pipe might wait for ever."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError(f"'{path}' must be a regular file")
-
-
 def _in_safetensors(path: Path, name: str) -> InFile:
-    check_regular(path)
+    check_input_file(path)
     try:
         with safe_open(path, framework="numpy") as file:  # which checks all that the header says
             if name not in file.keys():
