@@ -179,6 +179,22 @@ def test_a_cancelled_run_ends_and_the_next_one_works(cluster):
     cluster.attention(*tensors(problem), num_workers=3, verify=True)
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_submit_rejects_tensors_that_require_gradients(cluster, name):
+    problem = CASES[0].make()
+    arguments = {each: getattr(problem, each) for each in ("query", "key", "value")}
+    arguments[name] = arguments[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{name} .*requires_grad=True"):
+        cluster.submit(**arguments)
+    with torch.no_grad():
+        assert not cluster.submit(**arguments).result().requires_grad
+    output = cluster.attention(**arguments, memory_budget="1MB")
+    (gradient,) = torch.autograd.grad(output.sum(), arguments[name])
+    expected = cqs.attention(**arguments)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), arguments[name])
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+
+
 def test_runs_queue_up(cluster):
     problems = [case.make() for case in CASES[:4]]
     futures = [cluster.submit(*tensors(p), **options(p), num_workers=7) for p in problems]

@@ -323,16 +323,18 @@ class Cluster:
 
         Raises:
             TypeError: if there are no tensors, or what is passed is none.
-            ValueError: if a tensor has no dimension ``dim``, or the cluster is closed.
+            ValueError: if a tensor has no dimension ``dim`` or requires gradients, which sharded
+                sequences do not record, or the cluster is closed.
             WorkersDiedError: as :meth:`attention`.
             TaskFailedError: likewise.
         """
         self._check_alive()
         if not tensors:
             raise TypeError("shard takes one tensor or several")
-        for tensor in tensors:
+        for number, tensor in enumerate(tensors):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"shard takes tensors, got {type(tensor).__name__}")
+            _check_needs_no_gradient(f"tensors[{number}]", tensor)
             dim = to_integer(dim, "dim must be an integer")
             if not -tensor.ndim <= dim < tensor.ndim:
                 raise ValueError(f"no dimension {dim} in shape {tuple(tensor.shape)}")
@@ -380,8 +382,15 @@ class Cluster:
     ) -> AttentionFuture:
         """Start :meth:`attention` and return at once; calls run one after another.
 
-        The tensors are read while the run goes on: leave them as they are until it is done. No
-        gradients are recorded. A pattern must be the same for all heads.
+        The tensors are read while the run goes on: leave them as they are until it is done. A
+        pattern must be the same for all heads.
+
+        Raises:
+            ValueError: as :meth:`attention`, and if gradients are enabled and a tensor requires
+                them. The future does not record gradients: detach the tensors, or call
+                :meth:`attention`.
+            TypeError: as :meth:`attention`.
+            NotImplementedError: as :meth:`attention`, and for patterns that differ by head.
         """
         self._check_alive()
         problem = check_problem(
@@ -394,6 +403,8 @@ class Cluster:
             dropout_p=dropout_p,
             seed=seed,
         )
+        for name in ("query", "key", "value"):
+            _check_needs_no_gradient(name, getattr(problem, name))
         if problem.differs_by_head:
             raise NotImplementedError(f"submit takes one pattern for all heads, got {pattern!r}")
         return self.submit_plan(
@@ -575,6 +586,15 @@ class Cluster:
             raise ValueError("this cluster is closed")
         if os.getpid() != self._pid:
             raise ValueError(f"this cluster belongs to process {self._pid}, not {os.getpid()}")
+
+
+def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor whose gradient autograd would lack after the call."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ValueError(
+            f"{name} must not require gradients, got requires_grad=True: pass it detached, or call "
+            "cluster.attention(query, key, value), which is differentiable"
+        )
 
 
 def _positive_or_none(name: str, number: int | None) -> int | None:
