@@ -216,6 +216,11 @@ def test_wrong_arguments_are_named(cluster, pair):
         (lambda: cluster.shard(), TypeError, "one tensor or several"),
         (lambda: cluster.shard(1), TypeError, "takes tensors, got int"),
         (lambda: cluster.shard(torch.ones(3)), ValueError, "no dimension 2"),
+        (
+            lambda: cluster.shard(whole()[0], whole()[1].requires_grad_()),
+            ValueError,
+            r"^tensors\[1\] .*requires_grad=True",
+        ),
         (lambda: cluster.make_sharded(3), TypeError, "takes a function, got 3"),
         (lambda: cluster.make_sharded(lambda *_: 3), TypeError, "a tensor or several, got int"),
         (
@@ -522,8 +527,16 @@ def test_other_work_waits_for_no_gpu_that_waits_for_the_dead(ray_session, proble
     torch.testing.assert_close(output, cqs.attention(*tensors(problem), is_causal=True))
 
 
+@pytest.fixture
+def sigint():
+    """Python's handler of SIGINT, which a process started in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("is_collective", [False, True])
-def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypatch):
+def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypatch, sigint):
     ones, before = pair.make_sharded(lambda *_: torch.ones(1)), pair.pids
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
