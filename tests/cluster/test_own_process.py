@@ -2,17 +2,18 @@
 
 import contextlib
 import os
-import shutil
+import pathlib
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
 import pytest
 
-from cqs.executors.ray.session import make_folder
+from cqs.executors.ray.session import private_folder
 
 pytestmark = pytest.mark.ray
 
@@ -37,7 +38,14 @@ def run_python(script, tmp_path, **environment):
     return done.stdout
 
 
-def test_the_private_cluster_is_private(tmp_path):
+@pytest.fixture
+def short_folder():
+    """A directory whose path leaves room for the names of Ray's sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
+
+
+def test_the_private_cluster_is_private(tmp_path, short_folder):
     script = """
         import cqs, glob, os, pathlib, stat, tempfile, torch
 
@@ -62,12 +70,132 @@ def test_the_private_cluster_is_private(tmp_path):
             assert os.environ["RAY_AUTH_MODE"] == "token" and os.environ["RAY_AUTH_TOKEN"]
             (folder,) = set(glob.glob(tempfile.gettempdir() + "/cqs-*")) - folders
             assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+
+            def find_store(*tensors):
+                store = torch.distributed.distributed_c10d._get_default_store()
+                while isinstance(store, torch.distributed.PrefixStore):
+                    store = store.underlying_store
+                assert isinstance(store, torch.distributed.FileStore), store
+                assert os.path.dirname(store.path) == folder, store.path
+                return tensors
+
+            cluster.shard(query).map(find_store, is_collective=True).to_local()
         assert not ray.is_initialized() and not os.path.exists(folder)
         assert not os.path.exists(os.path.expanduser("~/.ray/auth_token"))
         assert torch.allclose(cqs.attention(query, key, value), output, atol=1e-5)
         print("private")
     """
-    assert "private" in run_python(script, tmp_path)
+    assert "private" in run_python(script, tmp_path, TMPDIR=str(short_folder))
+
+
+HOLD_FOLDER = """
+    import os, sys, time
+    from cqs.executors.ray.session import private_folder
+
+    with private_folder() as folder:
+        print(folder, flush=True)
+        sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holder_of_folder(short_folder):
+    """A process that holds a private directory in short_folder, and the directory."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLD_FOLDER)],
+        env={**os.environ, "TMPDIR": str(short_folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        yield holder, holder.stdout.readline().strip()
+
+
+def test_directories_of_killed_processes_are_removed_and_no_others(short_folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    target = short_folder / "elsewhere"
+    others = [target, short_folder / "cqs-ray-abcdefgh0", short_folder / "cqs-ray-ABCDEFGH"]
+    for other in others:
+        other.mkdir(mode=0o700)
+    link, file = short_folder / "cqs-ray-linklink", short_folder / "cqs-ray-filefile"
+    link.symlink_to(target)
+    file.touch(mode=0o700)
+    kept = {*others, link, file}
+    with holder_of_folder(short_folder) as (killed, abandoned):
+        open(os.path.join(abandoned, "rendezvous"), "w").close()
+        killed.kill()
+    assert os.path.isdir(abandoned)
+    with holder_of_folder(short_folder) as (_, held):
+        assert not os.path.exists(abandoned)
+        with private_folder() as folder:
+            assert {*kept, pathlib.Path(held), pathlib.Path(folder)} == set(short_folder.iterdir())
+    assert set(short_folder.iterdir()) == kept
+
+
+def test_processes_that_start_together_keep_their_directories(short_folder):
+    script = """
+        import os, sys
+        from cqs.executors.ray.session import private_folder
+
+        for _ in range(50):
+            with private_folder() as folder:
+                with open(os.path.join(folder, "mine"), "x") as file:
+                    file.write("")
+                assert os.listdir(folder) == ["mine"]
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = {**os.environ, "TMPDIR": str(short_folder)}
+    processes = [subprocess.Popen(command, env=environment) for _ in range(4)]
+    assert [process.wait(60) for process in processes] == [0] * 4
+    assert not list(short_folder.iterdir())
+
+
+def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
+    script = """
+        import cqs, glob, os, tempfile, torch
+
+        def held():
+            tasks = glob.glob("/proc/self/task/*/children")
+            return {
+                "descriptors": len(os.listdir("/proc/self/fd")),
+                "threads": len(tasks),
+                "processes": [pid for task in tasks for pid in open(task).read().split()],
+                "shared memory": [name for name in os.listdir("/dev/shm") if "plasma" in name],
+                "files": os.listdir(tempfile.gettempdir()),
+            }
+
+        found = []
+        for _ in range(4):
+            with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
+                query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
+                cluster.attention(query, key, value, num_workers=3)
+                cluster.attention(cluster.shard(query, key, value)).to_local()
+            found.append(held())
+        assert found[1:] == [found[1]] * 3, found
+        assert found[1]["files"] == found[1]["processes"] == [], found
+        print("nothing")
+    """
+    assert "nothing" in run_python(script, tmp_path, TMPDIR=str(short_folder))
+
+
+def test_closing_waits_seconds_for_a_gcs_that_was_killed_and_ray_ends_the_driver(tmp_path):
+    script = """
+        import cqs, ray
+
+        cluster = cqs.Cluster(num_workers=1, use_gpus=False)
+        (killed,) = ray._private.worker._global_node.all_processes["gcs_server"]
+        killed.process.kill()
+        print("killed", flush=True)
+        cluster.close()
+        print("closed")
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    driver = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
+    with driver:
+        assert driver.stdout.readline() == "killed\n"
+        assert "closed" not in driver.communicate(timeout=40)[0]
 
 
 def test_a_thread_that_cuts_sequences_while_its_cluster_closes_is_told(tmp_path):
@@ -215,7 +343,11 @@ def ray_head():
         gcs.bind(("127.0.0.1", 0))
         server.bind(("127.0.0.1", 0))
         port, server_port = gcs.getsockname()[1], server.getsockname()[1]
-    folder = make_folder()
+    with private_folder() as folder:
+        yield from run_ray_head(folder, port, server_port)
+
+
+def run_ray_head(folder, port, server_port):
     command = f"""
         ray start --head --block --node-ip-address 127.0.0.1 --port {port} --num-cpus 3
         --ray-client-server-port {server_port} --min-worker-port 0 --max-worker-port 0
@@ -242,7 +374,6 @@ def ray_head():
             head.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(head.pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def answers(port, process):

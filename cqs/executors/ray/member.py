@@ -5,6 +5,7 @@ import pickle
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -19,10 +20,12 @@ from torch import Tensor
 from cqs.distributed.carriers import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.recipe import Recipe
-from cqs.executors.ray.session import import_ray
+from cqs.executors.ray.session import find_private_folder, import_ray
 
 Shapes = tuple[tuple[int, ...], ...]
 """Those of the tensors of a shard."""
+Address = str | tuple[str, int]
+"""Path of a file store, or host and port of a TCP store."""
 
 _CONNECT_SECONDS = 10.0
 """In which a store is reached that was opened before."""
@@ -52,11 +55,18 @@ class Member:
         """When the GPU is done with what was made last."""
         self._leaving = threading.Lock()
 
-    def bind(self, timeout: float) -> tuple[str, int]:
-        """Open the store through which a group will meet; return its host and port.
+    def bind(self, timeout: float) -> Address:
+        """Open the store for the rendezvous of a group.
 
-        It listens on the address that Ray uses on this host, and on no other.
+        Returns:
+            The path of a file in the directory of a private cluster, which other users cannot
+            enter; in other clusters host and port of a TCP store, which has no authentication and
+            listens only on the address that Ray uses on this host.
         """
+        if folder := find_private_folder():
+            handle, path = tempfile.mkstemp(prefix="rendezvous-", dir=folder)
+            os.close(handle)
+            return path
         host = import_ray().util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
@@ -76,7 +86,7 @@ class Member:
         generation: int,
         rank: int,
         num_ranks: int,
-        address: tuple[str, int],
+        address: Address,
         timeout: float,
         call_timeout: float,
     ) -> None:
@@ -86,14 +96,17 @@ class Member:
             generation: Number of the group, never used before.
             rank: Of this process; rank 0 has opened the store.
             num_ranks: Size of the group.
-            address: Of the store.
+            address: The store's, as returned by :meth:`bind`.
             timeout: Seconds for meeting.
             call_timeout: Seconds after which a collective fails by itself.
         """
         self._leave()
         timeout = min(timeout, call_timeout)
         seconds = timedelta(seconds=min(timeout, _CONNECT_SECONDS))
-        opened = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
+        if isinstance(address, str):
+            opened: dist.Store = dist.FileStore(address, num_ranks)
+        else:
+            opened = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
         opened.set_timeout(timedelta(seconds=timeout))
         store = dist.PrefixStore(f"{generation}/", opened)
         self._meet(store, generation, rank, num_ranks, time.monotonic() + timeout)

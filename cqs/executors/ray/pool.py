@@ -75,6 +75,7 @@ class ActorPool:
         """Let go of an actor, and make sure that it ends if it answers nothing any more."""
         del self.actors[actor.index]
         self.ray.kill(actor.handle, no_restart=True)
+        actor.handle = None  # Ray keeps a connection open as long as there is a handle
         if is_hung and actor.info is not None and actor.info.host == host_name():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(actor.info.pid, signal.SIGKILL)
@@ -98,9 +99,8 @@ class ActorPool:
     def close(self) -> None:
         """End all actors and give back their room."""
         self.abandon([])
-        for actor in self.actors.values():
-            self.ray.kill(actor.handle, no_restart=True)
-        self.actors.clear()
+        for actor in list(self.actors.values()):
+            self.remove(actor, is_hung=False)
         self.ray.util.remove_placement_group(self._room)
 
 

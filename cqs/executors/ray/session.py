@@ -16,6 +16,16 @@ from typing import Any
 _CONNECT_SECONDS = 10.0
 _SESSION = "session_2026-01-31_12-34-56_123456"
 """How Ray names the directory of a session, but for the process id."""
+_PREFIX, _RAY_FOLDER = "cqs-ray-", "ray"
+_CONFIG = {
+    # Nobody reads metrics and events, and their senders leave a socket open after ray.shutdown.
+    "enable_metrics_collection": False,
+    "enable_ray_event": False,
+    "task_events_report_interval_ms": 0,
+    # How long close() waits for a GCS that was killed, after which Ray ends the driver.
+    "gcs_rpc_server_reconnect_timeout_s": 10,
+}
+"""Settings of a private Ray."""
 _LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 LOCK = threading.RLock()
 """Held while this process looks whether it is connected, connects, or ends its private Ray."""
@@ -94,9 +104,8 @@ def start_private_ray(
     ray = import_ray()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_private_environment(ray))
-        folder = make_folder()
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        stack.callback(ray.shutdown)
+        folder = stack.enter_context(private_folder())
+        stack.callback(ray.shutdown, wait_for_processes=True)
         with _loopback_only(ray):
             ray.init(
                 address="local",
@@ -107,7 +116,8 @@ def start_private_ray(
                 log_to_driver=False,
                 object_store_memory=object_store_memory,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=os.path.join(folder, "ray"),
+                _temp_dir=os.path.join(folder, _RAY_FOLDER),
+                _system_config=dict(_CONFIG),  # Ray adds to it
             )
         undo = stack.pop_all()
 
@@ -149,15 +159,66 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def make_folder() -> str:
-    """Make a directory closed to other users, where the paths of Ray's sockets are short enough.
+@contextlib.contextmanager
+def private_folder() -> Iterator[str]:
+    """Make a directory that other users cannot enter; remove it, and those of killed processes.
 
-    Ray opens its own directory to all, so it gets a child of this one.
+    Ray opens its own directory to all users, so it gets a child of this one. The paths of Ray's
+    sockets are short enough there.
     """
     parent = tempfile.gettempdir()
-    socket_path = f"{parent}/cqs-12345678/ray/{_SESSION}_{os.getpid()}/sockets/plasma_store"
-    is_too_long = len(os.fsencode(socket_path)) > _LONGEST_SOCKET_PATH
-    return tempfile.mkdtemp(prefix="cqs-", dir="/tmp" if is_too_long else parent)
+    name = f"{_PREFIX}12345678/{_RAY_FOLDER}/{_SESSION}_{os.getpid()}/sockets/plasma_store"
+    if len(os.fsencode(os.path.join(parent, name))) > _LONGEST_SOCKET_PATH:
+        parent = "/tmp"
+    _remove_abandoned(parent)
+    with contextlib.ExitStack() as stack:
+        while True:
+            folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            if stack.enter_context(_locked(folder)):
+                break  # otherwise another process that starts has taken it for abandoned
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
+
+
+def _remove_abandoned(parent: str) -> None:
+    """Remove the private directories in ``parent`` whose processes were killed."""
+    for name in os.listdir(parent):
+        if re.fullmatch(re.escape(_PREFIX) + "[a-z0-9_]{8}", name):
+            folder = os.path.join(parent, name)
+            with _locked(folder) as is_abandoned:
+                if is_abandoned:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[bool]:
+    """Lock a private directory of this user; False if there is none or a process has locked it.
+
+    The kernel releases the lock when the process ends, however that happens. Who removes a
+    directory has locked it first, so a directory that is there once it is locked stays.
+    """
+    import fcntl
+
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            stack.callback(os.close, descriptor)
+            found = os.fstat(descriptor)
+            if found.st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_locked = os.path.samestat(found, os.lstat(folder))
+            else:
+                is_locked = False
+        except OSError:  # locked, removed, a link or closed to this user
+            is_locked = False
+        yield is_locked
+
+
+def find_private_folder() -> str | None:
+    """Return the private directory of the Ray to which this process is connected, if it has one."""
+    folder, name = os.path.split(import_ray()._private.worker._global_node.get_temp_dir_path())
+    is_ours = name == _RAY_FOLDER and os.path.basename(folder).startswith(_PREFIX)
+    return folder if is_ours else None
 
 
 @contextlib.contextmanager
