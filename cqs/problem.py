@@ -172,12 +172,9 @@ def check_problem(
             CPU and CUDA, and for derivatives other than autograd's backward pass.
     """
     tensors = {"query": query, "key": key, "value": value}
+    query, key, value = (_as_plain(name, tensor) for name, tensor in tensors.items())
     batch = 1
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    for name, tensor in {"query": query, "key": key, "value": value}.items():
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
@@ -229,6 +226,30 @@ def check_problem(
         raise ValueError(f"scale must be finite, got {scale}")
     dropout = _check_dropout(dropout_p, seed)
     return Problem(query, key, value, is_causal, factor, dropout, pattern)
+
+
+def _as_plain(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its values, because kernels and messages read memory.
+
+    Raises:
+        TypeError: ``tensor`` is no tensor, is sparse or nested, or is of a subclass that computes
+            by ``__torch_dispatch__``, such as a DTensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return tensor.resolve_neg()
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):  # DTensor.to_local() may return one
+        plain: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+        return plain
+    raise TypeError(
+        f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}: convert it first "
+        f"(a DTensor: {name}.to_local(), for cqs.distributed.attention)"
+    )
 
 
 def check_pattern(

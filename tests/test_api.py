@@ -6,6 +6,7 @@ import torch
 
 import cqs
 from cqs.cases import CASES, Case
+from cqs.problem import check_problem
 from cqs.testing import assert_tracks_exact, attend, eager_output, exact_answer
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -234,6 +235,14 @@ def test_the_default_scale_is_one_over_the_root_of_head_dim():
     query, key, value = torch.randn(3, 1, 2, 30, 25)
     given = cqs.attention(query, key, value, scale=0.2, num_workers=3)
     assert torch.equal(cqs.attention(query, key, value, num_workers=3), given)
+
+
+def test_a_negation_that_pytorch_has_put_off_is_made():
+    """Kernels read memory, where the sign is the other one."""
+    negated = torch.complex(torch.zeros(1, 2, 10, 8), torch.randn(1, 2, 10, 8)).conj().imag
+    problem = check_problem(*[negated] * 3)
+    assert negated.is_neg() and torch.equal(problem.query, negated)
+    assert not any(each.is_neg() for each in (problem.query, problem.key, problem.value))
 
 
 def test_the_lse_comes_only_when_asked_for():

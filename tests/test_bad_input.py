@@ -7,6 +7,7 @@ from inspect import signature
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import cqs
 from cqs.advice import ADVICE
@@ -64,6 +65,11 @@ BAD = {
         )(),
         TypeError,
         "query must be a dense tensor, got layout torch.jagged",
+    ),
+    "query-fake": (
+        lambda: attend(query=FakeTensorMode().from_tensor(tensor()))(),
+        TypeError,
+        "query must be a plain torch.Tensor, got FakeTensor",
     ),
     "query-rank-3": (attend(query=tensor(4, 10, 8)), ValueError, r"query .* \(4, 10, 8\)"),
     "key-rank-5": (attend(key=tensor(1, 2, 4, 10, 8)), ValueError, r"key .* \(1, 2, 4, 10, 8\)"),
