@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from cqs.distributed.group_calls import calls_on
+
 _MOST_SHOWN = 300
 """Characters of what a rank asked for."""
 _control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
@@ -49,11 +51,22 @@ def agree(
     Raises:
         Exception: ``error``, if there is one.
         ValueError: if another rank has an error or another request; names the rank.
-        RuntimeError: if a rank has died, or does not answer within the time-out of the group.
+        RuntimeError: Threads of this process have called on the group at the same time, or a rank
+            has failed or does not answer within the timeout of the group.
     """
     request = {name: repr(value) for name, value in (request or {}).items()}  # equal if they are
+    with calls_on(group).call():
+        return _agree(group, request, error or calls_on(group).error, seqlen_q, seqlen_kv, seed)
+
+
+def _agree(
+    group: Any,
+    request: dict[str, str],
+    error: Exception | None,
+    *numbers: int,
+) -> Shards:
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
-    mine = [int(error is not None), int.from_bytes(digest), seqlen_q, seqlen_kv, seed]
+    mine = [int(error is not None), int.from_bytes(digest), *numbers]
     num_ranks, control = dist.get_world_size(group), control_group(group)
     found = swap(control, mine, [len(mine)] * num_ranks)
     table = [found[i : i + len(mine)] for i in range(0, len(found), len(mine))]
@@ -71,8 +84,8 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
         lengths: How many there are of every rank.
 
     Raises:
-        RuntimeError: if a rank has died, or does not answer within the time-out of the group: every
-            rank talks to all others, so a dead one fails this on all.
+        RuntimeError: A rank has failed, or does not answer within the timeout of the group. All
+            ranks raise, because each exchanges messages with all others.
     """
     sent = torch.tensor(list(own) * len(lengths), dtype=torch.int64, device="cpu")
     found = sent.new_empty(sum(lengths))
@@ -80,7 +93,7 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
         control.alltoall_base(found, sent, list(lengths), [len(own)] * len(lengths)).wait()
     except RuntimeError as lost:
         raise RuntimeError(
-            "not all ranks of the group answer: one has died, or does not call this"
+            f"not all ranks of the group answer: one has failed, or does not call this ({lost})"
         ) from lost
     return found.tolist()
 

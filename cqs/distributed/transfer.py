@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from cqs.distributed.group_calls import calls_on
 from cqs.distributed.layout import Places, Route
 from cqs.distributed.moves import Moves, move
 from cqs.scheduler.heads import SENT, StageRule
 
-_TAG = 0x637173
-"""Of our messages, among those of the caller."""
+_FIRST_TAG = 1 << 30
+"""Tags from here on tell messages of one call from those of another, and from the user's."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,10 @@ class Messages:
     stage_rule = SENT
 
     def __init__(self, group: Any) -> None:
-        """Use a group, of which a rank takes part where it sends or receives something."""
+        """Use a group for one call; a rank takes part where it sends or receives something."""
         self._group = group
+        # A backward pass that comes out of order finds no rows, instead of those of another call.
+        self._tag = _FIRST_TAG + calls_on(group).num_calls % _FIRST_TAG
 
     def begin(self) -> None:
         """Begin a pass: messages do not need that."""
@@ -162,7 +165,7 @@ class Messages:
             if not parcel.route.stays:
                 ways.append((dist.irecv, parcel.received, parcel.expected))
             messages += [
-                dist.P2POp(act, rows, group=self._group, tag=_TAG, group_peer=rank)
+                dist.P2POp(act, rows, group=self._group, tag=self._tag, group_peer=rank)
                 for act, tensor, lengths in ways
                 for rank, rows in enumerate(tensor.split(list(lengths)))
                 if len(rows) and rank != parcel.route.rank
@@ -197,7 +200,8 @@ def _clearly() -> Iterator[None]:
         yield
     except RuntimeError as lost:
         raise LostError(
-            "not all rows of other ranks have come: one has died, or failed in this call"
+            "the rows of other ranks have not arrived: a rank has failed, or does not call this "
+            f"({lost})"
         ) from lost
 
 

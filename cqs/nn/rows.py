@@ -46,7 +46,7 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
         length = 0 if request is None else shard.shape[1]
         rows = agree(mesh.get_group("tensor"), request, error, seqlen_q=length).seqlens_q
         _check_chunks(rows)
-    except (TypeError, ValueError) as wrong:
+    except (RuntimeError, TypeError, ValueError) as wrong:
         error = wrong  # ranks of other tensor axes wait for this one
     group = mesh.get_group("sequence")
     of_groups = agree(group, request, error, seqlen_q=sum(rows)).seqlens_q
@@ -57,6 +57,8 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
 def _check_shard(shard: Tensor, mesh: DeviceMesh) -> None:
     if not isinstance(shard, Tensor):
         raise TypeError(f"the input must be a tensor, got {type(shard).__name__}")
+    if isinstance(shard, DTensor):
+        raise TypeError("hidden must be a plain torch.Tensor, got DTensor: pass hidden.to_local()")
     if shard.device.type != mesh.device_type:
         raise ValueError(f"the mesh is of {mesh.device_type}, the input on {shard.device}")
     if shard.ndim < 2 or not shard.shape[0]:

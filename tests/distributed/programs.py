@@ -1,14 +1,22 @@
 """What ranks run: attention on their shards, compared with the whole."""
 
 import sys
+import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.masked import masked_tensor
 
 import cqs.distributed
+from cqs.cases import Case
 from cqs.distributed import carriers, layout
 from cqs.distributed.agreement import make_control_group, swap
 from cqs.distributed.layout import choose_head_parallel
@@ -306,3 +314,193 @@ def gradients_after_writing(group, case, cuts, is_written):
         key.zero_(), value.zero_()
     (gradient,) = torch.autograd.grad(output.square().sum(), query)
     return gradient
+
+
+def outcomes_of_threads(group, num_groups, pass_, num_calls=3):
+    """Call on new groups of all ranks from two threads, each with a problem of its own length.
+
+    Returns:
+        For each thread, what it got from each call: ``"right"``, ``"wrong"`` or the error.
+    """
+    one, other = dist.new_group(), dist.new_group()
+    groups = one, (one, other)[num_groups - 1]
+    rank, outcomes = dist.get_rank(group), ([], [])
+    cases = [case_of_length(40), case_of_length(64)]
+    passes = [expect(each, case) for each, case in zip(groups, cases, strict=True)]
+    outputs = [attend() for attend, *_ in passes] if pass_ == "backward" else ()
+
+    def run_passes(number):
+        attend, differentiate, expected = passes[number]
+        for _ in range(num_calls):
+            try:
+                found = differentiate(outputs[number] if outputs else attend())
+            except Exception as error:
+                outcomes[number].append((type(error), str(error)))
+            else:
+                is_right = all(map(torch.allclose, found, expected))
+                outcomes[number].append("right" if is_right else "wrong")
+
+    order = (0, 1) if rank else (1, 0)
+    threads = [threading.Thread(target=run_passes, args=(number,)) for number in order]
+    if not rank:
+        time.sleep(0.3)  # until both threads of all other ranks have called
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def case_of_length(length):
+    return Case("thread", length, length, 4, 4, is_causal=True)
+
+
+def expect(group, case):
+    """Return a forward and a backward pass of this rank's shards, and the right gradients."""
+    problem, num_ranks = case.make(torch.float64), dist.get_world_size(group)
+    marks = [case.seqlen_q * rank // num_ranks for rank in range(num_ranks + 1)]
+    tensors, rows, _ = shards_of(problem, (marks, marks), dist.get_rank(group))
+    whole = [
+        tensor.clone().requires_grad_() for tensor in (problem.query, problem.key, problem.value)
+    ]
+    gradients = torch.autograd.grad(cqs.attention(*whole, is_causal=True).sum(), whole)
+
+    def attend():
+        return cqs.distributed.attention(*tensors, group=group, is_causal=True)
+
+    def differentiate(output):
+        return torch.autograd.grad(output.sum(), tensors, retain_graph=True)
+
+    return attend, differentiate, [gradient[:, :, rows] for gradient in gradients]
+
+
+def calls_of_threads_in_turn(group):
+    """Return whether calls of several threads, one after another, are right."""
+    attend, differentiate, expected = expect(group, case_of_length(40))
+    are_right = []
+    for _ in range(3):
+        thread = threading.Thread(
+            target=lambda: are_right.append(
+                all(map(torch.allclose, differentiate(attend()), expected))
+            )
+        )
+        thread.start()
+        thread.join()
+    return are_right
+
+
+def complaint_out_of_order(group, seconds):
+    """Return what is raised where the last rank runs its backward passes in another order."""
+    made = dist.new_group(timeout=timedelta(seconds=seconds))
+    passes = [expect(made, case_of_length(40))[:2] for _ in range(2)]
+    outputs = [attend() for attend, _ in passes]
+    is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    try:
+        for number in (1, 0) if is_last else (0, 1):
+            passes[number][1](outputs[number])
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def complaint_without_the_last(group, seconds):
+    """Return what is raised where the last rank does not call."""
+    made = dist.new_group(timeout=timedelta(seconds=seconds))
+    if dist.get_rank(group) < dist.get_world_size(group) - 1:
+        return complaint(made, 0, {}, {})
+    return None
+
+
+def as_dtensor(tensor, group):
+    return DTensor.from_local(tensor, DeviceMesh.from_group(group, "cpu"), [Shard(2)])
+
+
+def as_fake(tensor, group):
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
+KINDS = {
+    "DTensor": as_dtensor,
+    "FakeTensor": as_fake,
+    "MaskedTensor": lambda tensor, group: masked_tensor(tensor, tensor > 0),
+    "sparse": lambda tensor, group: tensor.to_sparse(),
+    "nested": lambda tensor, group: torch.nested.nested_tensor([*tensor], layout=torch.jagged),
+    "meta": lambda tensor, group: tensor.to("meta"),
+    "quantized": lambda tensor, group: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8),
+}
+
+
+def complaint_about_kind(group, kind, of_ranks):
+    """Return what is raised where some ranks pass a query of another kind, and after how long."""
+    query = torch.randn(1, 4, 8, 16)
+    if dist.get_rank(group) in of_ranks:
+        query = KINDS[kind](query, group)
+    start = time.monotonic()
+    try:
+        cqs.distributed.attention(query, *(torch.randn(1, 4, 8, 16) for _ in "kv"), group=group)
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - start
+    return None
+
+
+def complaint_in_vmap(group, of_rank):
+    """Return what is raised where one rank calls inside torch.func.vmap."""
+    tensors = [torch.randn(2, 1, 4, 8, 16) for _ in range(3)]
+
+    def attend(*tensors):
+        return cqs.distributed.attention(*tensors, group=group)
+
+    try:
+        if dist.get_rank(group) == of_rank:
+            torch.func.vmap(attend)(*tensors)
+        else:
+            attend(*(tensor[0] for tensor in tensors))
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def check_asynchronous(group):
+    """Compute with tensors of a collective that has not finished."""
+    tensors = [torch.randn(1, 4, 8, 16, requires_grad=True) for _ in range(3)]
+    mesh, rank = DeviceMesh.from_group(group, "cpu"), dist.get_rank(group)
+    unfinished = [
+        DTensor.from_local(tensor, mesh, [Shard(0)])
+        .redistribute(mesh, [Replicate()], async_op=True)
+        .to_local()
+        for tensor in tensors
+    ]
+    assert all(type(each) is AsyncCollectiveTensor for each in unfinished)
+    plain = [each.detach().clone().requires_grad_() for each in unfinished]
+    output, expected = (
+        cqs.distributed.attention(*each, group=group) for each in (unfinished, plain)
+    )
+    assert type(output) is torch.Tensor and torch.equal(output, expected)
+    gradients = torch.autograd.grad(output.square().sum(), tensors)
+    others = torch.autograd.grad(expected.square().sum(), plain)
+    for gradient, other in zip(gradients, others, strict=True):
+        assert torch.equal(gradient, other[rank : rank + 1])
+
+
+def complaint_about_group(group, kind):
+    """Return what is raised for something other than a group of this process."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    passed = {
+        "not a member": dist.GroupMember.NON_GROUP_MEMBER,
+        "unknown": dist.ProcessGroup(dist.HashStore(), rank, num_ranks),
+        "mesh": DeviceMesh.from_group(group, "cpu"),
+        "integer": 3,
+        "string": "x",
+    }[kind]
+    tensors = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    try:
+        cqs.distributed.attention(*tensors, group=passed)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def complaint_on_another_device(group):
+    """Return what is raised for tensors on a device for which the group has no backend."""
+    return complaint(dist.new_group(backend="cuda:gloo"), 0, {}, {})

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from cqs.distributed.group_calls import calls_on
 from cqs.nn import (
     ColumnParallelLinear,
     HybridDecoder,
@@ -250,6 +252,28 @@ def complaint(group, shape, shards):
         block(shards[dist.get_rank(group)])
     except (TypeError, ValueError) as error:
         return str(error)
+
+
+def complaint_about_dtensor(group, shape, of_rank):
+    """Return what is raised when one rank passes a DTensor of its rows."""
+    mesh, shard = make_mesh(*shape), torch.zeros(1, 2, 24, dtype=torch.float64)
+    if dist.get_rank(group) == of_rank:
+        shard = DTensor.from_local(shard, mesh["tensor"], [Shard(1)])
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make_block(mesh)(shard)
+    return caught.type, str(caught.value)
+
+
+def complaint_after_an_overlap(group, shape, of_rank):
+    """Return what is raised when threads of one rank have shared its tensor group."""
+    mesh, shard = make_mesh(*shape), torch.zeros(1, 2, 24, dtype=torch.float64)
+    calls = calls_on(mesh.get_group("tensor"))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == of_rank:
+            patch.setattr(calls, "_overlap", "a call of Thread-1 during another")
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            make_block(mesh)(shard)
+    return caught.type, str(caught.value)
 
 
 def gradients_of_experts(group):

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from models import complaint, make_block, refusal
+from models import (
+    complaint,
+    complaint_about_dtensor,
+    complaint_after_an_overlap,
+    make_block,
+    refusal,
+)
 
 from cqs.nn import HybridDecoder
 from cqs.patterns import causal, per_head
@@ -76,6 +82,18 @@ def test_shards_that_do_not_fit_are_refused_on_every_rank(mesh_ranks, shards, me
     found = mesh_ranks.run(4, complaint, (2, 2), shards)
     assert all(message in text for text in found), found
     assert mesh_ranks.run(4, complaint, (2, 2), [ROWS] * 4) == [None] * 4
+
+
+def test_a_dtensor_is_named_on_every_rank(mesh_ranks):
+    found = mesh_ranks.run(4, complaint_about_dtensor, (2, 2), 3)
+    assert found.pop()[0] is TypeError
+    assert all(error is ValueError and "hidden.to_local()" in text for error, text in found)
+
+
+def test_threads_that_share_a_group_of_the_mesh_are_named_on_every_rank(mesh_ranks):
+    found = mesh_ranks.run(4, complaint_after_an_overlap, (2, 2), 3)
+    assert found.pop()[0] is RuntimeError
+    assert all(error is ValueError and "group must be used by" in text for error, text in found)
 
 
 @pytest.mark.parametrize(
