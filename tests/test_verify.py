@@ -286,5 +286,8 @@ def test_the_error_is_an_arithmetic_error_that_quotes_error_and_bound():
 def test_what_is_hidden_and_not_finite_is_mentioned():
     query, key, value = (torch.randn(1, 1, 64, 8) for _ in range(3))
     value[0, 0, 60] = torch.nan
+    problem = check_problem(query, key, value, pattern=sliding_window(9, 9))
+    output, lse = attend(problem, num_workers=1, verify=True)
+    output[0, 0, 0] = torch.nan
     with pytest.raises(VerificationError, match="not finite, which reaches rows that do not see"):
-        cqs.attention(query, key, value, pattern=sliding_window(9, 9), num_workers=1, verify=True)
+        verify_rows(problem, Partial(output, lse))

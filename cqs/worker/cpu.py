@@ -1,14 +1,20 @@
 """PyTorch's fused attention for CPUs, through the operator that returns its lse."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cqs.partial import Partial
 from cqs.worker.operands import with_adjacent_columns, with_positive_scale, with_sign_of
+from cqs.worker.reference import attend_reference
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEW_KEYS = 64
-"""Below one vector of keys (16, seen with AVX-512) the kernel loses NaN; this leaves a margin."""
+_BLOCK = 32
+"""The kernel processes queries in blocks of 32, 64 or 256 rows."""
+_LEAST_ROWS = 4
+"""With fewer rows in a block, MKL accumulates all keys one after another: errors grow tenfold."""
+_AREA = 2**22
+"""Most scores that the reference holds at once where it computes rows again."""
 
 
 def why_not_cpu(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -36,26 +42,33 @@ def attend_cpu(
     """Attend with the fused CPU kernel; arguments as for the reference, none of them empty.
 
     The kernel reads rows as if their elements were adjacent, whatever the stride says, so other
-    layouts are copied first; and with few keys it loses a NaN of the query, which is put back.
+    layouts are copied first. A row whose visible scores are all NaN or -inf may come back as
+    output 0 and lse 0, and a NaN or infinity that is masked out may leak into a row. The reference
+    therefore computes every such row again: the rows that are not finite or have an lse of 0.
     """
-    query, scale = with_positive_scale(query, scale)
+    num_queries = query.shape[2]
+    num_padding = _padding_rows(num_queries)
+    padded, positive_scale = with_positive_scale(_pad(query, num_padding), scale)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *with_adjacent_columns(query, key, value),
+        *with_adjacent_columns(padded, key, value),
         0.0,
         is_causal,
-        attn_mask=_addend(visible, query),
-        scale=scale,
+        attn_mask=_addend(visible, query, num_padding),
+        scale=positive_scale,
     )
-    if key.shape[2] < FEW_KEYS:
-        smallest, largest = query.aminmax(dim=-1)
-        broken = ~(smallest.isfinite() & largest.isfinite())
-        output = output.masked_fill(broken.unsqueeze(-1), torch.nan)
-        lse = lse.masked_fill(broken, torch.nan)
+    found = Partial(output[:, :, :num_queries], lse[:, :, :num_queries])
+    is_sound = found.lse.isfinite() & (found.lse != 0)
     if visible is not None:
-        blind = ~visible.any(dim=-1)
-        output.masked_fill_(blind.unsqueeze(-1), 0)
-        lse = lse.masked_fill(blind, -torch.inf)
-    return Partial(output, lse)
+        is_blind = ~visible.any(dim=-1)
+        found.output.masked_fill_(is_blind.unsqueeze(-1), 0)
+        found.lse.masked_fill_(is_blind, -torch.inf)
+        is_sound |= is_blind
+    extremes = torch.stack(output.aminmax())
+    if not (is_sound.all() and extremes.isfinite().all()):
+        is_sound &= found.output.isfinite().all(dim=-1)
+        rows = (~is_sound).any(dim=(0, 1)).nonzero().squeeze(-1)
+        _compute_again(found, rows, query, key, value, is_causal, scale, visible)
+    return found
 
 
 def gradients_cpu(
@@ -71,24 +84,69 @@ def gradients_cpu(
     visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients with the fused CPU kernel; arguments as for the reference."""
+    num_queries = query.shape[2]
+    num_padding = _padding_rows(num_queries)
     positive_query, positive_scale = with_positive_scale(query, scale)
-    if visible is not None:  # NaN in a query that sees nothing is nobody's business
+    if visible is not None:  # NaN in a query that sees no key must not reach the keys
         positive_query = positive_query.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
+    of_queries = [_pad(each, num_padding) for each in (grad_output, positive_query, output)]
+    padded_grad, padded_query, padded_output = with_adjacent_columns(*of_queries)
     grad_query, grad_key, grad_value = (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *with_adjacent_columns(grad_output, positive_query, key, value, output),
-            lse,
+            padded_grad,
+            padded_query,
+            *with_adjacent_columns(key, value),
+            padded_output,
+            _pad(lse.unsqueeze(-1), num_padding, torch.inf).squeeze(-1),  # P = exp(s - lse) = 0
             0.0,
             is_causal,
-            attn_mask=_addend(visible, query),
+            attn_mask=_addend(visible, query, num_padding),
             scale=positive_scale,
         )
     )
-    return with_sign_of(scale, grad_query), grad_key, grad_value
+    return with_sign_of(scale, grad_query[:, :, :num_queries]), grad_key, grad_value
 
 
-def _addend(visible: Tensor | None, like: Tensor) -> Tensor | None:
+def _padding_rows(num_queries: int) -> int:
+    """Return how many rows to append to the queries, so that no block has too few."""
+    last_block = num_queries % _BLOCK
+    return max(_LEAST_ROWS - last_block, 0) if last_block else 0
+
+
+def _pad(tensor: Tensor, num_rows: int, value: float = 0.0) -> Tensor:
+    """Append rows to ``[batch, num_heads, rows, columns]``; the same tensor if none."""
+    return F.pad(tensor, (0, 0, 0, num_rows), value=value) if num_rows else tensor
+
+
+def _addend(visible: Tensor | None, like: Tensor, num_padding: int) -> Tensor | None:
     """Return what the kernel adds to the scores, so that hidden pairs get -inf."""
     if visible is None:
         return None
-    return like.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    num_queries, num_keys = visible.shape
+    addend = like.new_zeros(num_queries + num_padding, num_keys)
+    addend[:num_queries].masked_fill_(~visible, -torch.inf)
+    return addend
+
+
+def _compute_again(
+    found: Partial,
+    rows: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float,
+    visible: Tensor | None,
+) -> None:
+    """Overwrite some rows of ``found``, int64 ``[num_rows]``, by those of the reference."""
+    keys = torch.arange(key.shape[2])
+    for strip in rows.split(max(_AREA // (query.shape[0] * query.shape[1] * len(keys)), 1)):
+        if is_causal:
+            seen = keys <= strip.unsqueeze(-1)
+        else:
+            seen = None if visible is None else visible[strip]
+        again = attend_reference(
+            query[:, :, strip], key, value, is_causal=False, scale=scale, visible=seen
+        )
+        for target, part in zip(found, again, strict=True):
+            target.index_copy_(2, strip, part)

@@ -15,7 +15,6 @@ from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Task
 from cqs.worker.backends import ATTEND_SHARES, IN_BATCHES
 from cqs.worker.calls import Call, make_calls
-from cqs.worker.cpu import FEW_KEYS
 from cqs.worker.share import Share, Work, make_work
 from cqs.worker.triton.tiles import make_tile_list, query_launches
 
@@ -194,8 +193,7 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     found = output + lse
     if backend != "reference":  # what is hidden, twice as bool and once to add to the scores
         mask = (2 + shape.itemsize) * area * has_mask
-        repaired = (output + lse) * (num_keys < FEW_KEYS)
-        return mask + found + lse * has_mask + repaired, found
+        return mask + found + lse * has_mask, found
 
     size, width = shape.sum_itemsize, shape.batch * shape.kv_heads
     is_repeated = 1 < width < shape.batch * shape.num_heads  # a single one need not be copied

@@ -48,6 +48,10 @@ def attend_reference(
     if kept is not None:
         weights_BGRQK.masked_fill_(~kept.view_as(weights_BGRQK), 0).mul_(keep_scale)
     output = weights_BGRQK @ value.to(dtype).unsqueeze(2)
+    is_masked = is_causal or visible is not None
+    if is_masked and not output.sum().isfinite():  # NaN that is masked out has leaked
+        seen = ~_hidden(scores_BGRQK, is_causal, visible)
+        output = _weigh_visible(weights_BGRQK, value.to(dtype).unsqueeze(2), seen)
     output = output.masked_fill((lse_BGRQ == -torch.inf).unsqueeze(-1), 0)
     return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
 
@@ -113,9 +117,29 @@ def _scores(
     dtype = lse_dtype(query.dtype)
     query_BGRQD = query.to(dtype).unflatten(1, (key.shape[1], -1))
     scores_BGRQK: Tensor = scale * query_BGRQD @ key.to(dtype).unsqueeze(2).mT
-    if is_causal:
-        hidden = torch.ones(scores_BGRQK.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-        scores_BGRQK.masked_fill_(hidden, -torch.inf)
-    if visible is not None:
-        scores_BGRQK.masked_fill_(~visible, -torch.inf)
+    if is_causal or visible is not None:
+        scores_BGRQK.masked_fill_(_hidden(scores_BGRQK, is_causal, visible), -torch.inf)
     return scores_BGRQK
+
+
+def _hidden(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:
+    """Return bool ``[seqlen_q, seqlen_kv]``, the pairs that are masked out."""
+    hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    if is_causal:
+        hidden = (~hidden).triu(1)
+    return hidden if visible is None else hidden.logical_or_(~visible)
+
+
+def _weigh_visible(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Compute ``weights @ value`` over visible pairs alone, where ``0 * inf`` and NaN are NaN."""
+
+    def any_of(pairs: Tensor, entries: Tensor) -> Tensor:
+        return pairs.to(weights.dtype) @ entries.to(weights.dtype) > 0
+
+    has_weight = visible & (weights > 0)
+    output = weights @ value.nan_to_num(0.0, 0.0, 0.0)
+    for infinity in (torch.inf, -torch.inf):
+        is_reached = any_of(has_weight, value == infinity)
+        output += torch.zeros_like(output).masked_fill_(is_reached, infinity)
+    is_nan = any_of(visible, value.isnan()) | any_of(visible & ~has_weight, value.isinf())
+    return output.masked_fill_(is_nan, torch.nan)

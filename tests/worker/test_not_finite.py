@@ -1,0 +1,170 @@
+"""NaN and infinity in the inputs reach every row that sees them, on every backend."""
+
+import math
+
+import pytest
+import torch
+
+import cqs
+from cqs.patterns import documents, global_tokens, longformer, sliding_window
+from cqs.problem import check_problem
+from cqs.testing import visible_mask
+from cqs.worker import WHY_NOT
+from cqs.worker.cpu import attend_cpu
+from cqs.worker.reference import attend_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy
+GPU = pytest.mark.gpu
+SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+BACKENDS = [
+    *(("cpu", "cpu", dtype) for dtype in SINGLE),
+    *(("cpu", "reference", dtype) for dtype in (torch.float32, torch.float64)),
+    ("cpu", "triton", torch.float32),
+    *(("cuda", "triton", dtype) for dtype in SINGLE),
+    *(("cuda", name, torch.bfloat16) for name in ("flash", "cudnn")),
+    *(("cuda", "reference", dtype) for dtype in (torch.float32, torch.float64)),
+]
+EVERY_BACKEND = pytest.mark.parametrize(
+    ("device", "backend", "dtype"),
+    [
+        pytest.param(*each, marks=[GPU] if each[0] == "cuda" else [], id="-".join(map(str, each)))
+        for each in BACKENDS
+    ],
+)
+NOT_FINITE = pytest.mark.parametrize("entry", [math.nan, math.inf, -math.inf])
+CALLS = {
+    "one-key": (9, 1, 1, {}),
+    "a-key-for-each-task": (13, 13, 13, {}),
+    "a-key-for-each-task-causal": (13, 13, 13, {"is_causal": True}),
+    "causal": (70, 70, 4, {"is_causal": True}),
+    "global": (60, 60, 1, {"pattern": sliding_window(4, 4) | global_tokens(1)}),
+    "longformer": (60, 60, 7, {"pattern": longformer(8, [30])}),
+    "document-of-one-token": (60, 60, 3, {"pattern": documents([0, 5, 6, 60])}),
+    "window-of-one-token": (20, 20, 2, {"pattern": sliding_window(0, 0)}),
+}
+
+
+def exact_rows(query, key, value, scale, visible):
+    """Attention in float64 over the visible pairs of each row alone."""
+    scores = scale * query.double() @ key.double().mT
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = scores.softmax(dim=-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0)
+    rows = [
+        (weights[:, :, i, sees].unsqueeze(-1) * value.double()[:, :, sees]).sum(dim=2)
+        for i, sees in enumerate(visible)
+    ]
+    return torch.stack(rows, dim=2), lse
+
+
+def spoil(name, entry, device, dtype):
+    """A problem whose query, key and value are not finite in one entry of head 0, 1 and 2."""
+    seqlen_q, seqlen_kv, num_workers, options = CALLS[name]
+    lengths = seqlen_q, seqlen_kv, seqlen_kv
+    tensors = [torch.randn(2, 3, length, 32).to(device, dtype) for length in lengths]
+    for which, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
+        for batch, row in enumerate((5 % length, length - 1)):
+            tensor[batch, which, row, 3] = entry
+    return check_problem(*tensors, **options), num_workers
+
+
+def attend(problem, backend, num_workers, **options):
+    if problem.pattern is not None and backend in ("flash", "cudnn"):
+        pytest.skip("has no patterns")
+    tensors = problem.query, problem.key, problem.value
+    if reason := WHY_NOT[backend](*tensors):
+        pytest.skip(reason)
+    return cqs.attention(
+        *tensors,
+        is_causal=problem.is_causal,
+        pattern=problem.pattern,
+        num_workers=num_workers,
+        backend=backend,
+        **options,
+    )
+
+
+def visible_pairs(problem):
+    mask = visible_mask(problem)
+    shape = problem.query.shape[2], problem.key.shape[2]
+    return (
+        torch.ones(shape, dtype=torch.bool, device=problem.query.device) if mask is None else mask
+    )
+
+
+@EVERY_BACKEND
+@NOT_FINITE
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
+    name, entry, device, backend, dtype
+):
+    problem, num_workers = spoil(name, entry, device, dtype)
+    output, lse = attend(problem, backend, num_workers, return_lse=True)
+    tensors = problem.query, problem.key, problem.value
+    exact, exact_lse = exact_rows(*tensors, problem.scale, visible_pairs(problem))
+    broken, broken_lse = (~exact.isfinite()).any(-1), ~exact_lse.isfinite()
+    assert (~output.isfinite()).any(-1)[broken].all()
+    assert (~lse.isfinite())[broken_lse].all()
+    sound, sound_lse = ~broken, ~broken_lse
+    if backend not in ("cpu", "reference"):
+        sound[:, 2] = False  # kernels for GPUs multiply values that are masked out by 0
+    assert lse[sound_lse].isfinite().all()
+    error = (output[sound].double() - exact[sound]).abs()
+    assert (error <= 1e-5 + 8 * torch.finfo(dtype).eps).all()
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_not_finite_where_those_of_pytorch_are_not(name, device, backend, dtype):
+    problem, num_workers = spoil(name, math.nan, device, dtype)
+    leaves = [problem.query, problem.key, problem.value]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    found = torch.autograd.grad(attend(problem, backend, num_workers).sum(), leaves[:1])[0]
+    exact = exact_rows(*leaves, problem.scale, visible_pairs(problem))[0]
+    assert found.isnan().any(-1)[exact.isnan().any(-1)].all()
+
+
+@NOT_FINITE
+@pytest.mark.parametrize("name", ["a-key-for-each-task", "a-key-for-each-task-causal"])
+def test_a_memory_budget_changes_no_row_that_is_not_finite(name, entry):
+    problem, num_workers = spoil(name, entry, "cpu", torch.float32)
+    whole = attend(problem, "cpu", num_workers, return_lse=True)
+    tensors = problem.query, problem.key, problem.value
+    options = {"is_causal": problem.is_causal, "return_lse": True}
+    streamed = cqs.attention(*tensors, memory_budget=2**20, **options)
+    for one, other in zip(whole, streamed, strict=True):
+        assert one.isfinite().equal(other.isfinite())
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "pairs"])
+@pytest.mark.parametrize("dtype", SINGLE, ids=str)
+def test_calls_of_the_cpu_kernel_on_any_number_of_keys(dtype, mask):
+    for num_keys in (*range(1, 34), 48, 63, 64, 511, 512, 513):
+        num_queries = 5 if mask == "none" else num_keys
+        options = {"is_causal": mask == "causal", "scale": 0.25}
+        if mask == "pairs":
+            options["visible"] = torch.ones(num_queries, num_keys, dtype=torch.bool).tril()
+        for which, entry in ((0, math.nan), (1, math.nan), (1, math.inf), (1, -math.inf)):
+            tensors = [torch.randn(1, 1, n, 8).to(dtype) for n in (num_queries, *[num_keys] * 2)]
+            tensors[which][0, 0, tensors[which].shape[2] // 2, 3] = entry
+            found = attend_cpu(*tensors, **options)
+            expected = attend_reference(*tensors, **options)
+            for one, other in zip(found, expected, strict=True):
+                assert one.isnan().equal(other.isnan()) and one.isinf().equal(other.isinf())
+
+
+def test_scores_that_overflow_where_they_are_masked_out_do_not_matter():
+    query = torch.full((1, 1, 40, 8), 1e25)
+    key, value = torch.randn(2, 1, 1, 40, 8)
+    key[0, 0, 30] = 1e25
+    visible = torch.ones(40, 40, dtype=torch.bool)
+    visible[:35, 30] = False
+    output, lse = attend_cpu(0 * query + 1, key, value, is_causal=False, scale=1.0, visible=visible)
+    assert output[0, 0, :35].isfinite().all() and lse[0, 0, :35].isfinite().all()
+    key = key.clamp(-1, 1)
+    query[0, 0, :, 1:] = 0
+    key[0, 0, :, 0] = -1e-26
+    key[0, 0, 30, 0] = 1e20
+    output, _ = attend_cpu(query, key, value, is_causal=False, scale=1.0, visible=visible)
+    assert output[0, 0, :35].isfinite().all() and output[0, 0, 35:].isnan().all()
