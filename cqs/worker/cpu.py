@@ -13,6 +13,8 @@ _BLOCK = 32
 """The kernel processes queries in blocks of 32, 64 or 256 rows."""
 _LEAST_ROWS = 4
 """With fewer rows in a block, MKL accumulates all keys one after another: errors grow tenfold."""
+_LEAST_COLUMNS = 16
+"""With 2 to 9 columns it does the same."""
 _AREA = 2**22
 """Most scores that the reference holds at once where it computes rows again."""
 
@@ -46,28 +48,28 @@ def attend_cpu(
     output 0 and lse 0, and a NaN or infinity that is masked out may leak into a row. The reference
     therefore computes every such row again: the rows that are not finite or have an lse of 0.
     """
-    num_queries = query.shape[2]
-    num_padding = _padding_rows(num_queries)
-    padded, positive_scale = with_positive_scale(_pad(query, num_padding), scale)
+    num_queries, head_dim = query.shape[2:]
+    num_padding, num_columns = _padding_rows(num_queries), max(_LEAST_COLUMNS - head_dim, 0)
+    padded, positive_scale = with_positive_scale(_pad(query, num_padding, num_columns), scale)
+    of_keys = _pad(key, 0, num_columns), _pad(value, 0, num_columns)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *with_adjacent_columns(padded, key, value),
+        *with_adjacent_columns(padded, *of_keys),
         0.0,
         is_causal,
         attn_mask=_addend(visible, query, num_padding),
         scale=positive_scale,
     )
-    found = Partial(output[:, :, :num_queries], lse[:, :, :num_queries])
+    found = Partial(output[:, :, :num_queries, :head_dim].contiguous(), lse[:, :, :num_queries])
     is_sound = found.lse.isfinite() & (found.lse != 0)
     if visible is not None:
         is_blind = ~visible.any(dim=-1)
         found.output.masked_fill_(is_blind.unsqueeze(-1), 0)
         found.lse.masked_fill_(is_blind, -torch.inf)
         is_sound |= is_blind
-    extremes = torch.stack(output.aminmax())
+    extremes = torch.stack(found.output.aminmax())
     if not (is_sound.all() and extremes.isfinite().all()):
         is_sound &= found.output.isfinite().all(dim=-1)
-        rows = (~is_sound).any(dim=(0, 1)).nonzero().squeeze(-1)
-        _compute_again(found, rows, query, key, value, is_causal, scale, visible)
+        _compute_again(found, ~is_sound, query, key, value, is_causal, scale, visible)
     return found
 
 
@@ -97,7 +99,9 @@ def gradients_cpu(
             padded_query,
             *with_adjacent_columns(key, value),
             padded_output,
-            _pad(lse.unsqueeze(-1), num_padding, torch.inf).squeeze(-1),  # P = exp(s - lse) = 0
+            _pad(lse.unsqueeze(-1), num_padding, value=torch.inf).squeeze(
+                -1
+            ),  # P = exp(s - lse) = 0
             0.0,
             is_causal,
             attn_mask=_addend(visible, query, num_padding),
@@ -113,9 +117,11 @@ def _padding_rows(num_queries: int) -> int:
     return max(_LEAST_ROWS - last_block, 0) if last_block else 0
 
 
-def _pad(tensor: Tensor, num_rows: int, value: float = 0.0) -> Tensor:
-    """Append rows to ``[batch, num_heads, rows, columns]``; the same tensor if none."""
-    return F.pad(tensor, (0, 0, 0, num_rows), value=value) if num_rows else tensor
+def _pad(tensor: Tensor, num_rows: int, num_columns: int = 0, value: float = 0.0) -> Tensor:
+    """Append to ``[batch, num_heads, rows, columns]``; the same tensor where nothing is missing."""
+    if not (num_rows or num_columns):
+        return tensor
+    return F.pad(tensor, (0, num_columns, 0, num_rows), value=value)
 
 
 def _addend(visible: Tensor | None, like: Tensor, num_padding: int) -> Tensor | None:
@@ -130,7 +136,7 @@ def _addend(visible: Tensor | None, like: Tensor, num_padding: int) -> Tensor | 
 
 def _compute_again(
     found: Partial,
-    rows: Tensor,
+    is_wanted: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -138,7 +144,19 @@ def _compute_again(
     scale: float,
     visible: Tensor | None,
 ) -> None:
-    """Overwrite some rows of ``found``, int64 ``[num_rows]``, by those of the reference."""
+    """Overwrite the rows of ``found`` that are wanted by those of the reference.
+
+    Args:
+        found: Results of the call.
+        is_wanted: bool ``[batch, num_heads, seqlen_q]``.
+        query: ``[batch, num_heads, seqlen_q, head_dim]``.
+        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
+        value: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
+        is_causal: The block is square and query i sees the keys 0..i.
+        scale: Factor on the scores.
+        visible: bool ``[seqlen_q, seqlen_kv]``, or None if no pair is masked out.
+    """
+    rows = is_wanted.any(dim=(0, 1)).nonzero().squeeze(-1)
     keys = torch.arange(key.shape[2])
     for strip in rows.split(max(_AREA // (query.shape[0] * query.shape[1] * len(keys)), 1)):
         if is_causal:
@@ -148,5 +166,8 @@ def _compute_again(
         again = attend_reference(
             query[:, :, strip], key, value, is_causal=False, scale=scale, visible=seen
         )
+        wanted = is_wanted[:, :, strip]
+        where = wanted.nonzero(as_tuple=True)
+        place = where[0], where[1], strip[where[2]]
         for target, part in zip(found, again, strict=True):
-            target.index_copy_(2, strip, part)
+            target[place] = part[wanted]
