@@ -1,29 +1,90 @@
 """Recompute sampled rows of an answer in float64."""
 
+from typing import NamedTuple, Self
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem
 
 _NOT_FINITE = "; some scores or values are not finite, which reaches rows that do not see them"
 
+_FEW = 8
+"""Roundings of a value beside those of the sums: scale, exponential, merge, split float32."""
+_STATISTICAL = 8
+"""Errors of a sum of n terms stay below this times the square root of n, in units of rounding."""
+_MOST = 700.0
+"""Largest argument of an exponential in float64."""
+
 
 class VerificationError(ArithmeticError):
     """A sampled row of the answer is further from the exact one than rounding explains."""
+
+
+class _Errors(NamedTuple):
+    """Bounds of rounding errors of some rows of one head; see docs/mathematics.md."""
+
+    lse: Tensor
+    """``[rows]``, absolute."""
+    weights: Tensor
+    """``[rows, seqlen_kv]``, relative, of the weights of a row."""
+    sums: Tensor
+    """``[rows, 1]``, relative, of the sum of weighted values and of its roundings."""
+    largest_weight: Tensor
+    """``[rows, 1]``."""
+    tiny: float
+    """Absolute error of a number below the smallest normal ones."""
+
+    @classmethod
+    def of(cls, problem: Problem, weights: Tensor, magnitudes: Tensor, visible: Tensor) -> Self:
+        """Bound the errors of rows in the dtypes of a problem.
+
+        Args:
+            problem: Its dtype and head_dim count.
+            weights: float64 ``[rows, seqlen_kv]``, the softmax of the scores.
+            magnitudes: float64 ``[rows, seqlen_kv]``, ``scale * abs(query) @ abs(key)``, 0 for
+                pairs that are masked out.
+            visible: bool ``[rows, seqlen_kv]``.
+        """
+        dtype = torch.finfo(problem.query.dtype)
+        accumulation = torch.finfo(lse_dtype(problem.query.dtype))
+        own_share = 2 if problem.query.dtype == torch.float64 else 1  # this check rounds as well
+        unit, unit_of_dtype = own_share * accumulation.eps / 2, own_share * dtype.eps / 2
+        num_keys = visible.sum(dim=-1, keepdim=True).double()
+        largest = torch.cat([torch.zeros_like(num_keys), magnitudes], dim=-1).amax(-1, keepdim=True)
+        scores = (problem.query.shape[-1] + _FEW) * unit * magnitudes
+        scores = scores + _FEW * unit * (1 + largest + num_keys.clamp(min=1).log()) + unit_of_dtype
+        mean = (weights * scores.clamp(max=_MOST).expm1()).sum(dim=-1, keepdim=True).log1p()
+        summation = _STATISTICAL * unit * num_keys.sqrt()
+        return cls(
+            (mean + summation).squeeze(-1),
+            (scores + mean).clamp(max=_MOST).expm1(),
+            2 * summation + 4 * unit_of_dtype,
+            torch.cat([torch.zeros_like(num_keys), weights], dim=-1).amax(-1, keepdim=True),
+            accumulation.tiny + dtype.tiny * dtype.eps,
+        )
+
+    def bound_output(self, weights: Tensor, magnitudes: Tensor, visible: Tensor) -> Tensor:
+        """Return the largest error of each output, ``[rows, value_dim]``.
+
+        Args:
+            weights: float64 ``[rows, seqlen_kv]``, after dropout.
+            magnitudes: float64 ``[seqlen_kv, value_dim]``, of the values.
+            visible: bool ``[rows, seqlen_kv]``.
+        """
+        relative = (weights * (self.weights + self.sums)) @ magnitudes
+        in_sum = self.largest_weight * (visible.double() @ (1 + magnitudes))
+        return relative + self.tiny * (2 + in_sum)
 
 
 @torch.no_grad()
 def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: int = 0) -> None:
     """Raise unless sampled query rows agree with float64 attention, for every batch and head.
 
-    An lse may stray from the exact one by ``bound = 16 * eps_acc * (1 + max score) + eps``, an
-    output by ``(bound + 16 * eps) * max |value|``, where eps belongs to the dtype of the tensors
-    and eps_acc to that of the accumulation: what rounding of the products, of the probabilities
-    and of the result can add up to, with fast exponentials where the tensors are half precision.
-    The largest score is the row's, of the magnitudes of query and key (terms of a score that
-    cancel leave their rounding behind), the largest value that of the row and column, both among
-    what is visible and finite.
+    The bound of each entry follows from an error analysis in head_dim, the number of visible keys,
+    and the magnitudes of scores and values; docs/mathematics.md derives it.
 
     Where the exact answer is NaN or infinite, so must this one be; a NaN that the row does not see
     is no excuse. An infinite value whose weight may round to zero may also give NaN.
@@ -49,15 +110,10 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
         return
     index = torch.tensor(rows, device=problem.query.device)
     visible = visible_rows(problem, index)
-    eps = torch.finfo(problem.query.dtype).eps
-    eps_accumulation = torch.finfo(lse_dtype(problem.query.dtype)).eps
     group_size = problem.query.shape[1] // problem.key.shape[1]
-
-    largest_factor = 1.0
     if problem.dropout is not None:
         sampled = [range(row, row + 1) for row in rows]
         words = problem.dropout.words(problem.query, sampled, [range(seqlen_kv)])
-        largest_factor = problem.dropout.scale
     for batch in range(problem.query.shape[0]):
         for head in range(problem.query.shape[1]):
             query = problem.query[batch, head, index].double()
@@ -68,11 +124,9 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             lse = hidden.logsumexp(dim=-1)
             weights = (hidden - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
             magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
-            seen = magnitudes.masked_fill(~(visible & scores.isfinite()), 0)
-            largest_score = seen.amax(dim=-1) if seqlen_kv else scores.new_zeros(len(rows))
-            lse_bound = 16 * eps_accumulation * (1 + largest_score) + eps
+            magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
+            errors = _Errors.of(problem, weights, magnitudes, visible)
             finite = value.masked_fill(~value.isfinite(), 0)
-            largest_values = _largest_of_visible(finite.abs(), visible)
             output = answer.output[batch, head, index].double()
             if problem.dropout is not None:
                 of_head = words._replace(
@@ -92,7 +146,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 rows,
                 output,
                 exact,
-                largest_factor * (16 * eps + lse_bound).unsqueeze(-1) * largest_values,
+                errors.bound_output(weights, finite.abs(), visible),
                 note,
             )
             _compare_rows(
@@ -101,12 +155,12 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 rows,
                 answer.lse[batch, head, index].double().unsqueeze(-1),
                 lse.unsqueeze(-1),
-                lse_bound.unsqueeze(-1),
+                errors.lse.unsqueeze(-1),
                 note,
             )
 
 
-def visible_rows(problem: Problem, rows: torch.Tensor) -> torch.Tensor:
+def visible_rows(problem: Problem, rows: Tensor) -> Tensor:
     """Say which keys some queries see, bool ``[len(rows), seqlen_kv]``.
 
     Args:
@@ -123,21 +177,13 @@ def visible_rows(problem: Problem, rows: torch.Tensor) -> torch.Tensor:
     return keys <= rows.unsqueeze(1) + (seqlen_kv - seqlen_q)
 
 
-def _is_finite(problem: Problem, scores: torch.Tensor, value: torch.Tensor) -> bool:
+def _is_finite(problem: Problem, scores: Tensor, value: Tensor) -> bool:
     """Say whether scores, as kernels accumulate them, and values are finite, hidden ones too."""
     largest = torch.finfo(lse_dtype(problem.query.dtype)).max
     return bool((scores.abs() <= largest).all() and value.isfinite().all())
 
 
-def _largest_of_visible(value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return the largest value of each column that each row sees, 0 where it sees none."""
-    none = value.new_zeros(1, value.shape[1])
-    return torch.stack([torch.cat([none, value[sees]]).amax(dim=0) for sees in visible])
-
-
-def _sum_of_infinite(
-    weights: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
+def _sum_of_infinite(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """Compute ``weights @ value`` over visible keys alone, where ``0 * inf`` and NaN are NaN."""
     rows = zip(weights, visible, strict=True)
     return torch.stack([(row[sees].unsqueeze(-1) * value[sees]).sum(dim=0) for row, sees in rows])
@@ -147,9 +193,9 @@ def _compare_rows(
     name: str,
     batch_and_head: tuple[int, int],
     rows: list[int],
-    actual: torch.Tensor,
-    exact: torch.Tensor,
-    bound: torch.Tensor,
+    actual: Tensor,
+    exact: Tensor,
+    bound: Tensor,
     note: str,
 ) -> None:
     error = (actual - exact).abs()

@@ -3,8 +3,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from verify_cases import compute, draw
 
 import cqs
+import cqs.verify
 from cqs.cases import CASES
 from cqs.partial import Partial
 from cqs.patterns import sliding_window
@@ -291,3 +293,80 @@ def test_what_is_hidden_and_not_finite_is_mentioned():
     output[0, 0, 0] = torch.nan
     with pytest.raises(VerificationError, match="not finite, which reaches rows that do not see"):
         verify_rows(problem, Partial(output, lse))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_right_answers_to_structured_problems_pass(first):
+    for seed in range(first, first + 20):
+        described, tensors, options = draw(seed, longest=3000)
+        try:
+            compute(tensors, options)
+        except VerificationError as error:
+            pytest.fail(f"{described}: {error}")
+
+
+@pytest.mark.parametrize("columns", [64, 512, 4096])
+@pytest.mark.parametrize("num_workers", [1, 7, 53])
+def test_equal_columns_are_not_accused(num_workers, columns):
+    query, key = (torch.randn(1, 1, 53, 1).expand(1, 1, 53, columns) for _ in range(2))
+    value = torch.randn(1, 1, 53, columns)
+    for magnitude in (1, 30):
+        tensors = magnitude * query, key, value
+        cqs.attention(*tensors, is_causal=True, num_workers=num_workers, verify=True)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_million_equal_keys_are_not_accused(backend):
+    query, key = torch.zeros(1, 1, 3, 8), torch.randn(1, 1, 1_000_000, 8)
+    value = torch.full_like(key, 1 / 3)
+    cqs.attention(query, key, value, num_workers=7, backend=backend, verify=True)
+
+
+@pytest.fixture
+def bounds(monkeypatch):
+    """What was allowed: (name, (batch, head), rows, bound of each entry)."""
+    seen = []
+    compare = cqs.verify._compare_rows
+
+    def record(name, place, rows, actual, exact, bound, note):
+        seen.append((name, place, rows, bound.expand_as(exact)))
+        compare(name, place, rows, actual, exact, bound, note)
+
+    monkeypatch.setattr(cqs.verify, "_compare_rows", record)
+    return seen
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_no_fault_of_ten_times_the_bound_is_missed(first, bounds):
+    for seed in range(first, first + 20):
+        described, tensors, options = draw(seed, longest=3000)
+        if "dropout_p" in options:
+            continue  # the problem would have to be told what to drop
+        query, key, value = tensors
+        options_of_problem = {name: options.get(name) for name in ("is_causal", "pattern")}
+        problem = check_problem(query, key, value, **options_of_problem)
+        bounds.clear()
+        answer = Partial(*compute(tensors, options))
+        generator = torch.Generator().manual_seed(seed)
+        for name, place, rows, bound in list(bounds):
+            target = getattr(answer, name)[place].view(query.shape[2], -1)
+            i, column = (int(torch.randint(n, (), generator=generator)) for n in bound.shape)
+            before = target[rows[i], column].clone()
+            target[rows[i], column] += 10 * bound[i, column]
+            if before.isfinite():
+                with pytest.raises(VerificationError, match=f"{name} of .*, row {rows[i]} "):
+                    verify_rows(problem, answer)
+                    pytest.fail(described)
+            target[rows[i], column] = before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bound_is_of_the_size_of_what_rounding_does(dtype, bounds):
+    """Of ordinary problems: at most 2000 units of rounding of the accumulation."""
+    case = replace(BY_NAME["full"], seqlen_kv=1000, head_dim=64)
+    attend(case.make(dtype), num_workers=7, verify=True)
+    unit = torch.finfo(dtype).eps
+    accumulation = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    for name, _, _, bound in bounds:
+        allowed = 2000 * accumulation + (4 * unit if name == "output" else unit)
+        assert bound.max() < allowed
