@@ -100,6 +100,13 @@ def test_a_score_function_sees_the_whole_sequence(score_mod, mask_mod, num_worke
     check(found, by_torch(*tensors, score_mod=score_mod, block_mask=mask))
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """Tests are programs of their own, whose compiled variants do not add up to a limit."""
+    yield
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_score_function_in_half_precision_is_rounded_once(device, dtype):
