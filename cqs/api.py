@@ -87,7 +87,7 @@ def attention(
         out: Where the output goes: a CPU tensor, NumPy array or :class:`cqs.streaming.InFile`;
             ``None`` makes a tensor. Records no gradients. It shares no byte, of memory or of a
             file, with the inputs, and its elements share none.
-        resume: A directory for working files, which this call makes and removes when all is done.
+        resume: A new or empty directory for working files, which this call removes at the end.
             After an error it stays, and the same call goes on where it was. Anything else at this
             path is rejected unchanged. Needs an ``out`` in a file of its own.
         progress: True draws a progress bar with the time left; a function is called with (pairs

@@ -5,6 +5,8 @@ import errno
 import itertools
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -434,6 +436,50 @@ def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, interrupt
     assert "go with --budget" in capsys.readouterr().err
 
 
+def test_attend_goes_on_after_a_kill_between_the_rename_and_the_end(files, interrupt, capsys):
+    before = set(os.listdir())
+    if (child := os.fork()) == 0:
+        rename = os.replace
+
+        def be_killed(source, target):
+            rename(source, target)
+            if target == "o.npy":
+                os.kill(os.getpid(), 9)
+
+        os.replace = be_killed
+        torch.set_num_threads(1)
+        os._exit(main([*BUDGETED, "--resume", "run"]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    assert set(os.listdir()) == before | {"o.npy", "run"}
+    content = Path("o.npy").read_bytes()
+    os.rename("o.npy", "mine.npy")
+    Path("o.npy").write_bytes(content)
+    assert main([*BUDGETED, "--resume", "run"]) == 2
+    assert "missing" in capsys.readouterr().err, "a file of that name that another has made"
+    os.replace("mine.npy", "o.npy")
+    with patched_blocks() as blocks:
+        assert main([*BUDGETED, "--resume", "run"]) == 0
+    assert not blocks, "nothing is computed again"
+    assert set(os.listdir()) == before | {"o.npy"}
+    assert Path("o.npy").read_bytes() == content
+
+
+@contextmanager
+def patched_blocks():
+    """List the blocks that are computed."""
+    from cqs.streaming.checkpoint import Checkpoint
+
+    add, blocks = Checkpoint.add, []
+
+    def note(self, plans, part, position, block):
+        blocks.append(block)
+        add(self, plans, part, position, block)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Checkpoint, "add", note)
+        yield blocks
+
+
 def test_attend_goes_on_with_no_file_but_its_own(files, interrupt, capsys):
     names = {"o.npy.partial.npy", "run.lse.npy", "run.partial"}
     for name in names:
@@ -540,6 +586,39 @@ def test_damaged_arrays_are_refused_in_one_line(files, capsys, command, content)
     error = capsys.readouterr().err
     assert error.startswith("cqs attend: ") and error.count("\n") == 1
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
+
+
+def test_rows_that_do_not_fit_on_the_disk_are_not_begun(tmp_path):
+    path, row = tmp_path / "rows.jsonl", Measurement("b", "c", "d", 1, "e", "f", 1, 1, 1, 1, 1)
+    append_rows([row], str(path))
+    before = path.read_bytes()
+    if (child := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100,) * 2)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            append_rows([row, row], str(path))
+        except OSError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert path.read_bytes() == before
+    append_rows([row], str(path))
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+def test_rows_of_several_processes_do_not_mix(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    children = []
+    for name in "xyz":
+        if (child := os.fork()) == 0:
+            row = Measurement(name * 9999, "c", "d", 1, "e", "f", 1, 1, 1, 1, 1, commit="")
+            for _ in range(30):
+                append_rows([row, row], str(path))
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
+    names = [json.loads(line)["benchmark"] for line in path.read_bytes().splitlines()]
+    assert sorted(names) == sorted(name * 9999 for name in "xyz" for _ in range(60))
 
 
 def test_pictures_replace_nothing_that_is_read(files, capsys):

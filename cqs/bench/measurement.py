@@ -1,5 +1,7 @@
 """One row per measurement, with everything needed to read it later."""
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -78,13 +80,20 @@ def append_rows(rows: list[Measurement], out: str | None) -> None:
         OSError: The file cannot be written.
     """
     if out is not None:
-        check_rows(out)
+        if Path(out).exists() and not Path(out).is_file():
+            check_rows(out)  # to open a pipe may wait forever
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a+b") as file:
-            file.seek(0)
-            if file.read()[-1:] not in (b"", b"\n"):  # an editor has removed the end of the line
-                file.write(b"\n")
-            file.writelines(json.dumps(asdict(row)).encode() + b"\n" for row in rows)
+        content = b"".join(json.dumps(asdict(row)).encode() + b"\n" for row in rows)
+        with open(out, "a+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may be writing a row
+            check_rows(out)
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(end - 1, 0))
+            if file.read(1) not in (b"", b"\n"):  # an editor has removed the end of the line
+                content = b"\n" + content
+            if file.write(content) < len(content):
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), out)
 
 
 def check_rows(path: str) -> None:

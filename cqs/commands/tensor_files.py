@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,6 +125,7 @@ def create_file(
     try:
         yield partial
         os.replace(partial, target)
+        partial.unlink(missing_ok=True)  # a rename does nothing where both are one file
     except BaseException:
         if directory is None or directory.output is None:
             partial.unlink(missing_ok=True)
@@ -140,11 +142,14 @@ def _begun(target: str, directory: WorkingDirectory) -> Path | None:
     if partial is None:
         return None
     wanted = Path(os.path.realpath(Path(target).parent)) / Path(target).name
-    if partial.parent != wanted.parent or not partial.name.startswith(f"{wanted.name}."):
+    own_name = rf"{re.escape(wanted.name)}\.[0-9a-f]{{16}}{re.escape(wanted.suffix)}"
+    if partial.parent != wanted.parent or not re.fullmatch(own_name, partial.name):
         raise ValueError(
             f"'{directory.path}' is of another computation: its output so far is '{partial}', "
             f"which does not become {target!r}"
         )
+    if not partial.is_file() and directory.has_made(wanted):
+        os.link(wanted, partial)  # the earlier run was killed after it had renamed the file
     if not partial.is_file():
         raise directory.damaged(partial)
     return partial

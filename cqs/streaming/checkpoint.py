@@ -5,12 +5,13 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ import xxhash
 from cqs.input_files import check_input_file
 from cqs.partial import lse_dtype
 from cqs.streaming.plan import START, Position, StreamPlan
-from cqs.streaming.sources import InFile, bytes_of
+from cqs.streaming.sources import InFile, OpenFile, bytes_of
 
 _LOCK, _STATE, _NEW_STATE, _BLOCKS, _LSE = FILES = (
     "cqs-resume.lock", "state", "state.new", "blocks", "lse",
@@ -27,6 +28,8 @@ _LOCK, _STATE, _NEW_STATE, _BLOCKS, _LSE = FILES = (
 """The files of a working directory. The lock tells it from directories of others."""
 _CHOICES = ("heads_at_once", "rows", "chunk")
 _MOST_NAMED = 5
+_SECONDS_BETWEEN_SAVES = 1.0
+"""A save waits for the disk, which takes longer than to compute a small block."""
 _PIECE_BYTES = 2**20
 """Bytes of results that are read at a time to compute their digest."""
 _RECORD = np.dtype(
@@ -49,30 +52,31 @@ class WorkingDirectory:
         self.path = Path(os.path.realpath(path))
 
     def __enter__(self) -> "WorkingDirectory":
-        """Make the directory, or go on with the one of an earlier run; lock it.
+        """Make the directory, or go on with an empty one or that of an earlier run; lock it.
 
         Raises:
-            ValueError: The path exists and no earlier run has made it.
+            ValueError: The path exists, is no empty directory, and no earlier run has made it.
             BlockingIOError: Another process or thread uses the directory.
             OSError: The directory cannot be made.
         """
-        lock, flags = self.path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = self.path / _LOCK
         try:
             self.path.mkdir()
-            flags |= os.O_CREAT | os.O_EXCL
         except FileExistsError:
-            if not lock.is_file():
+            # A run that is killed leaves an empty directory before it has made the lock.
+            is_empty = self.path.is_dir() and not any(self.path.iterdir())
+            if not is_empty and not lock.is_file():
                 raise ValueError(
-                    "resume must be a new path or the directory of an earlier run, got "
+                    "resume must be a new path, an empty directory or that of an earlier run, got "
                     f"'{self.path}', which something else has made"
                 ) from None
-        self._lock = os.open(lock, flags, 0o666)
+        self._process = os.getpid()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._lock), os.stat(lock)):
+            self._lock = OpenFile(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._is_in_place():
                 raise FileNotFoundError  # its owner has just removed it, and another made a new one
         except (BlockingIOError, FileNotFoundError):
-            os.close(self._lock)
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
                 "resume must be a directory that nothing else uses: wait for the other process, or "
@@ -88,17 +92,38 @@ class WorkingDirectory:
         trace: TracebackType | None,
     ) -> None:
         """Remove the files and the directory unless they serve the next run; release the lock."""
+        if not self.is_owned:
+            return
         try:
-            if error is None:
-                self.forget()
-            if not (self.path / _STATE).exists():
-                for name in reversed(FILES):
-                    (self.path / name).unlink(missing_ok=True)
-                if self.path.exists() and not any(self.path.iterdir()):
-                    self.path.rmdir()
+            if self._is_in_place():
+                if error is None:
+                    self.forget()
+                if not (self.path / _STATE).exists():
+                    for name in reversed(FILES):
+                        (self.path / name).unlink(missing_ok=True)
+                    if not any(self.path.iterdir()):
+                        self.path.rmdir()
         finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
-            os.close(self._lock)
+            # Closing alone would leave the lock to processes that were forked meanwhile.
+            fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
+            self._lock.close()
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this process has entered the directory, not one that it was forked from."""
+        return os.getpid() == self._process
+
+    def check_in_place(self) -> None:
+        """Raise OSError if the path no longer leads to the directory that was locked."""
+        if not self._is_in_place():
+            raise OSError(f"'{self.path}' was moved or removed while it was in use")
+
+    def _is_in_place(self) -> bool:
+        """Return whether the path still leads to the directory that this process has locked."""
+        try:
+            return os.path.samestat(os.fstat(self._lock.descriptor), os.stat(self.path / _LOCK))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def forget(self) -> None:
         """Have the next run begin anew."""
@@ -123,7 +148,8 @@ class WorkingDirectory:
     def save(self, state: Mapping[str, Any]) -> None:
         """Replace what was saved last, at once and for the disk."""
         content = json.dumps(state).encode()
-        with open(self.path / _NEW_STATE, "wb") as file:
+        (self.path / _NEW_STATE).unlink(missing_ok=True)
+        with open(self.path / _NEW_STATE, "xb") as file:
             file.write(xxhash.xxh3_128_hexdigest(content).encode() + b"\n" + content)
             file.flush()
             os.fsync(file.fileno())
@@ -135,11 +161,28 @@ class WorkingDirectory:
         state = self.read()
         return None if state is None else Path(state["request"]["output"][0])
 
+    def has_made(self, path: Path) -> bool:
+        """Return whether a file is the output of the earlier run, under whatever name."""
+        state = self.read()
+        if state is None or not path.is_file():
+            return False
+        found = path.stat()
+        return bool(state.get("file") == [found.st_dev, found.st_ino])
+
     def damaged(self, path: Path) -> ValueError:
         """Return the error for a file that is missing or not as it was."""
         return ValueError(
             f"'{path}' is missing or damaged: restore it, or remove '{self.path}' to begin anew"
         )
+
+
+class _Unsaved(NamedTuple):
+    """What became final since the last save."""
+
+    records: bytes
+    """Of the blocks, to be appended."""
+    state: Mapping[str, Any]
+    """How far the computation has come, without the blocks."""
 
 
 class Checkpoint:
@@ -158,6 +201,8 @@ class Checkpoint:
         batch, heads, tokens, _ = output.shape
         self._lse_shape, self._lse_dtype = (batch, heads, tokens, 1), lse_dtype(output.dtype)
         self._num_records, self._hasher = 0, xxhash.xxh3_128()
+        self._unsaved: _Unsaved | None = None
+        self._next_save = -math.inf
 
     def load(self, plans: Sequence[StreamPlan]) -> tuple[list[StreamPlan], int, Position]:
         """Return the plans to follow, and the part and position to go on at.
@@ -190,14 +235,14 @@ class Checkpoint:
         self._check_results(*state["blocks"])
         return begun, state["part"], Position(*state["position"])
 
-    def save(
+    def add(
         self,
         plans: Sequence[StreamPlan],
         part: int,
         position: Position,
         block: tuple[int, range, range],
     ) -> None:
-        """Note that everything up to a position in a part is final, also for the disk.
+        """Note that everything up to a position in a part is final; save it once a second.
 
         Args:
             plans: As they are followed.
@@ -219,24 +264,39 @@ class Checkpoint:
             ],
             _RECORD,
         )
+        state = {
+            "request": self._request,
+            "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in plans],
+            "part": part,
+            "position": position,
+        }
+        before = b"" if self._unsaved is None else self._unsaved.records
+        self._unsaved = _Unsaved(before + records.tobytes(), state)
+        if time.monotonic() >= self._next_save:
+            self.save()
+
+    def save(self) -> None:
+        """Save for the disk what was added since the last save, in the process that began it.
+
+        What a save that fails or is interrupted has left is not saved later: a file system may
+        report once that it has lost data, and call them written the next time.
+        """
+        unsaved, self._unsaved = self._unsaved, None
+        if unsaved is None or not self._directory.is_owned:
+            return
+        self._directory.check_in_place()
         self._output.flush()
         self.lse.flush()
         with open(self._blocks, "r+b") as file:
             file.seek(self._num_records * _RECORD.itemsize)
-            file.write(records.tobytes())
+            file.write(unsaved.records)
             file.flush()
             os.fsync(file.fileno())
-        self._num_records += len(records)
-        self._hasher.update(records.tobytes())
-        self._directory.save(
-            {
-                "request": self._request,
-                "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in plans],
-                "part": part,
-                "position": position,
-                "blocks": [self._num_records, self._hasher.hexdigest()],
-            }
-        )
+        self._num_records += len(unsaved.records) // _RECORD.itemsize
+        self._hasher.update(unsaved.records)
+        blocks = [self._num_records, self._hasher.hexdigest()]
+        self._directory.save({**unsaved.state, "blocks": blocks, "file": self._output.identity})
+        self._next_save = time.monotonic() + _SECONDS_BETWEEN_SAVES
 
     @cached_property
     def lse(self) -> InFile:

@@ -154,7 +154,8 @@ def _mappings() -> list[_Mapping]:
                 range(start, stop),
                 b"w" in permissions,
                 b"s" in permissions,
-                (device.decode(), int(inode)) if int(inode) else None,
+                # A System V segment may have inode 0: the device tells files from other memory.
+                None if device == b"00:00" else (device.decode(), int(inode)),
                 int(offset, 16),
             )
         )
@@ -190,6 +191,5 @@ def _names_of(descriptor: int) -> list[Hashable]:
         page = mmap.mmap(descriptor, 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     except (OSError, ValueError):  # an empty file, or one that nobody can have mapped
         return names
-    with page:
-        mapping = _mapping_at(np.frombuffer(page, np.uint8).ctypes.data)
+    mapping = _mapping_at(np.frombuffer(page, np.uint8).ctypes.data)
     return names if mapping is None else [*names, mapping.file]

@@ -162,22 +162,25 @@ class _Run:
                 batch, head = (each.start or 0 for each in where)
                 heads = range(head + block.heads.start, head + block.heads.stop)
                 place = batch + block.batch, heads, block.tokens
-                checkpoint.save(plans, number, block.end, place)
+                checkpoint.add(plans, number, block.end, place)
 
         query, key, value = sources
-        for number, (of_queries, of_keys) in enumerate(problem.cuts()):
-            if number >= first:
-                of_part = query.part(*of_queries), key.part(*of_keys), value.part(*of_keys)
-                self._attend_part(
-                    parts[number],
-                    Streamed(*of_part, Worker.of(parts[number], self.backend), self.device),
-                    plans[number],
-                    target.part(*of_queries),
-                    lse.part(*of_queries),
-                    start if number == first else START,
-                    partial(finish, number, of_queries),
-                )
-            self.reporter.end_part(plans[number])
+        with ExitStack() as stack:
+            if checkpoint is not None:
+                stack.callback(checkpoint.save)
+            for number, (of_queries, of_keys) in enumerate(problem.cuts()):
+                if number >= first:
+                    of_part = query.part(*of_queries), key.part(*of_keys), value.part(*of_keys)
+                    self._attend_part(
+                        parts[number],
+                        Streamed(*of_part, Worker.of(parts[number], self.backend), self.device),
+                        plans[number],
+                        target.part(*of_queries),
+                        lse.part(*of_queries),
+                        start if number == first else START,
+                        partial(finish, number, of_queries),
+                    )
+                self.reporter.end_part(plans[number])
         found = lse.tensor if isinstance(lse, InMemory) else _read_whole(lse)
         return Partial(output, found.squeeze(-1))
 
@@ -277,7 +280,7 @@ class _Run:
     ) -> dict[str, Any]:
         """Say what a checkpoint is of, in types that JSON has."""
         return {
-            "format": 1,
+            "format": 2,
             "shapes": [list(source.shape) for source in sources],
             "dtype": str(problem.query.dtype),
             "device": self.device.type,

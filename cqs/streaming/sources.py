@@ -5,7 +5,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -101,6 +101,15 @@ class InMemory:
         return self.tensor[batch, head, rows.start : rows.stop]
 
 
+class OpenFile:
+    """A file that is open until it is closed, at the latest when nothing refers to the object."""
+
+    def __init__(self, path: Path, flags: int):
+        """Open it with flags of ``os.open``."""
+        self.descriptor = os.open(path, flags, 0o666)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+
+
 @dataclass(frozen=True)
 class InFile:
     """A tensor in a file, which is read and written without being mapped: it takes no memory.
@@ -117,6 +126,9 @@ class InFile:
     """Bytes between batch elements and between heads."""
     is_writable: bool = False
 
+    opened: OpenFile | None = field(default=None, repr=False, compare=False)
+    """What other parts of the tensor have opened; ``None`` opens ``path``."""
+
     def __post_init__(self) -> None:
         """Raise ValueError unless all elements lie in a regular file."""
         batch, heads, *_ = self.shape
@@ -125,6 +137,8 @@ class InFile:
                 f"shape, strides and offset must not be negative, got {self.shape}, "
                 f"{self.strides} and {self.offset}"
             )
+        if self.opened is not None:
+            return
         check_input_file(self.path)
         needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
         if (size := self.path.stat().st_size) < needed:
@@ -135,6 +149,12 @@ class InFile:
         """What changes when the file does: its path, size and time of change."""
         found = self.path.stat()
         return str(self.path.resolve()), found.st_size, found.st_mtime_ns
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What the file keeps when it is renamed: device and inode."""
+        found = os.fstat(self._descriptor)
+        return found.st_dev, found.st_ino
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
         """Read rows; raises OSError if the file has become too short."""
@@ -157,9 +177,10 @@ class InFile:
         os.fsync(self._descriptor)
 
     def part(self, batches: slice, heads: slice) -> "InFile":
-        """Return some batch elements and heads."""
+        """Return some batch elements and heads of the same open file."""
         first, shape = _cut(self.shape, batches, heads)
-        return replace(self, shape=shape, offset=self._place(*first, 0))
+        offset = self._place(*first, 0)
+        return replace(self, shape=shape, offset=offset, opened=self._file)
 
     def extents(self, *, is_written: bool) -> list[Extent]:
         """Return which bytes of the file hold the elements."""
@@ -175,11 +196,13 @@ class InFile:
         row_bytes = self.shape[3] * self.dtype.itemsize
         return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
 
-    @cached_property
+    @property
     def _descriptor(self) -> int:
-        descriptor = os.open(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
-        weakref.finalize(self, os.close, descriptor)
-        return descriptor
+        return self._file.descriptor
+
+    @cached_property
+    def _file(self) -> OpenFile:
+        return self.opened or OpenFile(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """``cqs report`` goes on where it was stopped, and mixes nothing."""
 
+import errno
 import json
 import os
 import shlex
+from pathlib import Path
 
 import pytest
 from scaling_rows import make_rows
@@ -224,3 +226,19 @@ def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name
     assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 2
     assert str(path) in capsys.readouterr().err.splitlines()[-1]
     assert os.listdir(tmp_path) == [name] and os.stat(path)[:9] == before
+
+
+def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypatch):
+    options = [*TINY, "--workers", "1", "--out", str(tmp_path)]
+    assert main(options) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def interrupt(self, text, write=Path.write_text, **options):
+        write(self, text[:100], **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", interrupt)
+        assert main(options) == 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert main(options) == 0

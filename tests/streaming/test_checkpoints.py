@@ -145,12 +145,11 @@ def test_another_computation_is_refused(maps):
 
 
 @pytest.mark.parametrize(
-    "name", ["q.npy", "out.npy", "notes.txt", "folder", "empty", ".", "", "to the folder", "pipe"]
+    "name", ["q.npy", "out.npy", "notes.txt", "folder", ".", "", "to the folder", "pipe"]
 )
 def test_what_others_have_made_is_neither_changed_nor_removed(maps, name):
     out = new_output()
-    for folder in ("folder", "empty"):
-        os.mkdir(folder)
+    os.mkdir("folder")
     for path in ("notes.txt", "folder/lse", "folder/state", "run.lse.npy", "run.partial"):
         Path(path).write_text(f"mine: {path}")
     os.symlink("folder", "to the folder")
@@ -251,7 +250,12 @@ def test_a_directory_that_its_owner_removes_meanwhile_is_not_taken(maps, monkeyp
 
 
 @pytest.fixture
-def disks(monkeypatch):
+def save_every_block(monkeypatch):
+    monkeypatch.setattr(checkpoints, "_SECONDS_BETWEEN_SAVES", 0)
+
+
+@pytest.fixture
+def disks(monkeypatch, save_every_block):
     """What a disk has for certain whenever a file has been renamed: what was written there."""
     disk, states = {}, []
 
@@ -291,7 +295,9 @@ def test_a_checkpoint_holds_after_a_loss_of_power(maps, disks):
 
 @pytest.mark.parametrize("name", ["out.npy", "lse", "blocks", "state.new"])
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_full_disk_leaves_the_checkpoint_before(maps, monkeypatch, name, number):
+def test_a_full_disk_leaves_the_checkpoint_before(
+    maps, monkeypatch, save_every_block, name, number
+):
     expected = cqs.attention(*maps, **WITHIN)
     out, calls = new_output(), itertools.count(1)
 
@@ -309,3 +315,93 @@ def test_a_full_disk_leaves_the_checkpoint_before(maps, monkeypatch, name, numbe
     cqs.attention(*maps, out=out, progress=lambda *done: seen.append(done), **RESUMED)
     assert np.array_equal(out, expected) and not os.path.exists("run")
     assert number == 1 or seen[0][0] > seen[-1][1] / 20, "begins where the other ended"
+
+
+def test_another_budget_goes_on_with_the_same_bits(maps):
+    expected, out = cqs.attention(*maps, **WITHIN), stop(maps)
+    cqs.attention(*maps, out=out, **RESUMED | {"memory_budget": "1GiB"}, verify=True)
+    assert np.array_equal(out, expected) and not os.path.exists("run")
+
+
+def test_an_empty_directory_is_taken(maps):
+    """A run that is killed leaves one if it has not yet made or has just removed its lock."""
+    os.mkdir("run")
+    out = new_output()
+    cqs.attention(*maps, out=out, **RESUMED)
+    assert np.array_equal(out, cqs.attention(*maps, **WITHIN)) and not os.path.exists("run")
+
+
+def test_saves_are_at_most_one_a_second_and_one_at_the_end(maps, monkeypatch):
+    now, saves = [100.0], []
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
+
+    def save(self, state, save=WorkingDirectory.save):
+        saves.append(state["blocks"][0])
+        save(self, state)
+
+    monkeypatch.setattr(WorkingDirectory, "save", save)
+    out = new_output()
+    cqs.attention(*maps, out=out, **RESUMED)
+    assert len(saves) == 2, "the first block, and all"
+    num_blocks = saves[-1]
+
+    def wait(done, total):
+        now[0] += 0.15
+
+    saves.clear()
+    cqs.attention(*maps, out=out, progress=wait, **RESUMED)
+    assert 2 < len(saves) < num_blocks / 2 and saves[-1] == num_blocks
+    assert np.array_equal(out, cqs.attention(*maps, **WITHIN))
+
+
+def test_what_was_not_saved_is_computed_again(maps, monkeypatch):
+    """A run that is killed saves nothing at its end."""
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 100.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("cqs.streaming.run.ExitStack.callback", lambda *_: None)
+        out = stop(maps, number=30)
+    assert WorkingDirectory("run").read()["blocks"][0] == 1
+    expected = cqs.attention(*maps, **WITHIN)
+    assert not np.array_equal(out, expected)
+    cqs.attention(*maps, out=out, **RESUMED)
+    assert np.array_equal(out, expected) and not os.path.exists("run")
+
+
+@pytest.mark.parametrize("number", [1, 15])
+def test_a_forked_process_that_ends_leaves_the_directory_to_its_parent(maps, number):
+    expected, out, calls = cqs.attention(*maps, **WITHIN), new_output(), itertools.count(1)
+    parent = os.getpid()
+
+    def fork(done, total):
+        here = next(calls)
+        if here == number:
+            if (child := os.fork()) == 0:
+                raise Stop
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        if here > number:
+            with pytest.raises(BlockingIOError):
+                WorkingDirectory("run").__enter__()
+
+    try:
+        cqs.attention(*maps, out=out, progress=fork, **RESUMED)
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert np.array_equal(out, expected) and not os.path.exists("run")
+
+
+@pytest.mark.parametrize("number", [1, 15])
+def test_what_is_put_in_the_place_of_the_directory_stays(maps, number):
+    out, calls = new_output(), itertools.count(1)
+
+    def replace(done, total):
+        if next(calls) == number:
+            os.rename("run", "moved")
+            os.mkdir("run")
+            for name in checkpoints.FILES:
+                Path("run", name).write_text(f"mine: {name}")
+
+    with pytest.raises(OSError, match="run' was moved or removed"):
+        cqs.attention(*maps, out=out, progress=replace, **RESUMED)
+    for name in checkpoints.FILES:
+        assert Path("run", name).read_text() == f"mine: {name}"

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import cqs
-from cqs.streaming import InFile, open_tensor
+from cqs.patterns import causal, per_head, sliding_window
+from cqs.streaming import InFile, extents, open_tensor
 
 SHAPE = (1, 2, 300, 16)
 WITHIN = {"memory_budget": 60_000, "device": "cpu"}
@@ -151,3 +152,66 @@ def test_a_map_whose_file_was_replaced_is_read_itself(tensors, file):
     assert torch.equal(cqs.attention(query, before, value, **WITHIN), expected)
     os.unlink(file)
     assert torch.equal(cqs.attention(query, before, value, **WITHIN), expected)
+
+
+def test_a_file_with_inode_0_is_told_from_memory_without_a_file(
+    tensors, file, tmp_path, monkeypatch
+):
+    """The first System V segment of a machine has it."""
+    inode = str(os.stat(file).st_ino).encode()
+    maps = tmp_path / "maps"
+
+    def read_mappings(mappings=extents._mappings):
+        maps.write_bytes(
+            b"".join(
+                line.replace(b" " + inode + b" ", b" 0 ") if b"/same.npy" in line else line
+                for line in extents.Path("/proc/self/maps").read_bytes().splitlines(keepends=True)
+            )
+        )
+        return mappings()
+
+    monkeypatch.setattr(extents, "_MAPS", maps)
+    monkeypatch.setattr(extents, "_mappings", read_mappings)
+    one, other = (torch.from_numpy(mapped(file)) for _ in range(2))
+    with pytest.raises(ValueError, match="^out must share neither"):
+        cqs.attention(tensors[0], one, tensors[2], out=other, **WITHIN)
+
+
+def test_an_interrupt_while_files_are_compared_stays_one(tensors, file, monkeypatch):
+    arrays = []
+
+    def interrupt(*arguments, make=np.frombuffer):
+        arrays.append(make(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "frombuffer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cqs.attention(*tensors, out=mapped(file), **WITHIN)
+
+
+@pytest.mark.parametrize("way", ["file", "/proc/self/fd"])
+def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file, way):
+    """Heads of each pattern are a part of the output, which is opened once for all."""
+    options = WITHIN | {"pattern": per_head([[causal(), sliding_window(32, 32)]])}
+    expected = cqs.attention(*tensors, **options)
+    descriptor, mine = os.open(file, os.O_RDWR), b"mine" * 2**14
+    path = file if way == "file" else f"{way}/{descriptor}"
+    out, calls = np.memmap(path, np.float32, "r+", 128, SHAPE), []
+
+    def replace_file(done, total):
+        if not calls:
+            with open("mine", "wb") as other:
+                other.write(mine)
+            if way == "file":
+                os.replace("mine", file)
+            else:
+                other = os.open("mine", os.O_RDWR)
+                os.dup2(other, descriptor)
+                os.close(other)
+        calls.append(done)
+
+    cqs.attention(*tensors, out=out, progress=replace_file, **options)
+    os.close(descriptor)
+    assert np.array_equal(out, expected)
+    with open(file if way == "file" else "mine", "rb") as other:
+        assert other.read() == mine
