@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -117,18 +117,27 @@ def flex_attention(
     rectangles = [
         (step.queries, keys) for task in plan.tasks for step in task.steps for keys in step.keys
     ]
-    dtype = query.dtype
+    operands = problem
     if sum(len(queries) for queries, _ in rectangles) > query.shape[2]:
-        # Queries have several partial outputs, which FlexAttention returns in its inputs' dtype:
-        # in half precision they would be rounded before the merge, and the result once more.
-        dtype = lse_dtype(dtype)
+        operands = _unrounded(problem)  # queries have several partial outputs
     parts = [
         (queries, partial)
         for queries, keys in rectangles
-        if (partial := scores.attend(problem, queries, keys, dtype)) is not None
+        if (partial := scores.attend(operands, queries, keys)) is not None
     ]
     answer = _merge(problem, parts)
     return (answer.output, answer.lse) if return_lse else answer.output
+
+
+def _unrounded(problem: Problem) -> Problem:
+    """Return the problem in the dtype of sums: FlexAttention returns outputs in its inputs' dtype.
+
+    Half-precision partial outputs, and gradients of rectangles, would be rounded before they are
+    merged, and the result once more.
+    """
+    dtype = lse_dtype(problem.query.dtype)
+    query, key, value = (each.to(dtype) for each in (problem.query, problem.key, problem.value))
+    return replace(problem, query=query, key=key, value=value)
 
 
 def _check_block_mask(mask: "BlockMask", problem: Problem) -> None:
@@ -205,10 +214,8 @@ class _Scores:
     blocks: _Blocks | None
     kernel_options: dict[str, str]
 
-    def attend(
-        self, problem: Problem, queries: range, keys: range, dtype: torch.dtype
-    ) -> Partial | None:
-        """Compute a rectangle in a dtype; return None if the mask hides all of it."""
+    def attend(self, problem: Problem, queries: range, keys: range) -> Partial | None:
+        """Compute a rectangle; return None if it is masked out."""
         block_mask = None if self.blocks is None else self.blocks.cut(queries, keys)
         if self.blocks is not None and block_mask is None:
             return None
@@ -222,7 +229,7 @@ class _Scores:
         output, others = attend(
             *(
                 # A copy, because compiled code is specialised on where a slice begins in memory.
-                tensor[:, :, tokens.start : tokens.stop].to(dtype, copy=True)
+                tensor[:, :, tokens.start : tokens.stop].clone()
                 for tensor, tokens in (
                     (problem.query, queries),
                     (problem.key, keys),
