@@ -15,6 +15,7 @@ from torch import Tensor
 from cqs.advice import with_advice
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.closer import Closer
 from cqs.executors.ray.differentiable import attend_on
 from cqs.executors.ray.future import (
     DISPATCHER,
@@ -141,6 +142,7 @@ class Cluster:
         self._close = weakref.finalize(
             self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
         )
+        self._closer = Closer(self._close)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -149,8 +151,15 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Stop the workers, and Ray if this cluster started it. Pending calls are cancelled."""
-        self._close()
+        """Stop the workers, and Ray if this cluster started it. Pending calls are cancelled.
+
+        Whoever calls it waits until the cluster is closed. If the wait is interrupted, the cluster
+        is closed all the same.
+        """
+        if is_dispatcher():  # must end before the cluster
+            self._close()
+        else:
+            self._closer.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -624,6 +633,8 @@ def _close(
         threading.Thread(target=_close, args=arguments).start()
         return
     dispatcher.shutdown(wait=True, cancel_futures=True)
-    if pool.ray.is_initialized():
-        pool.close()
-    disconnect()
+    try:
+        if pool.ray.is_initialized():
+            pool.close()
+    finally:
+        disconnect()

@@ -16,7 +16,7 @@ from typing import Any
 _CONNECT_SECONDS = 10.0
 _SESSION = "session_2026-01-31_12-34-56_123456"
 """How Ray names the directory of a session, but for the process id."""
-_PREFIX, _RAY_FOLDER = "cqs-ray-", "ray"
+_PREFIX, _RAY_FOLDER, _LOCK_FILE = "cqs-ray-", "ray", "cqs-ray.lock"
 _CONFIG = {
     # Nobody reads metrics and events, and their senders leave a socket open after ray.shutdown.
     "enable_metrics_collection": False,
@@ -105,6 +105,7 @@ def start_private_ray(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_private_environment(ray))
         folder = stack.enter_context(private_folder())
+        stack.callback(_end_processes_in, folder)
         stack.callback(ray.shutdown, wait_for_processes=True)
         with _loopback_only(ray):
             ray.init(
@@ -126,6 +127,18 @@ def start_private_ray(
             undo.close()
 
     return ray, stop
+
+
+def _end_processes_in(folder: str) -> None:
+    """Kill what Ray has started in a private directory and, if interrupted, lost track of."""
+    import psutil  # comes with Ray
+
+    prefix = os.path.join(folder, _RAY_FOLDER)
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any(prefix in argument for argument in process.cmdline()):
+                process.kill()
+                process.wait()
 
 
 @contextlib.contextmanager
@@ -172,46 +185,70 @@ def private_folder() -> Iterator[str]:
         parent = "/tmp"
     _remove_abandoned(parent)
     with contextlib.ExitStack() as stack:
-        while True:
-            folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-            if stack.enter_context(_locked(folder)):
-                break  # otherwise another process that starts has taken it for abandoned
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        stack.callback(_remove, folder)
+        _lock(folder, stack)
         yield folder
+
+
+def _lock(folder: str, stack: contextlib.ExitStack) -> None:
+    """Mark a private directory as in use, until the stack is closed or this process ends.
+
+    The file gets its name once it is locked: nobody ever finds it without a lock while its process
+    lives. Where the file system has no locks, the directory is not marked and never removed by
+    another process.
+    """
+    import fcntl
+
+    unnamed = os.path.join(folder, "unlocked")
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    stack.callback(os.close, descriptor)
+    os.write(descriptor, _host())
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(unnamed, os.path.join(folder, _LOCK_FILE))
 
 
 def _remove_abandoned(parent: str) -> None:
     """Remove the private directories in ``parent`` whose processes were killed."""
-    for name in os.listdir(parent):
-        if re.fullmatch(re.escape(_PREFIX) + "[a-z0-9_]{8}", name):
-            folder = os.path.join(parent, name)
-            with _locked(folder) as is_abandoned:
-                if is_abandoned:
-                    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a directory that this user cannot list
+        for name in os.listdir(parent):
+            if re.fullmatch(re.escape(_PREFIX) + "[a-z0-9_]{8}", name):
+                with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+                    if _lock_abandoned(folder := os.path.join(parent, name), stack):
+                        _remove(folder)
 
 
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[bool]:
-    """Lock a private directory of this user; False if there is none or a process has locked it.
+def _lock_abandoned(folder: str, stack: contextlib.ExitStack) -> bool:
+    """Say whether a directory belongs to a process of this user and host that was killed.
 
-    The kernel releases the lock when the process ends, however that happens. Who removes a
-    directory has locked it first, so a directory that is there once it is locked stays.
+    It is locked until the stack is closed, so that no other process removes it too.
+
+    Raises:
+        OSError: if it is no private directory, is locked, removed, a link or closed to this user.
     """
     import fcntl
 
-    with contextlib.ExitStack() as stack:
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            stack.callback(os.close, descriptor)
-            found = os.fstat(descriptor)
-            if found.st_uid == os.geteuid():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_locked = os.path.samestat(found, os.lstat(folder))
-            else:
-                is_locked = False
-        except OSError:  # locked, removed, a link or closed to this user
-            is_locked = False
-        yield is_locked
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    stack.callback(os.close, opened)
+    lock_file = os.open(_LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
+    stack.callback(os.close, lock_file)
+    if not os.stat(opened).st_uid == os.stat(lock_file).st_uid == os.geteuid():
+        return False
+    if os.read(lock_file, len(_host()) + 1) != _host():
+        return False  # locks of other hosts may not be seen here
+    fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return os.path.samestat(os.stat(opened), os.lstat(folder))
+
+
+def _remove(folder: str) -> None:
+    """Remove a private directory, at last the file that says that it is one."""
+    shutil.rmtree(os.path.join(folder, _RAY_FOLDER), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _host() -> bytes:
+    return os.fsencode(socket.gethostname())
 
 
 def find_private_folder() -> str | None:
