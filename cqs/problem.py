@@ -240,7 +240,8 @@ def _as_plain(name: str, tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return tensor.resolve_neg()
+        # Autograd's zeros have no memory at all.
+        return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if isinstance(tensor, AsyncCollectiveTensor):  # DTensor.to_local() may return one

@@ -245,6 +245,16 @@ def test_a_negation_that_pytorch_has_put_off_is_made():
     assert not any(each.is_neg() for each in (problem.query, problem.key, problem.value))
 
 
+def test_zeros_of_autograd_that_have_no_memory_are_zeros():
+    query, key, value = torch.randn(3, 1, 2, 30, 8).unbind()
+    zeros = torch._efficientzerotensor((1, 2, 30, 8))
+    for num_workers in (1, 3):
+        output, lse = cqs.attention(query, zeros, value, num_workers=num_workers, return_lse=True)
+        torch.testing.assert_close(output, value.mean(2, keepdim=True).expand_as(output))
+        torch.testing.assert_close(lse, torch.full_like(lse, 30).log())
+        assert not cqs.attention(query, key, zeros, num_workers=num_workers).any()
+
+
 def test_the_lse_comes_only_when_asked_for():
     query, key, value = torch.randn(3, 1, 2, 30, 8)
     alone = cqs.attention(query, key, value, num_workers=3)
