@@ -43,9 +43,8 @@ def shape(**changes):
 
 def read(**changes):
     """Read a plan from JSON, sound but for the changes."""
-    return lambda: cqs.Plan.from_json(
-        json.dumps({**json.loads(cqs.make_plan(70, num_workers=7).to_json()), **changes})
-    )
+    text = cqs.make_plan(70, num_workers=7).to_json(list_tasks=True)
+    return lambda: cqs.Plan.from_json(json.dumps({**json.loads(text), **changes}))
 
 
 def read_text(text):

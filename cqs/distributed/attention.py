@@ -14,14 +14,16 @@ from cqs.cuda_graphs import is_captured
 from cqs.distributed.agreement import agree
 from cqs.distributed.carriers import carrier_of, count_sends, ranks_per_host
 from cqs.distributed.exchange import Exchange
-from cqs.distributed.group_calls import calls_on
+from cqs.distributed.group_calls import GroupCalls, calls_on
 from cqs.distributed.layout import lay_out
 from cqs.distributed.rank_task import RankTask
 from cqs.gradients import Gradients
+from cqs.partial import Partial
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
 from cqs.scheduler.arguments import as_bool, as_integer
 from cqs.scheduler.heads import why_not_head_parallel
+from cqs.scheduler.interest_sets import list_elements
 from cqs.uncompiled import uncompiled
 from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
@@ -95,118 +97,140 @@ def attention(
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
-    rank = _check_group(group)
-    num_ranks, calls = dist.get_world_size(group), calls_on(group)
-    with calls.call():
-        problem: Problem | None = None
-        request: dict[str, Any] | None = None
-        error: Exception | None = None
-        try:
-            problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
-            check_backend_name(backend)
-            if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
-                raise ValueError(
-                    f"query must be on a device of the group ({config}), got {query.device}"
-                )
-            if pattern is not None:
-                check_is_pattern(pattern)
-            query, key, value = problem.query, problem.key, problem.value
-            request = {
-                "call": "attention",
-                "batch": query.shape[0],
-                "num_heads": query.shape[1],
-                "num_kv_heads": key.shape[1],
-                "head_dim": query.shape[3],
-                "value_dim": value.shape[3],
-                "dtype": query.dtype,
-                "device": query.device.type,
-                "requires_grad": torch.is_grad_enabled()
-                and any(tensor.requires_grad for tensor in (query, key, value)),
-                "is_causal": as_bool("is_causal", is_causal),
-                "pattern": pattern,
-                "scale": problem.scale,
-                "dropout_p": float(dropout_p),
-                "seed": seed,
-                "num_stages": None
-                if num_stages is None
-                else as_integer("num_stages", num_stages, 1),
-                "head_parallel": _check_head_parallel(head_parallel, num_ranks, problem, pattern),
-                "interest_set": None if interest_set is None else tuple(interest_set),
-                "backend": backend,
-                "return_lse": as_bool("return_lse", return_lse),
-                "is_captured": is_captured(query.device),
-                "calls since the group was made": calls.num_calls,
-                "exchanges since the group was made": count_sends(group),
-            }
-        except Exception as wrong:
-            error = wrong  # the others wait for this rank, so it must tell them
-        shards = agree(
-            group,
-            request,
-            error,
-            seqlen_q=0 if problem is None else query.shape[2],
-            seqlen_kv=0 if problem is None else key.shape[2],
-            seed=0 if problem is None or problem.dropout is None else problem.dropout.seed,
-        )
-        assert problem is not None and request is not None
-        calls.num_calls += 1
-        carrier, near = carrier_of(group, query.device), ranks_per_host(group)
-        batch, num_heads, *_ = query.shape
-        lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
-        is_causal, pattern = check_pattern(
-            pattern, request["is_causal"], batch, num_heads, *lengths
-        )
-        problem = replace(
-            problem,
-            is_causal=is_causal,
-            pattern=pattern,
-            dropout=problem.dropout and replace(problem.dropout, seed=shards.seed),
-        )
-
-        def attend(part: Problem) -> Attended:
-            layout = lay_out(
-                shards.seqlens_q,
-                shards.seqlens_kv,
-                rank,
-                num_heads=part.query.shape[1],
-                num_kv_heads=part.key.shape[1],
-                head_dim=part.query.shape[3],
-                head_parallel=request["head_parallel"],
-                num_stages=request["num_stages"],
-                is_causal=part.is_causal,
-                pattern=part.pattern,
-                interest_set=request["interest_set"],
-                tile=GPU_TILE if part.query.is_cuda else 1,
-                stage_rule=carrier.stage_rule,
-                ranks_per_host=near,
-                with_gradients=request["requires_grad"],
+    _check_group(group)
+    problem: Problem | None = None
+    request: dict[str, Any] | None = None
+    error: Exception | None = None
+    try:
+        problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+        check_backend_name(backend)
+        if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
+            raise ValueError(
+                f"query must be on a device of the group ({config}), got {query.device}"
             )
-            bound = None if part.pattern is None else part.pattern.bind(*lengths)
-            worker = Worker(part.scale, backend, part.dropout, bound)
-            worker.choose_backend(part.query, part.key, part.value)  # on all ranks alike
-            task = RankTask(carrier, rank, layout, worker)
-            keep = request["requires_grad"]
-            with Exchange(carrier, len(layout.stages), in_place=False) as exchange:
-                attended = task.attend(part, exchange, with_lse=return_lse, keep=keep)
-
-            def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
-                # Ranks on CPUs wait within a pass, GPUs do not: waiting for a thread that waits for
-                # other ranks might last until the timeout. Messages have the tag of their call.
-                with calls.call(waits=grad_output.is_cuda):
-                    gradients = attended.differentiate(kept, grad_output)
-                calls.check()
-                return gradients
-
-            return attended._replace(differentiate=differentiate)
-
-        answer = attend_differentiably(problem, attend)
-    if not request["requires_grad"]:  # or the backward pass checks: other ranks wait for its rows
+        if pattern is not None:
+            check_is_pattern(pattern)
+        head_dim = query.shape[3]  # before columns of zeros are added to a head_dim of 0
+        query, key, value = problem.query, problem.key, problem.value
+        request = {
+            "call": "attention",
+            "batch": query.shape[0],
+            "num_heads": query.shape[1],
+            "num_kv_heads": key.shape[1],
+            "head_dim": head_dim,
+            "value_dim": value.shape[3],
+            "dtype": query.dtype,
+            "device": query.device.type,
+            "requires_grad": torch.is_grad_enabled()
+            and any(tensor.requires_grad for tensor in (query, key, value)),
+            "is_causal": as_bool("is_causal", is_causal),
+            "pattern": pattern,
+            "scale": problem.scale,
+            "dropout_p": float(dropout_p),
+            "seed": None if seed is None else as_integer("seed", seed, 0),
+            "num_stages": None if num_stages is None else as_integer("num_stages", num_stages, 1),
+            "head_parallel": _check_head_parallel(
+                head_parallel, dist.get_world_size(group), problem, pattern
+            ),
+            "interest_set": None if interest_set is None else list_elements(interest_set),
+            "backend": backend,
+            "return_lse": as_bool("return_lse", return_lse),
+            "is_captured": is_captured(query.device),
+        }
+    except Exception as wrong:
+        error = wrong  # the others wait for this rank, so it must tell them
+    calls = calls_on(group)
+    with calls.call():
+        answer = _attend(group, calls, problem, request, error)
+    if not answer.output.requires_grad:  # or the backward pass checks: other ranks wait for it
         calls.check()
     return (answer.output, answer.lse) if return_lse else answer.output
 
 
-def _check_group(group: Any) -> int:
-    """Return the rank of this process in a group, or raise TypeError or ValueError."""
+def _attend(
+    group: "dist.ProcessGroup | None",
+    calls: GroupCalls,
+    problem: Problem | None,
+    request: dict[str, Any] | None,
+    error: Exception | None,
+) -> Partial:
+    """Agree with the other ranks on a call, and make it.
+
+    Args:
+        group: The process group.
+        calls: This process's calls on it, of which this one has begun.
+        problem: This rank's shards; ``None`` where the arguments are wrong.
+        request: The arguments of :func:`attention` that must be equal on all ranks, by name.
+        error: What is wrong with this rank's arguments, if anything.
+    """
+    if request is not None:
+        request["calls since the group was made"] = calls.num_calls
+        request["exchanges since the group was made"] = count_sends(group)
+    shards = agree(
+        group,
+        request,
+        error,
+        seqlen_q=0 if problem is None else problem.query.shape[2],
+        seqlen_kv=0 if problem is None else problem.key.shape[2],
+        seed=0 if problem is None or problem.dropout is None else problem.dropout.seed,
+    )
+    assert problem is not None and request is not None
+    calls.num_calls += 1
+    rank, device, backend = dist.get_rank(group), problem.query.device, request["backend"]
+    carrier, near = carrier_of(group, device), ranks_per_host(group)
+    batch, num_heads, *_ = problem.query.shape
+    lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
+    is_causal, pattern = check_pattern(
+        request["pattern"], request["is_causal"], batch, num_heads, *lengths
+    )
+    problem = replace(
+        problem,
+        is_causal=is_causal,
+        pattern=pattern,
+        dropout=problem.dropout and replace(problem.dropout, seed=shards.seed),
+    )
+
+    def attend(part: Problem) -> Attended:
+        layout = lay_out(
+            shards.seqlens_q,
+            shards.seqlens_kv,
+            rank,
+            num_heads=part.query.shape[1],
+            num_kv_heads=part.key.shape[1],
+            head_dim=part.query.shape[3],
+            head_parallel=request["head_parallel"],
+            num_stages=request["num_stages"],
+            is_causal=part.is_causal,
+            pattern=part.pattern,
+            interest_set=request["interest_set"],
+            tile=GPU_TILE if part.query.is_cuda else 1,
+            stage_rule=carrier.stage_rule,
+            ranks_per_host=near,
+            with_gradients=request["requires_grad"],
+        )
+        bound = None if part.pattern is None else part.pattern.bind(*lengths)
+        worker = Worker(part.scale, backend, part.dropout, bound)
+        worker.choose_backend(part.query, part.key, part.value)  # on all ranks alike
+        task = RankTask(carrier, rank, layout, worker)
+        with_lse, keep = request["return_lse"], request["requires_grad"]
+        with Exchange(carrier, len(layout.stages), in_place=False) as exchange:
+            attended = task.attend(part, exchange, with_lse=with_lse, keep=keep)
+
+        def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
+            # Ranks on CPUs wait within a pass, GPUs do not: waiting for a thread that waits for
+            # other ranks might last until the timeout. Messages have the tag of their call.
+            with calls.call(waits=grad_output.is_cuda):
+                gradients = attended.differentiate(kept, grad_output)
+            calls.check()
+            return gradients
+
+        return attended._replace(differentiate=differentiate)
+
+    return attend_differentiably(problem, attend)
+
+
+def _check_group(group: Any) -> None:
+    """Raise TypeError or ValueError unless this process has joined a group."""
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
             f"group must be one that rank {dist.get_rank()}, this process, has joined, got "
@@ -215,7 +239,7 @@ def _check_group(group: Any) -> int:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
     try:
-        return dist.get_rank(group)
+        dist.get_rank(group)
     except ValueError as unknown:
         raise ValueError(
             f"group must be one that rank {dist.get_rank()}, this process, has joined and not "

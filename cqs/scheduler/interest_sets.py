@@ -43,20 +43,13 @@ def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[i
         >>> check_interest_set([3, 0, 1], 7)
         (0, 1, 3)
     """
-    if not isinstance(interest_set, Iterable) or getattr(interest_set, "shape", None) == ():
-        raise TypeError(f"interest_set must be a collection of integers, got {interest_set!r}")
     num_workers = as_integer("num_workers", num_workers, 1, MAX_NUM_WORKERS)
-    elements = tuple(
-        to_integer(each, "interest_set must hold integers")
-        for each in islice(interest_set, _MAX_SIZE + 1)
-    )
+    elements = list_elements(interest_set)
     for element in elements:
         if not 0 <= element < num_workers:
             raise ValueError(
                 f"interest_set must lie in range({num_workers}), got {as_text(element)}"
             )
-    if len(elements) > _MAX_SIZE:
-        raise ValueError(f"interest_set must have at most {_MAX_SIZE} elements, got more")
     if len(set(elements)) != len(elements):
         raise ValueError(f"interest_set repeats an element: {elements}")
     if 0 not in elements:
@@ -67,6 +60,24 @@ def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[i
             f"no two elements differ by {missing[0]}"
         )
     return tuple(sorted(elements))
+
+
+def list_elements(interest_set: Iterable[int]) -> tuple[int, ...]:
+    """Return the elements of a collection of at most 4,096 integers.
+
+    Raises:
+        TypeError: ``interest_set`` is no collection, or an element is no integer.
+        ValueError: There are too many elements.
+    """
+    if not isinstance(interest_set, Iterable) or getattr(interest_set, "shape", None) == ():
+        raise TypeError(f"interest_set must be a collection of integers, got {interest_set!r}")
+    elements = tuple(
+        to_integer(each, "interest_set must hold integers")
+        for each in islice(interest_set, _MAX_SIZE + 1)
+    )
+    if len(elements) > _MAX_SIZE:
+        raise ValueError(f"interest_set must have at most {_MAX_SIZE} elements, got more")
+    return elements
 
 
 @cache

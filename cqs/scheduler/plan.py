@@ -309,7 +309,9 @@ class Plan:
     def _listed_groups(self) -> list[list[int]]:
         return [[group.start, group.stop] for group in self.token_groups]
 
-    def _implies(self, *, token_groups: Any, responsibility_ratio: Any, tasks: Any) -> bool:
+    def _implies(
+        self, *, token_groups: Any = None, responsibility_ratio: Any = None, tasks: Any = None
+    ) -> bool:
         """Say whether the numbers of the plan lead to what is listed, as JSON has it."""
         return (
             isinstance(tasks, list)

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from programs import (
@@ -168,6 +169,7 @@ TENSORS = {
     "shape": [torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 9, 16)],
     "gradient": [torch.zeros(1, 4, 8, 16).requires_grad_() for _ in range(3)],
     "none": [None, None, None],
+    "no_head_dim": [*(torch.zeros(1, 4, 8, 0) for _ in range(2)), torch.zeros(1, 4, 8, 16)],
 }
 
 
@@ -188,7 +190,10 @@ TENSORS = {
         ({"tensors": TENSORS["head_dim"]}, "rank 2 of the group has head_dim 8"),
         ({"tensors": TENSORS["value_dim"]}, "rank 2 of the group has value_dim 8"),
         ({"tensors": TENSORS["batch"]}, "rank 2 of the group has batch 2"),
+        ({"tensors": TENSORS["no_head_dim"]}, "rank 2 of the group has head_dim 0"),
         ({"seed": 3}, "rank 2 of the group has seed 3"),
+        ({"interest_set": range(10**6)}, "rank 2 of the group failed: ValueError"),
+        ({"interest_set": [0, 0.5]}, "rank 2 of the group failed: TypeError"),
         ({"interest_set": [0, 1, 2]}, "rank 2 of the group has interest_set (0, 1, 2)"),
         ({"tensors": TENSORS["dtype"]}, "rank 2 of the group has dtype torch.float64"),
         ({"tensors": TENSORS["gradient"]}, "rank 2 of the group has requires_grad True"),
@@ -218,8 +223,17 @@ def test_what_differs_is_shown_in_part(ranks):
         assert text.startswith("rank 1 of the group has pattern documents") and len(text) < 500
 
 
-def test_equal_numbers_of_other_types_are_no_difference(ranks):
-    assert ranks.run(2, complaint, 1, {"dropout_p": 0}, {}) == [None] * 2
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ({}, {"dropout_p": 0}),
+        ({"dropout_p": 0.5, "seed": 3}, {"seed": np.int64(3)}),
+        ({"interest_set": [0, 1], "head_parallel": 1}, {"interest_set": np.array([0, 1])}),
+    ],
+    ids=["dropout_p", "seed", "interest_set"],
+)
+def test_equal_numbers_of_other_types_are_no_difference(ranks, options, changed):
+    assert ranks.run(2, complaint, 1, changed, options) == [None] * 2
 
 
 @pytest.mark.parametrize(
