@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cqs.distributed.agreement import agree, control_group, swap
+from cqs.distributed.group_calls import calls_on
 from cqs.patterns import (
     Axis,
     BoundPattern,
@@ -218,10 +219,13 @@ def of_group(
         )
     batch, length = visible.shape
     request = {"call": "a mask", "pattern": pattern, "batch": batch}
-    lengths = agree(group, request, error, seqlen_kv=length).seqlens_kv
+    calls = calls_on(group)
+    with calls.call():  # another thread's messages must not come between
+        lengths = agree(group, request, error, seqlen_kv=length).seqlens_kv
+        numbers = [-(-batch * each // 64) for each in lengths]
+        words = iter(swap(control_group(group), _to_words(visible), numbers))
+    calls.check()
     assert pattern is not None, "or there was an error"
-    numbers = [-(-batch * each // 64) for each in lengths]
-    words = iter(swap(control_group(group), _to_words(visible), numbers))
     parts = [
         _from_words(list(islice(words, number)), (batch, each))
         for number, each in zip(numbers, lengths, strict=True)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cqs.distributed.agreement import agree, control_group, swap
+from cqs.distributed.group_calls import calls_on
 from cqs.nn.mesh import AXES
 
 
@@ -56,7 +57,9 @@ def reduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _of_any(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return which flags any rank of a group has; GPUs are not waited for."""
-    agree(group, {"call": "reduce_gradients", "parameters": len(flags)}, None)
-    num_ranks = dist.get_world_size(group)
-    found = swap(control_group(group), list(map(int, flags)), [len(flags)] * num_ranks)
+    calls, num_ranks = calls_on(group), dist.get_world_size(group)
+    with calls.call():  # another thread's messages must not come between
+        agree(group, {"call": "reduce_gradients", "parameters": len(flags)}, None)
+        found = swap(control_group(group), list(map(int, flags)), [len(flags)] * num_ranks)
+    calls.check()
     return [any(found[i :: len(flags)]) for i in range(len(flags))]

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from cqs.cases import Case
 from cqs.distributed import carriers, layout
 from cqs.distributed.agreement import make_control_group, swap
 from cqs.distributed.layout import choose_head_parallel
+from cqs.integrations import masks
+from cqs.nn import gradients
+from cqs.patterns import causal
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.worker import Worker
 
@@ -504,3 +508,46 @@ def complaint_about_group(group, kind):
 def complaint_on_another_device(group):
     """Return what is raised for tensors on a device for which the group has no backend."""
     return complaint(dist.new_group(backend="cuda:gloo"), 0, {}, {})
+
+
+def outcomes_of_steps(group, kind):
+    """Return what two threads get that ask other ranks for more than their request.
+
+    On rank 0 the second thread calls once the first has sent its request and waits for the rest, on
+    other ranks between the two.
+    """
+    rank, outcomes, made = dist.get_rank(group), {}, dist.new_group()
+    module, name, call = {
+        "a mask": (masks, "_to_words", lambda size: masks.of_group(made, causal(), size, 0)),
+        "gradients": (gradients, "control_group", lambda size: gradients._of_any(size[0], made)),
+    }[kind]
+    function, is_second = getattr(module, name), threading.Event()
+
+    def wait_between(*arguments):
+        if threading.current_thread().name == "first" and rank:
+            is_second.set()
+            time.sleep(0.5)
+        return function(*arguments)
+
+    def run_call(size):
+        try:
+            call(np.arange(2 * size).reshape(2, size) % 2 > 0)
+            outcomes[threading.current_thread().name] = "done"
+        except Exception as error:
+            outcomes[threading.current_thread().name] = type(error), str(error)
+
+    first = threading.Thread(target=run_call, args=(300,), name="first")
+    second = threading.Thread(target=run_call, args=(20_000,), name="second")
+    setattr(module, name, wait_between)
+    try:
+        first.start()
+        if rank:
+            is_second.wait(10)
+        else:
+            time.sleep(0.2)
+        second.start()
+        first.join()
+        second.join()
+    finally:
+        setattr(module, name, function)
+    return outcomes

@@ -11,6 +11,7 @@ from programs import (
     complaint_on_another_device,
     complaint_out_of_order,
     complaint_without_the_last,
+    outcomes_of_steps,
     outcomes_of_threads,
 )
 
@@ -28,6 +29,15 @@ def test_threads_that_share_a_group_get_an_error(ranks, pass_):
         for error, text in errors:
             assert error in (RuntimeError, ValueError)
             assert "group must be used by one thread at a time" in text
+
+
+@pytest.mark.parametrize("kind", ["a mask", "gradients"])
+def test_threads_do_not_interleave_the_messages_of_a_call(ranks, kind):
+    """Requests and what follows them are one call."""
+    for found in ranks.run(8, outcomes_of_steps, kind):
+        assert set(found) == {"first", "second"}
+        for error, text in found.values():
+            assert error is RuntimeError and "group must be used by one thread at a time" in text
 
 
 def test_threads_may_call_on_groups_of_their_own(ranks):
