@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_BLOCK = 4096
+"""Keys whose weighted values one matrix product adds up."""
+
 
 class Partial(NamedTuple):
     """Attention of some queries over some keys."""
@@ -22,6 +25,21 @@ class Partial(NamedTuple):
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the accumulation dtype: float64 for float64, float32 for anything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """Compute ``weights @ value`` in blocks of keys, because libraries may add key after key.
+
+    Args:
+        weights: ``[..., seqlen_q, seqlen_kv]``.
+        value: ``[..., seqlen_kv, value_dim]`` of the same dtype; leading dimensions broadcast.
+    """
+    blocks = zip(weights.split(_BLOCK, dim=-1), value.split(_BLOCK, dim=-2), strict=True)
+    products = (block @ of_keys for block, of_keys in blocks)
+    total: Tensor = next(products)
+    for product in products:
+        total += product
+    return total
 
 
 class RunningMerge:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cqs.partial import Partial, lse_dtype
+from cqs.partial import Partial, lse_dtype, weighted_sum
 from cqs.problem import Problem
 
 _NOT_FINITE = "; some scores or values are not finite, which reaches rows that do not see them"
@@ -133,7 +133,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                     multiplier=words.multiplier[batch, head], increment=words.increment[batch, head]
                 )
                 weights = weights * problem.dropout.kept(of_head) * problem.dropout.scale
-            exact = weights @ finite
+            exact = weighted_sum(weights, finite)
             if not value.isfinite().all():
                 exact = exact + _sum_of_infinite(weights, value - finite, visible)
                 faint = weights.masked_fill(weights < torch.finfo(problem.query.dtype).tiny, 0)

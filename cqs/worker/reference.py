@@ -6,10 +6,7 @@ Shape suffixes: B batch, G key/value heads, R query heads per key/value head, Q 
 import torch
 from torch import Tensor
 
-from cqs.partial import Partial, lse_dtype
-
-_BLOCK = 4096
-"""Keys whose weighted values one matrix product adds up."""
+from cqs.partial import Partial, lse_dtype, weighted_sum
 
 
 def why_not_reference(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -50,7 +47,7 @@ def attend_reference(
     weights_BGRQK = scores_BGRQK.softmax(dim=-1)
     if kept is not None:
         weights_BGRQK.masked_fill_(~kept.view_as(weights_BGRQK), 0).mul_(keep_scale)
-    output = _weigh(weights_BGRQK, value.to(dtype).unsqueeze(2))
+    output = weighted_sum(weights_BGRQK, value.to(dtype).unsqueeze(2))
     is_masked = is_causal or visible is not None
     if is_masked and not output.sum().isfinite():  # NaN that is masked out has leaked
         seen = ~_hidden(scores_BGRQK, is_causal, visible)
@@ -133,16 +130,6 @@ def _hidden(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:
     return hidden if visible is None else hidden.logical_or_(~visible)
 
 
-def _weigh(weights: Tensor, value: Tensor) -> Tensor:
-    """Compute ``weights @ value`` in blocks of keys: libraries may add one key after another."""
-    blocks = zip(weights.split(_BLOCK, dim=-1), value.split(_BLOCK, dim=-2), strict=True)
-    products = (block @ of_keys for block, of_keys in blocks)
-    total: Tensor = next(products)
-    for product in products:
-        total += product
-    return total
-
-
 def _weigh_visible(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """Compute ``weights @ value`` over visible pairs alone, where ``0 * inf`` and NaN are NaN."""
 
@@ -150,7 +137,7 @@ def _weigh_visible(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return pairs.to(weights.dtype) @ entries.to(weights.dtype) > 0
 
     has_weight = visible & (weights > 0)
-    output = _weigh(weights, value.nan_to_num(0.0, 0.0, 0.0))
+    output = weighted_sum(weights, value.nan_to_num(0.0, 0.0, 0.0))
     for infinity in (torch.inf, -torch.inf):
         is_reached = any_of(has_weight, value == infinity)
         output += torch.zeros_like(output).masked_fill_(is_reached, infinity)
