@@ -246,7 +246,13 @@ class _Implementation:
                 raise NotImplementedError(f"{name} is not supported")
         if self.group is not None:
             _check_part(asked, dist.get_rank(self.group))
-        if isinstance(attention_mask, PatternMask) and attention_mask.source.dense is None:
+        if (
+            isinstance(attention_mask, PatternMask)
+            and attention_mask.source.dense is None
+            # Otherwise it is broadcast, as in transformers: its cache for a sliding window of 1
+            # returns all keys, and a mask for one.
+            and tuple(attention_mask.shape[2:]) == lengths
+        ):
             pattern = attention_mask.source.pattern
             # Transformers' sdpa has no mask then, and asks the layer.
             if is_causal is False and pattern == causal() and lengths[0] == lengths[1]:

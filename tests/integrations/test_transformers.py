@@ -69,6 +69,19 @@ def test_generation_with_padding_on_the_left_matches(family, options):
         assert (got - want).abs().max() < 1e-5
 
 
+def test_a_mask_for_fewer_keys_is_broadcast_as_by_sdpa():
+    """The cache of transformers for a sliding window of 1 returns all keys, a mask one."""
+    model = make_model("Mistral", sliding_window=1)
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    batch = {"input_ids": tiny_models.token_ids()}
+    expected, found = (
+        with_attention(model, name).generate(**batch, **options) for name in ("sdpa", "cqs")
+    )
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits)
+
+
 @pytest.mark.parametrize("family", tiny_models.THAT_READ_THE_MASK)
 def test_models_whose_code_reads_the_mask_compute_the_same(family):
     model, batch = tiny_models.make_model_that_reads_the_mask(family)
