@@ -1,4 +1,4 @@
-"""A run that was stopped goes on with the same bits, or one error names the file that is wrong."""
+"""A stopped run resumes with a bitwise identical result, or one error names the damaged file."""
 
 import contextlib
 import errno
