@@ -13,7 +13,7 @@ _BLOCK = 32
 """The kernel processes queries in blocks of 32, 64 or 256 rows."""
 _LEAST_ROWS = 4
 """With fewer rows in a block, MKL accumulates all keys one after another: errors grow tenfold."""
-_LEAST_COLUMNS = 16
+LEAST_COLUMNS = 16
 """With 2 to 9 columns it does the same."""
 _AREA = 2**22
 """Most scores that the reference holds at once where it computes rows again."""
@@ -49,7 +49,7 @@ def attend_cpu(
     therefore computes every such row again: the rows that are not finite or have an lse of 0.
     """
     num_queries, head_dim = query.shape[2:]
-    num_padding, num_columns = _padding_rows(num_queries), max(_LEAST_COLUMNS - head_dim, 0)
+    num_padding, num_columns = padding_rows(num_queries), max(LEAST_COLUMNS - head_dim, 0)
     padded, positive_scale = with_positive_scale(_pad(query, num_padding, num_columns), scale)
     of_keys = _pad(key, 0, num_columns), _pad(value, 0, num_columns)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -87,7 +87,7 @@ def gradients_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients with the fused CPU kernel; arguments as for the reference."""
     num_queries = query.shape[2]
-    num_padding = _padding_rows(num_queries)
+    num_padding = padding_rows(num_queries)
     positive_query, positive_scale = with_positive_scale(query, scale)
     if visible is not None:  # NaN in a query that sees no key must not reach the keys
         positive_query = positive_query.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
@@ -111,7 +111,7 @@ def gradients_cpu(
     return with_sign_of(scale, grad_query[:, :, :num_queries]), grad_key, grad_value
 
 
-def _padding_rows(num_queries: int) -> int:
+def padding_rows(num_queries: int) -> int:
     """Return how many rows to append to the queries, so that no block has too few."""
     last_block = num_queries % _BLOCK
     return max(_LEAST_ROWS - last_block, 0) if last_block else 0

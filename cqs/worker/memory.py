@@ -15,6 +15,7 @@ from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Task
 from cqs.worker.backends import ATTEND_SHARES, IN_BATCHES
 from cqs.worker.calls import Call, make_calls
+from cqs.worker.cpu import LEAST_COLUMNS, padding_rows
 from cqs.worker.share import Share, Work, make_work
 from cqs.worker.triton.tiles import make_tile_list, query_launches
 
@@ -193,7 +194,7 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     found = output + lse
     if backend != "reference":  # what is hidden, twice as bool and once to add to the scores
         mask = (2 + shape.itemsize) * area * has_mask
-        return mask + found + lse * has_mask, found
+        return mask + found + lse * has_mask + _bytes_of_padding(call, rows, shape), found
 
     size, width = shape.sum_itemsize, shape.batch * shape.kv_heads
     is_repeated = 1 < width < shape.batch * shape.num_heads  # a single one need not be copied
@@ -205,6 +206,19 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     lots = rows * num_keys * shape.has_dropout
     weighing = 2 * scores + lse + max(sums + key_rows * shape.value_columns * size, 2 * sums, lots)
     return area * has_mask + lots + max(scoring, weighing, sums + found), found
+
+
+def _bytes_of_padding(call: Call, rows: int, shape: AttentionShape) -> int:
+    """Return the bytes of the padded tensors that the CPU kernel is given, and of their output."""
+    num_queries = len(call.view.queries)
+    num_padding = padding_rows(num_queries)
+    if not num_padding and shape.head_dim >= LEAST_COLUMNS:
+        return 0
+    columns = max(shape.head_dim, LEAST_COLUMNS)
+    padded_rows = rows // num_queries * (num_queries + num_padding)
+    key_rows = shape.batch * shape.kv_heads * len(call.view.keys)
+    is_narrow = shape.head_dim < LEAST_COLUMNS
+    return 2 * (padded_rows + key_rows * is_narrow) * columns * shape.itemsize
 
 
 def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
