@@ -218,7 +218,10 @@ def check_problem(
     )
     if not query.shape[3]:  # all scores are 0, as of columns of zeros
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
-    query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
+    query, key, value = (
+        tensor if len(tensor) == batch else tensor.expand(batch, -1, -1, -1)
+        for tensor in (query, key, value)
+    )
     if scale is None:
         scale = query.shape[3] ** -0.5
     factor = to_float(scale, "scale must be a number or None")
