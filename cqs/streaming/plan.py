@@ -113,6 +113,8 @@ class StreamPlan:
     """Tokens of a block."""
     chunk: int
     """Tokens that stream past at a time."""
+    has_single_calls: bool = False
+    """Whether kernels on a GPU compute one rectangle, or causal square, at a time."""
 
     @property
     def holds_keys(self) -> bool:
@@ -341,11 +343,14 @@ class StreamPlan:
             results = (1 + wider) * mine + 2 * lse * queries
             if not self.rates.is_gpu:  # its kernels compute all gradients, of two steps at once
                 results += (2 + wider) * (shape.query_bytes(queries) + shape.key_bytes(keys))
+            elif self.has_single_calls:  # all gradients: those of calls, their sums, and scratch
+                results += (1 + 3 * wider) * (shape.query_bytes(queries) + shape.key_bytes(keys))
             return results
+        of_calls = 3 * shape.result_bytes(rows) * self.has_single_calls
         if not self.merges:
-            return self.num_buffers * shape.result_bytes(rows)
+            return of_calls + self.num_buffers * shape.result_bytes(rows)
         output = shape.num_heads * rows * shape.value_columns * shape.itemsize
-        return (1 + 2 * wider) * output + _LSES * lse * rows
+        return of_calls + (1 + 2 * wider) * output + _LSES * lse * rows
 
     @cached_property
     def _num_loaded(self) -> int:
@@ -388,6 +393,7 @@ def make_stream_plan(
     rates: Rates = GPU,
     which: Pass = Pass.FORWARD,
     heads_at_once: int | None = None,
+    has_single_calls: bool = False,
 ) -> StreamPlan:
     """Plan attention of any length in a budget of device memory; touches no data.
 
@@ -401,6 +407,8 @@ def make_stream_plan(
         rates: Of the device.
         which: Pass.
         heads_at_once: Key heads of a group; ``None`` chooses.
+        has_single_calls: Whether kernels on a GPU compute one rectangle, or causal square, at a
+            time. Their results and scratch are then counted as well: an upper bound.
 
     Raises:
         ValueError: if not even a tile of queries and keys fits.
@@ -421,6 +429,7 @@ def make_stream_plan(
             heads,
             rows=_TILE,
             chunk=_TILE,
+            has_single_calls=has_single_calls,
         )
         least = least or plan
         chunk = _round_up(plan.num_streamed)

@@ -42,6 +42,7 @@ from cqs.streaming.sources import (
 )
 from cqs.verify import VerificationError, verify_rows
 from cqs.worker import Worker
+from cqs.worker.backends import ATTEND_SHARES, choose_backend
 
 _NAMES = ("query", "key", "value")
 _LEAST_SHARE = 16
@@ -98,7 +99,8 @@ def attend_within(
         else:
             directory = stack.enter_context(WorkingDirectory(resume))
         with closing(_Reporter(progress, _num_pairs(problem))) as reporter:
-            run = _Run(where, parse_budget(memory_budget, where), backend, reporter)
+            name = _choose_backend(problem, where, backend)
+            run = _Run(where, parse_budget(memory_budget, where), name, reporter)
             if needs_grad:
                 answer = attend_differentiably(problem, run.attend_and_keep)
             else:
@@ -123,7 +125,8 @@ class _Run:
 
     device: torch.device
     budget: int
-    backend: str | None
+    backend: str
+    """That of all visits: plans count on what it holds."""
     reporter: "_Reporter"
 
     def attend(
@@ -239,12 +242,7 @@ class _Run:
 
         It holds all scores of a call, and calls for a pattern are small.
         """
-        query, key, value = (
-            torch.empty((1, 1, 1, tensor.shape[3]), dtype=tensor.dtype, device=self.device)
-            for tensor in (problem.query, problem.key, problem.value)
-        )
-        backend = Worker.of(problem, self.backend).choose_backend(query, key, value)
-        if backend != "reference" or problem.pattern is not None:
+        if self.backend != "reference" or problem.pattern is not None:
             return problem
         pattern = causal() if problem.is_causal else sliding_window(None, None)
         return replace(problem, is_causal=False, pattern=pattern)
@@ -252,6 +250,7 @@ class _Run:
     def _plan(
         self, problem: Problem, which: Pass, budget: int, heads_at_once: int | None = None
     ) -> StreamPlan:
+        on_gpu = self.device.type == "cuda"
         return make_stream_plan(
             problem.query.shape[2],
             problem.key.shape[2],
@@ -259,9 +258,10 @@ class _Run:
             budget=budget,
             is_causal=problem.is_causal,
             pattern=problem.bound_pattern,
-            rates=GPU if self.device.type == "cuda" else CPU,
+            rates=GPU if on_gpu else CPU,
             which=which,
             heads_at_once=heads_at_once,
+            has_single_calls=on_gpu and self.backend not in ATTEND_SHARES,
         )
 
     def _with_less(self, problem: Problem, plan: StreamPlan, error: Exception) -> StreamPlan:
@@ -292,6 +292,21 @@ class _Run:
             "inputs": _fingerprints(sources),
             "output": [str(target.path.resolve()), target.offset],
         }
+
+
+def _choose_backend(problem: Problem, device: torch.device, backend: str | None) -> str:
+    query, key, value = (
+        torch.empty((1, 1, 2, tensor.shape[3]), dtype=tensor.dtype, device=device)
+        for tensor in (problem.query, problem.key, problem.value)
+    )
+    return choose_backend(
+        query,
+        key,
+        value,
+        backend,
+        has_dropout=problem.dropout is not None,
+        has_pattern=problem.pattern is not None,
+    )
 
 
 def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> None:

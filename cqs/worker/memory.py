@@ -35,18 +35,23 @@ def memory_of(device: torch.device) -> int:
 def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
     """Run ``compute`` and return its result and the most bytes it held at once in tensors.
 
-    Counts what is allocated on ``device`` while it runs, scratch of PyTorch's kernels included, on
-    top of what was allocated before: on a GPU by the statistics of PyTorch's allocator, on the CPU
-    by its profiler (about a millisecond).
+    Counts what is requested on ``device`` while it runs, scratch of PyTorch's kernels included, on
+    top of what was held before: on a GPU by the statistics of PyTorch's allocator (whose blocks are
+    up to 1 MiB larger, depending on what ran before), on the CPU by its profiler (about a
+    millisecond).
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = _requested(device, "current")
         result = compute()
         torch.cuda.synchronize(device)
-        return result, torch.cuda.max_memory_allocated(device) - before
+        return result, _requested(device, "peak") - before
     result, samples = record_memory(compute, device)
     return result, max(held for _, held in samples)
+
+
+def _requested(device: torch.device, when: str) -> int:
+    return int(torch.cuda.memory_stats(device).get(f"requested_bytes.all.{when}", 0))
 
 
 def record_memory(
@@ -228,10 +233,10 @@ def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
     """
     launches = query_launches(work, packed=True)
     num_rows = sum(len(share.queries) for share in work.shares)
-    answer = part = shape.result_bytes(num_rows)
+    answer, part = 0, shape.result_bytes(num_rows)
     if len(launches) > 1:
         rows = shape.batch * shape.num_heads * num_rows
-        part = rows * (shape.value_columns + 1) * shape.sum_itemsize
+        answer, part = part, rows * (shape.value_columns + 1) * shape.sum_itemsize
     lists = peak = 0
     for number, launch in enumerate(launches, 1):
         found = make_tile_list(launch, _TILE, _TILE)
@@ -244,7 +249,5 @@ def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
             )
             if (rows := sum(map(len, ranges))) % step
         )
-        peak = max(peak, number * part + copied)
-    if len(launches) > 1:
-        peak = max(peak, len(launches) * part + answer)
+        peak = max(peak, answer + number * part + copied)
     return lists + peak

@@ -130,7 +130,7 @@ def test_another_computation_is_refused(maps):
     for name, options in (
         ("scale", {"scale": 2.0}),
         ("is_causal", {"is_causal": True}),
-        ("backend", {"backend": "cpu"}),
+        ("backend", {"backend": "reference"}),
         ("output", {"out": np.lib.format.open_memmap("other.npy", "w+", np.float32, SHAPE)}),
     ):
         with pytest.raises(ValueError, match=f"run' is of another computation: it has {name} "):

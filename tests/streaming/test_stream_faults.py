@@ -216,10 +216,12 @@ def test_what_holds_scores_computes_few_at_a_time():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_keep_the_budget(dtype):
-    """All but what a kernel takes for itself, a MiB or so."""
+    """All but what a kernel takes for itself, a MiB or so for each thread."""
     leaves = [torch.randn(1, 2, 4096, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
     budget = 2**22
     output = cqs.attention(*leaves, is_causal=True, memory_budget=budget, device="cpu")
     grad_output = torch.randn_like(output)
     _, peak = measure_peak_bytes(lambda: torch.autograd.grad(output, leaves, grad_output), CPU)
-    assert peak - sum(leaf.nbytes for leaf in leaves) < budget + 1.5 * 2**20
+    assert (
+        peak - sum(leaf.nbytes for leaf in leaves) < budget + 1.5 * 2**20 * torch.get_num_threads()
+    )

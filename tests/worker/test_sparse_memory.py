@@ -55,10 +55,11 @@ def test_the_reference_holds_what_was_predicted_where_it_drops(dtype):
     [
         sliding_window(40, 0),
         strided(8),
+        strided(9),
         longformer(40, 3),
         from_mask(torch.rand(192, 192, generator=torch.Generator().manual_seed(1)) < 0.5),
     ],
-    ids=["window", "strided", "longformer", "mask"],
+    ids=["window", "strided", "strided-ragged", "longformer", "mask"],
 )
 def test_the_plain_kernel_holds_what_was_predicted(pattern):
     """In its interpreter."""
