@@ -312,9 +312,9 @@ class Checkpoint:
             path.unlink(missing_ok=True)
             with open(path, "xb") as file:
                 file.truncate(size)
-        descriptor = os.open(self._directory.path, os.O_RDONLY)
-        os.fsync(descriptor)  # a state that is saved later refers to these files
-        os.close(descriptor)
+        directory = OpenFile(self._directory.path, os.O_RDONLY)
+        os.fsync(directory.descriptor)  # a state that is saved later refers to these files
+        directory.close()
 
     def _check_results(self, num_records: int, digest: str) -> None:
         """Raise ValueError unless the results that are final are as they were written."""

@@ -144,18 +144,19 @@ class _Run:
         target = InMemory(output) if out is None else as_target(out, shape, dtype, sources)
         # A file that takes the output too changes all the time.
         watched = [source for source in sources if not share_files(target, source)]
+        # Taken once: to load a checkpoint takes long enough for an input to change meanwhile.
+        prints = _fingerprints(watched)
         plans = [self._plan(part, Pass.FORWARD, self.budget) for part in parts]
         first, start, checkpoint = 0, START, None
         lse: InMemory | InFile
         if directory is not None:
             if not isinstance(target, InFile) or len(watched) < len(sources):
                 raise ValueError("resume= needs an out= that is in a file, and in no input's file")
-            checkpoint = Checkpoint(directory, self._request(problem, sources, target), target)
+            checkpoint = Checkpoint(directory, self._request(problem, prints, target), target)
             plans, first, start = checkpoint.load(plans)
             lse = checkpoint.lse
         else:
             lse = InMemory(torch.empty((*shape[:3], 1), dtype=lse_dtype(dtype), device="cpu"))
-        prints = _fingerprints(watched)
 
         def finish(number: int, where: tuple[slice, slice], plan: StreamPlan, block: Block) -> None:
             if _fingerprints(watched) != prints:
@@ -276,12 +277,12 @@ class _Run:
             raise error from None
 
     def _request(
-        self, problem: Problem, sources: Sequence[Source], target: InFile
+        self, problem: Problem, fingerprints: Sequence[Any], target: InFile
     ) -> dict[str, Any]:
         """Say what a checkpoint is of, in types that JSON has."""
         return {
-            "format": 2,
-            "shapes": [list(source.shape) for source in sources],
+            "format": 3,
+            "shapes": [list(each.shape) for each in (problem.query, problem.key, problem.value)],
             "dtype": str(problem.query.dtype),
             "device": self.device.type,
             "backend": self.backend,
@@ -289,7 +290,7 @@ class _Run:
             "pattern": repr(problem.pattern),
             "scale": problem.scale,
             "dropout": repr(problem.dropout),
-            "inputs": _fingerprints(sources),
+            "inputs": fingerprints,
             "output": [str(target.path.resolve()), target.offset],
         }
 

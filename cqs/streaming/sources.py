@@ -141,14 +141,16 @@ class InFile:
             return
         check_input_file(self.path)
         needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
-        if (size := self.path.stat().st_size) < needed:
+        # Opened here, not when it is first read: another file may have its name by then.
+        if (size := os.fstat(self._descriptor).st_size) < needed:
             raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
 
     @property
-    def fingerprint(self) -> tuple[str, int, int]:
-        """What changes when the file does: its path, size and time of change."""
-        found = self.path.stat()
-        return str(self.path.resolve()), found.st_size, found.st_mtime_ns
+    def fingerprint(self) -> tuple[str, int, int, int, int, int]:
+        """Path, offset and strides; size and modification time, which change with the content."""
+        found = os.fstat(self._descriptor)
+        place = str(self.path.resolve()), self.offset, *self.strides
+        return *place, found.st_size, found.st_mtime_ns
 
     @property
     def identity(self) -> tuple[int, int]:

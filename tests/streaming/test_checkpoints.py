@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 import cqs
 from cqs.streaming import checkpoint as checkpoints
+from cqs.streaming import open_tensor
 from cqs.streaming.checkpoint import WorkingDirectory
 from cqs.verify import VerificationError
 
@@ -142,6 +144,52 @@ def test_another_computation_is_refused(maps):
         cqs.attention(*maps, out=out, **RESUMED)
     with pytest.raises(ValueError, match="resume= needs an out="):
         cqs.attention(*maps, **RESUMED)
+
+
+@pytest.mark.parametrize("kind", ["a map", "safetensors"])
+@pytest.mark.parametrize("names", ["qvk", "zkv", "qzv", "qkz"])
+def test_another_tensor_of_the_same_file_is_another_computation(maps, kind, names):
+    arrays = dict(zip("qkvz", [*maps, maps[0] + 1], strict=True))
+    if kind == "a map":
+        np.save("all.npy", np.concatenate(list(arrays.values())))
+        whole = np.load("all.npy", mmap_mode="r")
+        inputs = {name: whole[i : i + 1] for i, name in enumerate(arrays)}
+    else:
+        save_file(arrays, "all.safetensors")
+        inputs = {name: open_tensor("all.safetensors", name) for name in arrays}
+    out = stop([inputs[name] for name in "qkv"])
+    with pytest.raises(ValueError, match="run' is of another computation: it has inputs "):
+        cqs.attention(*(inputs[name] for name in names), out=out, **RESUMED)
+    cqs.attention(*(inputs[name] for name in "qkv"), out=out, **RESUMED)
+    assert np.array_equal(out, cqs.attention(*maps, **WITHIN))
+
+
+def test_an_input_that_changes_while_results_are_checked_is_noticed(maps, monkeypatch):
+    out = stop(maps)
+    check = checkpoints.Checkpoint._check_results
+
+    def check_and_change(*arguments):
+        check(*arguments)
+        os.utime("k.npy", (0, 0))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.Checkpoint, "_check_results", check_and_change)
+        with pytest.raises(OSError, match="an input file was changed"):
+            cqs.attention(*maps, out=out, **RESUMED)
+    with pytest.raises(ValueError, match="run' is of another computation: it has inputs "):
+        cqs.attention(*maps, out=out, **RESUMED)
+
+
+def test_a_file_that_replaces_an_input_is_not_taken_for_it(maps):
+    """The first run reads the file that it has opened, under whatever name."""
+    inputs = [open_tensor(f"{name}.npy") for name in "qkv"]
+    np.save("new.npy", maps[1] + 1)
+    os.replace("new.npy", "k.npy")
+    out = stop(inputs)
+    with pytest.raises(ValueError, match="run' is of another computation: it has inputs "):
+        cqs.attention(inputs[0], open_tensor("k.npy"), inputs[2], out=out, **RESUMED)
+    cqs.attention(*inputs, out=out, **RESUMED)
+    assert np.array_equal(out, cqs.attention(*maps, **WITHIN))
 
 
 @pytest.mark.parametrize(

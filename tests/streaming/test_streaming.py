@@ -319,6 +319,18 @@ def test_files_that_change_or_shrink_meanwhile_are_noticed(arrays, tmp_path):
         cqs.attention(*mapped, memory_budget=60_000, device="cpu")
 
 
+def test_a_file_that_was_replaced_is_read_as_it_was_opened(tmp_path):
+    path, other = tmp_path / "all.safetensors", tmp_path / "other.safetensors"
+    tensors = {name: torch.randn(1, 2, 90, 16) for name in ("query", "key", "value")}
+    save_file(tensors, path)
+    opened = [open_tensor(path, name) for name in tensors]
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, other, {"a": "longer header"})
+    os.replace(other, path)
+    found = cqs.attention(*opened, memory_budget=60_000, device="cpu")
+    expected = cqs.attention(*tensors.values(), memory_budget=60_000, device="cpu")
+    assert torch.equal(found, expected)
+
+
 def test_a_full_disk_is_an_error_and_nothing_half_written_counts(arrays, tmp_path, monkeypatch):
     *mapped, out = arrays
     options = {"memory_budget": 60_000, "device": "cpu", "out": out, "resume": tmp_path / "run"}
