@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cqs.plotting.figures import save_figure
 from cqs.simulation import Forecast
 
 _STYLES = {
@@ -89,7 +90,7 @@ def draw_trouble(means: Sequence[tuple[str, float, float]]) -> Any:
 
 def save(axes: Any, path: str) -> None:
     """Write the figure of some axes to a file; its name says in which format."""
-    axes[0].figure.savefig(path, dpi=100)
+    save_figure(axes[0].figure, path, dpi=100)
 
 
 def _figure(width: float, number: int) -> Any:

@@ -200,6 +200,21 @@ def test_pictures_are_drawn(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_a_picture_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, capsys, suffix):
+    path = tmp_path / f"plan.{suffix}"
+    command = ["plan", "--tokens", "70", "--picture", str(path)]
+    assert main(command) == 0
+    before, (_, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert main(command) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+    assert "File too large" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", ["npy", "safetensors"])
 def test_two_writers_of_one_file_do_not_share_a_temporary_one(tmp_path, suffix):
     target = str(tmp_path / f"o.{suffix}")
@@ -418,7 +433,7 @@ def interrupt(monkeypatch):
 
 def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, interrupt, capsys):
     problem, names = files, sorted(os.listdir())
-    with interrupt(5):
+    with interrupt(4):
         main([*BUDGETED, "--resume", "run"])
     (partial,) = set(os.listdir()) - {*names, "run"}
     output = capsys.readouterr().err
@@ -490,7 +505,7 @@ def test_attend_goes_on_with_no_file_but_its_own(files, interrupt, capsys):
     with interrupt(3):
         main(BUDGETED)
     assert set(os.listdir()) == before, "nothing was final"
-    with interrupt(5):
+    with interrupt(4):
         main([*BUDGETED, "--resume", "run"])
     (partial,) = set(os.listdir()) - before - {"run"}
     content = Path(partial).read_bytes()

@@ -27,6 +27,7 @@ from cqs.patterns import (
     strided,
 )
 from cqs.plotting import check_picture, plot_speedups
+from cqs.plotting.figures import save_figure
 from cqs.problem import Problem, check_problem
 from cqs.testing import assert_tracks_exact, exact_rows, visible_mask
 from cqs.worker import WHY_NOT
@@ -101,7 +102,7 @@ def run(
     publish(rows, columns, None)
     _summarize(rows)
     if picture is not None:
-        plot_speedups(rows).figure.savefig(picture, dpi=120)
+        save_figure(plot_speedups(rows).figure, picture, dpi=120)
 
 
 def _cases(tokens: int) -> list[_Case]:

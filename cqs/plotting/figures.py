@@ -1,9 +1,12 @@
 """Figures to draw on, and files to draw into."""
 
+import io
 import os
 from math import ceil, floor, log2
 from pathlib import Path
 from typing import Any
+
+from cqs.output_files import replace_file
 
 _FEW = 16
 """Up to so many tokens have a tick each, in their middle."""
@@ -75,6 +78,23 @@ def add_legend(axes: Any, num_columns: int = 2) -> Any:
     return axes
 
 
+def save_figure(figure: Any, path: str | Path, *, dpi: int) -> None:
+    """Draw a figure into an image file of the format that its name ends in.
+
+    Args:
+        figure: A matplotlib figure.
+        path: The file, which is replaced once the picture is complete.
+        dpi: Dots per inch, where the format has dots.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    buffer = io.BytesIO()  # some writers of matplotlib fail with errors of their own on a full disk
+    figure.savefig(buffer, format=Path(path).suffix.removeprefix(".").lower(), dpi=dpi)
+    with replace_file(path) as partial:
+        partial.write_bytes(buffer.getvalue())
+
+
 def check_picture(path: str | Path) -> None:
     """Raise what :func:`save_owners` would raise for ``path``, before there is a plan to draw."""
     try:
@@ -88,5 +108,6 @@ def check_picture(path: str | Path) -> None:
     if path.suffix.removeprefix(".").lower() not in formats:
         raise ValueError(f"a picture's name must end in one of {sorted(formats)}, got '{path}'")
     is_other = path.exists() and not path.is_file()
-    if is_other or not os.access(path if path.exists() else path.parent, os.W_OK):
+    places = [path.resolve().parent, *[path] * path.exists()]
+    if is_other or not all(os.access(place, os.W_OK) for place in places):
         raise OSError(f"cannot write a picture to '{path}'")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cqs.plotting.colors import letter_color, worker_colors
-from cqs.plotting.figures import check_picture, label_tokens, new_axes, points_across
+from cqs.plotting.figures import check_picture, label_tokens, new_axes, points_across, save_figure
 from cqs.scheduler import Block, Plan
 
 _SIZE = (7, 7)
@@ -82,7 +82,8 @@ def save_owners(plan: Plan, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE, layout="compressed")
-    plot_owners(plan, figure.add_subplot()).figure.savefig(path, dpi=150)
+    plot_owners(plan, figure.add_subplot())
+    save_figure(figure, path, dpi=150)
 
 
 def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cqs.output_files import replace_file
 from cqs.plotting.colors import letter_color, worker_colors
 from cqs.plotting.figures import new_axes, points_across
 
@@ -83,7 +84,7 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
 
     Args:
         report: Of a call on a cluster, as ``AttentionFuture.report`` has it.
-        path: The file, which is overwritten; its name usually ends in ``.json``.
+        path: The file, which is replaced; its name usually ends in ``.json``.
 
     Raises:
         OSError: if the file cannot be written.
@@ -113,7 +114,8 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
             free = start + task.seconds
         if report.seconds > free:
             events.append(_event(row, "waiting", free, report.seconds - free))
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    with replace_file(path) as partial:
+        partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _tasks_by_process(report: "RunReport") -> "list[list[TaskReport]]":

@@ -2,14 +2,13 @@
 
 import base64
 import io
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from cqs.output_files import replace_file
 from cqs.plotting import plot_owners
 from cqs.report.content import Content, Picture
 from cqs.scheduler import Plan
@@ -42,7 +41,8 @@ def write_report(content: Content, directory: Path) -> None:
     """
     check_directory(directory)
     for name, make in (("report.md", make_markdown), ("report.html", make_page)):
-        _replace((directory / name).resolve(), make(content))
+        with replace_file(directory / name) as partial:
+            partial.write_text(make(content), encoding="utf-8")
 
 
 def check_directory(directory: Path) -> None:
@@ -51,17 +51,6 @@ def check_directory(directory: Path) -> None:
         path = directory / name
         if path.exists() and not (path.is_file() and _MARK in path.read_bytes()[:_HEAD_BYTES]):
             raise ValueError(f"'{path}' is there and is no report: take another --out")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole, or leave the one that is there: it would count as no report."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def make_page(content: Content) -> str:
