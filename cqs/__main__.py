@@ -1,6 +1,7 @@
 """``cqs`` and ``python -m cqs``: one command, one module of ``cqs.commands``."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -25,6 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     With one line why: 2 for what the user can mend, 1 for a wrong answer or dead workers. Without
     a line 141, as a shell says of other tools, if the reader of the output has closed it.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Paths are bytes, and results name them: those that are no text are printed as they are.
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         try:
             return _run_command(arguments)

@@ -1,5 +1,7 @@
 """Files that are written whole: what has their name stays as it is until they are complete."""
 
+import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -28,3 +30,32 @@ def replace_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def lock_directory(name: str, path: Path) -> Iterator[None]:
+    """Keep other processes that call this from using a directory; no file is made.
+
+    Args:
+        name: What the error calls the directory, such as ``--out``.
+        path: The directory, which exists.
+
+    Raises:
+        BlockingIOError: Another process or thread uses it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"{name} must be a directory that nothing else uses: wait for the other process, "
+                "or take another directory",
+                str(path),
+            ) from None
+        except OSError:
+            pass  # some network file systems lock no directories
+        yield
+    finally:
+        os.close(descriptor)

@@ -451,6 +451,24 @@ def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, interrupt
     assert "go with --budget" in capsys.readouterr().err
 
 
+def test_attend_refuses_an_output_that_is_its_working_directory(files, capsys):
+    before = sorted(os.listdir())
+    assert main([*BUDGETED, "--resume", "./o.npy"]) == 2
+    assert "OUTPUT must be another file than './o.npy'" in capsys.readouterr().err
+    assert sorted(os.listdir()) == before
+
+
+def test_a_path_that_is_no_text_is_printed_as_it_is(files):
+    """A process of its own, whose output refuses what is no UTF-8, as in most locales."""
+    path = b"o\xff.npy"
+    command = [sys.executable, "-m", "cqs", *WITHOUT_BUDGET[:4], path]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"}, capture_output=True
+    )
+    assert done.returncode == 0 and path in done.stdout and not done.stderr
+    assert os.path.exists(path)
+
+
 def test_attend_goes_on_after_a_kill_between_the_rename_and_the_end(files, interrupt, capsys):
     before = set(os.listdir())
     if (child := os.fork()) == 0:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Attend from mapped files to mapped files; an output appears only if all went well."""
     inputs = [path_of(source) for source in (options.query, options.key, options.value)]
-    check_written("OUTPUT", options.output, inputs)
+    check_written("OUTPUT", options.output, [*inputs, options.resume])
     if options.lse:
         check_written("--lse", options.lse, [*inputs, options.output])
     if options.budget is not None:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from cqs.bench.measurement import append_rows, describe_device
 from cqs.commands.integers import parse_integers
 from cqs.commands.pattern_text import PATTERN_HELP
+from cqs.output_files import lock_directory
 from cqs.plotting import check_picture
 from cqs.report import case_sections, case_study, distributed, local, ray, sections
 from cqs.report.content import Content
@@ -107,6 +108,18 @@ def run(options: argparse.Namespace) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     check_picture(directory / "report.svg")
     check_directory(directory)
+    with lock_directory("--out", directory):
+        _measure_missing(options, settings, workers, directory)
+
+
+def _measure_missing(
+    options: argparse.Namespace,
+    settings: Sequence[Settings],
+    workers: Sequence[int],
+    directory: Path,
+) -> None:
+    """Measure the rows that are not in the directory yet, and write the report there."""
+    kind = _KINDS[options.kind]
     path = directory / "rows.jsonl"
     rows = kind.read(path)
     known: set[Hashable] = {row.key for row in rows}

@@ -42,7 +42,8 @@ def write_report(content: Content, directory: Path) -> None:
     check_directory(directory)
     for name, make in (("report.md", make_markdown), ("report.html", make_page)):
         with replace_file(directory / name) as partial:
-            partial.write_text(make(content), encoding="utf-8")
+            # A path in the content may be no text.
+            partial.write_text(make(content), encoding="utf-8", errors="backslashreplace")
 
 
 def check_directory(directory: Path) -> None:

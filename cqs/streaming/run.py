@@ -379,7 +379,10 @@ def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _choose_device(device: "torch.device | str | None") -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be the CPU or a GPU, got {device!r}: {error}") from None
     if chosen.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"device must be the CPU or a GPU, got {chosen}")
     if chosen.type == "cuda" and not torch.cuda.is_available():

@@ -242,3 +242,26 @@ def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypat
         assert main(options) == 2
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert main(options) == 0
+
+
+def test_one_process_at_a_time_writes_a_report(tmp_path, monkeypatch, capsys):
+    """Two that measure the same, or another problem, would both find no rows and add their own."""
+    command = [*TINY, "--workers", "1", "--out", str(tmp_path)]
+    kind, statuses = report._KINDS["scaling"], []
+
+    def measure_twice(*arguments):
+        monkeypatch.setitem(report._KINDS, "scaling", kind)
+        statuses.append(main([*command, "--tokens", "70"]))
+        kind.measure(*arguments)
+
+    monkeypatch.setitem(report._KINDS, "scaling", kind._replace(measure=measure_twice))
+    assert main(command) == 0 and statuses == [2]
+    error = capsys.readouterr().err
+    assert "--out must be a directory that nothing else uses" in error and str(tmp_path) in error
+    assert [row.tokens for row in read_rows(tmp_path / "rows.jsonl")] == [60]
+
+
+def test_a_report_may_be_in_a_directory_whose_name_is_no_text(tmp_path):
+    path = os.fsencode(tmp_path) + b"/\xff"
+    assert main([*TINY, "--workers", "1", "--out", os.fsdecode(path)]) == 0
+    assert b"\\udcff" in Path(os.fsdecode(path), "report.html").read_bytes()

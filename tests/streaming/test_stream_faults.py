@@ -114,6 +114,9 @@ def test_options_that_cannot_be_are_named(tensors, monkeypatch):
     for progress in (1, "yes", None):
         with pytest.raises(TypeError, match="progress must be a bool or a function, got"):
             cqs.attention(*tensors, progress=progress, **WITHIN)
+    for device in ("", "gpu", "cpu:-1"):
+        with pytest.raises(ValueError, match=f"device must be .*, got '{device}'"):
+            cqs.attention(*tensors, memory_budget=60_000, device=device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(NotImplementedError, match="device is cuda:1, but there is no GPU"):
         cqs.attention(*tensors, memory_budget=60_000, device="cuda:1")
