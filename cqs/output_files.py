@@ -5,7 +5,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -28,7 +28,8 @@ def replace_file(path: str | Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, target)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the first error says more
+            partial.unlink()
         raise
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import cqs.patterns as patterns
 from cqs.__main__ import main
 from cqs.bench.measurement import Measurement, append_rows
-from cqs.commands import demo
+from cqs.commands import demo, tensor_files
 from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import parse_pattern
 from cqs.commands.tensor_files import create_tensor
@@ -243,6 +243,21 @@ def test_space_is_taken_before_the_work(tmp_path, monkeypatch, suffix):
         with create_tensor(target, "output", (1000, 1000), torch.float32):
             pytest.fail("there is no space")
     assert os.listdir(tmp_path) == [f"o.{suffix}"]
+
+
+@pytest.mark.parametrize("suffix", ["npy", "safetensors"])
+def test_an_interrupt_just_after_a_file_was_made_removes_it(tmp_path, monkeypatch, suffix):
+    make = tensor_files._make_file
+
+    def make_and_interrupt(*arguments):
+        make(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tensor_files, "_make_file", make_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        with create_tensor(str(tmp_path / f"o.{suffix}"), "output", (1000, 10), torch.float32):
+            pytest.fail("it was interrupted")
+    assert not os.listdir(tmp_path)
 
 
 def test_failures_end_in_one_line_and_status_1(files, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -115,20 +115,21 @@ def create_file(
         raise ValueError(
             f"cannot write {name} to {target!r}: numpy has no {dtype}: write a .safetensors file"
         )
-    partial = None if directory is None else _begun(target, directory)
-    if partial is None:
-        partial = Path(f"{target}.{secrets.token_hex(8)}{suffix}")
-        try:
-            _make_file(partial, name, shape, dtype)
-        except OSError as error:
-            raise ValueError(f"cannot write {name} to {target!r}: {error}") from error
+    begun = None if directory is None else _begun(target, directory)
+    partial = begun or Path(f"{target}.{secrets.token_hex(8)}{suffix}")
     try:
+        if begun is None:
+            try:
+                _make_file(partial, name, shape, dtype)
+            except OSError as error:
+                raise ValueError(f"cannot write {name} to {target!r}: {error}") from error
         yield partial
         os.replace(partial, target)
         partial.unlink(missing_ok=True)  # a rename does nothing where both are one file
     except BaseException:
         if directory is None or directory.output is None:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # the first error says more
+                partial.unlink()
         raise
 
 
@@ -171,14 +172,10 @@ def _make_file(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype
         content = _safetensors_header(name, shape, dtype)
     size = len(content) + math.prod(shape) * dtype.itemsize
     with open(path, "xb") as file:
-        try:
-            file.write(content)
-            file.truncate(size)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-        except BaseException:
-            path.unlink()
-            raise
+        file.write(content)
+        file.truncate(size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _safetensors_header(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:

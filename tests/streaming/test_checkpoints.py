@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import itertools
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -190,6 +192,16 @@ def test_a_file_that_replaces_an_input_is_not_taken_for_it(maps):
         cqs.attention(inputs[0], open_tensor("k.npy"), inputs[2], out=out, **RESUMED)
     cqs.attention(*inputs, out=out, **RESUMED)
     assert np.array_equal(out, cqs.attention(*maps, **WITHIN))
+
+
+def test_an_error_while_a_run_begins_leaves_no_file_open(maps, monkeypatch):
+    out, before = new_output(), sorted(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            cqs.attention(*maps, out=out, **RESUMED)
+    gc.collect()
+    assert sorted(os.listdir("/proc/self/fd")) == before and not os.path.exists("run")
 
 
 @pytest.mark.parametrize(
