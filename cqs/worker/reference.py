@@ -44,7 +44,9 @@ def attend_reference(
     scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale, visible=visible)
     dtype = scores_BGRQK.dtype
     lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
-    weights_BGRQK = scores_BGRQK.softmax(dim=-1)
+    # Scores of -inf give a weight of 0, also if a row has no others: 0 times NaN stays NaN.
+    is_blind_BGRQ1 = (lse_BGRQ == -torch.inf).unsqueeze(-1)
+    weights_BGRQK = scores_BGRQK.softmax(dim=-1).masked_fill_(is_blind_BGRQ1, 0)
     if kept is not None:
         weights_BGRQK.masked_fill_(~kept.view_as(weights_BGRQK), 0).mul_(keep_scale)
     output = weighted_sum(weights_BGRQK, value.to(dtype).unsqueeze(2))
@@ -52,7 +54,6 @@ def attend_reference(
     if is_masked and not output.sum().isfinite():  # NaN that is masked out has leaked
         seen = ~_hidden(scores_BGRQK, is_causal, visible)
         output = _weigh_visible(weights_BGRQK, value.to(dtype).unsqueeze(2), seen)
-    output = output.masked_fill((lse_BGRQ == -torch.inf).unsqueeze(-1), 0)
     return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
 
 

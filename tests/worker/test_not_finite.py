@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cqs
-from cqs.patterns import documents, global_tokens, longformer, sliding_window
+from cqs.patterns import documents, from_mask, global_tokens, longformer, sliding_window
 from cqs.problem import check_problem
 from cqs.testing import visible_mask
 from cqs.worker.cpu import attend_cpu
@@ -170,3 +171,27 @@ def test_scores_that_overflow_where_they_are_masked_out_do_not_matter():
     key[0, 0, 30, 0] = 1e20
     output, _ = attend_cpu(query, key, value, is_causal=False, scale=1.0, visible=visible)
     assert output[0, 0, :35].isfinite().all() and output[0, 0, 35:].isnan().all()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_value_that_is_nan_counts_where_its_score_is_minus_infinity(backend, num_workers):
+    """A weight of 0 times NaN is NaN, in parts that see no other score too, as in PyTorch."""
+    query, value = torch.ones(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
+    value[0, 0, 3, 2] = math.nan
+    for num_infinite in (2, 5):
+        key = torch.randn(1, 1, 5, 8)
+        key[:, :, 5 - num_infinite :] = -math.inf
+        for is_causal in (False, True):
+            visible = torch.ones(5, 5, dtype=torch.bool).tril(0 if is_causal else 5)
+            expected = exact_rows(query, key, value, 8**-0.5, visible)[0].float()
+            if not is_causal:  # else PyTorch also spoils rows that do not see the NaN
+                of_torch = F.scaled_dot_product_attention(query, key, value)
+                torch.testing.assert_close(of_torch, expected, equal_nan=True)
+            options = {"is_causal": is_causal, "num_workers": num_workers}
+            output = cqs.attention(query, key, value, backend=backend, verify=True, **options)
+            torch.testing.assert_close(output, expected, equal_nan=True)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    mask[4] = False
+    output = cqs.attention(query, key, value, backend=backend, pattern=from_mask(mask))
+    assert output[0, 0, 3, 2].isnan() and (output[0, 0, [0, 1, 2, 4]] == 0).all()
