@@ -16,7 +16,7 @@ _FEW = 8
 _STATISTICAL = 8
 """Errors of a sum of n terms stay below this times the square root of n, in units of rounding."""
 _MOST = 700.0
-"""Largest argument of an exponential in float64."""
+"""Errors of scores from here on are bounded through logarithms: float64 overflows at exp(710)."""
 
 
 class VerificationError(ArithmeticError):
@@ -29,7 +29,7 @@ class _Errors(NamedTuple):
     lse: Tensor
     """``[rows]``, absolute."""
     weights: Tensor
-    """``[rows, seqlen_kv]``, relative, of the weights of a row."""
+    """``[rows, seqlen_kv]``, absolute, of the softmax weights of a row; at most 1."""
     sums: Tensor
     """``[rows, 1]``, relative, of the sum of weighted values and of its roundings."""
     largest_weight: Tensor
@@ -38,12 +38,12 @@ class _Errors(NamedTuple):
     """Absolute error of a number below the smallest normal ones."""
 
     @classmethod
-    def of(cls, problem: Problem, weights: Tensor, magnitudes: Tensor, visible: Tensor) -> Self:
+    def of(cls, problem: Problem, log_weights: Tensor, magnitudes: Tensor, visible: Tensor) -> Self:
         """Bound the errors of rows in the dtypes of a problem.
 
         Args:
             problem: Its dtype and head_dim count.
-            weights: float64 ``[rows, seqlen_kv]``, the softmax of the scores.
+            log_weights: float64 ``[rows, seqlen_kv]``, the logarithms of the softmax weights.
             magnitudes: float64 ``[rows, seqlen_kv]``, ``scale * abs(query) @ abs(key)``, 0 for
                 pairs that are masked out.
             visible: bool ``[rows, seqlen_kv]``.
@@ -56,27 +56,37 @@ class _Errors(NamedTuple):
         largest = torch.cat([torch.zeros_like(num_keys), magnitudes], dim=-1).amax(-1, keepdim=True)
         scores = (problem.query.shape[-1] + _FEW) * unit * magnitudes
         scores = scores + _FEW * unit * (1 + largest + num_keys.clamp(min=1).log()) + unit_of_dtype
+        weights = log_weights.exp()
         mean = (weights * scores.clamp(max=_MOST).expm1()).sum(dim=-1, keepdim=True).log1p()
+        is_large = (scores > _MOST).any(dim=-1, keepdim=True)
+        mean = (log_weights + scores).logsumexp(dim=-1, keepdim=True).where(is_large, mean)
+        changes = scores + mean
+        moderate = weights * changes.clamp(max=_MOST).expm1()
+        large = (log_weights + changes).clamp(max=0).exp()
         summation = _STATISTICAL * unit * num_keys.sqrt()
         return cls(
             (mean + summation).squeeze(-1),
-            (scores + mean).clamp(max=_MOST).expm1(),
+            large.where(changes > _MOST, moderate).clamp(max=1),
             2 * summation + 4 * unit_of_dtype,
             torch.cat([torch.zeros_like(num_keys), weights], dim=-1).amax(-1, keepdim=True),
             accumulation.tiny + dtype.tiny * dtype.eps,
         )
 
-    def bound_output(self, weights: Tensor, magnitudes: Tensor, visible: Tensor) -> Tensor:
+    def bound_output(
+        self, weights: Tensor, factors: Tensor | float, magnitudes: Tensor, visible: Tensor
+    ) -> Tensor:
         """Return the largest error of each output, ``[rows, value_dim]``.
 
         Args:
             weights: float64 ``[rows, seqlen_kv]``, after dropout.
+            factors: float64 ``[rows, seqlen_kv]``, by which dropout multiplies the softmax weights,
+                or 1 without dropout.
             magnitudes: float64 ``[seqlen_kv, value_dim]``, of the values.
             visible: bool ``[rows, seqlen_kv]``.
         """
-        relative = (weights * (self.weights + self.sums)) @ magnitudes
+        of_weights = (factors * self.weights + weights * self.sums) @ magnitudes
         in_sum = self.largest_weight * (visible.double() @ (1 + magnitudes))
-        return relative + self.tiny * (2 + in_sum)
+        return of_weights + self.tiny * (2 + in_sum)
 
 
 @torch.no_grad()
@@ -122,17 +132,20 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             scores = problem.scale * (query @ key.T)
             hidden = scores.masked_fill(~visible, -torch.inf)
             lse = hidden.logsumexp(dim=-1)
-            weights = (hidden - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+            log_weights = hidden - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+            weights = log_weights.exp()
+            factors: Tensor | float = 1.0
             magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
             magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
-            errors = _Errors.of(problem, weights, magnitudes, visible)
+            errors = _Errors.of(problem, log_weights, magnitudes, visible)
             finite = value.masked_fill(~value.isfinite(), 0)
             output = answer.output[batch, head, index].double()
             if problem.dropout is not None:
                 of_head = words._replace(
                     multiplier=words.multiplier[batch, head], increment=words.increment[batch, head]
                 )
-                weights = weights * problem.dropout.kept(of_head) * problem.dropout.scale
+                factors = problem.dropout.kept(of_head).double() * problem.dropout.scale
+                weights = weights * factors
             exact = weighted_sum(weights, finite)
             if not value.isfinite().all():
                 exact = exact + _sum_of_infinite(weights, value - finite, visible)
@@ -146,7 +159,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 rows,
                 output,
                 exact,
-                errors.bound_output(weights, finite.abs(), visible),
+                errors.bound_output(weights, factors, finite.abs(), visible),
                 note,
             )
             _compare_rows(

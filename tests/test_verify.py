@@ -315,6 +315,26 @@ def test_equal_columns_are_not_accused(num_workers, columns):
         cqs.attention(*tensors, is_causal=True, num_workers=num_workers, verify=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e8, -1e12, 1e30])
+def test_huge_scores_are_not_accused(scale, dtype):
+    """Rounding then moves whole weights from key to key, and the lse by more than 700."""
+    query, key, value = torch.randn(3, 1, 2, 40, 16)
+    key[:, :, 20:] = key[:, :, :20] * (1 + 1e-6)
+    one_hot = torch.eye(40)[:, :16].expand(1, 2, 40, 16)
+    for values in (value, one_hot):
+        tensors = [each.to(dtype) for each in (query, key, values)]
+        for num_workers in (1, 7):
+            options = {"scale": scale, "num_workers": num_workers, "return_lse": True}
+            answer = cqs.attention(*tensors, verify=True, **options)
+    dropout = {"dropout_p": 0.3, "seed": 3}
+    cqs.attention(*tensors, verify=True, **options, **dropout)
+    problem = check_problem(*tensors, scale=scale)
+    answer[1][0, 1, 0] *= 1.1
+    with pytest.raises(VerificationError, match="lse of batch 0, head 1, row 0"):
+        verify_rows(problem, Partial(*answer))
+
+
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [("cpu", torch.float32), ("reference", torch.float32), ("reference", torch.float64)],

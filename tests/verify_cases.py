@@ -15,6 +15,7 @@ KINDS = {
     "equal values": lambda q, k, v: (q, k, torch.full_like(v, 0.7)),
     "equal scores": lambda q, k, v: (0 * q, k, torch.full_like(v, 1 / 3)),
     "large scores": lambda q, k, v: (30 * q, 30 * k, v),
+    "huge scores": lambda q, k, v: (1e4 * q, 1e4 * k, v),
     "tiny": lambda q, k, v: (1e-4 * q, 1e-4 * k, 1e-6 * v),
     "tiniest": lambda q, k, v: (1e-30 * q, k, 1e-38 * v),
     "cancelling": lambda q, k, v: (
