@@ -10,6 +10,7 @@ import cqs
 from cqs.patterns import documents, from_mask, global_tokens, longformer, sliding_window
 from cqs.problem import check_problem
 from cqs.testing import visible_mask
+from cqs.verify import VerificationError
 from cqs.worker.cpu import attend_cpu
 from cqs.worker.reference import attend_reference
 
@@ -195,3 +196,16 @@ def test_a_value_that_is_nan_counts_where_its_score_is_minus_infinity(backend, n
     mask[4] = False
     output = cqs.attention(query, key, value, backend=backend, pattern=from_mask(mask))
     assert output[0, 0, 3, 2].isnan() and (output[0, 0, [0, 1, 2, 4]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_values_near_the_largest_number_overflow_as_those_of_pytorch(dtype):
+    query, key = torch.zeros(2, 1, 1, 9, 16, dtype=dtype)
+    value = torch.full_like(key, 3e38)
+    assert F.scaled_dot_product_attention(query, key, value).isinf().all()
+    assert cqs.attention(query, key, value, num_workers=7).isinf().any()
+    with pytest.raises(VerificationError, match="off by inf"):
+        cqs.attention(query, key, value, num_workers=7, verify=True)
+    smaller = value / 9
+    output = cqs.attention(query, key, smaller, num_workers=7, verify=True)
+    torch.testing.assert_close(output, smaller)
