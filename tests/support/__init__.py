@@ -1,0 +1,1 @@
+"""What tests share: fixed problems, and the record of their exact results."""
