@@ -161,6 +161,28 @@ def test_directories_of_killed_processes_are_removed_and_no_others(short_folder,
     assert all((other / "data").exists() for other in others)
 
 
+def test_a_directory_in_which_ray_still_writes_is_removed_later(short_folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    with holder_of_folder(short_folder) as (killed, abandoned):
+        os.makedirs(logs := os.path.join(abandoned, session._RAY_FOLDER, "logs"))
+        killed.kill()
+    remove = shutil.rmtree
+
+    def remove_while_ray_writes(folder, **options):
+        remove(folder, **options)
+        if folder.startswith(abandoned):
+            os.makedirs(logs, exist_ok=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_while_ray_writes)
+        with private_folder():
+            pass
+    assert os.path.exists(logs)
+    with private_folder():
+        assert not os.path.exists(abandoned)
+    assert not list(short_folder.iterdir())
+
+
 def test_directories_of_other_users_are_left_alone(short_folder, monkeypatch):
     with holder_of_folder(short_folder) as (killed, abandoned):
         killed.kill()
@@ -302,6 +324,93 @@ def test_an_interrupted_start_or_close_leaves_nothing_behind(tmp_path, short_fol
     """
     found = run_python(script, tmp_path, TMPDIR=str(short_folder))
     assert found.split() == ["start", "start", "close"]
+
+
+def test_interrupts_while_ray_starts_do_not_end_the_process_in_its_next_start(
+    tmp_path, short_folder
+):
+    """Ray would abort the process: its core worker, once it is made, is lost track of."""
+    script = """
+        import cqs, os, ray, psutil, signal, tempfile, torch
+
+        query = torch.randn(1, 2, 50, 8)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGALRM):
+            class Interrupting(ray._raylet.CoreWorker):
+                def __init__(self, *args):
+                    os.kill(os.getpid(), number)
+                    os.kill(os.getpid(), number)
+
+            ray._raylet.CoreWorker = Interrupting
+            try:
+                cqs.Cluster(num_workers=1, use_gpus=False)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            ray._raylet.CoreWorker = Interrupting.__base__
+            children = psutil.Process().children(recursive=True)
+            assert not (children or ray.is_initialized()), (children, ray.is_initialized())
+            assert not os.listdir(tempfile.gettempdir()), os.listdir(tempfile.gettempdir())
+            assert signal.getsignal(number) is signal.default_int_handler
+        with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
+            cluster.attention(query, query, query, verify=True)
+        print("works")
+    """
+    found = run_python(script, tmp_path, TMPDIR=str(short_folder))
+    assert found.split() == ["interrupted", "interrupted", "works"]
+
+
+@pytest.mark.parametrize(
+    ("is_private", "when"), [(True, "between calls"), (True, "in a call"), (False, "in a call")]
+)
+def test_a_cluster_whose_ray_was_shut_down_starts_and_ends_no_other(tmp_path, is_private, when):
+    """Ray's functions start a Ray that is not private by themselves where there is none."""
+    script = f"""
+        import cqs, os, ray, torch
+
+        def refuses(call):
+            try:
+                call()
+            except ValueError as error:
+                assert "lost its connection to Ray" in str(error), error
+            else:
+                raise AssertionError(call)
+
+        def start():
+            ray.init(address="local", num_cpus=1, include_dashboard=False)
+
+        if not {is_private}:
+            start()
+        query = torch.randn(1, 2, 50, 8)
+        cluster = cqs.Cluster(num_workers=1, use_gpus=False)
+        sharded = cluster.shard(query, query, query)
+        if {when!r} == "in a call":
+            future = cluster.submit(
+                query, query, query, num_workers=3, progress=lambda *_: ray.shutdown()
+            )
+            refuses(future.result)
+        else:
+            ray.shutdown()
+        for _ in range(2):
+            refuses(lambda: cluster.attention(query, query, query))
+            refuses(lambda: cluster.submit(query, query, query))
+            refuses(lambda: cluster.shard(query))
+            refuses(lambda: cluster.attention(sharded))
+            refuses(sharded.to_local)
+            if not ray.is_initialized():
+                start()
+                kept = ray.put("kept")
+        if {is_private}:
+            try:
+                cqs.Cluster(num_workers=1, use_gpus=False)
+            except ValueError as error:
+                assert "another Cluster" in str(error), error
+        cluster.close()
+        assert ray.get(kept) == "kept"
+        assert ray.get(ray.remote(lambda: 1).remote()) == 1
+        print("kept")
+    """
+    assert "kept" in run_python(script, tmp_path)
 
 
 def test_every_thread_that_closes_a_cluster_waits_until_it_is_closed(tmp_path):

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -114,17 +114,18 @@ class Cluster:
             raise TypeError(f"address must be a string, got {address!r}")
         self._closing = threading.Event()
         self._pid = os.getpid()
-        with session.LOCK:
-            if address is None and not session.is_connected():
-                num_gpus = 0 if use_gpus is False else torch.cuda.device_count()
-                num_workers = num_workers or num_gpus or session.num_cores()
-                cpus_per_worker = cpus_per_worker or max(session.num_cores() // num_workers, 1)
-                ray, disconnect = session.start_private_ray(
-                    num_workers * cpus_per_worker, num_gpus, object_store_memory
-                )
-            else:
-                ray, disconnect = session.connect(address)
-        try:
+        with ExitStack() as stack:
+            with session.interrupts_deferred(), session.LOCK:
+                if address is None and not session.is_connected():
+                    num_gpus = 0 if use_gpus is False else torch.cuda.device_count()
+                    num_workers = num_workers or num_gpus or session.num_cores()
+                    cpus_per_worker = cpus_per_worker or max(session.num_cores() // num_workers, 1)
+                    ray, disconnect = session.start_private_ray(
+                        num_workers * cpus_per_worker, num_gpus, object_store_memory
+                    )
+                else:
+                    ray, disconnect = session.connect(address)
+                stack.callback(Closer(disconnect).close)
             self._pool, num_workers = start_pool(
                 ray,
                 self.actor_class,
@@ -133,16 +134,14 @@ class Cluster:
                 cpus_per_worker or 1,
                 start_timeout,
             )
-        except BaseException:
-            disconnect()
-            raise
-        self._patience = Patience(num_workers, stall_timeout, start_timeout, max_attempts)
-        self._group = Group(self._pool, self._patience, self._closing)
-        self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=DISPATCHER)
-        self._close = weakref.finalize(
-            self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
-        )
-        self._closer = Closer(self._close)
+            self._patience = Patience(num_workers, stall_timeout, start_timeout, max_attempts)
+            self._group = Group(self._pool, self._patience, self._closing)
+            self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=DISPATCHER)
+            self._close = weakref.finalize(
+                self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
+            )
+            self._closer = Closer(self._close)
+            stack.pop_all()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -595,6 +594,7 @@ class Cluster:
             raise ValueError("this cluster is closed")
         if os.getpid() != self._pid:
             raise ValueError(f"this cluster belongs to process {self._pid}, not {os.getpid()}")
+        self._pool.check_connected()
 
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
@@ -634,7 +634,6 @@ def _close(
         return
     dispatcher.shutdown(wait=True, cancel_futures=True)
     try:
-        if pool.ray.is_initialized():
-            pool.close()
+        pool.close()
     finally:
         disconnect()

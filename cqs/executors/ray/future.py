@@ -76,7 +76,7 @@ def is_dispatcher() -> bool:
 def check_may_wait() -> None:
     """Raise RuntimeError in the thread that would have to do what is waited for."""
     if is_dispatcher():
-        raise RuntimeError("a progress function cannot wait for another run of its cluster")
+        raise RuntimeError("a progress function cannot wait for another run of a cluster")
 
 
 def _check_may_wait_for(future: "Future[Any]") -> None:

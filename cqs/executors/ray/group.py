@@ -370,6 +370,7 @@ class Group:
                 else:
                     self._interrupted = calls
                 raise CancelledError
+            self._pool.check_connected()
             left = end - time.monotonic()
             if left <= 0:
                 return

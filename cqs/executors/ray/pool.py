@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cqs.executors.ray.actor import ActorInfo, host_name
+from cqs.executors.ray.closer import Closer
+from cqs.executors.ray.session import find_connection
 
 CONTROL = "control"
 """Calls of this concurrency group are answered while the actor computes."""
@@ -44,6 +46,7 @@ class ActorPool:
     ):
         """Reserve room for ``num_workers`` actors and their successors; none is started yet."""
         self.ray = ray
+        self._connection = find_connection()
         room = {"GPU": 1} if use_gpus else {"CPU": cpus_per_worker}
         self._room = ray.util.placement_group([room] * num_workers, strategy="PACK")
         self.actors: dict[int, Actor] = {}
@@ -60,6 +63,21 @@ class ActorPool:
                 self._room
             ),
         )(actor_class)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection to Ray is that in which the actors were started."""
+        return find_connection() is self._connection
+
+    def check_connected(self) -> None:
+        """Raise ValueError if Ray is gone: Ray's next call would start another by itself."""
+        if not self.is_connected:
+            self.actors.clear()
+            self._abandoned.clear()
+            raise ValueError(
+                "this cluster has lost its connection to Ray, as after ray.shutdown(): open "
+                "another cqs.Cluster"
+            )
 
     def start(self, number: int) -> list[Actor]:
         """Begin to start actors; they can be sent work at once."""
@@ -97,7 +115,9 @@ class ActorPool:
                 self.ray.get(ref)
 
     def close(self) -> None:
-        """End all actors and give back their room."""
+        """End all actors and give back their room, unless they ended with Ray."""
+        if not self.is_connected:
+            return
         self.abandon([])
         for actor in list(self.actors.values()):
             self.remove(actor, is_hung=False)
@@ -135,12 +155,12 @@ def start_pool(
         for actor, ping in pings:
             actor.info = ray.get(ping, timeout=start_timeout)
     except ray.exceptions.GetTimeoutError:
-        pool.close()
+        Closer(pool.close).close()
         raise ValueError(
             f"a worker did not start within start_timeout={start_timeout:g} s"
         ) from None
     except BaseException:
-        pool.close()
+        Closer(pool.close).close()
         raise
     return pool, num_workers
 

@@ -135,13 +135,15 @@ class Run:
             while len(self._reports) < len(self._tasks):
                 if self.cancelled.is_set() or self._closing.is_set():
                     raise CancelledError
+                self._pool.check_connected()
                 self._feed()
                 self._collect()
                 self._bury_the_hung()
         finally:
-            for ref in self._in_flight:
-                self._ray.cancel(ref, force=False)
-            self._pool.abandon(list(self._in_flight))
+            if self._pool.is_connected:
+                for ref in self._in_flight:
+                    self._ray.cancel(ref, force=False)
+                self._pool.abandon(list(self._in_flight))
 
     def _feed(self) -> None:
         """Hand the next tasks to the actors that owe least."""

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -26,6 +27,10 @@ _CONFIG = {
     "gcs_rpc_server_reconnect_timeout_s": 10,
 }
 """Settings of a private Ray."""
+_IN_USE = (
+    "another Cluster of this process has a private Ray, which is not shared: close that Cluster "
+    "first, or call it from here, or start Ray yourself and give both its address"
+)
 _LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 LOCK = threading.RLock()
 """Held while this process looks whether it is connected, connects, or ends its private Ray."""
@@ -53,6 +58,48 @@ def is_connected() -> bool:
     return "ray" in sys.modules and bool(import_ray().is_initialized())
 
 
+def find_connection() -> object | None:
+    """Return what stands for this process's connection to Ray, None without one.
+
+    A connection that is made after ``ray.shutdown()`` is another object.
+    """
+    if not is_connected():
+        return None
+    client = sys.modules.get("ray.util.client")
+    if client is not None and client.ray.is_connected():
+        worker: object = client.ray.get_context().client_worker
+        return worker
+    node: object = import_ray()._private.worker._global_node
+    return node
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Run the Python handlers of SIGINT and SIGALRM, which may raise, at the end of the block.
+
+    ``ray.init`` must not be interrupted: the next one would end the process without an exception.
+    Python runs handlers on the main thread only, so this does nothing on others.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[tuple[int, Any]] = []
+    handlers: dict[int, Any] = {
+        each: handler
+        for each in (signal.SIGINT, signal.SIGALRM)
+        if callable(handler := signal.getsignal(each))
+    }
+    for each in handlers:
+        signal.signal(each, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number, frame in caught[:1]:
+            handlers[number](number, frame)
+
+
 def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
     """Connect to a running cluster, or join the connection that this process has.
 
@@ -66,10 +113,7 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
     """
     ray = import_ray()
     if ray.is_initialized() and _has_private_ray:
-        raise ValueError(
-            "another Cluster of this process has a private Ray, which is not shared: close that "
-            "Cluster first, or call it from here, or start Ray yourself and give both its address"
-        )
+        raise ValueError(_IN_USE)
     if ray.is_initialized():
         if address is not None:
             raise ValueError(f"Ray is connected already: leave out address, got {address!r}")
@@ -90,7 +134,8 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
         raise
     except (OSError, RuntimeError) as error:
         raise ValueError(f"no Ray cluster answers at address {address!r}: {error}") from error
-    return ray, ray.shutdown
+    ours = find_connection()
+    return ray, lambda: ray.shutdown() if find_connection() is ours else None
 
 
 def start_private_ray(
@@ -100,13 +145,24 @@ def start_private_ray(
 
     Returns:
         The ray module, and what ends it.
+
+    Raises:
+        ValueError: if this process has started one before and not ended it.
     """
+    if _has_private_ray:  # ray.shutdown() has ended it, its settings remain
+        raise ValueError(_IN_USE)
     ray = import_ray()
+    ours: object | None = None
+
+    def shutdown() -> None:
+        if ours is None or find_connection() is ours:  # else the user has called ray.shutdown
+            ray.shutdown(wait_for_processes=True)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(_private_environment(ray))
         folder = stack.enter_context(private_folder())
         stack.callback(_end_processes_in, folder)
-        stack.callback(ray.shutdown, wait_for_processes=True)
+        stack.callback(shutdown)
         with _loopback_only(ray):
             ray.init(
                 address="local",
@@ -120,6 +176,7 @@ def start_private_ray(
                 _temp_dir=os.path.join(folder, _RAY_FOLDER),
                 _system_config=dict(_CONFIG),  # Ray adds to it
             )
+        ours = find_connection()
         undo = stack.pop_all()
 
     def stop() -> None:
@@ -160,9 +217,10 @@ def _private_environment(ray: Any) -> Iterator[None]:
         yield
     finally:
         _has_private_ray = False
-        _set_environment(before)
-        ray._raylet.Config.initialize("")  # first: threads that linger must not miss a token
-        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+        if not ray.is_initialized():  # else the user has started another Ray with our token
+            _set_environment(before)
+            ray._raylet.Config.initialize("")  # first: threads that linger must not miss a token
+            ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _set_environment(variables: Mapping[str, str | None]) -> None:
@@ -242,9 +300,15 @@ def _lock_abandoned(folder: str, stack: contextlib.ExitStack) -> bool:
 
 
 def _remove(folder: str) -> None:
-    """Remove a private directory, at last the file that says that it is one."""
-    shutil.rmtree(os.path.join(folder, _RAY_FOLDER), ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a private directory, at last the file that says that it is one.
+
+    The Ray of a process that was killed lives on for a moment and may write meanwhile. Then the
+    directory keeps that file, and a later start removes it.
+    """
+    of_ray = os.path.join(folder, _RAY_FOLDER)
+    shutil.rmtree(of_ray, ignore_errors=True)
+    if not os.path.lexists(of_ray):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _host() -> bytes:
