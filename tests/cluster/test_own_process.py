@@ -234,24 +234,22 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
             tasks = glob.glob("/proc/self/task/*/children")
             links = map(os.readlink, filter(os.path.islink, glob.glob("/proc/self/fd/*")))
             kinds = [link.partition(":")[0] for link in links if not link.endswith("(deleted)")]
-            return kinds.count("socket"), {
-                "descriptors": sorted(kind for kind in kinds if kind != "socket"),
+            return {
+                "descriptors": sorted(kinds),
                 "processes": [pid for task in tasks for pid in open(task).read().split()],
                 "shared memory": [name for name in os.listdir("/dev/shm") if "plasma" in name],
                 "files": os.listdir(tempfile.gettempdir()),
             }
 
         found = []
-        for _ in range(4):
+        for _ in range(5):
             with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
                 query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
                 cluster.attention(query, key, value, num_workers=3)
                 cluster.attention(cluster.shard(query, key, value)).to_local()
             found.append(held())
-        sockets, others = zip(*found)
-        assert others[1:] == (others[1],) * 3, found
-        assert others[1]["files"] == others[1]["processes"] == [], found
-        assert sockets[3] - sockets[1] <= 2, "Ray itself may leave one open"
+        assert found[1:] == [found[1]] * 4, found
+        assert found[1]["files"] == found[1]["processes"] == [], found
         print("nothing")
     """
     assert "nothing" in run_python(script, tmp_path, TMPDIR=str(short_folder))

@@ -27,6 +27,8 @@ _CONFIG = {
     "gcs_rpc_server_reconnect_timeout_s": 10,
 }
 """Settings of a private Ray."""
+_GRPC_EXPERIMENTS = "event_engine_client"
+"""gRPC's event engine; its older client leaves the sockets of some refused connections open."""
 _IN_USE = (
     "another Cluster of this process has a private Ray, which is not shared: close that Cluster "
     "first, or call it from here, or start Ray yourself and give both its address"
@@ -208,7 +210,8 @@ def _private_environment(ray: Any) -> Iterator[None]:
     """
     global _has_private_ray
     token = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_AUTH_MODE": None}
-    ours = {**token, "RAY_USAGE_STATS_ENABLED": "0"}
+    chosen = filter(None, [os.environ.get("GRPC_EXPERIMENTS"), _GRPC_EXPERIMENTS])
+    ours = {**token, "RAY_USAGE_STATS_ENABLED": "0", "GRPC_EXPERIMENTS": ",".join(chosen)}
     before = {name: os.environ.get(name) for name in ours}
     _set_environment(ours)
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
