@@ -34,7 +34,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
-    num_workers: int | None = None,
+    num_tasks: int | None = None,
     interest_set: Iterable[int] | None = None,
     backend: str | None = None,
     executor: "str | Cluster | None" = None,
@@ -46,7 +46,7 @@ def attention(
     resume: str | os.PathLike[str] | None = None,
     progress: bool | Callable[[int, int], None] = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute exact attention as ``num_workers`` tasks that never talk to each other.
+    """Compute exact attention as ``num_tasks`` tasks that never talk to each other.
 
     The result is that of ``torch.nn.functional.scaled_dot_product_attention(query, key, value,
     is_causal=is_causal, scale=scale, enable_gqa=True)`` up to rounding, with two differences:
@@ -69,7 +69,7 @@ def attention(
             the positions of query and key, not on how the work is cut or who does it.
         seed: For dropout; at least 0, less than 2^63. ``None`` draws one from PyTorch's CPU
             generator for each call.
-        num_workers: Number of tasks; ``None`` means one (local) or one per worker (Ray).
+        num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         interest_set: See :func:`cqs.make_plan`.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``
             takes the best that can (:data:`cqs.worker.backends.WHY_NOT`). A named backend computes
@@ -113,7 +113,7 @@ def attention(
     Example:
         >>> import torch
         >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
-        >>> output = attention(q, k, v, is_causal=True, num_workers=7)
+        >>> output = attention(q, k, v, is_causal=True, num_tasks=7)
         >>> dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         >>> torch.allclose(output, dense, atol=1e-5)
         True
@@ -127,7 +127,7 @@ def attention(
     }
     check_backend_name(backend)
     if memory_budget is not None:
-        if not (num_workers is interest_set is None and executor in (None, "local")):
+        if not (num_tasks is interest_set is None and executor in (None, "local")):
             raise ValueError("a memory budget chooses tasks itself, and computes in this process")
         from cqs.streaming.run import attend_within
 
@@ -150,7 +150,7 @@ def attention(
     problem = check_problem(query, key, value, **problem_options)
 
     def make_plan(problem: Problem) -> Plan:
-        return problem.make_plan(1 if num_workers is None else num_workers, interest_set)
+        return problem.make_plan(1 if num_tasks is None else num_tasks, interest_set)
 
     for _, part in problem.parts():
         make_plan(part)  # before Ray starts, whatever is wrong with the options
@@ -176,7 +176,7 @@ def attention(
     answer = attend_on(
         Cluster if isinstance(executor, str) else lambda: nullcontext(executor),
         problem,
-        num_workers=num_workers,
+        num_tasks=num_tasks,
         interest_set=interest_set,
         backend=backend,
         verify=verify,

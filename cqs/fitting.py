@@ -92,7 +92,7 @@ def _pick(found: dict[str, Any]) -> list[Row]:
         Row(
             "ring" if is_one else found["executor"],
             Case(tokens, shape, match[1] == "causal"),
-            1 if is_one else int(found["num_workers"]),
+            1 if is_one else int(found["num_tasks"]),
             passes,
             found["median_ms"] / 1e3,
         )

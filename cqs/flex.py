@@ -38,7 +38,7 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     *,
-    num_workers: int | None = None,
+    num_tasks: int | None = None,
     backend: str | None = None,
     executor: "str | Cluster | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def flex_attention(
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         enable_gqa: Whether ``num_heads`` may be a multiple of ``num_kv_heads``.
         return_lse: Also return the natural log of the softmax denominators.
-        num_workers: Number of tasks; as for :func:`cqs.attention`.
+        num_tasks: Number of tasks; as for :func:`cqs.attention`.
         backend: As for :func:`cqs.attention`; not with a ``score_mod``.
         executor: Likewise.
 
@@ -81,7 +81,7 @@ def flex_attention(
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
         >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 100, 100, device="cpu")
-        >>> output = flex_attention(q, k, v, block_mask=mask, num_workers=7)
+        >>> output = flex_attention(q, k, v, block_mask=mask, num_tasks=7)
         >>> torch.allclose(output, attention(q, k, v, is_causal=True), atol=1e-5)
         True
     """
@@ -97,7 +97,7 @@ def flex_attention(
             value,
             pattern=None if block_mask is None else from_block_mask(block_mask),
             scale=scale,
-            num_workers=num_workers,
+            num_tasks=num_tasks,
             backend=backend,
             executor=executor,
             return_lse=return_lse,
@@ -109,7 +109,7 @@ def flex_attention(
         )
     if block_mask is not None:
         _check_block_mask(block_mask, problem)
-    plan = problem.make_plan(1 if num_workers is None else num_workers)
+    plan = problem.make_plan(1 if num_tasks is None else num_tasks)
     # TF32, where the program allows it, rounds probabilities more than half precision does.
     kernel_options = {"FLOAT32_PRECISION": "'ieee'"} if query.dtype.itemsize == 2 else {}
     blocks = None if block_mask is None else _Blocks.of(block_mask)

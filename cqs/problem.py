@@ -126,12 +126,12 @@ class Problem:
             has_dropout=self.dropout is not None,
         )
 
-    def make_plan(self, num_workers: int, interest_set: Iterable[int] | None = None) -> Plan:
+    def make_plan(self, num_tasks: int, interest_set: Iterable[int] | None = None) -> Plan:
         """Plan this problem; see :func:`cqs.make_plan`."""
         return make_plan(
             self.query.shape[2],
             self.key.shape[2],
-            num_workers=num_workers,
+            num_tasks=num_tasks,
             is_causal=self.is_causal,
             interest_set=interest_set,
             tile=GPU_TILE if self.query.is_cuda else 1,

@@ -131,13 +131,13 @@ class Case:
         self, num_devices: int, num_slices: int, most: int | None = None, *, is_backward: bool
     ) -> int:
         """Return into how many stages a device cuts its heads; ``most`` as in the layout."""
-        num_workers = num_devices // num_slices
+        num_tasks = num_devices // num_slices
         return choose_num_stages(
             most,
             flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
             num_ranks=num_devices,
             num_kv_heads=self.part(num_slices).kv_heads,
-            num_keys=self._keys * len(load_interest_set(num_workers)) // num_workers,
+            num_keys=self._keys * len(load_interest_set(num_tasks)) // num_tasks,
             with_gradients=is_backward,
         )
 
@@ -191,15 +191,15 @@ def by_quorums(
         is_backward: Which pass.
         num_stages: S at most; ``None`` chooses by the work.
     """
-    num_workers = num_devices // num_slices
-    interest_set = load_interest_set(num_workers)
+    num_tasks = num_devices // num_slices
+    interest_set = load_interest_set(num_tasks)
     holders = len(interest_set) * num_slices
-    near = _near(interest_set, num_workers, num_slices, machine.devices_per_node)
+    near = _near(interest_set, num_tasks, num_slices, machine.devices_per_node)
     is_near = (near - 1) / (holders - 1) if holders > 1 else 1.0
     stages = case.num_stages(num_devices, num_slices, num_stages, is_backward=is_backward)
 
     queries, keys, results = case.shard_bytes(num_devices, num_slices)
-    merged = results if num_workers > 1 else queries  # whole rows need no lse
+    merged = results if num_tasks > 1 else queries  # whole rows need no lse
     needs = [
         GroupNeeds(
             each.queries * num_slices,
@@ -207,10 +207,10 @@ def by_quorums(
             # a device is in one half of its group, and half of the queries may be all of its own
             (each.query_results if num_slices == 1 else math.ceil(each.query_results)) * num_slices,
             each.key_results * num_slices,
-            each.home if num_slices == 1 else float(num_workers > 1),
+            each.home if num_slices == 1 else float(num_tasks > 1),
             each.own_keys if num_slices == 1 else 1,
         )
-        for each in group_needs(interest_set, num_workers, case.is_causal)
+        for each in group_needs(interest_set, num_tasks, case.is_causal)
     ]
 
     def moved(needed: GroupNeeds) -> tuple[float, float]:
@@ -219,13 +219,13 @@ def by_quorums(
         if not is_backward:
             return there, (max(needed.queries, needed.query_results) - 1) * merged
         back = (needed.query_results - 1) * queries + (needed.key_results - 1) * keys
-        with_gradients = queries + (merged if num_workers > 1 else 0)
+        with_gradients = queries + (merged if num_tasks > 1 else 0)
         return (needed.queries - 1) * with_gradients, max(there, back)
 
     def packed() -> float:
         """Return the bytes that are packed for others, of which all have the room of the most."""
         most = GroupNeeds(*map(max, zip(*needs, strict=True)))
-        for_queries = queries + (merged if num_workers > 1 else 0) if is_backward else queries
+        for_queries = queries + (merged if num_tasks > 1 else 0) if is_backward else queries
         there = (most.query_results - 1) * for_queries
         back = (most.queries - 1) * (queries if is_backward else merged)
         of_keys = ((most.key_results - 1) * keys, (most.keys - 1) * keys)
@@ -236,15 +236,15 @@ def by_quorums(
             copied = _copied(needed.queries, needed.query_results) * queries
             copied += _copied(needed.keys, needed.key_results) * keys
             held = needed.queries * queries + needed.keys * keys
-            held += answer if num_workers == 1 else 0  # kept as computed, and had by the caller
+            held += answer if num_tasks == 1 else 0  # kept as computed, and had by the caller
             received = needed.query_results * queries + needed.key_results * keys
-            sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_workers > 1 else 0.0
+            sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_tasks > 1 else 0.0
             return held + answer + received + (copied + sums) / stages + sum(tensors)
         if num_devices == 1:
             return answer
         came = (needed.queries - 1) * queries + (needed.keys - 1 + needed.own_keys) * keys
         returned = (needed.query_results - 1) * merged
-        own, home = (results, needed.home * results) if num_workers > 1 else (0, 0)
+        own, home = (results, needed.home * results) if num_tasks > 1 else (0, 0)
         first = came + (own + home + returned) / stages
         last = (came + own) / stages + home + returned
         return answer + max(first, last, own + home + returned)
@@ -257,8 +257,8 @@ def by_quorums(
     calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / num_slices
     compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     before, after = 0.0, 0.0  # what is computed while all that travels is a way
-    if not is_backward and num_workers > 1:
-        before = compute * num_workers / num_devices**2 / stages
+    if not is_backward and num_tasks > 1:
+        before = compute * num_tasks / num_devices**2 / stages
         after = (stages - 1) * before
     elif not is_backward:
         after = compute / num_devices ** (2 if case.is_causal else 1) / stages
@@ -444,16 +444,16 @@ def _copied(needed: float, results: float) -> float:
 
 
 def _near(
-    interest_set: tuple[int, ...], num_workers: int, num_slices: int, devices_per_node: float
+    interest_set: tuple[int, ...], num_tasks: int, num_slices: int, devices_per_node: float
 ) -> float:
     """Return how many of the devices that hold a shard are in its node, itself among them.
 
     The mean over nodes in which neighbours are workers, and the slices of each.
     """
-    if num_slices * num_workers <= devices_per_node:
+    if num_slices * num_tasks <= devices_per_node:
         return len(interest_set) * num_slices
     if num_slices > devices_per_node:
         return devices_per_node
     workers = devices_per_node // num_slices
-    distances = (min(offset, num_workers - offset) for offset in interest_set)
+    distances = (min(offset, num_tasks - offset) for offset in interest_set)
     return num_slices * sum(max(workers - each, 0) for each in distances) / workers

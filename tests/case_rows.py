@@ -1,16 +1,16 @@
 """Rows of the case study that nobody measured."""
 
-from cqs.report.case_study import NUM_WORKERS, TENSORS, TOKENS, CaseRow
+from cqs.report.case_study import NUM_TASKS, TENSORS, TOKENS, CaseRow
 
 
-def make_cases(tokens=TOKENS, workers=NUM_WORKERS, memory=TENSORS, **options):
+def make_cases(tokens=TOKENS, workers=NUM_TASKS, memory=TENSORS, **options):
     """Return a row for each number: of time 1 / W, of memory 1 / sqrt(W)."""
     return [
         CaseRow(
             benchmark="memory",
             case="none",
             baseline="one worker",
-            num_workers=number,
+            num_tasks=number,
             executor="local",
             dtype="float32",
             median_ms=length**2 / 1e6 / number,

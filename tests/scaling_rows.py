@@ -42,7 +42,7 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
                 passes,
                 make_plan(
                     tokens,
-                    num_workers=number,
+                    num_tasks=number,
                     is_causal=settings.is_causal,
                     pattern=settings.make_pattern(),
                 ),

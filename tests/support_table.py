@@ -82,14 +82,14 @@ class Cell(NamedTuple):
 
 
 def _forward(problem: Problem, backend: str) -> None:
-    output, lse = attend(problem, num_workers=_WORKERS, backend=backend)
+    output, lse = attend(problem, num_tasks=_WORKERS, backend=backend)
     exact = exact_answer(problem)
     assert_tracks_exact(output, eager_output(problem), exact.output)
     assert_lse_tracks_exact(problem, lse, exact.lse)
 
 
 def _backward(problem: Problem, backend: str) -> None:
-    assert_gradients_right(problem, num_workers=_WORKERS, backend=backend)
+    assert_gradients_right(problem, num_tasks=_WORKERS, backend=backend)
 
 
 def _both(problem: Problem, backend: str) -> None:
@@ -100,17 +100,17 @@ def _both(problem: Problem, backend: str) -> None:
 def _causal(problem: Problem, backend: str) -> None:
     """Ask with ``is_causal``; judge by the intersection."""
     asked = replace(problem, is_causal=True)
-    output, _ = attend(asked, num_workers=_WORKERS, backend=backend)
+    output, _ = attend(asked, num_tasks=_WORKERS, backend=backend)
     meant = replace(problem, pattern=problem.pattern & causal())
     assert_tracks_exact(output, eager_output(meant), exact_answer(meant).output)
-    assert_gradients_right(meant, num_workers=_WORKERS, backend=backend)
+    assert_gradients_right(meant, num_tasks=_WORKERS, backend=backend)
 
 
 def _dropout(problem: Problem, backend: str) -> None:
     """Compare with float64 in :mod:`cqs.verify`, and something must have been dropped."""
-    options = {"num_workers": _WORKERS, "backend": backend, "dropout_p": 0.4, "seed": 1}
+    options = {"num_tasks": _WORKERS, "backend": backend, "dropout_p": 0.4, "seed": 1}
     output, _ = attend(problem, verify=True, **options)
-    assert not torch.equal(output, attend(problem, num_workers=_WORKERS, backend=backend)[0])
+    assert not torch.equal(output, attend(problem, num_tasks=_WORKERS, backend=backend)[0])
 
 
 FEATURES: dict[str, tuple[Case, Callable[[Problem, str], None]]] = {

@@ -26,41 +26,41 @@ RAGGED = {
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", range(1, 65))
-def test_the_answer_is_exact_for_every_number_of_workers(assert_right, num_workers, is_causal):
+@pytest.mark.parametrize("num_tasks", range(1, 65))
+def test_the_answer_is_exact_for_every_number_of_workers(assert_right, num_tasks, is_causal):
     """Of four shapes; beyond 16 workers two of them take turns with the other two."""
-    first, step = (0, 1) if num_workers <= 16 else (num_workers % 2, 2)
+    first, step = (0, 1) if num_tasks <= 16 else (num_tasks % 2, 2)
     for case in list(RAGGED.values())[first::step]:
         problem = replace(case, is_causal=is_causal).make()
-        assert_right(problem, attend(problem, num_workers=num_workers))
+        assert_right(problem, attend(problem, num_tasks=num_tasks))
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 31])
+@pytest.mark.parametrize("num_tasks", [1, 2, 7, 8, 31])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_the_answer_is_exact_in_every_dtype(assert_right, dtype, num_workers, is_causal):
+def test_the_answer_is_exact_in_every_dtype(assert_right, dtype, num_tasks, is_causal):
     for case in RAGGED.values():
         problem = replace(case, is_causal=is_causal).make(dtype)
-        assert_right(problem, attend(problem, num_workers=num_workers))
+        assert_right(problem, attend(problem, num_tasks=num_tasks))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 8, 13])
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 7, 8, 13])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_is_exact(assert_right, case, num_workers):
+def test_every_case_is_exact(assert_right, case, num_tasks):
     problem = case.make()
-    assert_right(problem, attend(problem, num_workers=num_workers))
+    assert_right(problem, attend(problem, num_tasks=num_tasks))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_backend_is_exact(assert_right, case, backend):
     problem = case.make()
-    assert_right(problem, attend(problem, num_workers=7, backend=backend))
+    assert_right(problem, attend(problem, num_tasks=7, backend=backend))
 
 
 @KINDS
 @pytest.mark.parametrize(
-    ("dtype", "every_num_workers"),
+    ("dtype", "every_num_tasks"),
     [
         (torch.float32, range(1, 65, 3)),
         (torch.bfloat16, (1, 2, 7, 8, 31, 64)),
@@ -68,10 +68,10 @@ def test_every_backend_is_exact(assert_right, case, backend):
     ],
     ids=["float32", "bfloat16", "float16"],
 )
-def test_the_error_does_not_grow_with_the_number_of_workers(dtype, every_num_workers, is_causal):
+def test_the_error_does_not_grow_with_the_number_of_workers(dtype, every_num_tasks, is_causal):
     problem = Case("error", 257, 257, is_causal=is_causal).make(dtype)
     exact = exact_answer(problem).output
-    outputs = [attend(problem, num_workers=number)[0] for number in every_num_workers]
+    outputs = [attend(problem, num_tasks=number)[0] for number in every_num_tasks]
     errors = [(output.double() - exact).abs().max() for output in outputs]
     rounding = torch.finfo(dtype).eps * exact.abs().max()
     assert max(errors) <= 2 * errors[0] + rounding
@@ -81,7 +81,7 @@ def test_the_error_does_not_grow_with_the_number_of_workers(dtype, every_num_wor
 @pytest.mark.parametrize("interest_set", [(0, 1, 3), (0, 2, 3), tuple(range(7))], ids=str)
 def test_any_interest_set_gives_the_exact_answer(assert_right, interest_set, is_causal):
     problem = replace(RAGGED["square"], is_causal=is_causal).make()
-    assert_right(problem, attend(problem, num_workers=7, interest_set=interest_set))
+    assert_right(problem, attend(problem, num_tasks=7, interest_set=interest_set))
 
 
 LAYOUTS = {
@@ -106,10 +106,10 @@ def test_strides_do_not_matter(assert_right, layout, dtype, is_causal):
         value=layout(problem.value),
     )
     assert not other.query.is_contiguous() and torch.equal(other.query, problem.query)
-    for num_workers in (1, 7, 8):
-        answer = attend(other, num_workers=num_workers)
+    for num_tasks in (1, 7, 8):
+        answer = attend(other, num_tasks=num_tasks)
         assert_right(problem, answer)
-        torch.testing.assert_close(answer, attend(problem, num_workers=num_workers))
+        torch.testing.assert_close(answer, attend(problem, num_tasks=num_tasks))
 
 
 def test_expanded_heads_and_batches_are_read_in_place():
@@ -121,21 +121,21 @@ def test_expanded_heads_and_batches_are_read_in_place():
     dense = replace(
         problem, query=query.contiguous(), key=key.contiguous(), value=value.contiguous()
     )
-    answers = attend(expanded, num_workers=7), attend(dense, num_workers=7)
+    answers = attend(expanded, num_tasks=7), attend(dense, num_tasks=7)
     assert all(map(torch.equal, *answers))
 
 
 def test_a_sequence_of_one_repeated_token_is_read_in_place():
     token = torch.randn(1, 2, 1, 8)
     repeated = token.expand(-1, -1, 50, -1)
-    output, lse = cqs.attention(repeated, repeated, repeated, num_workers=7, return_lse=True)
+    output, lse = cqs.attention(repeated, repeated, repeated, num_tasks=7, return_lse=True)
     torch.testing.assert_close(output, repeated.contiguous())
     score = 8**-0.5 * token.square().sum(-1)
     torch.testing.assert_close(lse, (score + torch.tensor(50.0).log()).expand(-1, -1, 50))
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [1, 4, 7])
+@pytest.mark.parametrize("num_tasks", [1, 4, 7])
 @pytest.mark.parametrize(
     ("query_shape", "key_shape"),
     [
@@ -147,10 +147,10 @@ def test_a_sequence_of_one_repeated_token_is_read_in_place():
     ],
     ids=["batch", "seqlen", "queries", "keys", "everything"],
 )
-def test_empty_tensors_give_empty_or_zero_answers(query_shape, key_shape, num_workers, is_causal):
+def test_empty_tensors_give_empty_or_zero_answers(query_shape, key_shape, num_tasks, is_causal):
     query, key = torch.randn(query_shape), torch.randn(key_shape)
     output, lse = cqs.attention(
-        query, key, key, is_causal=is_causal, num_workers=num_workers, return_lse=True, verify=True
+        query, key, key, is_causal=is_causal, num_tasks=num_tasks, return_lse=True, verify=True
     )
     assert output.shape == query.shape and lse.shape == query.shape[:3]
     assert (output == 0).all() and (lse == -torch.inf).all()
@@ -158,13 +158,13 @@ def test_empty_tensors_give_empty_or_zero_answers(query_shape, key_shape, num_wo
 
 @KINDS
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("num_workers", [1, 7, 8])
-def test_nan_in_a_query_stays_in_its_row(num_workers, backend, is_causal):
+@pytest.mark.parametrize("num_tasks", [1, 7, 8])
+def test_nan_in_a_query_stays_in_its_row(num_tasks, backend, is_causal):
     problem = replace(BY_NAME["ragged"], is_causal=is_causal).make()
-    undisturbed = attend(problem, num_workers=num_workers, backend=backend)
+    undisturbed = attend(problem, num_tasks=num_tasks, backend=backend)
     query = problem.query.clone()
     query[1, 2, 40, 3] = torch.nan
-    disturbed = attend(replace(problem, query=query), num_workers=num_workers, backend=backend)
+    disturbed = attend(replace(problem, query=query), num_tasks=num_tasks, backend=backend)
     for one, other in zip(disturbed, undisturbed, strict=True):
         assert one[1, 2, 40].isnan().all()
         one[1, 2, 40] = other[1, 2, 40]
@@ -174,8 +174,8 @@ def test_nan_in_a_query_stays_in_its_row(num_workers, backend, is_causal):
 @KINDS
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("sign", [1, -1], ids=["plus", "minus"])
-@pytest.mark.parametrize("num_workers", [1, 2, 7, 8])
-def test_scores_of_ten_thousand_neither_overflow_nor_vanish(num_workers, sign, backend, is_causal):
+@pytest.mark.parametrize("num_tasks", [1, 2, 7, 8])
+def test_scores_of_ten_thousand_neither_overflow_nor_vanish(num_tasks, sign, backend, is_causal):
     """Every score is 10000 (or all are -10000), so each output is the mean of what it sees."""
     value = torch.randn(1, 2, 60, 16)
     query, key = torch.full((2, 1, 2, 60, 16), 50.0)
@@ -185,7 +185,7 @@ def test_scores_of_ten_thousand_neither_overflow_nor_vanish(num_workers, sign, b
         value,
         is_causal=is_causal,
         scale=0.25,
-        num_workers=num_workers,
+        num_tasks=num_tasks,
         backend=backend,
         return_lse=True,
     )
@@ -205,11 +205,9 @@ def test_scores_of_opposite_signs_choose_the_largest(is_causal):
     key = key.clone()
     key[:, :, 1::2] *= -1
     value = torch.randn(1, 1, 60, 16)
-    for num_workers in (1, 7, 8):
+    for num_tasks in (1, 7, 8):
         answers = [
-            cqs.attention(
-                query, key, each, is_causal=is_causal, scale=0.25, num_workers=num_workers
-            )
+            cqs.attention(query, key, each, is_causal=is_causal, scale=0.25, num_tasks=num_tasks)
             for each in (value, value.index_fill(2, torch.arange(1, 60, 2), 1e3))
         ]
         assert torch.equal(*answers)
@@ -223,8 +221,8 @@ def test_the_scale_of_the_caller_is_used(assert_right, scale, backend, is_causal
     # The same scores with a positive scale, which eager PyTorch needs for its causal mask.
     sign = (scale > 0) - (scale < 0)
     same = replace(problem, query=sign * problem.query, scale=abs(scale) or 1.0)
-    for num_workers in (1, 7, 8):
-        answer = attend(problem, num_workers=num_workers, backend=backend)
+    for num_tasks in (1, 7, 8):
+        answer = attend(problem, num_tasks=num_tasks, backend=backend)
         assert_right(same, answer)
         if scale == 0 and not is_causal:
             mean = problem.value.mean(dim=2, keepdim=True).expand_as(problem.query)
@@ -233,8 +231,8 @@ def test_the_scale_of_the_caller_is_used(assert_right, scale, backend, is_causal
 
 def test_the_default_scale_is_one_over_the_root_of_head_dim():
     query, key, value = torch.randn(3, 1, 2, 30, 25)
-    given = cqs.attention(query, key, value, scale=0.2, num_workers=3)
-    assert torch.equal(cqs.attention(query, key, value, num_workers=3), given)
+    given = cqs.attention(query, key, value, scale=0.2, num_tasks=3)
+    assert torch.equal(cqs.attention(query, key, value, num_tasks=3), given)
 
 
 def test_a_negation_that_pytorch_has_put_off_is_made():
@@ -248,17 +246,17 @@ def test_a_negation_that_pytorch_has_put_off_is_made():
 def test_zeros_of_autograd_that_have_no_memory_are_zeros():
     query, key, value = torch.randn(3, 1, 2, 30, 8).unbind()
     zeros = torch._efficientzerotensor((1, 2, 30, 8))
-    for num_workers in (1, 3):
-        output, lse = cqs.attention(query, zeros, value, num_workers=num_workers, return_lse=True)
+    for num_tasks in (1, 3):
+        output, lse = cqs.attention(query, zeros, value, num_tasks=num_tasks, return_lse=True)
         torch.testing.assert_close(output, value.mean(2, keepdim=True).expand_as(output))
         torch.testing.assert_close(lse, torch.full_like(lse, 30).log())
-        assert not cqs.attention(query, key, zeros, num_workers=num_workers).any()
+        assert not cqs.attention(query, key, zeros, num_tasks=num_tasks).any()
 
 
 def test_the_lse_comes_only_when_asked_for():
     query, key, value = torch.randn(3, 1, 2, 30, 8)
-    alone = cqs.attention(query, key, value, num_workers=3)
-    output, lse = cqs.attention(query, key, value, num_workers=3, return_lse=True)
+    alone = cqs.attention(query, key, value, num_tasks=3)
+    output, lse = cqs.attention(query, key, value, num_tasks=3, return_lse=True)
     assert isinstance(alone, torch.Tensor) and torch.equal(alone, output)
     assert lse.shape == (1, 2, 30) and lse.dtype == torch.float32
 
@@ -269,60 +267,60 @@ def test_inputs_are_never_written_to(backend, is_causal):
     problem = replace(BY_NAME["gqa"], is_causal=is_causal).make()
     tensors = problem.query, problem.key, problem.value
     before = [tensor.clone() for tensor in tensors]
-    attend(problem, num_workers=8, backend=backend, verify=True)
+    attend(problem, num_tasks=8, backend=backend, verify=True)
     assert all(map(torch.equal, tensors, before))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("num_workers", [1, 7, 8])
-def test_every_run_gives_the_same_bits(num_workers, dtype):
+@pytest.mark.parametrize("num_tasks", [1, 7, 8])
+def test_every_run_gives_the_same_bits(num_tasks, dtype):
     problem = BY_NAME["ragged-causal"].make(dtype)
-    first = attend(problem, num_workers=num_workers)
+    first = attend(problem, num_tasks=num_tasks)
     for _ in range(3):
-        assert all(map(torch.equal, attend(problem, num_workers=num_workers), first))
+        assert all(map(torch.equal, attend(problem, num_tasks=num_tasks), first))
 
 
 def test_values_of_another_width_are_ordinary():
     query, key = torch.randn(2, 1, 4, 50, 16)
     value = torch.randn(1, 4, 50, 24)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    for num_workers in (1, 7, 8):
-        output = cqs.attention(query, key, value, num_workers=num_workers)
+    for num_tasks in (1, 7, 8):
+        output = cqs.attention(query, key, value, num_tasks=num_tasks)
         torch.testing.assert_close(output, expected)
 
 
 def test_one_worker_and_this_process_are_the_default():
     problem = BY_NAME["ragged-causal"].make()
     default = attend(problem)
-    assert all(map(torch.equal, default, attend(problem, num_workers=1, executor="local")))
+    assert all(map(torch.equal, default, attend(problem, num_tasks=1, executor="local")))
     assert_tracks_exact(default[0], eager_output(problem), exact_answer(problem).output)
 
 
 def test_tensors_that_require_gradients_are_taken_where_none_are_recorded():
     problem = BY_NAME["full"].make()
-    expected = attend(problem, num_workers=3)
+    expected = attend(problem, num_tasks=3)
     problem.query.requires_grad_()
     with torch.no_grad():
-        answer = attend(problem, num_workers=3)
+        answer = attend(problem, num_tasks=3)
     assert all(map(torch.equal, answer, expected)) and not answer[0].requires_grad
 
 
 def test_inference_mode_makes_no_difference():
     problem = BY_NAME["full"].make()
     with torch.inference_mode():
-        answer = attend(problem, num_workers=3)
-    assert all(map(torch.equal, answer, attend(problem, num_workers=3)))
+        answer = attend(problem, num_tasks=3)
+    assert all(map(torch.equal, answer, attend(problem, num_tasks=3)))
 
 
-@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("seqlen", [4, 15, 20, 40, 100])
 @KINDS
-def test_nan_in_a_row_of_few_keys_stays_there(is_causal, seqlen, num_workers):
+def test_nan_in_a_row_of_few_keys_stays_there(is_causal, seqlen, num_tasks):
     problem = Case("short", seqlen, seqlen, is_causal=is_causal).make()
-    expected = attend(problem, num_workers=num_workers)
+    expected = attend(problem, num_tasks=num_tasks)
     query = problem.query.clone()
     query[0, 1, seqlen // 2, 3] = torch.nan
-    output, lse = attend(replace(problem, query=query), num_workers=num_workers)
+    output, lse = attend(replace(problem, query=query), num_tasks=num_tasks)
     assert output[0, 1, seqlen // 2].isnan().all() and lse[0, 1, seqlen // 2].isnan()
     others = torch.ones(output.shape[:3], dtype=torch.bool)
     others[0, 1, seqlen // 2] = False
@@ -334,7 +332,7 @@ def test_nan_in_a_row_of_few_keys_stays_there(is_causal, seqlen, num_workers):
 @pytest.mark.parametrize("scale", [1e-46, -1e-50, 0.0])
 def test_scales_that_vanish_weigh_all_keys_alike(scale, is_causal):
     problem = replace(BY_NAME["causal" if is_causal else "full"].make(), scale=scale)
-    output, _ = attend(problem, num_workers=3, verify=True)
+    output, _ = attend(problem, num_tasks=3, verify=True)
     zero = replace(problem, scale=0.0)
     torch.testing.assert_close(output, exact_answer(zero).output.float(), atol=1e-6, rtol=1e-6)
 
@@ -344,14 +342,14 @@ def test_a_group_of_keys_that_scores_minus_infinity_weighs_nothing():
     key = torch.randn_like(query)
     key[:, :, :5] = -torch.inf
     value = torch.randn_like(query)
-    one, split = (cqs.attention(query, key, value, num_workers=w) for w in (1, 4))
+    one, split = (cqs.attention(query, key, value, num_tasks=w) for w in (1, 4))
     torch.testing.assert_close(split, one)
 
 
 BUDGET = {"memory_budget": "1MiB"}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 5}, BUDGET], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_tasks": 5}, BUDGET], ids=str)
 @pytest.mark.parametrize("batches", [(3, 1, 3), (1, 3, 1), (1, 1, 3), (3, 1, 1), (0, 1, 1)])
 def test_a_batch_of_one_is_that_of_the_others(batches, options):
     shapes = zip(batches, (4, 2, 2), (20, 30, 30), strict=True)
@@ -390,7 +388,7 @@ def test_files_have_the_batch_of_the_others(tmp_path):
         cqs.attention(query, mapped, value, **BUDGET)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 5}, BUDGET], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_tasks": 5}, BUDGET], ids=str)
 def test_without_a_head_dim_all_keys_weigh_alike(options):
     tensors = [torch.randn(2, 4, 10, dim, requires_grad=True) for dim in (0, 0, 32)]
     output = cqs.attention(*tensors, **options)

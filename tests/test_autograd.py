@@ -50,7 +50,7 @@ def definition(problem):
     return scores.softmax(-1) @ value
 
 
-def split(num_workers, **options):
+def split(num_tasks, **options):
     def attend(problem):
         return cqs.attention(
             problem.query,
@@ -58,7 +58,7 @@ def split(num_workers, **options):
             problem.value,
             is_causal=problem.is_causal,
             scale=problem.scale,
-            num_workers=num_workers,
+            num_tasks=num_tasks,
             **options,
         )
 
@@ -87,19 +87,19 @@ CPU = [
     ("triton", torch.float16, 1),
 ]
 CUDA = [
-    (backend, dtype, num_workers)
+    (backend, dtype, num_tasks)
     for backend, dtypes in (
         ("triton", (torch.float32, torch.float16, torch.bfloat16)),
         ("cudnn", (torch.float16, torch.bfloat16)),
         ("reference", (torch.float64,)),
     )
     for dtype in dtypes
-    for num_workers in (1, 4)
+    for num_tasks in (1, 4)
 ]
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "dtype", "num_workers"),
+    ("device", "backend", "dtype", "num_tasks"),
     [
         *(("cpu", *each) for each in CPU),
         *(pytest.param("cuda", *each, marks=pytest.mark.gpu) for each in CUDA),
@@ -107,9 +107,9 @@ CUDA = [
     ids=str,
 )
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
-def test_gradients_are_right(case, device, backend, dtype, num_workers):
+def test_gradients_are_right(case, device, backend, dtype, num_tasks):
     problem = case.make(dtype, device)
-    assert_right(problem, split(num_workers, backend=backend))
+    assert_right(problem, split(num_tasks, backend=backend))
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
@@ -125,7 +125,7 @@ def test_gradcheck():
     leaves = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
 
     def attend(*tensors):
-        return cqs.attention(*tensors, is_causal=True, num_workers=4)
+        return cqs.attention(*tensors, is_causal=True, num_tasks=4)
 
     assert torch.autograd.gradcheck(attend, leaves)
 
@@ -143,7 +143,7 @@ def test_only_what_needs_a_gradient_gets_one():
     problem = BY_NAME["full"].make()
     query = problem.query.requires_grad_()
     output, lse = cqs.attention(
-        query, problem.key, problem.value, num_workers=3, return_lse=True, verify=True
+        query, problem.key, problem.value, num_tasks=3, return_lse=True, verify=True
     )
     assert output.requires_grad and not lse.requires_grad
     output.sum().backward()
@@ -169,7 +169,7 @@ def test_checkpoints_give_the_same_gradients(use_reentrant):
     tensors = [torch.randn(1, 2, 30, 8, requires_grad=True) for _ in range(3)]
 
     def compute(*tensors):
-        return cqs.attention(*(2 * tensor for tensor in tensors), num_workers=3).square().sum()
+        return cqs.attention(*(2 * tensor for tensor in tensors), num_tasks=3).square().sum()
 
     expected = torch.autograd.grad(compute(*tensors), tensors)
     checkpoint(compute, *tensors, use_reentrant=use_reentrant).backward()
@@ -203,19 +203,19 @@ def test_autocast_leaves_patterns_by_head_alone():
 def test_other_derivatives_are_refused():
     query = torch.randn(2, 1, 2, 30, 8)
     with pytest.raises(NotImplementedError, match="query is inside torch.func.vmap"):
-        torch.func.vmap(lambda each: cqs.attention(each, each, each, num_workers=2))(query)
+        torch.func.vmap(lambda each: cqs.attention(each, each, each, num_tasks=2))(query)
     query = query[0]
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="key has a tangent"):
         cqs.attention(query, forward_ad.make_dual(query, query), query)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_tasks", [1, 3])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_autocast_changes_nothing(backend, num_workers):
+def test_autocast_changes_nothing(backend, num_tasks):
     problem = BY_NAME["ragged"].make()
-    expected = differentiate(problem, torch.float32, split(num_workers, backend=backend))
+    expected = differentiate(problem, torch.float32, split(num_tasks, backend=backend))
     with torch.autocast("cpu", torch.bfloat16):
-        found = differentiate(problem, torch.float32, split(num_workers, backend=backend))
+        found = differentiate(problem, torch.float32, split(num_tasks, backend=backend))
     assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))
 
 
@@ -230,7 +230,7 @@ def test_queries_that_see_no_key_have_no_gradient():
 def test_empty_sequences(shape):
     query = torch.randn(1, 2, shape[0], 8, requires_grad=True)
     key, value = (torch.randn(1, 2, shape[1], 8, requires_grad=True) for _ in range(2))
-    cqs.attention(query, key, value, num_workers=3).sum().backward()
+    cqs.attention(query, key, value, num_tasks=3).sum().backward()
     assert (query.grad == 0).all() and (key.grad == 0).all() and (value.grad == 0).all()
 
 
@@ -249,8 +249,8 @@ def test_a_cluster_differentiates(cluster, name):
 def test_a_cluster_computes_in_inference_mode(cluster):
     problem = BY_NAME["full"].make()
     tensors = problem.query, problem.key, problem.value
-    expected = cqs.attention(*tensors, num_workers=3, executor=cluster)
+    expected = cqs.attention(*tensors, num_tasks=3, executor=cluster)
     with torch.inference_mode():
         for verify in (False, True):
-            output = cqs.attention(*tensors, num_workers=3, executor=cluster, verify=verify)
+            output = cqs.attention(*tensors, num_tasks=3, executor=cluster, verify=verify)
             assert torch.equal(output, expected) and output.is_inference()

@@ -23,18 +23,18 @@ def attend(**changes):
     """Call ``cqs.attention`` on sound arguments but for the changes."""
 
     def call():
-        arguments = {"query": tensor(), "key": tensor(), "value": tensor(), "num_workers": 3}
+        arguments = {"query": tensor(), "key": tensor(), "value": tensor(), "num_tasks": 3}
         cqs.attention(**{**arguments, **changes})
 
     return call
 
 
 def plan(*args, **options):
-    return lambda: cqs.make_plan(*(args or (70,)), **{"num_workers": 7, **options})
+    return lambda: cqs.make_plan(*(args or (70,)), **{"num_tasks": 7, **options})
 
 
-def check(elements, num_workers=7):
-    return lambda: check_interest_set(elements, num_workers)
+def check(elements, num_tasks=7):
+    return lambda: check_interest_set(elements, num_tasks)
 
 
 def shape(**changes):
@@ -43,7 +43,7 @@ def shape(**changes):
 
 def read(**changes):
     """Read a plan from JSON, sound but for the changes."""
-    text = cqs.make_plan(70, num_workers=7).to_json(list_tasks=True)
+    text = cqs.make_plan(70, num_tasks=7).to_json(list_tasks=True)
     return lambda: cqs.Plan.from_json(json.dumps({**json.loads(text), **changes}))
 
 
@@ -150,16 +150,16 @@ BAD = {
     "scale-complex": (attend(scale=1j), TypeError, "scale must be a number or None, got 1j"),
     "scale-tensor": (attend(scale=torch.tensor(1.0)), TypeError, r"scale .* got tensor\(1\.\)"),
     "scale-huge": (attend(scale=10**400), ValueError, "scale must be finite, got 10+"),
-    "workers-0": (attend(num_workers=0), ValueError, "num_workers must be at least 1, got 0"),
-    "workers-negative": (attend(num_workers=-7), ValueError, "num_workers .* got -7"),
-    "workers-float": (attend(num_workers=7.0), TypeError, "num_workers .* integer, got 7.0"),
-    "workers-bool": (attend(num_workers=True), TypeError, "num_workers .* integer, got True"),
-    "workers-text": (attend(num_workers="7"), TypeError, "num_workers .* integer, got '7'"),
-    "workers-list": (attend(num_workers=[7]), TypeError, r"num_workers .* integer, got \[7\]"),
-    "workers-numpy-bool": (attend(num_workers=np.True_), TypeError, "num_workers .* got np.True_"),
-    "workers-numpy-float": (attend(num_workers=np.float64(7)), TypeError, r"got np.float64\(7.0\)"),
-    "workers-tensor-bool": (attend(num_workers=torch.tensor(True)), TypeError, r"tensor\(True\)"),
-    "workers-numpy-0": (attend(num_workers=np.int64(0)), ValueError, "num_workers .* got 0"),
+    "workers-0": (attend(num_tasks=0), ValueError, "num_tasks must be at least 1, got 0"),
+    "workers-negative": (attend(num_tasks=-7), ValueError, "num_tasks .* got -7"),
+    "workers-float": (attend(num_tasks=7.0), TypeError, "num_tasks .* integer, got 7.0"),
+    "workers-bool": (attend(num_tasks=True), TypeError, "num_tasks .* integer, got True"),
+    "workers-text": (attend(num_tasks="7"), TypeError, "num_tasks .* integer, got '7'"),
+    "workers-list": (attend(num_tasks=[7]), TypeError, r"num_tasks .* integer, got \[7\]"),
+    "workers-numpy-bool": (attend(num_tasks=np.True_), TypeError, "num_tasks .* got np.True_"),
+    "workers-numpy-float": (attend(num_tasks=np.float64(7)), TypeError, r"got np.float64\(7.0\)"),
+    "workers-tensor-bool": (attend(num_tasks=torch.tensor(True)), TypeError, r"tensor\(True\)"),
+    "workers-numpy-0": (attend(num_tasks=np.int64(0)), ValueError, "num_tasks .* got 0"),
     "scale-numpy-bool": (attend(scale=np.True_), TypeError, "scale .* got np.True_"),
     "scale-numpy-nan": (attend(scale=np.float32("nan")), ValueError, "finite, got nan"),
     "scale-minus-huge": (attend(scale=-(10**400)), ValueError, "scale must be finite, got -10+"),
@@ -171,7 +171,7 @@ BAD = {
         r"interest_set must lie in range\(3\), got 3",
     ),
     "set-no-cover": (
-        attend(num_workers=7, interest_set=(0, 1, 2)),
+        attend(num_tasks=7, interest_set=(0, 1, 2)),
         ValueError,
         r"\(0, 1, 2\) is no difference cover modulo 7: no two elements differ by 3",
     ),
@@ -211,20 +211,20 @@ BAD = {
     "plan-text": (plan("70"), TypeError, "seqlen_q must be an integer, got '70'"),
     "plan-none": (plan(None), TypeError, "seqlen_(q|kv) must be an integer, got None"),
     "plan-keys-float": (plan(70, 7.5), TypeError, "seqlen_kv must be an integer, got 7.5"),
-    "plan-no-workers": (plan(num_workers=0), ValueError, "num_workers .* got 0"),
-    "plan-workers-none": (plan(num_workers=None), TypeError, "num_workers .* got None"),
+    "plan-no-workers": (plan(num_tasks=0), ValueError, "num_tasks .* got 0"),
+    "plan-workers-none": (plan(num_tasks=None), TypeError, "num_tasks .* got None"),
     "plan-workers-half": (
-        plan(num_workers=Fraction(7, 2)),
+        plan(num_tasks=Fraction(7, 2)),
         TypeError,
-        r"num_workers .* got Fraction\(7, 2\)",
+        r"num_tasks .* got Fraction\(7, 2\)",
     ),
     "plan-causal-text": (plan(is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
     "plan-set-number": (plan(interest_set=5), TypeError, "interest_set .*5"),
     "plan-set-text": (plan(interest_set="013"), TypeError, "interest_set .* got '0'"),
     "plan-no-such-task": (
-        lambda: cqs.make_plan(70, num_workers=7).task(7),
+        lambda: cqs.make_plan(70, num_tasks=7).task(7),
         ValueError,
-        r"worker must lie in range\(7\), got 7",
+        r"index must be in range\(7\), got 7",
     ),
     # Interest sets.
     "set-empty": (check([]), ValueError, r"interest_set must contain 0, got \(\)"),
@@ -238,7 +238,7 @@ BAD = {
     "set-none": (check([0, None, 3]), TypeError, "must hold integers, got None"),
     "set-nested": (check([0, (1, 3)]), TypeError, r"must hold integers, got \(1, 3\)"),
     "set-misses": (check([0, 1, 3], 8), ValueError, "modulo 8: no two elements differ by 4"),
-    "load-no-workers": (lambda: load_interest_set(0), ValueError, "num_workers .* got 0"),
+    "load-no-workers": (lambda: load_interest_set(0), ValueError, "num_tasks .* got 0"),
     "set-floats-numpy": (check(np.array([0.0, 1.0, 3.0])), TypeError, r"got np.float64\(0.0\)"),
     "set-bools-numpy": (check(np.array([False, True])), TypeError, "integers, got np.False_"),
     "set-2d-numpy": (check(np.array([[0, 1, 3]])), TypeError, r"got array\(\[0, 1, 3\]\)"),
@@ -251,14 +251,15 @@ BAD = {
     "shape-value-dim": (shape(value_dim=True), TypeError, "value_dim .* integer, got True"),
     # Plans in JSON.
     "json-no-json": (read_text("plan"), ValueError, "Expecting value"),
-    "json-cut": (read_text('{"num_workers": 7'), ValueError, "delimiter|Expecting"),
+    "json-cut": (read_text('{"num_tasks": 7'), ValueError, "delimiter|Expecting"),
     "json-list": (read_text("[1, 2]"), ValueError, "not a plan"),
     "json-number": (read_text("7"), ValueError, "not a plan"),
     "json-null": (read_text("null"), ValueError, "not a plan"),
-    "json-empty": (read_text("{}"), ValueError, "not a plan: .*seqlen_q"),
-    "json-workers": (read(num_workers=8), ValueError, r"interest_set \(0, 1, 3\) .* modulo 8"),
-    "json-workers-0": (read(num_workers=0), ValueError, "num_workers .* got 0"),
-    "json-workers-text": (read(num_workers="7"), ValueError, "num_workers .* got '7'"),
+    "json-empty": (read_text("{}"), ValueError, "not a plan: .*version"),
+    "json-version": (read(version=1), ValueError, "version must be 2, got 1"),
+    "json-workers": (read(num_tasks=8), ValueError, r"interest_set \(0, 1, 3\) .* modulo 8"),
+    "json-workers-0": (read(num_tasks=0), ValueError, "num_tasks .* got 0"),
+    "json-workers-text": (read(num_tasks="7"), ValueError, "num_tasks .* got '7'"),
     "json-length": (read(seqlen_q=-70), ValueError, "seqlen_q .* got -70"),
     "json-length-changed": (read(seqlen_q=71), ValueError, "not a plan: .*contradict"),
     "json-set": (read(interest_set=[0, 1]), ValueError, "no two elements differ by 2"),
@@ -324,12 +325,12 @@ def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
 
 
 def test_numbers_of_numpy_are_numbers():
-    whole = cqs.make_plan(np.int64(70), np.uint8(90), num_workers=np.int32(7), is_causal=np.True_)
-    assert whole == cqs.make_plan(70, 90, num_workers=7, is_causal=True)
+    whole = cqs.make_plan(np.int64(70), np.uint8(90), num_tasks=np.int32(7), is_causal=np.True_)
+    assert whole == cqs.make_plan(70, 90, num_tasks=7, is_causal=True)
     assert cqs.Plan.from_json(whole.to_json()) == whole
     interest_set = np.array([0, 2, 3], np.int16)
-    chosen = cqs.make_plan(70, num_workers=7, interest_set=interest_set)
-    assert chosen == cqs.make_plan(70, num_workers=7, interest_set=[0, 2, 3])
+    chosen = cqs.make_plan(70, num_tasks=7, interest_set=interest_set)
+    assert chosen == cqs.make_plan(70, num_tasks=7, interest_set=[0, 2, 3])
     assert cqs.Plan.from_json(chosen.to_json()) == chosen
     assert AttentionShape(np.int64(8), np.int64(64)) == AttentionShape(8, 64)
 
@@ -339,14 +340,14 @@ def test_numbers_of_numpy_are_numbers():
 )
 def test_options_of_numpy_are_options(scale):
     query, key, value = torch.randn(3, 1, 2, 30, 8)
-    expected = cqs.attention(query, key, value, is_causal=True, scale=0.5, num_workers=7)
+    expected = cqs.attention(query, key, value, is_causal=True, scale=0.5, num_tasks=7)
     answer = cqs.attention(
         query,
         key,
         value,
         is_causal=np.True_,
         scale=scale,
-        num_workers=np.int64(7),
+        num_tasks=np.int64(7),
         interest_set=np.array([0, 1, 3]),
     )
     assert torch.equal(answer, expected)

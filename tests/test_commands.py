@@ -42,7 +42,7 @@ def files(tmp_path, monkeypatch):
 
 
 def run_attend(*options):
-    return main(["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--causal", "--workers=7", *options])
+    return main(["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--causal", "--tasks=7", *options])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_plans_of_impossible_shapes_are_refused(capsys, options, message):
 
 
 def test_lengths_may_have_units(capsys):
-    assert main(["plan", "--tokens", "64K", "--seqlen-kv", "1M", "--json"]) == 0
+    assert main(["plan", "--seqlen", "64K", "--seqlen-kv", "1M", "--json"]) == 0
     plan = Plan.from_json(capsys.readouterr().out)
     assert (plan.seqlen_q, plan.seqlen_kv) == (65536, 2**20)
 
@@ -76,19 +76,19 @@ def test_integers_are_read_exactly(text, number):
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (["plan", "--workers", "1e8"], "num_workers"),
-        (["plan", "--workers", "1e8", "--json"], "num_workers"),
-        (["plan", "--workers", "9" * 400], "num_workers"),
-        (["plan", "--workers", "5000", "--json", "tasks"], "num_workers"),
-        (["plan", "--workers", "5000", "--picture", "plan.png"], "--num-workers"),
-        (["plan", "--workers", "2000", "--pattern", "causal()"], "num_workers"),
-        (["plan", "--tokens", "1" + "0" * 30], "seqlen_q"),
+        (["plan", "--tasks", "1e8"], "num_tasks"),
+        (["plan", "--tasks", "1e8", "--json"], "num_tasks"),
+        (["plan", "--tasks", "9" * 400], "num_tasks"),
+        (["plan", "--tasks", "5000", "--json", "tasks"], "num_tasks"),
+        (["plan", "--tasks", "5000", "--picture", "plan.png"], "--tasks"),
+        (["plan", "--tasks", "2000", "--pattern", "causal()"], "num_tasks"),
+        (["plan", "--seqlen", "1" + "0" * 30], "seqlen_q"),
         (["plan", "--interest-set", "0,1,1" + "0" * 30], "interest_set"),
-        (["plan", "--workers", "250K", "--interest-set", ",".join(["0"] * 9000)], "interest_set"),
-        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--workers", "1e8"], "num_workers"),
-        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--workers", "5000"], "num_workers"),
-        (["demo", "--workers", "1e8", "--picture", ""], "num_workers"),
-        (["report", "--workers", "1e8"], "--workers"),
+        (["plan", "--tasks", "250K", "--interest-set", ",".join(["0"] * 9000)], "interest_set"),
+        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--tasks", "1e8"], "num_tasks"),
+        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--tasks", "5000"], "num_tasks"),
+        (["demo", "--tasks", "1e8", "--picture", ""], "num_tasks"),
+        (["report", "--tasks", "1e8"], "--tasks"),
         (["simulate", "--devices", "1e8"], "--devices"),
         (["simulate", "--life", "opt", "--tasks", "1e8"], "--tasks"),
         (["simulate", "--life", "opt", "--tasks", "1K", "--devices", "1K"], "--devices"),
@@ -108,13 +108,13 @@ def test_more_work_than_can_be_done_is_refused_at_once(files, capsys, options, n
 
 def test_plans_of_many_workers_show_their_first_tasks(capsys):
     start = time.process_time()
-    assert main(["plan", "--workers", "10000"]) == 0
+    assert main(["plan", "--tasks", "10000"]) == 0
     assert time.process_time() - start < 30
     title, header, rule, *rows, more = capsys.readouterr().out.splitlines()
     assert "10000 tasks" in title and header.split()[0] == "worker"
     assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
     assert len(rows) > 10 and str(10_000 - len(rows)) in more
-    assert main(["plan", "--workers", "31"]) == 0
+    assert main(["plan", "--tasks", "31"]) == 0
     *_, last, ratio = capsys.readouterr().out.splitlines()
     assert last.split()[0] == "30" and float(ratio.split()[-1]) == pytest.approx(31, rel=0.01)
 
@@ -160,7 +160,7 @@ def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("is_unbuffered", [False, True])
-@pytest.mark.parametrize("arguments", ["plan --workers 700", "plan --json", "simulate"])
+@pytest.mark.parametrize("arguments", ["plan --tasks 700", "plan --json", "simulate"])
 def test_a_reader_that_leaves_early_ends_a_command_quietly(arguments, is_unbuffered):
     command = [sys.executable, "-m", "cqs", *arguments.split()]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1" if is_unbuffered else ""}
@@ -196,14 +196,14 @@ def test_impossible_pictures_are_refused_before_the_work(
 def test_pictures_are_drawn(tmp_path):
     path = tmp_path / "plan.PNG"
     for _ in range(2):
-        assert main(["plan", "--tokens", "70", "--picture", str(path)]) == 0
+        assert main(["plan", "--seqlen", "70", "--picture", str(path)]) == 0
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_a_picture_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, capsys, suffix):
     path = tmp_path / f"plan.{suffix}"
-    command = ["plan", "--tokens", "70", "--picture", str(path)]
+    command = ["plan", "--seqlen", "70", "--picture", str(path)]
     assert main(command) == 0
     before, (_, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -295,7 +295,7 @@ def test_attend_on_ray_writes_into_the_file(files, ray_session, monkeypatch):
         assert run_attend(*options) == 0
     pattern = parse_pattern(text) & patterns.causal()
     problem = check_problem(files.query, files.key, files.value, pattern=pattern)
-    output, lse = attend(problem, num_workers=7)
+    output, lse = attend(problem, num_tasks=7)
     torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output)
     torch.testing.assert_close(torch.from_numpy(np.load("lse.npy")), lse)
     assert sorted(os.listdir()) == ["k.npy", "lse.npy", "o.npy", "q.npy", "v.npy"]
@@ -387,7 +387,7 @@ def test_everything_else_is_refused_in_one_line(tmp_path, monkeypatch, capsys, t
 
 def test_plans_of_patterns_are_shown(tmp_path, capsys):
     path = tmp_path / "plan.png"
-    options = ["--tokens", "700", "--pattern", "sliding_window(9, 5)", "--causal"]
+    options = ["--seqlen", "700", "--pattern", "sliding_window(9, 5)", "--causal"]
     assert main(["plan", *options, "--picture", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert "sliding_window(9, 5) & causal() attention" in capsys.readouterr().out
@@ -460,7 +460,7 @@ def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, interrupt
     assert sorted(os.listdir()) == sorted([*names, "o.npy"])
     output, _ = attend(problem)
     torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output, atol=1e-6, rtol=1e-5)
-    assert main([*BUDGETED, "--workers", "3"]) == 2
+    assert main([*BUDGETED, "--tasks", "3"]) == 2
     assert "--budget goes neither" in capsys.readouterr().err
     assert main([*WITHOUT_BUDGET, "--resume", "run"]) == 2
     assert "go with --budget" in capsys.readouterr().err

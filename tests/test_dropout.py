@@ -21,10 +21,10 @@ CASES = {
     "more-queries-causal": Case("more-queries-causal", 150, 45, 2, 2, batch=2, is_causal=True),
 }
 CUTS = pytest.mark.parametrize(
-    ("case", "num_workers", "backend"),
+    ("case", "num_tasks", "backend"),
     [
-        pytest.param(CASES[name], num_workers, backend, id=f"{name}-{num_workers}-{backend}")
-        for name, num_workers, backend in (
+        pytest.param(CASES[name], num_tasks, backend, id=f"{name}-{num_tasks}-{backend}")
+        for name, num_tasks, backend in (
             ("ragged", 1, "reference"),
             ("ragged", 13, "triton"),
             ("ragged-causal", 8, "reference"),
@@ -65,11 +65,11 @@ def definition(problem, query, key, value, probability, seed):
 
 @EVERY_DEVICE
 @CUTS
-def test_every_cut_drops_the_same_pairs(case, num_workers, backend, device):
+def test_every_cut_drops_the_same_pairs(case, num_tasks, backend, device):
     problem = case.make(torch.float32, device)
     skip_unless_it_runs(backend, problem)
     options = {"dropout_p": 0.3, "seed": 5, "backend": backend}
-    output, lse = attend(problem, num_workers=num_workers, verify=True, **options)
+    output, lse = attend(problem, num_tasks=num_tasks, verify=True, **options)
     tensors = problem.query, problem.key, problem.value
     exact = definition(problem, *(t.double() for t in tensors), 0.3, 5)
     assert_tracks_exact(output, definition(problem, *tensors, 0.3, 5), exact)
@@ -78,7 +78,7 @@ def test_every_cut_drops_the_same_pairs(case, num_workers, backend, device):
 
 @EVERY_DEVICE
 @CUTS
-def test_gradients_are_those_of_the_pairs_kept(case, num_workers, backend, device):
+def test_gradients_are_those_of_the_pairs_kept(case, num_tasks, backend, device):
     problem = case.make(torch.float32, device)
     skip_unless_it_runs(backend, problem)
     weights = torch.randn(problem.empty_answer().output.shape, device=device)
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_pairs_kept(case, num_workers, backend, devic
             value,
             is_causal=problem.is_causal,
             scale=problem.scale,
-            num_workers=num_workers,
+            num_tasks=num_tasks,
             dropout_p=0.3,
             seed=5,
             backend=backend,
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_pairs_kept(case, num_workers, backend, devic
 def test_gradcheck():
     leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradcheck(
-        lambda *t: cqs.attention(*t, num_workers=3, dropout_p=0.5, seed=1), leaves
+        lambda *t: cqs.attention(*t, num_tasks=3, dropout_p=0.5, seed=1), leaves
     )
 
 
@@ -125,8 +125,8 @@ def test_a_cluster_drops_the_same_pairs(cluster):
     problem = CASES["gqa-causal"].make()
     leaves = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
     options = {"is_causal": True, "scale": problem.scale, "dropout_p": 0.3, "seed": 5}
-    here = cqs.attention(*leaves, num_workers=7, **options)
-    there = cluster.attention(*leaves, num_workers=7, verify=True, **options)
+    here = cqs.attention(*leaves, num_tasks=7, **options)
+    there = cluster.attention(*leaves, num_tasks=7, verify=True, **options)
     torch.testing.assert_close(there, here)
     weights = torch.randn_like(here)
     torch.testing.assert_close(
@@ -218,7 +218,7 @@ def test_a_seed_must_be_a_natural_number():
 def test_half_precision_on_a_gpu(head_dim, dtype):
     problem = Case("half", 777, 777, 8, 2, head_dim, is_causal=True).make(dtype, "cuda")
     tensors = problem.query, problem.key, problem.value
-    output, _ = attend(problem, num_workers=13, dropout_p=0.2, seed=9, verify=True)
+    output, _ = attend(problem, num_tasks=13, dropout_p=0.2, seed=9, verify=True)
     exact = definition(problem, *(t.double() for t in tensors), 0.2, 9)
     assert_tracks_exact(output, definition(problem, *tensors, 0.2, 9), exact)
 
@@ -248,7 +248,7 @@ def test_few_pairs_kept_do_not_overflow(backend):
 
 def test_double_precision_is_kept():
     problem = CASES["gqa-causal"].make(torch.float64)
-    output, _ = attend(problem, num_workers=3, dropout_p=0.3, seed=5)
+    output, _ = attend(problem, num_tasks=3, dropout_p=0.3, seed=5)
     tensors = problem.query, problem.key, problem.value
     torch.testing.assert_close(
         output, definition(problem, *tensors, 0.3, 5), rtol=1e-13, atol=1e-13

@@ -171,7 +171,7 @@ def test_times_stray_as_rows_say(rows):
 
 def test_the_command_plays_and_draws(capsys, tmp_path, rows):
     picture = tmp_path / "trouble.png"
-    options = "--devices 8,32 --tokens 1M --life opt,10 --slow 0.1:1.2 --trials 3".split()
+    options = "--devices 8,32 --seqlen 1M --life opt,10 --slow 0.1:1.2 --trials 3".split()
     assert main(["simulate", *options, "--spread", str(rows), "--picture", str(picture)]) == 0
     header, _, *table = capsys.readouterr().out.splitlines()
     assert header.split()[:4] == ["devices", "life", "h", "way"] and len(table) == 2 * 2 * 5

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 13])
+@pytest.mark.parametrize("num_tasks", [1, 2, 7, 8, 13])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_is_exact(case, num_workers, dtype):
+def test_every_case_is_exact(case, num_tasks, dtype):
     problem = case.make(dtype, "cuda")
     output, lse = cqs.attention(
         problem.query,
@@ -22,7 +22,7 @@ def test_every_case_is_exact(case, num_workers, dtype):
         problem.value,
         is_causal=problem.is_causal,
         scale=problem.scale,
-        num_workers=num_workers,
+        num_tasks=num_tasks,
         return_lse=True,
         verify=True,
     )
@@ -43,10 +43,8 @@ def test_long_sequences_are_exact(backend, head_dim, is_causal):
     rows = torch.linspace(0, 19999, 128, device="cuda").long()
     exact = exact_rows(problem, rows)
     eager = eager_output(problem)[:, :, rows]
-    for num_workers in (1, 7, 8, 31):
-        output = cqs.attention(
-            *tensors, is_causal=is_causal, num_workers=num_workers, backend=backend
-        )
+    for num_tasks in (1, 7, 8, 31):
+        output = cqs.attention(*tensors, is_causal=is_causal, num_tasks=num_tasks, backend=backend)
         assert_tracks_exact(output[:, :, rows], eager, exact)
 
 
@@ -68,8 +66,8 @@ def test_programs_that_wait_for_each_other_compute_the_same():
 def test_strided_storage_gives_the_same_answer():
     storage = torch.randn(2, 500, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
     query, key, value = storage.permute(2, 0, 3, 1, 4)
-    expected = cqs.attention(*(t.contiguous() for t in (query, key, value)), num_workers=7)
-    torch.testing.assert_close(cqs.attention(query, key, value, num_workers=7), expected)
+    expected = cqs.attention(*(t.contiguous() for t in (query, key, value)), num_tasks=7)
+    torch.testing.assert_close(cqs.attention(query, key, value, num_tasks=7), expected)
 
 
 @pytest.mark.ray
@@ -77,7 +75,7 @@ def test_a_cluster_runs_on_the_gpu():
     problem = Case("gpu-cluster", 8192, 8192, 8, 8, 64, is_causal=True).make(torch.bfloat16, "cuda")
     tensors = problem.query, problem.key, problem.value
     with cqs.Cluster() as cluster:
-        future = cluster.submit(*tensors, is_causal=True, num_workers=7, verify=True)
+        future = cluster.submit(*tensors, is_causal=True, num_tasks=7, verify=True)
         output, report = future.result(), future.report
     assert output.device == problem.query.device
     assert {task.device for task in report.tasks} == {"cuda"}
@@ -85,6 +83,6 @@ def test_a_cluster_runs_on_the_gpu():
     plan = problem.make_plan(7)
     for task in report.tasks:
         assert task.backend == "triton"
-        cost = plan.predict_cost(task.worker, problem.shape, task.backend)
+        cost = plan.predict_cost(task.index, problem.shape, task.backend)
         assert (task.bytes_in, task.bytes_out) == (cost.bytes_in, cost.bytes_out)
         assert abs(task.peak_bytes - cost.peak_bytes) <= 0.05 * cost.peak_bytes + 2**20

@@ -14,7 +14,7 @@ def modules_after(statement):
     return set(done.stdout.splitlines()[-1].split())
 
 
-PLAN = "import cqs; cqs.make_plan(10**7, num_workers=31, is_causal=True)"
+PLAN = "import cqs; cqs.make_plan(10**7, num_tasks=31, is_causal=True)"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ PLAN = "import cqs; cqs.make_plan(10**7, num_workers=31, is_causal=True)"
         f"{PLAN}.validate()",
         f"{PLAN}.task(30).blocks",
         f"cqs = __import__('cqs'); cqs.Plan.from_json({PLAN.split('; ')[1]}.to_json())",
-        "from cqs.scheduler import *; predict_cost(make_plan(10**7, num_workers=8).task(0), "
+        "from cqs.scheduler import *; predict_cost(make_plan(10**7, num_tasks=8).task(0), "
         "AttentionShape(8, 64))",
     ],
     ids=["cqs", "scheduler", "validate", "task", "json", "cost"],

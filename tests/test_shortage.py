@@ -16,9 +16,9 @@ PROBLEM = Case("long", 4096, 4096, 8, 8, 64).make()
 TENSORS = PROBLEM.query, PROBLEM.key, PROBLEM.value
 
 
-def peak(num_workers, backend):
-    plan = PROBLEM.make_plan(num_workers)
-    costs = [plan.predict_cost(w, PROBLEM.shape, backend) for w in range(num_workers)]
+def peak(num_tasks, backend):
+    plan = PROBLEM.make_plan(num_tasks)
+    costs = [plan.predict_cost(w, PROBLEM.shape, backend) for w in range(num_tasks)]
     return max(cost.peak_bytes for cost in costs)
 
 
@@ -29,9 +29,9 @@ def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
     needed = PROBLEM.make_plan(3).predict_cost(1, PROBLEM.shape, backend).peak_bytes
     assert f"task 1 of 3 needs {needed / 2**30:.3g} GiB" in message
     assert f"13 tasks, each would need {peak(13, backend) / 2**30:.3g} GiB: " in message
-    assert "attention(..., num_workers=13)" in message
+    assert "attention(..., num_tasks=13)" in message
     smaller = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity - 8, worker=1)
-    assert "num_workers=21" in smaller
+    assert "num_tasks=21" in smaller
     hopeless = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, 1000, worker=1)
     assert hopeless.endswith("No number of tasks up to 993 would help")
 
@@ -39,10 +39,10 @@ def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
 SPARSE = Case("long", 4096, 4096, 8, 8, 64, pattern=longformer(512, 16)).make()
 
 
-def sparse_peaks(num_workers, backend):
+def sparse_peaks(num_tasks, backend):
     return [
         predict_cost(task, SPARSE.shape, backend, SPARSE.bound_pattern).peak_bytes
-        for task in SPARSE.make_plan(num_workers).tasks
+        for task in SPARSE.make_plan(num_tasks).tasks
     ]
 
 
@@ -54,7 +54,7 @@ def test_the_advice_knows_the_pattern(backend):
     assert f"task 1 of 3 needs {needed[1] / 2**30:.3g} GiB" in message
     assert f"13 tasks, each would need {limit / 2**30:.3g} GiB: " in message
     smaller = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) - 8, worker=1)
-    assert "num_workers=13" not in smaller and "num_workers=" in smaller
+    assert "num_tasks=13" not in smaller and "num_tasks=" in smaller
     whole = explain_shortage(SPARSE, plan, "triton", 2**40)
     assert f"this call needs {sparse_peaks(1, 'triton')[0] / 2**30:.3g} GiB" in whole
 
@@ -64,8 +64,8 @@ def test_plans_that_cannot_fit_are_not_made(monkeypatch):
     made = []
     monkeypatch.setattr(
         "cqs.problem.make_plan",
-        lambda *lengths, num_workers, **options: (
-            made.append(num_workers) or cqs.make_plan(*lengths, num_workers=num_workers, **options)
+        lambda *lengths, num_tasks, **options: (
+            made.append(num_tasks) or cqs.make_plan(*lengths, num_tasks=num_tasks, **options)
         ),
     )
     problem = Case("long", 4096, 4096, pattern=sliding_window(64, 0)).make()
@@ -81,12 +81,12 @@ def test_in_this_process(monkeypatch):
     monkeypatch.setattr("cqs.executors.local._run", fail)
     monkeypatch.setattr("cqs.executors.local.memory_of", lambda device: 2**25)
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        cqs.attention(*TENSORS, num_workers=2)
+        cqs.attention(*TENSORS, num_tasks=2)
     assert re.search(
         r"this call needs 0\.\d+ GiB by prediction \(forward pass, backend 'cpu'\)",
         str(raised.value),
     )
-    assert "the GPU has 0.0312 GiB" in str(raised.value) and "num_workers=" in str(raised.value)
+    assert "the GPU has 0.0312 GiB" in str(raised.value) and "num_tasks=" in str(raised.value)
 
 
 @pytest.mark.ray
@@ -99,8 +99,8 @@ def test_on_a_cluster(ray_session):
         actor_class = Small
 
     with SmallCluster(num_workers=1, use_gpus=False) as cluster:
-        with pytest.raises(torch.OutOfMemoryError, match=r"task \d of 7 needs .*num_workers=\d+"):
-            cluster.attention(*TENSORS, num_workers=7)
+        with pytest.raises(torch.OutOfMemoryError, match=r"task \d of 7 needs .*num_tasks=\d+"):
+            cluster.attention(*TENSORS, num_tasks=7)
 
 
 @pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_on_a_gpu(backend):
     capacity = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**27) / capacity)
     try:
-        with pytest.raises(torch.OutOfMemoryError, match="this call needs 1.*num_workers="):
-            cqs.attention(*tensors, num_workers=7, backend=backend)
+        with pytest.raises(torch.OutOfMemoryError, match="this call needs 1.*num_tasks="):
+            cqs.attention(*tensors, num_tasks=7, backend=backend)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -14,6 +14,7 @@ import pytest
 from cqs.__main__ import main
 from cqs.distributed.layout import choose_head_parallel, lay_out
 from cqs.fitting import Row, fit, read_rows
+from cqs.result_rows import parse_row
 from cqs.scheduler import AttentionShape, load_interest_set
 from cqs.scheduler.heads import FETCHED
 from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
@@ -241,7 +242,7 @@ def test_memory_forward_is_that_of_layouts(shape, is_causal, num_stages, num_dev
 @pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
 def test_memory_is_what_gpus_allocated(method, passes):
     with open(RESULTS / "peers-h200-x2.jsonl") as file:
-        rows = [json.loads(line) for line in file]
+        rows = [parse_row(line) for line in file]
     rows = [
         row for row in rows if row["benchmark"] == f"peers {passes}" and row["executor"] == method
     ]
@@ -261,7 +262,7 @@ def test_memory_is_what_gpus_allocated(method, passes):
 def test_memory_of_gradients_is_what_four_gpus_allocated(method):
     """Some in four stages, where two would do now; sums of two slices were held at one time."""
     with open(RESULTS / "peers-h200-x4.jsonl") as file:
-        rows = [json.loads(line) for line in file]
+        rows = [parse_row(line) for line in file]
     rows = [
         row for row in rows if row["benchmark"] == "peers backward" and row["executor"] == method
     ]
@@ -296,14 +297,14 @@ def test_memory_of_others_is_near_what_two_gpus_allocated(method, num_mebibytes)
 @pytest.mark.parametrize("num_slices", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_devices", [16, 32, 56, 64])
 def test_holders_in_the_same_node_are_counted(num_devices, num_slices):
-    num_workers = num_devices // num_slices
-    interest_set = load_interest_set(num_workers)
+    num_tasks = num_devices // num_slices
+    interest_set = load_interest_set(num_tasks)
     same = 0
     for rank in range(num_devices):
-        workers = {(rank // num_slices - offset) % num_workers for offset in interest_set}
+        workers = {(rank // num_slices - offset) % num_tasks for offset in interest_set}
         holders = [w * num_slices + i for w in workers for i in range(num_slices)]
         same += sum(other // 8 == rank // 8 for other in holders)
-    found = _near(interest_set, num_workers, num_slices, 8)
+    found = _near(interest_set, num_tasks, num_slices, 8)
     assert math.isclose(found, same / num_devices)
 
 
@@ -331,7 +332,7 @@ def measured(tmp_path):
             "benchmark": "peers forward",
             "case": "full-131072-h16-kv16-d128",
             "executor": name,
-            "num_workers": 2,
+            "num_tasks": 2,
             "dtype": "bfloat16",
             "median_ms": each,
         }
@@ -358,7 +359,7 @@ def test_rows_of_the_benchmark_are_read(measured):
 
 
 def test_the_command_marks_the_best(capsys):
-    options = "--devices 1,8,4096 --tokens 1M --kv-heads 8 --devices-per-node 8".split()
+    options = "--devices 1,8,4096 --seqlen 1M --kv-heads 8 --devices-per-node 8".split()
     assert main(["simulate", *options, "--backward"]) == 0
     output = capsys.readouterr().out
     assert output.count("<") == 3 and re.search(r"ulysses +8 x 1 ", output)
@@ -380,7 +381,7 @@ def test_the_command_checks_and_fits(capsys, measured):
         (["--latency", "-1"], "latency must be at least 0 and finite, got -1e-06"),
         (["--latency", "inf"], "latency must be at least 0 and finite, got inf"),
         (["--heads", "0"], "num_heads must be at least 1, got 0"),
-        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
         (["--devices=8,-1K"], "--devices must be at least 1, got -1024"),
         (["--tasks", "0"], "--tasks must be at least 1, got 0"),
         (["--check", "missing.jsonl"], "No such file"),

@@ -31,7 +31,7 @@ from cqs.testing import attend
 from cqs.tiler import Tiler
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 
-NUM_WORKERS = [1, 2, 3, 4, 7, 8, 13]
+NUM_TASKS = [1, 2, 3, 4, 7, 8, 13]
 EVERY_PATTERN = pytest.mark.parametrize("name", NAMES)
 CASES = {
     "square": Case("square", 131, 131, num_heads=2, num_kv_heads=2, batch=2),
@@ -51,9 +51,9 @@ def turn(values, *places):
     return values[sum(places) % len(values)]
 
 
-def run_tasks(problem, num_workers, backend):
+def run_tasks(problem, num_tasks, backend):
     """Every task on its own, from what it must hold, into the tiler."""
-    plan = problem.make_plan(num_workers)
+    plan = problem.make_plan(num_tasks)
     plan.validate()
     worker = Worker.of(problem, backend)
     tiler = Tiler(plan, *problem.empty_answer())
@@ -66,7 +66,7 @@ def run_tasks(problem, num_workers, backend):
                 (problem.value, task.held_keys),
             )
         ]
-        tiler.add(task.worker, worker.run(task, *held) if task.steps else [])
+        tiler.add(task.index, worker.run(task, *held) if task.steps else [])
     return tiler.finish()
 
 
@@ -75,20 +75,20 @@ def run_tasks(problem, num_workers, backend):
 def test_patterns_are_exact(assert_right, name, each):
     """Shapes and numbers of workers go round: every pattern meets all four shapes."""
     case = turn(CASES.values(), NAMES.index(name), each)
-    num_workers = turn(NUM_WORKERS, NAMES.index(name), 2 * each)
+    num_tasks = turn(NUM_TASKS, NAMES.index(name), 2 * each)
     problem = with_pattern(case, name).make()
-    assert_right(problem, attend(problem, num_workers=num_workers, verify=True))
+    assert_right(problem, attend(problem, num_tasks=num_tasks, verify=True))
 
 
 @EVERY_PATTERN
-@pytest.mark.parametrize("num_workers", [1, 4, 7])
-def test_gradients_of_patterns_are_exact(num_workers, name):
+@pytest.mark.parametrize("num_tasks", [1, 4, 7])
+def test_gradients_of_patterns_are_exact(num_tasks, name):
     """Shapes go round."""
-    case = turn(CASES.values(), NAMES.index(name), num_workers // 3)
-    assert_gradients_right(with_pattern(case, name).make(), num_workers=num_workers)
+    case = turn(CASES.values(), NAMES.index(name), num_tasks // 3)
+    assert_gradients_right(with_pattern(case, name).make(), num_tasks=num_tasks)
 
 
-def count_pairs(name, num_workers, backend, dtype, device, tokens):
+def count_pairs(name, num_tasks, backend, dtype, device, tokens):
     """Count how often pairs are computed: with zero scores and one-hot values the output says it.
 
     Keys 128 apart share a column.
@@ -101,9 +101,9 @@ def count_pairs(name, num_workers, backend, dtype, device, tokens):
     if reason := WHY_NOT[backend](*tensors):
         pytest.skip(reason)
     live = torch.from_numpy(case.pattern.to_mask(tokens - 8, tokens)).to(device, torch.float32)
-    options = {"num_workers": num_workers, "backend": backend, "return_lse": True}
+    options = {"num_tasks": num_tasks, "backend": backend, "return_lse": True}
     together = cqs.attention(*tensors, pattern=case.pattern, **options)
-    for answer in (run_tasks(problem, num_workers, backend), Partial(*together)):
+    for answer in (run_tasks(problem, num_tasks, backend), Partial(*together)):
         number = answer.lse.exp().unsqueeze(-1)
         torch.testing.assert_close(number.squeeze(), live.sum(-1), rtol=1e-5, atol=1e-5)
         counts = answer.output.float() * number
@@ -112,12 +112,12 @@ def count_pairs(name, num_workers, backend, dtype, device, tokens):
         )
 
 
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+@pytest.mark.parametrize("num_tasks", NUM_TASKS)
 @EVERY_PATTERN
-def test_every_live_pair_is_computed_once(name, num_workers):
+def test_every_live_pair_is_computed_once(name, num_tasks):
     """Backends go round."""
-    backend = turn(["cpu", "reference"], NAMES.index(name), NUM_WORKERS.index(num_workers))
-    count_pairs(name, num_workers, backend, torch.float32, "cpu", 128)
+    backend = turn(["cpu", "reference"], NAMES.index(name), NUM_TASKS.index(num_tasks))
+    count_pairs(name, num_tasks, backend, torch.float32, "cpu", 128)
 
 
 @pytest.mark.gpu
@@ -126,8 +126,8 @@ def test_every_live_pair_is_computed_once(name, num_workers):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_live_pair_is_computed_once_by_the_kernels(dtype, each, name):
     """Three numbers of workers for each pattern and dtype; every number meets both dtypes."""
-    num_workers = turn(NUM_WORKERS, NAMES.index(name), 2 * each, dtype.itemsize)
-    count_pairs(name, num_workers, "triton", dtype, "cuda", 1000)
+    num_tasks = turn(NUM_TASKS, NAMES.index(name), 2 * each, dtype.itemsize)
+    count_pairs(name, num_tasks, "triton", dtype, "cuda", 1000)
 
 
 @pytest.mark.gpu
@@ -136,7 +136,7 @@ def test_every_live_pair_is_computed_once_by_the_reference_on_gpus(name):
     """Numbers of workers and dtypes go round."""
     place = NAMES.index(name)
     dtype = turn([torch.float32, torch.bfloat16], place)
-    count_pairs(name, turn(NUM_WORKERS, place), "reference", dtype, "cuda", 1000)
+    count_pairs(name, turn(NUM_TASKS, place), "reference", dtype, "cuda", 1000)
 
 
 @pytest.mark.gpu
@@ -150,19 +150,19 @@ def test_patterns_are_exact_on_gpus(assert_right, head_dim, dtype, name):
     """Numbers of workers and shapes go round."""
     place, kind = NAMES.index(name), head_dim // 32
     case = replace(turn(ON_GPUS.values(), place // 3, kind // 2), head_dim=head_dim)
-    num_workers = turn([1, 4, 7], place, kind)
+    num_tasks = turn([1, 4, 7], place, kind)
     problem = with_pattern(case, name).make(dtype, "cuda")
-    assert_right(problem, attend(problem, num_workers=num_workers, verify=True))
-    assert_right(problem, run_tasks(problem, num_workers, None))
-    assert_gradients_right(problem, num_workers=num_workers)
+    assert_right(problem, attend(problem, num_tasks=num_tasks, verify=True))
+    assert_right(problem, run_tasks(problem, num_tasks, None))
+    assert_gradients_right(problem, num_tasks=num_tasks)
 
 
 @EVERY_PATTERN
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_patterns_are_exact_in_every_dtype(assert_right, dtype, name):
     problem = with_pattern(CASES["gqa"], name).make(dtype)
-    assert_right(problem, attend(problem, num_workers=4))
-    assert_gradients_right(problem, num_workers=4)
+    assert_right(problem, attend(problem, num_tasks=4))
+    assert_gradients_right(problem, num_tasks=4)
 
 
 @EVERY_PATTERN
@@ -173,12 +173,12 @@ def test_patterns_go_with_is_causal(assert_right, name):
     problem = case.make()
     tensors = problem.query, problem.key, problem.value
     expected = check_problem(*tensors, pattern=case.pattern & causal())
-    answer = cqs.attention(*tensors, **options, num_workers=7, return_lse=True)
+    answer = cqs.attention(*tensors, **options, num_tasks=7, return_lse=True)
     assert_right(expected, answer)
 
 
 @pytest.mark.parametrize(
-    ("name", "num_workers", "tokens"),
+    ("name", "num_tasks", "tokens"),
     [
         ("causal-window", 7, 131),
         ("dilated", 3, 90),
@@ -194,15 +194,15 @@ def test_patterns_go_with_is_causal(assert_right, name):
         ("acsr", 2, 60),
     ],
 )
-def test_the_plain_kernels_take_patterns(assert_right, name, num_workers, tokens):
+def test_the_plain_kernels_take_patterns(assert_right, name, num_tasks, tokens):
     """Every kind of run; all patterns and numbers are counted on GPUs."""
     case = Case("plain", tokens - 10, tokens, num_heads=2, num_kv_heads=1)
     problem = with_pattern(case, name).make()
     if reason := WHY_NOT["triton"](problem.query, problem.key, problem.value):
         pytest.skip(reason)
-    assert_right(problem, attend(problem, num_workers=num_workers, backend="triton"))
-    assert_right(problem, run_tasks(problem, num_workers, "triton"))
-    assert_gradients_right(problem, num_workers=num_workers, backend="triton")
+    assert_right(problem, attend(problem, num_tasks=num_tasks, backend="triton"))
+    assert_right(problem, run_tasks(problem, num_tasks, "triton"))
+    assert_gradients_right(problem, num_tasks=num_tasks, backend="triton")
 
 
 PER_HEAD = {
@@ -219,8 +219,8 @@ PER_HEAD = {
 def test_heads_may_have_patterns_of_their_own(assert_right, num_kv_heads, make):
     case = Case("heads", 70, 70, 4, num_kv_heads, batch=2, pattern=make())
     problem = case.make()
-    assert_right(problem, attend(problem, num_workers=4, verify=True))
-    assert_gradients_right(problem, num_workers=3)
+    assert_right(problem, attend(problem, num_tasks=4, verify=True))
+    assert_gradients_right(problem, num_tasks=3)
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,10 @@ def test_dropout_of_a_pattern_does_not_depend_on_the_split(name):
     compute = partial(
         cqs.attention, *tensors, pattern=case.pattern, dropout_p=0.3, seed=5, verify=True
     )
-    whole = compute(num_workers=1, backend="reference")
-    torch.testing.assert_close(compute(num_workers=7), whole)
+    whole = compute(num_tasks=1, backend="reference")
+    torch.testing.assert_close(compute(num_tasks=7), whole)
     if WHY_NOT["triton"](*tensors) is None:
-        torch.testing.assert_close(compute(num_workers=4, backend="triton"), whole)
+        torch.testing.assert_close(compute(num_tasks=4, backend="triton"), whole)
 
 
 def test_dropout_of_a_head_does_not_depend_on_the_patterns_of_others():

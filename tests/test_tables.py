@@ -1,7 +1,6 @@
 """The tables of README.md and docs, computed again from the rows that they quote."""
 
 import itertools
-import json
 import math
 import re
 from collections import defaultdict
@@ -11,13 +10,14 @@ import pytest
 
 from cqs.bench.layer_parts import PARTS
 from cqs.fitting import fit, read_rows
+from cqs.result_rows import parse_row
 
 ROOT = Path(__file__).parent.parent
 
 
 def rows_of(name):
     with open(ROOT / "docs" / "results" / f"{name}.jsonl") as file:
-        return [json.loads(line) for line in file]
+        return [parse_row(line) for line in file]
 
 
 def the(rows, **conditions):
@@ -60,13 +60,12 @@ def test_what_cutting_costs_on_a_cpu():
     ((forward, both, ray),) = tables("README.md", header)
     for cells, name in ((forward, "tasks forward"), (both, "tasks forward and backward")):
         found = [
-            the(rows, benchmark=name, case=f"{kind}-8192-h8-d64", num_workers=w)
+            the(rows, benchmark=name, case=f"{kind}-8192-h8-d64", num_tasks=w)
             for w, kind in columns
         ]
         assert cells[1:] == [f"{row['details']['over_torch']:.2f}" for row in found]
     found = [
-        the(rows, benchmark="ray", case=f"{kind}-16384-h8-d64", num_workers=w)
-        for w, kind in columns
+        the(rows, benchmark="ray", case=f"{kind}-16384-h8-d64", num_tasks=w) for w, kind in columns
     ]
     assert ray[1:] == [percent(row["details"]["overhead"], 1) for row in found]
 
@@ -87,13 +86,13 @@ def test_what_cutting_costs_on_a_gpu(page, header, passes):
     rows = rows_of("h200")
     numbers = [int(text) for text in re.findall(r"W = (\d+)", header)]
 
-    def ratio(kind, tokens, head_dim, name, way, num_workers):
+    def ratio(kind, tokens, head_dim, name, way, num_tasks):
         row = the(
             rows,
             benchmark=f"tasks {name}",
             case=f"{kind}-{tokens}-h16-d{head_dim}",
             executor=way,
-            num_workers=num_workers,
+            num_tasks=num_tasks,
         )
         return f"{row['ratio']:.2f}"
 
@@ -414,8 +413,8 @@ def test_what_one_worker_holds():
     header = "| N | W | longest subsequence | MiB | to predicted | ms | to the whole |"
     (body,) = tables("docs/benchmarks.md", header)
     assert len(body) == len(rows)
-    for (tokens, num_workers, *cells), row in zip(body, rows, strict=True):
-        assert (number(tokens), int(num_workers)) == (row["tokens"], row["num_workers"])
+    for (tokens, num_tasks, *cells), row in zip(body, rows, strict=True):
+        assert (number(tokens), int(num_tasks)) == (row["tokens"], row["num_tasks"])
         assert abs(row["peak_bytes"] / row["predicted_bytes"] - 1) < 0.05
         assert cells == [
             f"{row['held_tokens']:,}",
@@ -445,7 +444,7 @@ def test_where_the_time_of_a_layer_goes():
 
 def test_what_numbers_of_workers_gain():
     reports = {
-        name: {row["num_workers"]: row for row in rows_of(f"report-{name}")}
+        name: {row["num_tasks"]: row for row in rows_of(f"report-{name}")}
         for name in ("cpu", "h200")
     }
     columns = "responsibility ratio | measured / predicted bytes | times as fast as one call"

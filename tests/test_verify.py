@@ -31,10 +31,10 @@ def last_visible_row(problem):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @EVERY_CASE
-def test_right_answers_pass(case, num_workers, dtype):
-    attend(case.make(dtype), num_workers=num_workers, verify=True)
+def test_right_answers_pass(case, num_tasks, dtype):
+    attend(case.make(dtype), num_tasks=num_tasks, verify=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,14 +123,14 @@ def test_the_answer_without_the_causal_mask_is_found(name):
 def test_nan_in_a_query_is_the_right_answer_for_its_row(rows):
     problem = BY_NAME["ragged-causal"].make()
     problem.query[:, 1, rows] = torch.nan
-    output, _ = attend(problem, num_workers=7, verify=True)
+    output, _ = attend(problem, num_tasks=7, verify=True)
     assert output[:, 1, rows].isnan().all()
 
 
 def test_nan_in_a_key_that_a_row_does_not_see_is_no_reason_to_doubt_the_row():
     problem = BY_NAME["ragged-causal"].make()
     problem.key[:, :, -1] = torch.nan
-    output, _ = attend(problem, num_workers=7, verify=True)
+    output, _ = attend(problem, num_tasks=7, verify=True)
     assert output[:, :, -1].isnan().all() and output[:, :, :-1].isfinite().all()
 
 
@@ -152,10 +152,10 @@ NOT_FINITE = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("entries", NOT_FINITE.values(), ids=NOT_FINITE)
-def test_values_that_are_not_finite_have_right_answers(entries, num_workers):
-    attend(with_value("ragged", entries), num_workers=num_workers, verify=True)
+def test_values_that_are_not_finite_have_right_answers(entries, num_tasks):
+    attend(with_value("ragged", entries), num_tasks=num_tasks, verify=True)
 
 
 @pytest.mark.parametrize("entries", NOT_FINITE.values(), ids=NOT_FINITE)
@@ -233,16 +233,16 @@ WRONG_BACKENDS = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("spoil", WRONG_BACKENDS.values(), ids=WRONG_BACKENDS)
-def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_workers):
+def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_tasks):
     attend_cpu = worker_module.ATTEND["cpu"]
     monkeypatch.setitem(
         worker_module.ATTEND, "cpu", lambda *args, **options: spoil(attend_cpu(*args, **options))
     )
     problem = BY_NAME["ragged-causal"].make()
     with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ is off by"):
-        attend(problem, num_workers=num_workers, verify=True)
+        attend(problem, num_tasks=num_tasks, verify=True)
 
 
 def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
@@ -252,9 +252,9 @@ def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
         return attend_cpu(*tensors, is_causal=False, scale=scale)
 
     monkeypatch.setitem(worker_module.ATTEND, "cpu", without_mask)
-    for num_workers in (1, 7, 8):
+    for num_tasks in (1, 7, 8):
         with pytest.raises(VerificationError):
-            attend(BY_NAME["ragged-causal"].make(), num_workers=num_workers, verify=True)
+            attend(BY_NAME["ragged-causal"].make(), num_tasks=num_tasks, verify=True)
 
 
 def test_without_verify_a_wrong_backend_goes_unnoticed(monkeypatch):
@@ -267,9 +267,9 @@ def test_without_verify_a_wrong_backend_goes_unnoticed(monkeypatch):
 
     monkeypatch.setitem(worker_module.ATTEND, "cpu", shifted)
     problem = BY_NAME["full"].make()
-    cqs.attention(problem.query, problem.key, problem.value, num_workers=3)
+    cqs.attention(problem.query, problem.key, problem.value, num_tasks=3)
     with pytest.raises(VerificationError):
-        attend(problem, num_workers=3, verify=True)
+        attend(problem, num_tasks=3, verify=True)
 
 
 def test_the_error_is_an_arithmetic_error_that_quotes_error_and_bound():
@@ -289,7 +289,7 @@ def test_what_is_hidden_and_not_finite_is_mentioned():
     query, key, value = (torch.randn(1, 1, 64, 8) for _ in range(3))
     value[0, 0, 60] = torch.nan
     problem = check_problem(query, key, value, pattern=sliding_window(9, 9))
-    output, lse = attend(problem, num_workers=1, verify=True)
+    output, lse = attend(problem, num_tasks=1, verify=True)
     output[0, 0, 0] = torch.nan
     with pytest.raises(VerificationError, match="not finite, which reaches rows that do not see"):
         verify_rows(problem, Partial(output, lse))
@@ -306,13 +306,13 @@ def test_right_answers_to_structured_problems_pass(first):
 
 
 @pytest.mark.parametrize("columns", [64, 512, 4096])
-@pytest.mark.parametrize("num_workers", [1, 7, 53])
-def test_equal_columns_are_not_accused(num_workers, columns):
+@pytest.mark.parametrize("num_tasks", [1, 7, 53])
+def test_equal_columns_are_not_accused(num_tasks, columns):
     query, key = (torch.randn(1, 1, 53, 1).expand(1, 1, 53, columns) for _ in range(2))
     value = torch.randn(1, 1, 53, columns)
     for magnitude in (1, 30):
         tensors = magnitude * query, key, value
-        cqs.attention(*tensors, is_causal=True, num_workers=num_workers, verify=True)
+        cqs.attention(*tensors, is_causal=True, num_tasks=num_tasks, verify=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -324,8 +324,8 @@ def test_huge_scores_are_not_accused(scale, dtype):
     one_hot = torch.eye(40)[:, :16].expand(1, 2, 40, 16)
     for values in (value, one_hot):
         tensors = [each.to(dtype) for each in (query, key, values)]
-        for num_workers in (1, 7):
-            options = {"scale": scale, "num_workers": num_workers, "return_lse": True}
+        for num_tasks in (1, 7):
+            options = {"scale": scale, "num_tasks": num_tasks, "return_lse": True}
             answer = cqs.attention(*tensors, verify=True, **options)
     dropout = {"dropout_p": 0.3, "seed": 3}
     cqs.attention(*tensors, verify=True, **options, **dropout)
@@ -342,7 +342,7 @@ def test_huge_scores_are_not_accused(scale, dtype):
 def test_a_million_equal_keys_are_not_accused(backend, dtype):
     query, key = torch.zeros(1, 1, 3, 8, dtype=dtype), torch.zeros(1, 1, 1_000_000, 8, dtype=dtype)
     value = torch.full_like(key, 1 / 3)
-    cqs.attention(query, key, value, num_workers=1, backend=backend, verify=True)
+    cqs.attention(query, key, value, num_tasks=1, backend=backend, verify=True)
 
 
 @pytest.fixture
@@ -387,7 +387,7 @@ def test_no_fault_of_ten_times_the_bound_is_missed(first, bounds):
 def test_the_bound_is_of_the_size_of_what_rounding_does(dtype, bounds):
     """Of ordinary problems: at most 2000 units of rounding of the accumulation."""
     case = replace(BY_NAME["full"], seqlen_kv=1000, head_dim=64)
-    attend(case.make(dtype), num_workers=7, verify=True)
+    attend(case.make(dtype), num_tasks=7, verify=True)
     unit = torch.finfo(dtype).eps
     accumulation = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     for name, _, _, bound in bounds:

@@ -62,7 +62,7 @@ def draw(seed, longest=1_000_000):
     ]
     tensors = [each.to(dtype) for each in KINDS[kind](*tensors)]
     options = {
-        "num_workers": choose.choice([1, 2, 3, 7, 8, 13, 31, 53]),
+        "num_tasks": choose.choice([1, 2, 3, 7, 8, 13, 31, 53]),
         "is_causal": choose.random() < 0.4,
         "backend": backend,
     }

@@ -16,7 +16,7 @@ from cqs.problem import Problem
 from cqs.testing import visible_mask
 from cqs.worker import WHY_NOT
 
-_NUM_WORKERS = (1, 3, 4, 7, 8, 13, 31)
+_NUM_TASKS = (1, 3, 4, 7, 8, 13, 31)
 _FIELDS = ("output", "grad_query", "grad_key", "grad_value")
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -58,7 +58,7 @@ def run(*, tokens: int | None = None, repeats: int = 10, out: str | None = None)
                     benchmark="accuracy",
                     case=f"causal-{tokens}-h2-d128",
                     baseline=f"output of {next(iter(errors))}",
-                    num_workers=int(name.partition("W = ")[2] or 1),
+                    num_tasks=int(name.partition("W = ")[2] or 1),
                     executor=name,
                     dtype=str(dtype).removeprefix("torch."),
                     ratio=means[0] / base,
@@ -86,10 +86,10 @@ def _contenders(problem: Problem) -> dict[str, _Attend]:
 
         return attend
 
-    def ours(backend: str, num_workers: int) -> _Attend:
+    def ours(backend: str, num_tasks: int) -> _Attend:
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             output = cqs.attention(
-                query, key, value, is_causal=True, num_workers=num_workers, backend=backend
+                query, key, value, is_causal=True, num_tasks=num_tasks, backend=backend
             )
             assert isinstance(output, Tensor)
             return output
@@ -101,8 +101,8 @@ def _contenders(problem: Problem) -> dict[str, _Attend]:
         found["PyTorch, cudnn"] = pytorch(SDPBackend.CUDNN_ATTENTION)
     for backend, why_not in WHY_NOT.items():
         if backend != "reference" and not why_not(problem.query, problem.key, problem.value):
-            for num_workers in _NUM_WORKERS:
-                found[f"{backend}, W = {num_workers}"] = ours(backend, num_workers)
+            for num_tasks in _NUM_TASKS:
+                found[f"{backend}, W = {num_tasks}"] = ours(backend, num_tasks)
     return found
 
 

@@ -176,7 +176,7 @@ def measure(
             f"-h{sizes['num_heads']}-kv{sizes['num_kv_heads']}"
             f"-d{sizes['hidden_size'] // sizes['num_heads']}",
             baseline=baseline,
-            num_workers=dist.get_world_size(group),
+            num_tasks=dist.get_world_size(group),
             executor=name,
             dtype=str(dtype).removeprefix("torch."),
             ratio=statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True)),

@@ -17,7 +17,7 @@ from cqs.worker import WHY_NOT, HeldTokens, Worker
 from cqs.worker.backends import GRADIENTS
 
 _HEADS = 16
-_NUM_WORKERS = 31
+_NUM_TASKS = 31
 _PARTS = 6
 
 
@@ -64,8 +64,8 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     forward = {
         **{name: _one_call(problem, problem.make_plan(1), name) for name in libraries},
         "triton": _one_call(problem, problem.make_plan(1), "triton"),
-        f"triton, tasks of W = {_NUM_WORKERS} in one launch": _one_call(
-            problem, problem.make_plan(_NUM_WORKERS), "triton"
+        f"triton, tasks of W = {_NUM_TASKS} in one launch": _one_call(
+            problem, problem.make_plan(_NUM_TASKS), "triton"
         ),
         "flex": _flex(problem),
     }
@@ -98,7 +98,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
                     case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
                     f"-h{_HEADS}-d{head_dim}",
                     baseline="cudnn",
-                    num_workers=1,
+                    num_tasks=1,
                     executor=by,
                     dtype="bfloat16",
                     ratio=statistics.median(ratios),
@@ -113,7 +113,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
 def _one_call(problem: Problem, plan: Plan, backend: str) -> Callable[[], list[Partial]]:
     held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
     worker = Worker.of(problem, backend)
-    if plan.num_workers == 1:
+    if plan.num_tasks == 1:
         return lambda: worker.run(plan.task(0), *held)
     steps = [step for task in plan.tasks for step in task.steps]
     return lambda: [worker.run_together(steps, *held)]
@@ -197,7 +197,7 @@ def _measure_merge(tokens: int, repeats: int) -> Measurement:
         benchmark="kernels merge",
         case=f"{_PARTS}-parts-{tokens}-h{_HEADS}-d128",
         baseline="copy, time per byte",
-        num_workers=1,
+        num_tasks=1,
         executor="triton",
         dtype="bfloat16",
         ratio=statistics.median(a / b for a, b in zip(copy_rates, merge_rates, strict=True)),

@@ -25,7 +25,7 @@ class Measurement:
     benchmark: str
     case: str
     baseline: str
-    num_workers: int
+    num_tasks: int
     executor: str
     dtype: str
     median_ms: float

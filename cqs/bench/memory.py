@@ -14,7 +14,7 @@ from cqs.scheduler import Task, predict_cost
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes
 
-_NUM_WORKERS = (1, 7, 8, 13, 31)
+_NUM_TASKS = (1, 7, 8, 13, 31)
 
 
 def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) -> None:
@@ -38,11 +38,11 @@ def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) 
             problem = case.make(dtype, device)
             tensors = problem.query, problem.key, problem.value
             if WHY_NOT[backend](*tensors) is None:
-                rows += [_measure_worst(problem, backend, w, repeats) for w in _NUM_WORKERS]
+                rows += [_measure_worst(problem, backend, w, repeats) for w in _NUM_TASKS]
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
         "backend": lambda row: row.executor,
-        "W": lambda row: row.num_workers,
+        "W": lambda row: row.num_tasks,
         "predicted MiB": lambda row: f"{row.details['predicted_bytes'] / 2**20:.1f}",
         "peak MiB": lambda row: f"{row.details['peak_bytes'] / 2**20:.1f}",
         "ratio": lambda row: f"{row.ratio:.3f}",
@@ -93,9 +93,9 @@ def measure_held(compute: Callable[[], object], held: Sequence[HeldTokens]) -> i
     return peak + sum(tokens.joined().nbytes for tokens in held)
 
 
-def _measure_worst(problem: Problem, backend: str, num_workers: int, repeats: int) -> Measurement:
+def _measure_worst(problem: Problem, backend: str, num_tasks: int, repeats: int) -> Measurement:
     start = time.perf_counter()
-    tasks = problem.make_plan(num_workers).tasks
+    tasks = problem.make_plan(num_tasks).tasks
     found = [measure_task(problem, task, backend) for task in tasks for _ in range(repeats)]
     predicted, peak = max(found, key=lambda pair: abs(pair[1] / pair[0] - 1))
     _, num_heads, tokens, head_dim = problem.query.shape
@@ -103,7 +103,7 @@ def _measure_worst(problem: Problem, backend: str, num_workers: int, repeats: in
         benchmark="memory",
         case=f"{'causal' if problem.is_causal else 'full'}-{tokens}-h{num_heads}-d{head_dim}",
         baseline="prediction",
-        num_workers=num_workers,
+        num_tasks=num_tasks,
         executor=backend,
         dtype=str(problem.query.dtype).removeprefix("torch."),
         ratio=peak / predicted,

@@ -229,7 +229,7 @@ def _measure_length(
                         benchmark=f"patterns {what}",
                         case=f"{case.name}-{tokens}",
                         baseline="dense",
-                        num_workers=1,
+                        num_tasks=1,
                         executor=by,
                         dtype=str(tensors[0].dtype).removeprefix("torch."),
                         ratio=statistics.median(

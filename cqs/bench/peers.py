@@ -341,7 +341,7 @@ def _rows(
                 benchmark=f"peers {what}",
                 case=case,
                 baseline=baseline,
-                num_workers=num_ranks,
+                num_tasks=num_ranks,
                 executor=name,
                 dtype=str(problem.query.dtype).removeprefix("torch."),
                 ratio=ratio,
@@ -357,7 +357,7 @@ _COLUMNS: dict[str, Callable[[Measurement], object]] = {
     "case": lambda row: row.case,
     "pass": lambda row: row.benchmark.partition(" ")[2],
     "by": lambda row: row.executor,
-    "ranks": lambda row: row.num_workers,
+    "ranks": lambda row: row.num_tasks,
     "median ms": lambda row: f"{row.median_ms:.3f}",
     "TFLOP/s per rank": lambda row: f"{row.details['tflops_per_rank']:.3g}",
     "efficiency": lambda row: (

@@ -11,7 +11,7 @@ from cqs.cases import Case
 from cqs.commands.table import percent
 from cqs.testing import assert_tracks_exact, eager_output, exact_rows
 
-_NUM_WORKERS = (7, 13)
+_NUM_TASKS = (7, 13)
 _PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
 
 
@@ -33,10 +33,10 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             sample = torch.linspace(0, tokens - 1, 64).long()
             exact = exact_rows(problem, sample)
             eager = eager_output(problem)[:, :, sample]
-            for num_workers in _NUM_WORKERS:
+            for num_tasks in _NUM_TASKS:
                 reports = []
                 for _ in range(repeats + 1):
-                    future = cluster.submit(*tensors, is_causal=is_causal, num_workers=num_workers)
+                    future = cluster.submit(*tensors, is_causal=is_causal, num_tasks=num_tasks)
                     output = future.result()
                     assert isinstance(output, torch.Tensor)
                     assert_tracks_exact(output[:, :, sample], eager, exact)
@@ -47,7 +47,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
                         benchmark="ray",
                         case=f"{kind}-{tokens}-h8-d64",
                         baseline="slowest actor's computation",
-                        num_workers=num_workers,
+                        num_tasks=num_tasks,
                         executor=f"ray, {len(cluster.pids)} actors",
                         dtype="float32",
                         ratio=statistics.median(r.seconds / r.slowest_seconds for r in reports),
@@ -62,7 +62,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
         "by": lambda row: row.executor,
-        "W": lambda row: row.num_workers,
+        "W": lambda row: row.num_tasks,
         "run s": lambda row: f"{row.median_ms / 1e3:.2f}",
         "before": lambda row: f"{row.details['before_seconds']:.2f}",
         "slowest": lambda row: f"{row.details['slowest_seconds']:.2f}",

@@ -97,7 +97,7 @@ def run(
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
         "by": lambda row: row.executor,
-        "actors": lambda row: row.num_workers,
+        "actors": lambda row: row.num_tasks,
         "median ms": lambda row: f"{row.median_ms:.3f}",
         "beside": lambda row: row.baseline,
         "more": lambda row: percent(row.ratio - 1),
@@ -298,7 +298,7 @@ def _row(
         benchmark=benchmark,
         case=case,
         baseline=baseline,
-        num_workers=len(cluster.pids),
+        num_tasks=len(cluster.pids),
         executor=executor,
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
         ratio=statistics.median(a / b for a, b in zip(seconds, beside, strict=True)),

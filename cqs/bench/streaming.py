@@ -343,7 +343,7 @@ def _row(
         case=f"{'causal' if plan.is_causal else 'full'}-{plan.seqlen_q}-h{shape.num_heads}"
         f":{shape.kv_heads}-d{shape.head_dim}",
         baseline="predicted" if "block" in name else "resident",
-        num_workers=1,
+        num_tasks=1,
         executor="cqs",
         dtype="float16",
         ratio=statistics.median(ratios),

@@ -61,7 +61,7 @@ def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: i
         case=f"{'causal' if is_causal else 'full'}-{length}-h{shape.num_heads}"
         f":{shape.kv_heads}-d{shape.head_dim}",
         baseline="predicted",
-        num_workers=1,
+        num_tasks=1,
         executor="cqs attend",
         dtype="float32",
         ratio=seconds / plan.seconds,

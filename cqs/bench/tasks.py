@@ -20,7 +20,7 @@ from cqs.testing import assert_tracks_exact, exact_rows
 from cqs.tiler import GradientSum, Tiler
 from cqs.worker import HeldTokens, Worker, choose_backend
 
-_NUM_WORKERS = (7, 8, 13, 31)
+_NUM_TASKS = (7, 8, 13, 31)
 _ALONE, _TOGETHER = "one by one", "local"
 
 
@@ -49,7 +49,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
         "case": lambda row: row.case,
         "pass": lambda row: row.benchmark.partition(" ")[2],
         "tasks": lambda row: row.executor,
-        "W": lambda row: row.num_workers,
+        "W": lambda row: row.num_tasks,
         "median ms": lambda row: f"{row.median_ms:.1f}",
         "over one call": lambda row: f"{row.ratio:.3f}",
         "over PyTorch's": lambda row: f"{row.details['over_torch']:.3f}",
@@ -61,9 +61,9 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     """Check every W, then time it; one row for each pass, W and way."""
     tensors = problem.query, problem.key, problem.value
     device, tokens = problem.query.device.type, problem.query.shape[2]
-    plans = {num_workers: problem.make_plan(num_workers) for num_workers in (1, *_NUM_WORKERS)}
+    plans = {num_tasks: problem.make_plan(num_tasks) for num_tasks in (1, *_NUM_TASKS)}
     kinds = (_TOGETHER, _ALONE) if device == "cuda" else (_TOGETHER,)
-    ways = [(_TOGETHER, 1)] + [(way, w) for way in kinds for w in _NUM_WORKERS]
+    ways = [(_TOGETHER, 1)] + [(way, w) for way in kinds for w in _NUM_TASKS]
     sample = torch.linspace(0, tokens - 1, 64, device=device).long()
     exact = exact_rows(problem, sample)
     eager = F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)[:, :, sample]
@@ -78,10 +78,10 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     def backward(way: str, plan: Plan, answer: Partial) -> Gradients:
         return _backward[way](problem, plan, answer, grad_output, backend=backend)
 
-    for way, num_workers in ways:
-        output = forward(way, plans[num_workers]).output
+    for way, num_tasks in ways:
+        output = forward(way, plans[num_tasks]).output
         assert_tracks_exact(output[:, :, sample], eager, exact)
-        found = backward(way, plans[num_workers], answer)
+        found = backward(way, plans[num_tasks], answer)
         for part, expected in zip(found, whole, strict=True):
             assert (part - expected).norm() < 2e-3 * expected.norm()
         del found
@@ -104,11 +104,11 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     }
     for name, (library, compute) in passes.items():
         computations = {"torch": library}
-        for way, num_workers in ways:
-            computations[f"{way} {num_workers}"] = partial(compute, way, plans[num_workers])
+        for way, num_tasks in ways:
+            computations[f"{way} {num_tasks}"] = partial(compute, way, plans[num_tasks])
         seconds = time_in_turn(computations, repeats, device)
-        for way, num_workers in ways:
-            own = seconds[f"{way} {num_workers}"]
+        for way, num_tasks in ways:
+            own = seconds[f"{way} {num_tasks}"]
             over_one, over_torch = (
                 statistics.median(a / b for a, b in zip(own, seconds[other], strict=True))
                 for other in (f"{_TOGETHER} 1", "torch")
@@ -119,7 +119,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
                     case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
                     f"-h{problem.query.shape[1]}-d{problem.query.shape[3]}",
                     baseline=f"one call, {backend}",
-                    num_workers=num_workers,
+                    num_tasks=num_tasks,
                     executor=way,
                     dtype=str(problem.query.dtype).removeprefix("torch."),
                     ratio=over_one,
@@ -136,7 +136,7 @@ def _attend_one_by_one(problem: Problem, plan: Plan, *, backend: str) -> Partial
     worker = Worker.of(problem, backend)
     held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
     for task in plan.tasks:
-        tiler.add(task.worker, worker.run(task, *held, dtype=lse_dtype(problem.query.dtype)))
+        tiler.add(task.index, worker.run(task, *held, dtype=lse_dtype(problem.query.dtype)))
     return tiler.finish()
 
 
@@ -157,7 +157,7 @@ def _differentiate_one_by_one(
         found = worker.run_backward(task.steps, of_queries[0], *of_keys, *of_queries[1:])
         queries = found.query.split(list(map(len, task.held_queries)), dim=2)
         keys = (part.split(list(map(len, task.held_keys)), dim=2) for part in found[1:])
-        total.add(task.worker, list(queries), list(zip(*keys, strict=True)))
+        total.add(task.index, list(queries), list(zip(*keys, strict=True)))
     return total.finish()
 
 

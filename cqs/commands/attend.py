@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--is-causal", "--causal", action="store_true")
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument("--scale", type=float)
-    parser.add_argument("--num-workers", "--workers", type=parse_integer, metavar="W")
+    parser.add_argument("--tasks", dest="num_tasks", type=parse_integer, metavar="W")
     parser.add_argument("--backend", choices=list(WHY_NOT))
     parser.add_argument("--executor", choices=["local", "ray"], default="local")
     parser.add_argument("--verify", action="store_true", help="recompute sampled rows in float64")
@@ -89,8 +89,8 @@ def _attend_within_budget(options: argparse.Namespace) -> None:
     """Attend from files to files that are not mapped: no more memory is taken than the budget."""
     from cqs.streaming.run import attend_within
 
-    if options.num_workers is not None or options.executor != "local" or options.lse:
-        raise ValueError("--budget goes neither with --workers and --executor nor with --lse")
+    if options.num_tasks is not None or options.executor != "local" or options.lse:
+        raise ValueError("--budget goes neither with --tasks and --executor nor with --lse")
     query, key, value = (
         open_tensor(getattr(options, name), name) for name in ("query", "key", "value")
     )
@@ -125,9 +125,9 @@ def _attend_within_budget(options: argparse.Namespace) -> None:
 
 
 def _attend_here(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:
-    num_workers = 1 if options.num_workers is None else options.num_workers
+    num_tasks = 1 if options.num_tasks is None else options.num_tasks
     parts = list(problem.parts())
-    with tqdm(total=len(parts) * num_workers, unit="task", disable=None) as bar:
+    with tqdm(total=len(parts) * num_tasks, unit="task", disable=None) as bar:
 
         def advance(done: int, total: int) -> None:
             bar.update(1)
@@ -135,7 +135,7 @@ def _attend_here(problem: Problem, options: argparse.Namespace, answer: Partial)
         for where, part in parts:
             run_local(
                 part,
-                part.make_plan(num_workers),
+                part.make_plan(num_tasks),
                 backend=options.backend,
                 answer=Partial(answer.output[where], answer.lse[where]),
                 progress=advance,
@@ -146,7 +146,7 @@ def _attend_on_ray(problem: Problem, options: argparse.Namespace, answer: Partia
     from cqs.executors.ray import Cluster
 
     with Cluster() as cluster:
-        number = len(cluster.pids) if options.num_workers is None else options.num_workers
+        number = len(cluster.pids) if options.num_tasks is None else options.num_tasks
         for where, part in problem.parts():
             cluster.submit_plan(
                 part,

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and their options."""
     parser.add_argument("benchmark", choices=_BENCHMARKS)
     parser.add_argument(
-        "--tokens", type=parse_integers, metavar="N", help="default: as published; peers: N,N"
+        "--seqlen", type=parse_integers, metavar="N", help="default: as published; peers: N,N"
     )
     parser.add_argument("--repeats", type=int, metavar="R", help="default: as published")
     parser.add_argument("--out", metavar="FILE.jsonl", help="append the rows to this file")
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run one benchmark."""
     given = {name: value for name, value in vars(options).items() if value is not None}
-    name, tokens = given.pop("benchmark"), given.pop("tokens", None)
+    name, tokens = given.pop("benchmark"), given.pop("seqlen", None)
     for option in given.keys() - {"repeats", "out"}:
         allowed = _ALLOWED.get(option, _OF_ANY_SHAPE)
         if name not in allowed:
@@ -85,10 +85,10 @@ def run(options: argparse.Namespace) -> None:
     if "deaths" in given:
         as_integer("--deaths", given["deaths"], 0)
     for length in tokens or []:
-        as_integer("--tokens", length, 1)
+        as_integer("--seqlen", length, 1)
     if tokens is not None and name not in _OF_ANY_SHAPE:
         if len(tokens) > 1:
-            raise ValueError(f"several --tokens go with {' or '.join(_OF_ANY_SHAPE)}, got {tokens}")
+            raise ValueError(f"several --seqlen go with {' or '.join(_OF_ANY_SHAPE)}, got {tokens}")
         (tokens,) = tokens
     import_module(f"cqs.bench.{name}").run(tokens=tokens, **given)
 

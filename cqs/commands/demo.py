@@ -27,9 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs demo``."""
     parser.add_argument("--text", metavar="FILE", help="default: Python's own help topics")
     parser.add_argument(
-        "--tokens", type=parse_integer, default=16384, metavar="N", help="bytes to read"
+        "--seqlen", type=parse_integer, default=16384, metavar="N", help="bytes to read"
     )
-    parser.add_argument("--num-workers", "--workers", type=parse_integer, default=7, metavar="W")
+    parser.add_argument(
+        "--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7"
+    )
     parser.add_argument(
         "--actors", type=int, metavar="P", help="default: one per GPU, else per core"
     )
@@ -45,14 +47,14 @@ def run(options: argparse.Namespace) -> None:
 
         check_picture(options.picture)
         check_written("--picture", options.picture, [options.text])
-    as_integer("--tokens", options.tokens, 1)
-    text = read_text(options.text, options.tokens)
+    as_integer("--seqlen", options.seqlen, 1)
+    text = read_text(options.text, options.seqlen)
     if not text:
-        raise ValueError(f"there is nothing to read in {options.text!r}, {options.tokens} tokens")
+        raise ValueError(f"there is nothing to read in {options.text!r}, {options.seqlen} tokens")
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     tensors = project_text(text, options.seed, dtype)
     problem = check_problem(*tensors, is_causal=options.is_causal)
-    plan = problem.make_plan(options.num_workers)
+    plan = problem.make_plan(options.num_tasks)
     print(f"{len(text)} bytes of text, {_NUM_HEADS} heads of {_HEAD_DIM}, {dtype}")
     print(plan)
 
@@ -64,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
             problem.key,
             problem.value,
             is_causal=problem.is_causal,
-            num_workers=plan.num_workers,
+            num_tasks=plan.num_tasks,
             progress=True,
         )
         output, report = future.result(), future.report
@@ -118,11 +120,11 @@ def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> str:
     """Tabulate what each worker held, computed and took."""
     rows = []
     for measured in report.tasks:
-        task = plan.task(measured.worker)
-        cost = plan.predict_cost(measured.worker, problem.shape, measured.backend)
+        task = plan.task(measured.index)
+        cost = plan.predict_cost(measured.index, problem.shape, measured.backend)
         rows.append(
             [
-                task.worker,
+                task.index,
                 " ".join(map(str, task.held_groups)),
                 percent(task.held_tokens / plan.seqlen_q),
                 percent(task.live_pairs / plan.live_pairs),

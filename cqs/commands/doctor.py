@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
         )
     if not torch.cuda.is_available():
         print("GPU: none that PyTorch can use")
-    sizes = {num_workers: len(load_interest_set(num_workers)) for num_workers in (7, 64, 1000)}
+    sizes = {num_tasks: len(load_interest_set(num_tasks)) for num_tasks in (7, 64, 1000)}
     print("interest sets: " + ", ".join(f"W = {w}: {m} groups" for w, m in sizes.items()))
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         print(f"\nbackends for tensors on {device}, head_dim 64, by preference:")

@@ -11,16 +11,18 @@ from cqs.scheduler.arguments import as_integer
 _MAX_TABULATED = 2**20
 """Pairs of token groups of the tasks in the table, W of each: they take some two seconds."""
 _MAX_DRAWN = 1024
-"""Workers in a picture, which has a shape for each pair of token groups."""
+"""Tasks in a picture, which has a shape for each pair of token groups."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs plan``."""
-    parser.add_argument("--seqlen-q", "--tokens", type=parse_integer, default=16384, metavar="N")
+    parser.add_argument("--seqlen", dest="seqlen_q", type=parse_integer, default=16384, metavar="N")
     parser.add_argument(
         "--seqlen-kv", type=parse_integer, metavar="N", help="default: as many as queries"
     )
-    parser.add_argument("--num-workers", "--workers", type=parse_integer, default=7, metavar="W")
+    parser.add_argument(
+        "--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7"
+    )
     parser.add_argument("--is-causal", "--causal", action="store_true")
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument(
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     if options.picture:
-        as_integer("--num-workers with --picture", options.num_workers, 1, _MAX_DRAWN)
+        as_integer("--tasks with --picture", options.num_tasks, 1, _MAX_DRAWN)
         from cqs.plotting import check_picture, save_owners
 
         check_picture(options.picture)
@@ -55,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     plan = make_plan(
         options.seqlen_q,
         options.seqlen_kv,
-        num_workers=options.num_workers,
+        num_tasks=options.num_tasks,
         is_causal=options.is_causal,
         interest_set=interest_set,
         pattern=None if options.pattern is None else parse_pattern(options.pattern),
@@ -72,22 +74,22 @@ def run(options: argparse.Namespace) -> None:
 def _print_tasks(plan: Plan, shape: AttentionShape) -> None:
     """Print what the plan is, its tasks, and how even they are; of many tasks the first alone."""
     print(plan)
-    num_rows = max(1, min(plan.num_workers, _MAX_TABULATED // plan.num_workers))
+    num_rows = max(1, min(plan.num_tasks, _MAX_TABULATED // plan.num_tasks))
     print(plan_table(plan, shape, num_rows))
-    if num_rows == plan.num_workers:
+    if num_rows == plan.num_tasks:
         print(f"responsibility ratio {plan.responsibility_ratio:.4g}")
     else:
-        print(f"... and {plan.num_workers - num_rows} tasks more")
+        print(f"... and {plan.num_tasks - num_rows} tasks more")
 
 
 def plan_table(plan: Plan, shape: AttentionShape, num_rows: int) -> str:
     """Tabulate the first tasks of a plan with their predicted costs."""
     rows = []
     for task in map(plan.task, range(num_rows)):
-        cost = plan.predict_cost(task.worker, shape)
+        cost = plan.predict_cost(task.index, shape)
         rows.append(
             [
-                task.worker,
+                task.index,
                 " ".join(map(str, task.held_groups)),
                 percent(task.held_tokens / max(plan.seqlen_q, plan.seqlen_kv, 1)),
                 percent(task.live_pairs / max(plan.live_pairs, 1)),

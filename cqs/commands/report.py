@@ -1,4 +1,4 @@
-"""Measure what W workers hold, take and gain on this machine; write a page, tables and rows."""
+"""Measure what W tasks hold, take and gain on this machine; write a page, tables and rows."""
 
 import argparse
 import sys
@@ -40,11 +40,11 @@ class _Kind(NamedTuple):
     """One kind of report."""
 
     out: str
-    num_workers: tuple[int, ...]
+    num_tasks: tuple[int, ...]
     on_cpu: _Defaults
     on_gpu: _Defaults
     keys: Callable[[argparse.Namespace, Sequence[Settings], Sequence[int]], list[Any]]
-    """Returns the keys of all rows that options, settings and numbers of workers ask for."""
+    """Returns the keys of all rows that options, settings and numbers of tasks ask for."""
     measure: Callable[[argparse.Namespace, Sequence[Settings], Sequence[Any], Path], None]
     """Measures rows of these keys, and appends them to a file as soon as they are there."""
     read: Callable[[Path], list[Any]]
@@ -56,17 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs report``; what is left out depends on the machine."""
     parser.add_argument(
         "kind", nargs="?", choices=_KINDS, default="scaling",
-        help="scaling: what W workers hold, take and gain; memory: what one of W holds over time, "
+        help="scaling: what W tasks hold, take and gain; memory: what one of W holds over time, "
         "and the published case study; default: scaling",
     )  # fmt: skip
     parser.add_argument(
-        "--workers", type=parse_integers, metavar="W,W,...",
+        "--tasks", type=parse_integers, metavar="W,W,...",
         help=f"default: {_listed('scaling')}; memory: {_listed('memory')}; distributed: as "
         "torchrun started",
     )  # fmt: skip
     parser.add_argument("--executor", choices=_EXECUTORS, default="local")
     parser.add_argument(
-        "--tokens", type=parse_integers, metavar="N",
+        "--seqlen", type=parse_integers, metavar="N",
         help="default: 8K, on a GPU 64K; memory: N,N,..., default: 2500,5000,10000, on a GPU as "
         "published, to 49000",
     )  # fmt: skip
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure what is missing, row by row, and write the report, of less if interrupted."""
     kind = _KINDS[options.kind]
     settings = _read_settings(options)
-    workers = _read_workers(options)
+    every_num_tasks = _read_num_tasks(options)
     if options.executor == "distributed" and not distributed.is_first():
         distributed.serve(settings[0])
         return
@@ -109,13 +109,13 @@ def run(options: argparse.Namespace) -> None:
     check_picture(directory / "report.svg")
     check_directory(directory)
     with lock_directory("--out", directory):
-        _measure_missing(options, settings, workers, directory)
+        _measure_missing(options, settings, every_num_tasks, directory)
 
 
 def _measure_missing(
     options: argparse.Namespace,
     settings: Sequence[Settings],
-    workers: Sequence[int],
+    every_num_tasks: Sequence[int],
     directory: Path,
 ) -> None:
     """Measure the rows that are not in the directory yet, and write the report there."""
@@ -123,7 +123,7 @@ def _measure_missing(
     path = directory / "rows.jsonl"
     rows = kind.read(path)
     known: set[Hashable] = {row.key for row in rows}
-    missing = [key for key in kind.keys(options, settings, workers) if key not in known]
+    missing = [key for key in kind.keys(options, settings, every_num_tasks) if key not in known]
     if rows:
         _check_same(options, rows[0], settings[0], path, is_complete=not missing)
     try:
@@ -139,7 +139,7 @@ def _measure_missing(
 
 
 def _listed(kind: str) -> str:
-    return ",".join(map(str, _KINDS[kind].num_workers))
+    return ",".join(map(str, _KINDS[kind].num_tasks))
 
 
 def _read_settings(options: argparse.Namespace) -> list[Settings]:
@@ -159,9 +159,9 @@ def _read_settings(options: argparse.Namespace) -> list[Settings]:
     }
     for name, number in numbers.items():
         as_integer(f"--{name}", number, 1)
-    tokens = default.tokens if options.tokens is None else options.tokens
+    tokens = default.tokens if options.seqlen is None else options.seqlen
     if options.kind == "scaling" and len(tokens) > 1:
-        raise ValueError("--tokens takes several numbers for cqs report memory alone")
+        raise ValueError("--seqlen takes several numbers for cqs report memory alone")
     return [
         Settings(
             executor=options.executor,
@@ -175,12 +175,12 @@ def _read_settings(options: argparse.Namespace) -> list[Settings]:
             repeats=options.repeats,
             seed=as_integer("--seed", options.seed, 0),
         )
-        for number in sorted({as_integer("--tokens", number, 1) for number in tokens})
+        for number in sorted({as_integer("--seqlen", number, 1) for number in tokens})
     ]
 
 
-def _read_workers(options: argparse.Namespace) -> list[int]:
-    """Return the numbers of workers, ascending.
+def _read_num_tasks(options: argparse.Namespace) -> list[int]:
+    """Return the numbers of tasks, ascending.
 
     Raises:
         ValueError: if one is less than 1 or more than 4,096, or if options do not go with the kind
@@ -191,11 +191,11 @@ def _read_workers(options: argparse.Namespace) -> list[int]:
     if options.executor != "ray" and not (options.actors is options.address is None):
         raise ValueError("--actors and --address go with --executor ray")
     if options.executor == "distributed":
-        if options.workers is not None:
-            raise ValueError("--workers does not go with --executor distributed: a rank is one")
+        if options.tasks is not None:
+            raise ValueError("--tasks does not go with --executor distributed: a rank is one")
         return [distributed.num_ranks()]
-    workers = _KINDS[options.kind].num_workers if options.workers is None else options.workers
-    return sorted({as_integer("--workers", number, 1, MAX_LISTED) for number in workers})
+    every_num_tasks = _KINDS[options.kind].num_tasks if options.tasks is None else options.tasks
+    return sorted({as_integer("--tasks", number, 1, MAX_LISTED) for number in every_num_tasks})
 
 
 def _check_same(
@@ -212,10 +212,10 @@ def _check_same(
 
 
 def _scaling_keys(
-    options: argparse.Namespace, settings: Sequence[Settings], workers: Sequence[int]
+    options: argparse.Namespace, settings: Sequence[Settings], every_num_tasks: Sequence[int]
 ) -> list[tuple[int, str]]:
     passes = PASSES if options.backward else PASSES[:1]
-    return [(number, name) for number in workers for name in passes]
+    return [(number, name) for number in every_num_tasks for name in passes]
 
 
 def _measure_scaling(
@@ -229,9 +229,9 @@ def _measure_scaling(
         _open(settings[0], options) as measure,
         tqdm(total=len(missing) * (1 + options.repeats), disable=not missing) as bar,
     ):
-        for num_workers, name in missing:
-            bar.set_description(f"W = {num_workers}, {name}")
-            append_rows([measure(num_workers, name, bar.update)], str(path))
+        for num_tasks, name in missing:
+            bar.set_description(f"W = {num_tasks}, {name}")
+            append_rows([measure(num_tasks, name, bar.update)], str(path))
 
 
 def _open(settings: Settings, options: argparse.Namespace) -> AbstractContextManager[Measure]:
@@ -245,9 +245,9 @@ def _open(settings: Settings, options: argparse.Namespace) -> AbstractContextMan
 
 
 def _memory_keys(
-    options: argparse.Namespace, settings: Sequence[Settings], workers: Sequence[int]
+    options: argparse.Namespace, settings: Sequence[Settings], every_num_tasks: Sequence[int]
 ) -> list[tuple[int, int]]:
-    return [(each.tokens, number) for each in settings for number in workers]
+    return [(each.tokens, number) for each in settings for number in every_num_tasks]
 
 
 def _measure_memory(
@@ -256,16 +256,18 @@ def _measure_memory(
     missing: Sequence[tuple[int, int]],
     path: Path,
 ) -> None:
-    """Measure and append, for each number of tokens, all numbers of workers together."""
+    """Measure and append, for each number of tokens, all numbers of tasks together."""
     of_tokens = {each.tokens: each for each in settings}
-    workers_of: dict[int, list[int]] = {}
+    tasks_of: dict[int, list[int]] = {}
     for tokens, number in missing:
-        workers_of.setdefault(tokens, []).append(number)
-    total = len(missing) + len(workers_of) * options.repeats
+        tasks_of.setdefault(tokens, []).append(number)
+    total = len(missing) + len(tasks_of) * options.repeats
     with tqdm(total=total, disable=not missing) as bar:
-        for tokens, workers in workers_of.items():
+        for tokens, every_num_tasks in tasks_of.items():
             bar.set_description(f"N = {tokens}")
-            append_rows([*case_study.measure(of_tokens[tokens], workers, bar.update)], str(path))
+            append_rows(
+                [*case_study.measure(of_tokens[tokens], every_num_tasks, bar.update)], str(path)
+            )
 
 
 _KINDS = {
@@ -282,7 +284,7 @@ _KINDS = {
     ),
     "memory": _Kind(
         "cqs-report-memory",
-        case_study.NUM_WORKERS,
+        case_study.NUM_TASKS,
         _Defaults((2500, 5000, 10_000), 8, 64, "float32"),
         _Defaults(case_study.TOKENS, 8, 64, "float16"),
         _memory_keys,

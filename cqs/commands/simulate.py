@@ -13,7 +13,7 @@ from cqs.commands.written_files import check_written
 from cqs.fitting import fit, read_rows
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.arguments import as_integer
-from cqs.scheduler.interest_sets import MAX_NUM_WORKERS
+from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 from cqs.simulation import Case, Forecast, Machine, forecast
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: 8,64,512,4096",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=parse_integer, default=2**20, metavar="N", help="default: 1M"
+        "--seqlen", type=parse_integer, default=2**20, metavar="N", help="default: 1M"
     )
     parser.add_argument("--heads", type=int, default=32, metavar="H")
     parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
@@ -125,9 +125,9 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--slack must be at least 0, got {options.slack:g}")
     for option in ("devices", "tasks"):
         for number in getattr(options, option):
-            as_integer(f"--{option}", number, 1, MAX_NUM_WORKERS)
+            as_integer(f"--{option}", number, 1, MAX_NUM_TASKS)
     shape = AttentionShape(options.heads, options.head_dim, num_kv_heads=options.kv_heads)
-    case = Case(as_integer("--tokens", options.tokens, 1), shape, options.causal == "yes")
+    case = Case(as_integer("--seqlen", options.seqlen, 1), shape, options.causal == "yes")
     passes = "both" if options.backward else "forward"
     if options.life:
         _play(options, case, machine, passes)
@@ -261,9 +261,9 @@ def _play(options: argparse.Namespace, case: Case, machine: Machine, passes: str
     from cqs.event_simulation import Trouble, read_relative_times
 
     as_integer("--trials", options.trials, 1, _MAX_TRIALS)
-    as_integer("--saves", options.saves, 0, MAX_NUM_WORKERS)
+    as_integer("--saves", options.saves, 0, MAX_NUM_TASKS)
     as_integer(
-        "--tasks times --devices", max(options.tasks) * max(options.devices), 1, MAX_NUM_WORKERS
+        "--tasks times --devices", max(options.tasks) * max(options.devices), 1, MAX_NUM_TASKS
     )
     trouble = Trouble(
         notice_seconds=options.notice,

@@ -142,7 +142,7 @@ class Layout:
     @property
     def is_final(self) -> bool:
         """Whether ranks compute with all keys of a query, so that nothing is to be merged."""
-        return self.plan.num_workers == 1
+        return self.plan.num_tasks == 1
 
 
 @lru_cache(maxsize=32)
@@ -200,7 +200,7 @@ def lay_out(
     plan = make_plan(
         sum(seqlens_q),
         sum(seqlens_kv),
-        num_workers=num_ranks // head_parallel,
+        num_tasks=num_ranks // head_parallel,
         is_causal=is_causal,
         interest_set=interest_set,
         tile=tile,
@@ -208,7 +208,7 @@ def lay_out(
     )
     tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
-    is_final = plan.num_workers == 1
+    is_final = plan.num_tasks == 1
     splits = [
         split_steps(task.steps, own_queries, range(0) if is_final else own_keys)
         for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
@@ -241,7 +241,7 @@ def lay_out(
         flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
         num_ranks=num_ranks,
         num_kv_heads=max(num_kv_heads // head_parallel, 1),
-        num_keys=sum(seqlens_kv) * len(plan.interest_set) // plan.num_workers,
+        num_keys=sum(seqlens_kv) * len(plan.interest_set) // plan.num_tasks,
         with_gradients=with_gradients,
         rule=stage_rule,
     )

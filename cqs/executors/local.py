@@ -63,12 +63,12 @@ def _run(
     else:
         tiler = Tiler(plan, *(answer or problem.empty_answer()))
         for task in plan.tasks:
-            tiler.add(task.worker, worker.run(task, query, key, value))
+            tiler.add(task.index, worker.run(task, query, key, value))
             if progress:
-                progress(task.worker + 1, plan.num_workers)
+                progress(task.index + 1, plan.num_tasks)
         return tiler.finish()
     if progress:
-        progress(plan.num_workers, plan.num_workers)
+        progress(plan.num_tasks, plan.num_tasks)
     return partial if answer is None else Partial(*map(Tensor.copy_, answer, partial))
 
 

@@ -13,7 +13,7 @@ _LESS = 0.8
 
 
 def explain_shortage(
-    problem: Problem, plan: Plan, backend: str | None, capacity: int, worker: int | None = None
+    problem: Problem, plan: Plan, backend: str | None, capacity: int, index: int | None = None
 ) -> str:
     """Compare what was predicted with what a GPU has, and say how many tasks would fit.
 
@@ -22,12 +22,12 @@ def explain_shortage(
         plan: Its plan.
         backend: Name of the one that computed, if that was known.
         capacity: Bytes of the GPU.
-        worker: The task that found too little memory, alone on its device; ``None`` means that all
+        index: The task that found too little memory, alone on its device; ``None`` means that all
             tasks share the device.
     """
-    if worker is not None:
-        needed = _cost(problem, plan.task(worker), backend).peak_bytes
-        what = f"task {worker} of {plan.num_workers}"
+    if index is not None:
+        needed = _cost(problem, plan.task(index), backend).peak_bytes
+        what = f"task {index} of {plan.num_tasks}"
     elif backend in ATTEND_SHARES:
         needed = _cost(problem, problem.make_plan(1).task(0), backend).peak_bytes
         what = "this call"
@@ -46,10 +46,10 @@ def explain_shortage(
     if (found := fewest_tasks(problem, backend, enough, at_least=3)) is None:
         most = moduli_of_small_covers(_MOST_TASKS)[-1]
         return f"{message}. No number of tasks up to {most} would help"
-    num_workers, each = found
+    num_tasks, each = found
     return (
-        f"{message}. Cut into {num_workers} tasks, each would need {_gibibytes(each)}: "
-        f"cqs.Cluster(...).attention(..., num_workers={num_workers}), whose actors hold a "
+        f"{message}. Cut into {num_tasks} tasks, each would need {_gibibytes(each)}: "
+        f"cqs.Cluster(...).attention(..., num_tasks={num_tasks}), whose actors hold a "
         "task at a time"
     )
 
@@ -66,13 +66,13 @@ def fewest_tasks(
         at_least: So many tasks, or more: then a number for which they hold few tokens.
     """
     more = (number for number in moduli_of_small_covers(_MOST_TASKS) if number > at_least)
-    for num_workers in (at_least, *more):
-        if _bytes_of_all(problem) > num_workers * budget:
+    for num_tasks in (at_least, *more):
+        if _bytes_of_all(problem) > num_tasks * budget:
             continue  # some task holds that share of it, or more
-        plan = problem.make_plan(num_workers)
+        plan = problem.make_plan(num_tasks)
         each = max(_cost(problem, task, backend).peak_bytes for task in plan.tasks)
         if each <= budget:
-            return num_workers, each
+            return num_tasks, each
     return None
 
 

@@ -32,7 +32,7 @@ def attention(
     key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None,
     pattern: Pattern | None = None,
-    num_workers: int | None = None,
+    num_tasks: int | None = None,
     backend: str | None = None,
     executor: "str | Cluster | None" = None,
 ) -> jax.Array:
@@ -62,7 +62,7 @@ def attention(
         local_window_size: Query i sees the keys from ``i - left`` to ``i + right``; a number is
             both.
         pattern: Further limits, of :mod:`cqs.patterns`.
-        num_workers: As for :func:`cqs.attention`.
+        num_tasks: As for :func:`cqs.attention`.
         backend: Likewise.
         executor: Likewise.
 
@@ -77,7 +77,7 @@ def attention(
 
     Example:
         >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 50, 4, 16))
-        >>> output = attention(query, key, value, is_causal=True, num_workers=7)
+        >>> output = attention(query, key, value, is_causal=True, num_tasks=7)
         >>> expected = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         >>> bool(jnp.allclose(output, expected, atol=1e-5))
         True
@@ -93,7 +93,7 @@ def attention(
         local_window_size,
         pattern,
         scale,
-        num_workers,
+        num_tasks,
         backend,
         executor,
     )
@@ -118,7 +118,7 @@ class _Call:
     window: tuple[int, int] | None
     pattern: Pattern | None
     scale: float | None
-    num_workers: int | None
+    num_tasks: int | None
     backend: str | None
     executor: "str | Cluster | None"
 
@@ -140,7 +140,7 @@ class _Call:
             *by_head,
             pattern=pattern,
             scale=self.scale,
-            num_workers=self.num_workers,
+            num_tasks=self.num_tasks,
             backend=self.backend,
             executor=self.executor,
         )

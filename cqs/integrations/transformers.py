@@ -44,7 +44,7 @@ def register(
     *,
     executor: "str | Cluster | None" = None,
     group: "dist.ProcessGroup | None" = None,
-    num_workers: int | None = None,
+    num_tasks: int | None = None,
     backend: str | None = None,
 ) -> None:
     """Make ``attn_implementation=name`` mean attention by cqs, in every model of transformers.
@@ -71,7 +71,7 @@ def register(
             every sequence, as for :func:`cqs.distributed.attention`, and with the ``position_ids``
             of the whole: ``torch.distributed.group.WORLD`` for all ranks. Masks of padding are cut
             like the sequence. Neither caches nor packed sequences.
-        num_workers: As for :func:`cqs.attention`; not with a group.
+        num_tasks: As for :func:`cqs.attention`; not with a group.
         backend: As for :func:`cqs.attention`.
 
     Raises:
@@ -90,8 +90,8 @@ def register(
     check_backend_name(backend)
     compute: Callable[..., Any]
     if group is None:
-        compute = partial(attention, executor=executor, num_workers=num_workers, backend=backend)
-    elif executor is num_workers is None:
+        compute = partial(attention, executor=executor, num_tasks=num_tasks, backend=backend)
+    elif executor is num_tasks is None:
         compute = partial(cqs.distributed.attention, group=group, backend=backend)
     else:
         raise ValueError("a process group takes neither an executor nor a number of workers")

@@ -1,4 +1,4 @@
-"""What one worker of W holds and takes: over time, and by the length of the sequence."""
+"""What one task of W holds and takes: over time, and by the length of the sequence."""
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cqs.report.case_study import CaseRow
 
 Rows = Sequence["CaseRow"]
-"""Of one report, by number of tokens and of workers."""
+"""Of one report, by number of tokens and of tasks."""
 
 _SIZE = (4, 3.2)
 """Inches, of a new figure."""
@@ -21,7 +21,7 @@ _MARKERS = "os^Dv"
 
 
 def plot_active_memory(rows: Rows, axes: Any = None) -> Any:
-    """Plot what one worker holds while it computes its task, for every number of workers.
+    """Plot what one task holds while it computes its task, for every number of tasks.
 
     Args:
         rows: At least one, all of one number of tokens.
@@ -36,7 +36,7 @@ def plot_active_memory(rows: Rows, axes: Any = None) -> Any:
     axes.set_prop_cycle(color=_COLORS)
     for row in rows:
         plot_memory(row.samples, axes)
-        axes.lines[-1].set_label(f"W = {row.num_workers}")
+        axes.lines[-1].set_label(f"W = {row.num_tasks}")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     return add_legend(axes, 3)
@@ -86,7 +86,7 @@ def plot_ratios(rows: Rows, axes: Any = None) -> Any:
         The matplotlib axes.
     """
     axes = _draw_lines(rows, axes, lambda row: row.ratio)
-    for i, number in enumerate(sorted({row.num_workers for row in rows})):
+    for i, number in enumerate(sorted({row.num_tasks for row in rows})):
         axes.axhline(1 / number, color="gray", linewidth=1, zorder=1, label=None if i else "1 / W")
     axes.set_ylabel("task over whole")
     make_logarithmic(axes)
@@ -94,13 +94,13 @@ def plot_ratios(rows: Rows, axes: Any = None) -> Any:
 
 
 def _draw_lines(rows: Rows, axes: Any, quantity: "Callable[[CaseRow], float]") -> Any:
-    """Draw a line for each number of workers."""
+    """Draw a line for each number of tasks."""
     from matplotlib.ticker import MaxNLocator
 
     axes = new_axes(_SIZE) if axes is None else axes
-    workers = sorted({row.num_workers for row in rows})
+    workers = sorted({row.num_tasks for row in rows})
     for number, color, marker in zip(workers, cycle(_COLORS), cycle(_MARKERS), strict=False):
-        points = [(row.tokens, quantity(row)) for row in rows if row.num_workers == number]
+        points = [(row.tokens, quantity(row)) for row in rows if row.num_tasks == number]
         lengths, numbers = zip(*points, strict=True)
         axes.plot(lengths, numbers, color=color, marker=marker, ms=5, label=f"W = {number}")
     axes.set(xlim=(0, 1.1 * max(row.tokens for row in rows)), xlabel="tokens")

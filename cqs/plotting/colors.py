@@ -1,4 +1,4 @@
-"""Colours of workers that stay apart, for colour-blind readers too."""
+"""Colours of tasks that stay apart, for colour-blind readers too."""
 
 from itertools import cycle, islice
 
@@ -20,9 +20,9 @@ medium or short waves (Machado, Oliveira and Fernandes, 2009). Lightness J' betw
 black and white to lines and paper; chroma is below 36."""
 
 
-def worker_colors(num_workers: int) -> list[str]:
-    """Return a colour like ``"#0b9f3c"`` for each worker; beyond 128 they repeat."""
-    return [f"#{color}" for color in islice(cycle(_PALETTE.split()), num_workers)]
+def task_colors(num_tasks: int) -> list[str]:
+    """Return a colour like ``"#0b9f3c"`` for each task; beyond 128 they repeat."""
+    return [f"#{color}" for color in islice(cycle(_PALETTE.split()), num_tasks)]
 
 
 def letter_color(color: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cqs.plotting.colors import letter_color, worker_colors
+from cqs.plotting.colors import letter_color, task_colors
 from cqs.plotting.figures import check_picture, label_tokens, new_axes, points_across, save_figure
 from cqs.scheduler import Block, Plan
 
@@ -14,7 +14,7 @@ _SIZE = (7, 7)
 _STAIRS = 64
 """Causal squares of up to so many queries are drawn step by step, larger ones as triangles."""
 _NAMED = 16
-"""Up to so many workers are named in their blocks, of a plan without a pattern."""
+"""Up to so many tasks are named in their blocks, of a plan without a pattern."""
 _NAME_POINTS = 8
 """Height of a name in points; its digits are less wide."""
 _EXACT = 256
@@ -24,48 +24,44 @@ _CELLS = 128
 _PALEST = 0.6
 """Opacity of cells with hardly a live pair."""
 _OTHERS = "#e8e8e8"
-"""The colour of all workers but the one that is asked for."""
+"""The colour of all tasks but the one that is asked for."""
 
 
-def plot_owners(plan: Plan, axes: Any = None, *, worker: int | None = None) -> Any:
+def plot_owners(plan: Plan, axes: Any = None, *, index: int | None = None) -> Any:
     """Draw the score matrix of ``plan``, every live block or pair in the colour of its owner.
 
-    Colours of any two workers differ, to colour-blind eyes too, up to 128 workers. Of a plan with a
+    Colours of any two tasks differ, to colour-blind eyes too, up to 128 tasks. Of a plan with a
     pattern live pairs alone are drawn, or where there are too many to see, cells: in the colour of
-    the worker that owns most of the cell, the paler the fewer of its pairs are live. A bar beside
+    the task that owns most of the cell, the paler the fewer of its pairs are live. A bar beside
     the matrix says whose the colours are, where names do not.
 
     Args:
         plan: Any plan; drawing takes O(W^2) polygons, or 2^14 counts of cells, whatever the
             sequence length.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
-        worker: Show the part of this worker, all others in grey; ``None`` shows all.
+        index: Show the part of this task, all others in grey; ``None`` shows all.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if there is no such ``worker``.
+        ValueError: if there is no such ``index``.
     """
-    if worker is not None:
-        plan.task(worker)
+    if index is not None:
+        plan.task(index)
     axes = new_axes(_SIZE) if axes is None else axes
     colors = [
-        color if worker in (None, owner) else _OTHERS
-        for owner, color in enumerate(worker_colors(plan.num_workers))
+        color if index in (None, owner) else _OTHERS
+        for owner, color in enumerate(task_colors(plan.num_tasks))
     ]
     label_tokens(axes, plan.seqlen_q, plan.seqlen_kv)
-    named = (
-        f"{plan.num_workers} workers"
-        if worker is None
-        else f"worker {worker} of {plan.num_workers}"
-    )
+    named = f"{plan.num_tasks} tasks" if index is None else f"task {index} of {plan.num_tasks}"
     axes.set_title(f"{named}, {len(plan.interest_set)} groups to a quorum")
     if plan.pattern is None:
         _draw_blocks(plan, axes, colors)
     else:
         _draw_live_pairs(plan, axes, colors)
-    if worker is None and (plan.num_workers > _NAMED or plan.pattern is not None):
+    if index is None and (plan.num_tasks > _NAMED or plan.pattern is not None):
         _draw_key(axes, colors)
     return axes
 
@@ -91,20 +87,20 @@ def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:
 
     polygons = [_outline(block) for task in plan.tasks for block in task.blocks]
     faces = [color for task, color in zip(plan.tasks, colors, strict=True) for _ in task.blocks]
-    width = min(0.5, points_across(axes)[0] / plan.num_workers / 16)
+    width = min(0.5, points_across(axes)[0] / plan.num_tasks / 16)
     axes.add_collection(
         PolyCollection(polygons, facecolors=faces, edgecolors="white", linewidths=width)
     )
-    if plan.num_workers <= _NAMED:
+    if plan.num_tasks <= _NAMED:
         for task, color in zip(plan.tasks, colors, strict=True):
             for block in task.blocks if color != _OTHERS else ():
-                _name_owner(axes, task.worker, block, letter_color(color))
+                _name_owner(axes, task.index, block, letter_color(color))
 
 
-def _name_owner(axes: Any, worker: int, block: Block, color: str) -> None:
-    """Write a worker's number into a block that has room; half of a causal one is empty."""
+def _name_owner(axes: Any, index: int, block: Block, color: str) -> None:
+    """Write a task's number into a block that has room; half of a causal one is empty."""
     queries, keys, is_causal = block
-    name, room = str(worker), 0.5 if is_causal else 1.0
+    name, room = str(index), 0.5 if is_causal else 1.0
     width, height = points_across(axes)
     if (
         room * len(keys) / axes.viewLim.width * width < len(name) * _NAME_POINTS
@@ -160,7 +156,7 @@ def _draw_live_pairs(plan: Plan, axes: Any, colors: list[str]) -> None:
         total, most = total + counts, np.maximum(most, counts)
     image[..., 3] = np.where(total, _PALEST + (1 - _PALEST) * total / np.maximum(sizes, 1), 0)
     axes.pcolormesh(columns, rows, image, rasterized=True)
-    if plan.num_workers <= 40:
+    if plan.num_tasks <= 40:
         for draw, groups in ((axes.axhline, plan.token_groups), (axes.axvline, plan.key_groups)):
             for group in groups[1:]:
                 draw(group.start, color="black", linewidth=0.3, alpha=0.5)
@@ -196,19 +192,19 @@ def _cut(groups: Sequence[range]) -> list[int]:
 
 
 def _draw_key(axes: Any, colors: list[str]) -> None:
-    """Draw a bar of all workers' colours beside the matrix."""
+    """Draw a bar of all tasks' colours beside the matrix."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.ticker import MaxNLocator
 
     most = min(_NAMED, int(points_across(axes)[1] / 20))
-    edges = [worker - 0.5 for worker in range(len(colors) + 1)]
+    edges = [index - 0.5 for index in range(len(colors) + 1)]
     bar = axes.figure.colorbar(
         ScalarMappable(BoundaryNorm(edges, len(colors)), ListedColormap(colors)),
         ax=axes,
         aspect=30,
         ticks=MaxNLocator(most, integer=True, steps=[1, 2, 5, 10]),
-        label="worker",
+        label="task",
     )
     bar.minorticks_off()
     bar.ax.invert_yaxis()

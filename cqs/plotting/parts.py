@@ -45,6 +45,6 @@ def plot_parts(rows: Sequence["Measurement"], axes: Any = None) -> Any:
     axes.set_yticks(places, [f"{row.case}  {row.executor}" for row in rows], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds of a step")
-    axes.set_title(f"{rows[0].num_workers} x {rows[0].device}, {rows[0].dtype}", fontsize="medium")
+    axes.set_title(f"{rows[0].num_tasks} x {rows[0].device}, {rows[0].dtype}", fontsize="medium")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
     return axes

@@ -1,4 +1,4 @@
-"""What was measured, by number of workers."""
+"""What was measured, by number of tasks."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from cqs.report.rows import ScalingRow
 
 Rows = Sequence["ScalingRow"]
-"""Of one report and one pass, by number of workers."""
+"""Of one report and one pass, by number of tasks."""
 
 _SIZE = (4, 3.2)
 """Inches, of a new figure."""
@@ -141,7 +141,7 @@ def plot_times(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_speedup(rows: Rows, axes: Any = None) -> Any:
-    """Plot the speed-up over one worker and over one dense call, and the number of devices.
+    """Plot the speed-up over one task and over one dense call, and the number of devices.
 
     Args:
         rows: At least one.
@@ -152,18 +152,18 @@ def plot_speedup(rows: Rows, axes: Any = None) -> Any:
     """
     axes = _prepare(rows, axes, "speed-up")
     lines: dict[str, Callable[[ScalingRow], float | None]] = {
-        "over one worker": lambda row: row.speedup,
+        "over one task": lambda row: row.speedup,
         "over one dense call": lambda row: row.speedup_over_dense,
     }
     _draw_lines(axes, rows, lines)
-    devices = {row.num_workers: row.num_devices for row in rows}
+    devices = {row.num_tasks: row.num_devices for row in rows}
     axes.plot([*devices], [*devices.values()], color="gray", linewidth=1, label="devices")
     make_logarithmic(axes)
     return add_legend(axes)
 
 
 def plot_efficiency(rows: Rows, axes: Any = None) -> Any:
-    """Plot the parallel efficiency: the speed-up over one worker, for each device.
+    """Plot the parallel efficiency: the speed-up over one task, for each device.
 
     Args:
         rows: At least one.
@@ -190,25 +190,25 @@ def plot_run_parts(rows: Rows, axes: Any = None) -> Any:
         The matplotlib axes.
     """
     axes = new_axes(_SIZE) if axes is None else axes
-    names = [str(row.num_workers) for row in rows]
+    names = [str(row.num_tasks) for row in rows]
     below = [0.0] * len(rows)
     for part, (color, _, _) in zip(("slowest", "before", "between", "after"), _STYLES, strict=True):
         heights = [1e3 * max(row.details[f"{part}_seconds"], 0) for row in rows]
         label = "slowest actor computes" if part == "slowest" else part
         axes.bar(names, heights, bottom=below, color=color, label=label)
         below = [sum(pair) for pair in zip(below, heights, strict=True)]
-    axes.set(xlabel="workers", ylabel="milliseconds")
+    axes.set(xlabel="tasks", ylabel="milliseconds")
     if len(names) > 10:
         axes.tick_params(axis="x", rotation=90)
     return add_legend(axes)
 
 
 def _prepare(rows: Rows, axes: Any, label: str) -> Any:
-    """Return axes whose horizontal one has the numbers of workers from 1 on."""
+    """Return axes whose horizontal one has the numbers of tasks from 1 on."""
     axes = new_axes(_SIZE) if axes is None else axes
     axes.set_xscale("log", base=2)
     write_plainly(axes.xaxis)
-    axes.set(xlim=(0.9, 1.2 * max(row.num_workers for row in rows)), xlabel="workers", ylabel=label)
+    axes.set(xlim=(0.9, 1.2 * max(row.num_tasks for row in rows)), xlabel="tasks", ylabel=label)
     axes.grid(color="gray", alpha=0.3)
     return axes
 
@@ -221,7 +221,7 @@ def _draw_lines(
 ) -> None:
     """Draw a line for each quantity that some row has, in its color, marker and style of line."""
     for (label, quantity), (color, marker, style) in zip(lines.items(), styles, strict=False):
-        points = [(row.num_workers, quantity(row)) for row in rows]
+        points = [(row.num_tasks, quantity(row)) for row in rows]
         points = [(workers, number) for workers, number in points if number is not None]
         if points:
             workers, numbers = zip(*points, strict=True)
@@ -232,6 +232,6 @@ def _draw_lines(
 
 def _draw_reference(axes: Any, rows: Rows, of_workers: Callable[[float], float], name: str) -> None:
     """Draw in grey what a quantity is compared with."""
-    most = max(row.num_workers for row in rows)
+    most = max(row.num_tasks for row in rows)
     workers = [most ** (i / _SMOOTH) for i in range(_SMOOTH + 1)]
     axes.plot(workers, list(map(of_workers, workers)), color="gray", linewidth=1, label=name)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cqs.output_files import replace_file
-from cqs.plotting.colors import letter_color, worker_colors
+from cqs.plotting.colors import letter_color, task_colors
 from cqs.plotting.figures import new_axes, points_across
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
 
     rows = _tasks_by_process(report)
     axes = new_axes((9, min(1.6 + 0.25 * len(rows), 12))) if axes is None else axes
-    colors = worker_colors(max((task.worker for task in report.tasks), default=0) + 1)
+    colors = task_colors(max((task.index for task in report.tasks), default=0) + 1)
     ends = [task.started + task.seconds - report.started for task in report.tasks]
     axes.set(
         xlim=(
@@ -56,8 +56,8 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
         for task in tasks:
             start, color, name = (
                 task.started - report.started,
-                colors[task.worker],
-                str(task.worker),
+                colors[task.index],
+                str(task.index),
             )
             axes.barh(row, task.seconds, left=start, color=color)
             has_room = (len(name) + 0.5) * _NAME_POINTS <= task.seconds * points
@@ -110,7 +110,7 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
                 "bytes_in": task.bytes_in,
                 "bytes_out": task.bytes_out,
             }
-            events.append(_event(row, f"task {task.worker}", start, task.seconds, costs))
+            events.append(_event(row, f"task {task.index}", start, task.seconds, costs))
             free = start + task.seconds
         if report.seconds > free:
             events.append(_event(row, "waiting", free, report.seconds - free))

@@ -5,7 +5,7 @@ from itertools import combinations
 from math import cos, pi, sin
 from typing import Any
 
-from cqs.plotting.colors import worker_colors
+from cqs.plotting.colors import task_colors
 from cqs.plotting.figures import new_axes, points_across
 from cqs.scheduler import Plan, quorum
 from cqs.scheduler.quorum import pair_offsets
@@ -22,42 +22,42 @@ _ROW = -1.85
 """Where the row of distances stands, below the middle of the circle."""
 
 
-def plot_wheel(plan: Plan, axes: Any = None, *, worker: int = 0) -> Any:
-    """Draw the quorum of a worker as chords between token groups that lie on a circle.
+def plot_wheel(plan: Plan, axes: Any = None, *, index: int = 0) -> Any:
+    """Draw the quorum of a task as chords between token groups that lie on a circle.
 
     Of the chords that are as long one is solid: it owns the pairs at that distance. Others, of
     interest sets with more differences than needed, are dashed. The boxes below are the distances
     from 1 to W / 2, each in the colour of the chord that covers it: as none is empty, turning the
-    wheel by one group at a time, which makes the quorums of all workers, lays a chord over every
+    wheel by one group at a time, which makes the quorums of all tasks, lays a chord over every
     pair of groups. Each of them once, since a chord meets a pair again only after a full turn; but
-    one of half a circle after half a turn, so for even W two workers share it.
+    one of half a circle after half a turn, so for even W two tasks share it.
 
     Args:
         plan: Any plan; its lengths and pattern do not matter.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
-        worker: Whose quorum.
+        index: Index of the task.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if there is no such ``worker``.
+        ValueError: if there is no such ``index``.
     """
     from matplotlib.patches import Circle
 
-    plan.task(worker)
+    plan.task(index)
     axes = new_axes((6, 7)) if axes is None else axes
     axes.set(xlim=(-_EDGE, _EDGE), ylim=(_EDGE - _HEIGHT, _EDGE), aspect="equal")
     axes.set_axis_off()
-    axes.set_title(f"quorum of worker {worker} of {plan.num_workers}")
-    groups = [_on_circle(group / plan.num_workers) for group in range(plan.num_workers)]
+    axes.set_title(f"quorum of task {index} of {plan.num_tasks}")
+    groups = [_on_circle(group / plan.num_tasks) for group in range(plan.num_tasks)]
     axes.add_patch(Circle((0, 0), 1, facecolor="none", edgecolor="0.85", zorder=0))
     axes.scatter(*zip(*groups, strict=True), s=6, color="0.6", zorder=2)
-    members = quorum(worker, plan.interest_set, plan.num_workers)
-    colors = worker_colors(plan.num_workers // 2)
-    owners = _owning_pairs(plan, worker)
+    members = quorum(index, plan.interest_set, plan.num_tasks)
+    colors = task_colors(plan.num_tasks // 2)
+    owners = _owning_pairs(plan, index)
     for first, second in combinations(members, 2):
-        distance = min((first - second) % plan.num_workers, (second - first) % plan.num_workers)
+        distance = min((first - second) % plan.num_tasks, (second - first) % plan.num_tasks)
         is_owner = (first, second) in owners
         axes.plot(
             *zip(groups[first], groups[second], strict=True),
@@ -69,7 +69,7 @@ def plot_wheel(plan: Plan, axes: Any = None, *, worker: int = 0) -> Any:
     axes.scatter(
         *zip(*(groups[member] for member in members), strict=True), color="black", zorder=3
     )
-    _number_groups(axes, plan.num_workers, members)
+    _number_groups(axes, plan.num_tasks, members)
     _draw_distances(axes, colors)
     return axes
 
@@ -79,12 +79,12 @@ def _on_circle(turn: float, radius: float = 1.0) -> tuple[float, float]:
     return radius * sin(2 * pi * turn), radius * cos(2 * pi * turn)
 
 
-def _owning_pairs(plan: Plan, worker: int) -> set[tuple[int, int]]:
-    """List the pairs of groups, ascending, that the worker owns, alone or with another."""
-    partners, shared = pair_offsets(plan.interest_set, plan.num_workers)
+def _owning_pairs(plan: Plan, index: int) -> set[tuple[int, int]]:
+    """List the pairs of groups, ascending, that the task owns, alone or with another."""
+    partners, shared = pair_offsets(plan.interest_set, plan.num_tasks)
     pairs = [(a, b) for a, offsets in partners.items() for b in offsets]
     moved = [
-        [(offset + worker) % plan.num_workers for offset in pair]
+        [(offset + index) % plan.num_tasks for offset in pair]
         for pair in (pairs if shared is None else [*pairs, shared])
     ]
     return {(min(pair), max(pair)) for pair in moved}

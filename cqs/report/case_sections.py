@@ -41,10 +41,10 @@ def describe(rows: Rows, out: str) -> Content:
         out: The directory of the report, for the command that it names.
     """
     lengths = [
-        _Length(tokens, {row.num_workers: row for row in rows if row.tokens == tokens})
+        _Length(tokens, {row.num_tasks: row for row in rows if row.tokens == tokens})
         for tokens in dict.fromkeys(row.tokens for row in rows)
     ]
-    workers = sorted({row.num_workers for row in rows})
+    workers = sorted({row.num_tasks for row in rows})
     axis = Axis("N", "number of tokens N", lambda length: f"{length.tokens:,}")
     return Content(
         title=f"One worker of {span(workers)}: memory and time over "
@@ -63,7 +63,7 @@ def summarize_rows(rows: Rows) -> str:
     """Tabulate what matters most, for the terminal."""
     columns: dict[str, Callable[[CaseRow], str]] = {
         "N": lambda row: f"{row.tokens:,}",
-        "W": lambda row: str(row.num_workers),
+        "W": lambda row: str(row.num_tasks),
         "longest": lambda row: f"{row.held_tokens:,}",
         "MiB": lambda row: mebibytes(row.peak_bytes),
         "predicted MiB": lambda row: mebibytes(row.predicted_bytes),
@@ -76,8 +76,8 @@ def summarize_rows(rows: Rows) -> str:
 def command(rows: Rows, out: str) -> str:
     """Return the command that measures the same into the directory ``out``."""
     numbers = {
-        "--workers": sorted({row.num_workers for row in rows}),
-        "--tokens": sorted({row.tokens for row in rows}),
+        "--tasks": sorted({row.num_tasks for row in rows}),
+        "--seqlen": sorted({row.tokens for row in rows}),
     }
     lists = [word for name, each in numbers.items() for word in (name, ",".join(map(str, each)))]
     options = rows[0].settings.options

@@ -24,7 +24,7 @@ from cqs.scheduler import Plan, Task, make_plan, quorum
 from cqs.worker.memory import record_memory
 from cqs.worker.resident import STATM, record_resident
 
-NUM_WORKERS = (1, 4, 7, 8, 31)
+NUM_TASKS = (1, 4, 7, 8, 31)
 TOKENS = (10_000, 20_000, 30_000, 40_000, 45_000, 46_000, 47_000, 48_000, 49_000)
 """As published."""
 TENSORS, RESIDENT = "tensors", "resident set"
@@ -53,7 +53,7 @@ class CaseRow(Row):
     @property
     def key(self) -> tuple[int, int]:
         """What tells the rows of one report apart."""
-        return self.tokens, self.num_workers
+        return self.tokens, self.num_tasks
 
     @property
     def samples(self) -> list[tuple[float, int]]:
@@ -61,7 +61,7 @@ class CaseRow(Row):
         return list(zip(self.sample_seconds, self.sample_bytes, strict=True))
 
 
-def plan_case(settings: Settings, num_workers: int) -> Plan:
+def plan_case(settings: Settings, num_tasks: int) -> Plan:
     """Plan as published, but for the choice of the interest set.
 
     Groups end at any token. All multiples of an interest set by a number without common divisors
@@ -71,7 +71,7 @@ def plan_case(settings: Settings, num_workers: int) -> Plan:
     make = partial(
         make_plan,
         settings.tokens,
-        num_workers=num_workers,
+        num_tasks=num_tasks,
         is_causal=settings.is_causal,
         pattern=settings.make_pattern(),
     )
@@ -79,12 +79,12 @@ def plan_case(settings: Settings, num_workers: int) -> Plan:
     sizes = list(map(len, plan.token_groups))
 
     def longest(interest_set: tuple[int, ...]) -> int:
-        quorums = (quorum(worker, interest_set, num_workers) for worker in range(num_workers))
+        quorums = (quorum(worker, interest_set, num_tasks) for worker in range(num_tasks))
         return max(sum(sizes[group] for group in groups) for groups in quorums)
 
-    units = [unit for unit in range(1, num_workers + 1) if gcd(unit, num_workers) == 1]
+    units = [unit for unit in range(1, num_tasks + 1) if gcd(unit, num_tasks) == 1]
     multiples = [
-        tuple(sorted(unit * offset % num_workers for offset in plan.interest_set)) for unit in units
+        tuple(sorted(unit * offset % num_tasks for offset in plan.interest_set)) for unit in units
     ]
     return make(interest_set=min(multiples, key=longest))
 

@@ -52,7 +52,7 @@ def opened(settings: Settings) -> Iterator[Measure]:
     with _group():
         ranks = _Ranks(settings)
 
-        def measure(num_workers: int, name: str, tick: Tick) -> ScalingRow:
+        def measure(num_tasks: int, name: str, tick: Tick) -> ScalingRow:
             _tell(name)
             return ranks.measure(name, tick)
 

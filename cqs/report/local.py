@@ -26,9 +26,9 @@ def opened(settings: Settings) -> Iterator[Measure]:
     """
     work_of, watch = cache(partial(make_pass, settings)), Stopwatch()
 
-    def measure(num_workers: int, name: str, tick: Tick) -> ScalingRow:
+    def measure(num_tasks: int, name: str, tick: Tick) -> ScalingRow:
         work = work_of(name)
-        plan = work.problem.make_plan(num_workers)
+        plan = work.problem.make_plan(num_tasks)
         held = _check_and_weigh(work, plan)
         tick()
         contenders = {
@@ -47,12 +47,12 @@ def opened(settings: Settings) -> Iterator[Measure]:
                 found["tasks"].seconds,
                 one=found["one"],
                 dense=found["dense"],
-                whole=found["tasks"].seconds[slowest] + found["tasks"].merge / num_workers,
+                whole=found["tasks"].seconds[slowest] + found["tasks"].merge / num_tasks,
                 merge=found["tasks"].merge,
             )
             for found in rounds
         ]
-        return make_row(settings, name, plan, turns=turns, held=held, num_devices=num_workers)
+        return make_row(settings, name, plan, turns=turns, held=held, num_devices=num_tasks)
 
     yield measure
 

@@ -106,7 +106,7 @@ def _draw_chart(picture: Picture, rows: Sequence[Any]) -> Drawing:
 
 
 def _draw_matrix(plan: Plan) -> Drawing:
-    caption = "1 worker" if plan.num_workers == 1 else f"{plan.num_workers} workers"
+    caption = "1 worker" if plan.num_tasks == 1 else f"{plan.num_tasks} workers"
     return _draw(lambda axes: plot_owners(plan, axes).set_title(""), caption, "png", _MATRIX)
 
 

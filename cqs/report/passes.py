@@ -120,8 +120,8 @@ class Forward(Pass):
         tiler = Tiler(plan, *self.problem.empty_answer())
 
         def merge() -> Partial:
-            for worker, parts in enumerate(results):
-                tiler.add(worker, [Partial(*part) for part in parts])
+            for index, parts in enumerate(results):
+                tiler.add(index, [Partial(*part) for part in parts])
             return tiler.finish()
 
         return merge
@@ -175,7 +175,7 @@ class Backward(Pass):
             for task, parts in zip(plan.tasks, results, strict=True):
                 number = len(task.held_queries)
                 queries = [query for (query,) in parts[:number]]
-                total.add(task.worker, queries, [(key, value) for key, value in parts[number:]])
+                total.add(task.index, queries, [(key, value) for key, value in parts[number:]])
             return total.finish()
 
         return merge

@@ -36,8 +36,8 @@ def opened(
         start = cache(lambda: stack.enter_context(cqs.Cluster(num_actors, address=address)))
         work_of, watch = cache(partial(make_pass, settings)), Stopwatch()
 
-        def measure(num_workers: int, name: str, tick: Tick) -> ScalingRow:
-            return _measure(settings, start(), work_of(name), num_workers, watch, tick)
+        def measure(num_tasks: int, name: str, tick: Tick) -> ScalingRow:
+            return _measure(settings, start(), work_of(name), num_tasks, watch, tick)
 
         yield measure
 
@@ -46,17 +46,17 @@ def _measure(
     settings: Settings,
     cluster: cqs.Cluster,
     work: Pass,
-    num_workers: int,
+    num_tasks: int,
     watch: Stopwatch,
     tick: Tick,
 ) -> ScalingRow:
     """Check a run, which also says what its tasks hold, then time others."""
-    plan, plan_of_one = (work.problem.make_plan(number) for number in (num_workers, 1))
+    plan, plan_of_one = (work.problem.make_plan(number) for number in (num_tasks, 1))
     result, report = _run(cluster, work, plan)
     work.verify(result)
     held = [
         Held(
-            predicted=work.predict_bytes(plan.task(task.worker), task.backend),
+            predicted=work.predict_bytes(plan.task(task.index), task.backend),
             peak=task.peak_bytes,
             received=task.bytes_in,
             returned=task.bytes_out,
@@ -94,7 +94,7 @@ def _measure(
         plan,
         turns=turns,
         held=held,
-        num_devices=min(num_actors, num_workers),
+        num_devices=min(num_actors, num_tasks),
         details=details,
     )
 

@@ -1,6 +1,5 @@
 """One row per worker count and pass: what was planned, predicted and measured."""
 
-import json
 import platform
 import statistics
 from abc import ABC, abstractmethod
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from cqs.bench.measurement import Measurement, summarize
 from cqs.input_files import read_lines
 from cqs.report.settings import Settings
+from cqs.result_rows import parse_row
 from cqs.scheduler import Plan, make_plan
 
 PASSES = ("forward", "backward")
@@ -128,7 +128,7 @@ class ScalingRow(Row):
     @property
     def key(self) -> tuple[int, str]:
         """What tells the rows of one report apart."""
-        return self.num_workers, self.passes
+        return self.num_tasks, self.passes
 
     @property
     def held_share(self) -> float:
@@ -147,14 +147,14 @@ class ScalingRow(Row):
 
     @property
     def efficiency(self) -> float:
-        """Speed-up over one worker, for each device."""
+        """Speed-up over one task, for each device."""
         return self.speedup / self.num_devices
 
     def make_plan(self) -> Plan:
         """Return the plan that was measured."""
         return make_plan(
             self.tokens,
-            num_workers=self.num_workers,
+            num_tasks=self.num_tasks,
             is_causal=self.is_causal,
             pattern=self.settings.make_pattern(),
             tile=self.tile,
@@ -202,7 +202,7 @@ def make_row(
         bytes_in=max(each.received for each in held),
         bytes_out=max(each.returned for each in held),
         slowest_ms=1e3 * max(seconds_of_tasks),
-        mean_ms=1e3 * sum(seconds_of_tasks) / plan.num_workers,
+        mean_ms=1e3 * sum(seconds_of_tasks) / plan.num_tasks,
         merge_ms=_milliseconds([turn.merge for turn in turns]),
         transfer_ms=_milliseconds([turn.transfer for turn in turns]),
         one_ms=1e3 * statistics.median(turn.one for turn in turns),
@@ -221,7 +221,7 @@ def median_seconds(turns: Sequence[Sequence[float]]) -> list[float]:
 def read_rows(path: Path) -> list[ScalingRow]:
     """Read what :func:`read_kind` reads; forward passes first, by number of workers."""
     rows = read_kind(ScalingRow, path)
-    return sorted(rows, key=lambda row: (PASSES.index(row.passes), row.num_workers))
+    return sorted(rows, key=lambda row: (PASSES.index(row.passes), row.num_tasks))
 
 
 def read_kind(kind: type[RowKind], path: Path) -> list[RowKind]:
@@ -236,7 +236,7 @@ def read_kind(kind: type[RowKind], path: Path) -> list[RowKind]:
     found = {}
     for number, line in enumerate(read_lines(path), 1):
         try:
-            row = kind(**json.loads(line))
+            row = kind(**parse_row(line))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no row of a report: {error}") from error
         found[row.key] = row
@@ -256,6 +256,6 @@ def fields_of(settings: Settings, plan: Plan) -> dict[str, Any]:
     return {
         **{each.name: getattr(settings, each.name) for each in fields(Settings)},
         "case": f"{kind}-{settings.tokens}-{shape}{pattern}",
-        "num_workers": plan.num_workers,
+        "num_tasks": plan.num_tasks,
         "tile": plan.tile,
     }

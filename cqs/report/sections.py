@@ -32,7 +32,7 @@ def describe(rows: Rows, out: str) -> Content:
         rows: Of one settings, at least one.
         out: The directory of the report, for the command that it names.
     """
-    plans = {row.num_workers: row.make_plan() for row in rows}
+    plans = {row.num_tasks: row.make_plan() for row in rows}
     return Content(
         title=_title(rows),
         method=METHODS[rows[0].executor],
@@ -44,7 +44,7 @@ def describe(rows: Rows, out: str) -> Content:
 
 
 def _title(rows: Rows) -> str:
-    workers = [row.num_workers for row in rows]
+    workers = [row.num_tasks for row in rows]
     noun = "worker" if max(workers) == 1 else "workers"
     return f"Attention over {rows[0].tokens:,} tokens by {span(workers)} {noun}"
 
@@ -53,7 +53,7 @@ def _chapters(rows: Rows) -> list[Chapter]:
     found = []
     of_passes = {name: [row for row in rows if row.passes == name] for name in PASSES}
     of_passes = {name: of_pass for name, of_pass in of_passes.items() if of_pass}
-    plans = {row.num_workers: row for row in rows}
+    plans = {row.num_tasks: row for row in rows}
     by_workers = [plans[number] for number in sorted(plans)]
     found.append(Chapter("Shares of the work", _WORKERS, by_workers, (_SHARES,)))
     for name, of_pass in of_passes.items():
@@ -103,7 +103,7 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
 def summarize_rows(rows: Rows) -> str:
     """Tabulate what matters most, for the terminal."""
     columns = {
-        "W": lambda row: str(row.num_workers),
+        "W": lambda row: str(row.num_tasks),
         "pass": lambda row: row.passes,
         "tokens": lambda row: percent(row.held_share),
         "ratio": lambda row: f"{row.responsibility_ratio:.4g}",
@@ -118,15 +118,15 @@ def command(rows: Rows, out: str) -> str:
 
     Of ranks a line for each number of them.
     """
-    options = ["--tokens", str(rows[0].tokens), *rows[0].settings.options]
-    workers = sorted({row.num_workers for row in rows})
+    options = ["--seqlen", str(rows[0].tokens), *rows[0].settings.options]
+    workers = sorted({row.num_tasks for row in rows})
     if "actors" in rows[0].details:
         options += ["--actors", f"{rows[-1].details['actors']:.0f}"]
     if any(row.passes == "backward" for row in rows):
         options.append("--backward")
     options += ["--out", out]
     if rows[0].executor != "distributed":
-        return shlex.join(["cqs", "report", "--workers", ",".join(map(str, workers)), *options])
+        return shlex.join(["cqs", "report", "--tasks", ",".join(map(str, workers)), *options])
     return "\n".join(
         shlex.join(["torchrun", "--nproc-per-node", str(number), "-m", "cqs", "report", *options])
         for number in workers
@@ -157,7 +157,7 @@ def _mebibytes(number: int | None) -> str:
     return NOTHING if number is None else mebibytes(number)
 
 
-_WORKERS = Axis("W", "number of workers W", lambda row: str(row.num_workers))
+_WORKERS = Axis("W", "number of workers W", lambda row: str(row.num_tasks))
 _SHARES = Section(
     "Longest subsequence and balance",
     "Tokens that the largest task needs, beside the whole sequence; live pairs of the whole over "
@@ -214,12 +214,12 @@ _TIME = Section(
 )
 _SPEEDUP = Section(
     "Speed-up",
-    "Milliseconds of all workers; speed-up over one worker and over one dense call of PyTorch's "
+    "Milliseconds of all workers; speed-up over one task and over one dense call of PyTorch's "
     "scaled_dot_product_attention, which computes hidden pairs too; and parallel efficiency, the "
-    "speed-up over one worker for each device.",
+    "speed-up over one task for each device.",
     {
         "ms": lambda row: digits(row.median_ms),
-        "over one worker": lambda row: digits(row.speedup),
+        "over one task": lambda row: digits(row.speedup),
         "over dense": lambda row: digits(row.speedup_over_dense),
         "devices": lambda row: str(row.num_devices),
         "efficiency": lambda row: percent(row.efficiency),

@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def options(self) -> list[str]:
-        """The options of ``cqs report`` but for ``--tokens``, as a shell would split them."""
+        """The options of ``cqs report`` but for ``--seqlen``, as a shell would split them."""
         found = [
             "--executor", self.executor,
             "--heads", str(self.num_heads),

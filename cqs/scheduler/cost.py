@@ -80,9 +80,9 @@ class TaskCost:
     flops: int
     """Multiplications and additions of the two matrix products over live pairs."""
     bytes_in: int
-    """Queries, keys and values that the worker must receive."""
+    """Queries, keys and values that the task must receive."""
     bytes_out: int
-    """Partial outputs and their lse that the worker returns."""
+    """Partial outputs and their lse that the task returns."""
     peak_bytes: int
     """Most bytes held at once, without a kernel's own scratch: inputs, results, and what the
     backend needs besides. ``triton``: nothing, but for the words of dropout. Backends that compute
@@ -110,7 +110,7 @@ def predict_cost(
 
     Example:
         >>> from cqs.scheduler import make_plan
-        >>> cost = predict_cost(make_plan(7000, num_workers=7).task(0), AttentionShape(8, 64))
+        >>> cost = predict_cost(make_plan(7000, num_tasks=7).task(0), AttentionShape(8, 64))
         >>> cost.flops == 4 * 7 * 1000 * 1000 * 64 * 8, cost.bytes_in == 3 * 3000 * 8 * 64 * 2
         (True, True)
     """

@@ -1,7 +1,7 @@
 """Difference covers of the integers modulo W: checked, constructed, searched.
 
 A set I covers Z_W when every integer modulo W is a difference of two of its elements. Such a set of
-size m costs every worker m / W of the tokens, so small covers are worth the trouble:
+size m costs every task m / W of the tokens, so small covers are worth the trouble:
 
 - :func:`singer_cover`: every nonzero difference exactly once, for W = q^2 + q + 1, q a prime power;
 - :func:`ruler_cover`: for every W, at most sqrt(1.5 W) + 6 elements, no search;
@@ -110,7 +110,7 @@ def singer_order(modulus: int) -> int | None:
 def moduli_of_small_covers(limit: int) -> tuple[int, ...]:
     """List 1, 3 and those below ``limit`` that have perfect difference sets.
 
-    So many workers hold the fewest tokens for their number.
+    So many tasks hold the fewest tokens for their number.
 
     Example:
         >>> moduli_of_small_covers(32)
@@ -161,7 +161,7 @@ def search_cover(
     """Search a difference cover of ``size`` elements by simulated annealing, or return None.
 
     Deterministic for a given ``seed``. A move replaces one element; its cost is the number of
-    residues left uncovered. Finds optimal covers of a few dozen workers within seconds; None proves
+    residues left uncovered. Finds optimal covers of a few dozen tasks within seconds; None proves
     nothing.
 
     Example:

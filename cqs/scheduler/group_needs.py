@@ -1,4 +1,4 @@
-"""Of how many token groups a worker needs the queries, and of how many the keys."""
+"""Of how many token groups a task needs the queries, and of how many the keys."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from cqs.scheduler.quorum import pair_offsets
 
 
 class GroupNeeds(NamedTuple):
-    """Of how many groups a worker needs what; its own is one of each."""
+    """Of how many groups a task needs what; its own is one of each."""
 
     queries: float
     keys: float
@@ -26,15 +26,15 @@ class GroupNeeds(NamedTuple):
 
 @lru_cache(maxsize=256)
 def group_needs(
-    interest_set: tuple[int, ...], num_workers: int, is_causal: bool
+    interest_set: tuple[int, ...], num_tasks: int, is_causal: bool
 ) -> tuple[GroupNeeds, ...]:
-    """Return what workers need.
+    """Return what tasks need.
 
     If attention is causal they differ by which of their groups come before others; some of each
-    kind are looked at. Of a pair that two workers share each needs half of the queries. Takes
-    O(num_workers log num_workers): 6 s for 2^18 workers.
+    kind are looked at. Of a pair that two tasks share each needs half of the queries. Takes
+    O(num_tasks log num_tasks): 6 s for 2^18 tasks.
     """
-    partners, shared = pair_offsets(interest_set, num_workers)
+    partners, shared = pair_offsets(interest_set, num_tasks)
     if not is_causal:
         num_queries = num_keys = len(interest_set)
         if shared is not None:
@@ -45,39 +45,39 @@ def group_needs(
         home, own_keys = float(any(a == 0 != b for a, b in pairs)), _sees_own_keys_and_more(pairs)
         return (GroupNeeds(num_queries, num_keys, num_queries, num_keys, home, own_keys),)
 
-    def needs(worker: int, offset: int, *, without_own: bool = False) -> tuple[float, float]:
+    def needs(index: int, offset: int, *, without_own: bool = False) -> tuple[float, float]:
         """Return what part of a group's queries meets keys of other groups, and of its keys.
 
-        With ``without_own`` the worker's own group does not count as another.
+        With ``without_own`` the task's own group does not count as another.
         """
-        group = (worker + offset) % num_workers
+        group = (index + offset) % num_tasks
         others = partners.get(offset, ())
         if without_own and others and others[0] == 0:
             others = others[1:]
         lowest = highest = group
         if others:  # ascending; those from ``wrapped`` on are the groups that begin anew at 0
-            wrapped = bisect_left(others, num_workers - worker)
-            lowest = (worker + others[wrapped % len(others)]) % num_workers
-            highest = (worker + others[wrapped - 1]) % num_workers
+            wrapped = bisect_left(others, num_tasks - index)
+            lowest = (index + others[wrapped % len(others)]) % num_tasks
+            highest = (index + others[wrapped - 1]) % num_tasks
         part, is_key = float(lowest < group), highest > group
         if shared is not None and offset in shared:
             other = sum(shared) - offset
-            across = (worker + other) % num_workers
+            across = (index + other) % num_tasks
             part = max(part, 0.5 if across < group else 0.0)
             is_key |= across > group and not (without_own and other == 0)
         return part, float(is_key)
 
     distances = [offset for offset in interest_set if offset]
     found = []
-    for worker in {(-offset - i) % num_workers for offset in interest_set for i in (0, 1)}:
-        of_others = [needs(worker, each) for each in distances]
-        by_others = [needs((worker - each) % num_workers, each) for each in distances]
+    for index in {(-offset - i) % num_tasks for offset in interest_set for i in (0, 1)}:
+        of_others = [needs(index, each) for each in distances]
+        by_others = [needs((index - each) % num_tasks, each) for each in distances]
         queries, keys, query_results, key_results = (
             1 + sum(part[i] for part in parts) for parts in (of_others, by_others) for i in (0, 1)
         )
-        home = needs(worker, 0)[0]
-        num_seen = sum(needs(worker, each, without_own=True)[1] for each in distances)
-        own_keys = float(needs(worker, 0)[1] and num_seen > 0)
+        home = needs(index, 0)[0]
+        num_seen = sum(needs(index, each, without_own=True)[1] for each in distances)
+        own_keys = float(needs(index, 0)[1] and num_seen > 0)
         found.append(GroupNeeds(queries, keys, query_results, key_results, home, own_keys))
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""Which interest set serves a number of workers, and where it comes from."""
+"""Which interest set serves a number of tasks, and where it comes from."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -19,23 +19,23 @@ _FOLDERS = (
     Path(__file__).resolve().parents[1] / "interest_sets",
 )
 
-MAX_NUM_WORKERS = 2**18
-"""Largest number of workers. A plan and its interest set are made within a second or two."""
+MAX_NUM_TASKS = 2**18
+"""Largest number of tasks. A plan and its interest set are made within a second or two."""
 _MAX_SIZE = 4096
-"""Largest number of elements. An interest set for so many workers needs 650; ownership looks at
+"""Largest number of elements. An interest set for so many tasks needs 650; ownership looks at
 all pairs of elements."""
 
 
-def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[int, ...]:
-    """Return ``interest_set`` sorted, or say why it cannot serve ``num_workers``.
+def check_interest_set(interest_set: Iterable[int], num_tasks: int) -> tuple[int, ...]:
+    """Return ``interest_set`` sorted, or say why it cannot serve ``num_tasks``.
 
     Args:
         interest_set: At most 4,096 integers.
-        num_workers: Number of workers and of token groups, from 1 to 262,144.
+        num_tasks: Number of tasks and of token groups, from 1 to 262,144.
 
     Raises:
         TypeError: if ``interest_set`` is no collection or an element no integer.
-        ValueError: if ``num_workers`` is out of range, if there are too many elements, if one is
+        ValueError: if ``num_tasks`` is out of range, if there are too many elements, if one is
             out of range or repeated, if 0 is missing, or if a difference is; the message names the
             smallest.
 
@@ -43,20 +43,18 @@ def check_interest_set(interest_set: Iterable[int], num_workers: int) -> tuple[i
         >>> check_interest_set([3, 0, 1], 7)
         (0, 1, 3)
     """
-    num_workers = as_integer("num_workers", num_workers, 1, MAX_NUM_WORKERS)
+    num_tasks = as_integer("num_tasks", num_tasks, 1, MAX_NUM_TASKS)
     elements = list_elements(interest_set)
     for element in elements:
-        if not 0 <= element < num_workers:
-            raise ValueError(
-                f"interest_set must lie in range({num_workers}), got {as_text(element)}"
-            )
+        if not 0 <= element < num_tasks:
+            raise ValueError(f"interest_set must lie in range({num_tasks}), got {as_text(element)}")
     if len(set(elements)) != len(elements):
         raise ValueError(f"interest_set repeats an element: {elements}")
     if 0 not in elements:
         raise ValueError(f"interest_set must contain 0, got {elements}")
-    if missing := missing_differences(elements, num_workers):
+    if missing := missing_differences(elements, num_tasks):
         raise ValueError(
-            f"interest_set {elements} is no difference cover modulo {num_workers}: "
+            f"interest_set {elements} is no difference cover modulo {num_tasks}: "
             f"no two elements differ by {missing[0]}"
         )
     return tuple(sorted(elements))
@@ -81,21 +79,21 @@ def list_elements(interest_set: Iterable[int]) -> tuple[int, ...]:
 
 
 @cache
-def load_interest_set(num_workers: int) -> tuple[int, ...]:
-    """Return the best known interest set for any number of workers, verified.
+def load_interest_set(num_tasks: int) -> tuple[int, ...]:
+    """Return the best known interest set for any number of tasks, verified.
 
     A stored set if there is one (all of 3..111, optimal or the best published, and more beyond),
-    else the perfect set of a projective plane if ``num_workers == q*q + q + 1`` for a prime power
-    q, else a constructed set of at most ``sqrt(1.5 * num_workers) + 6`` elements.
+    else the perfect set of a projective plane if ``num_tasks == q*q + q + 1`` for a prime power
+    q, else a constructed set of at most ``sqrt(1.5 * num_tasks) + 6`` elements.
 
     Args:
-        num_workers: Number of workers and of token groups, from 1 to 262,144.
+        num_tasks: Number of tasks and of token groups, from 1 to 262,144.
 
     Returns:
-        A sorted difference cover of the integers modulo ``num_workers`` that contains 0.
+        A sorted difference cover of the integers modulo ``num_tasks`` that contains 0.
 
     Raises:
-        TypeError: if ``num_workers`` is no integer.
+        TypeError: if ``num_tasks`` is no integer.
         ValueError: if it is out of range, or if a stored file is damaged.
 
     Example:
@@ -104,13 +102,13 @@ def load_interest_set(num_workers: int) -> tuple[int, ...]:
         >>> len(load_interest_set(1000))
         40
     """
-    num_workers = as_integer("num_workers", num_workers, 1, MAX_NUM_WORKERS)
+    num_tasks = as_integer("num_tasks", num_tasks, 1, MAX_NUM_TASKS)
     for folder in _FOLDERS:
-        if (path := folder / f"{num_workers}.txt").is_file():
+        if (path := folder / f"{num_tasks}.txt").is_file():
             try:
-                return check_interest_set(map(int, path.read_text().split()), num_workers)
+                return check_interest_set(map(int, path.read_text().split()), num_tasks)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-    if singer_order(num_workers):
-        return check_interest_set(singer_cover(num_workers), num_workers)
-    return check_interest_set(ruler_cover(num_workers), num_workers)
+    if singer_order(num_tasks):
+        return check_interest_set(singer_cover(num_tasks), num_tasks)
+    return check_interest_set(ruler_cover(num_tasks), num_tasks)

@@ -1,10 +1,10 @@
-"""Which worker computes which part of a pattern, so that none has many live pairs above the mean.
+"""Which task computes which part of a pattern, so that none has many live pairs above the mean.
 
 Groups of equal length are not equal work here, as they are where every pair is live. First each
-pair of groups goes to a worker whose quorum holds both: the one that owns it in a plan without a
-pattern, unless that one is full. Then workers above the mean pass on strips of rows. First to those
+pair of groups goes to a task whose quorum holds both: the one that owns it in a plan without a
+pattern, unless that one is full. Then tasks above the mean pass on strips of rows. First to those
 whose quorums hold both groups, who pass on others in turn: any two quorums have a group in common,
-and all who hold it may compute it against itself. What is left goes to workers that must hold a
+and all who hold it may compute it against itself. What is left goes to tasks that must hold a
 group beyond their quorum, again by way of others if fewer groups are held so.
 """
 
@@ -19,22 +19,22 @@ from cqs.scheduler.shares import Shares, elements, set_of
 from cqs.scheduler.strips import Count, Strip, live_strips
 
 _TOLERANCE = 100
-"""The busiest worker may have this part more than the mean: one in a hundred."""
+"""The busiest task may have this part more than the mean: one in a hundred."""
 
 
 class _Load(NamedTuple):
     """Numbers of live pairs that decide who passes on work, and how much."""
 
     limit: int
-    """A worker with more passes some on."""
+    """A task with more passes some on."""
     goal: int
-    """Until it has this, between mean and limit; no worker takes more."""
+    """Until it has this, between mean and limit; no task takes more."""
     least: int
-    """Smaller strips stay where they are, and a worker that lacks less takes none."""
+    """Smaller strips stay where they are, and a task that lacks less takes none."""
 
 
 class _Hop(NamedTuple):
-    """A strip, or some of its rows, passed on from one worker to another."""
+    """A strip, or some of its rows, passed on from one task to another."""
 
     giver: int
     strip: Strip
@@ -48,22 +48,22 @@ def level_work(
     tile: int,
     count: Count,
 ) -> tuple[tuple[Strip, ...], ...]:
-    """Share out all live pairs among as many workers as there are query groups.
+    """Share out all live pairs among as many tasks as there are query groups.
 
     Args:
-        query_groups: ``num_workers`` ranges that tile the queries.
-        key_groups: Ranges that tile the keys; number i is of token group ``i % num_workers``.
-        interest_set: Difference cover of the integers modulo ``num_workers``; contains 0.
+        query_groups: ``num_tasks`` ranges that tile the queries.
+        key_groups: Ranges that tile the keys; number i is of token group ``i % num_tasks``.
+        interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
         tile: Cut a group only at multiples of so many rows, if it has twice as many.
         count: Counts the live pairs of a range of queries and a range of keys.
 
     Returns:
-        For every worker the strips that it owns, of one key group each. Over all workers every
+        For every task the strips that it owns, of one key group each. Over all tasks every
         live pair lies in exactly one.
     """
     shares = Shares(query_groups, key_groups, interest_set, tile, count)
     strips = list(live_strips(query_groups, key_groups, count))
-    mean = -(-sum(strip.live_pairs for strip in strips) // shares.num_workers)
+    mean = -(-sum(strip.live_pairs for strip in strips) // shares.num_tasks)
     tolerated = mean // _TOLERANCE
     load = _Load(mean + tolerated, mean + tolerated // 2, max(tolerated, 1))
     _assign(shares, strips, load.limit)
@@ -89,18 +89,18 @@ def _assign(shares: Shares, strips: list[Strip], limit: int) -> None:
     for strip, owner in sorted(parts, key=order):
         groups = shares.groups(strip)
         choices = []
-        for worker in shares.holders(strip):
-            total = shares.live_pairs[worker] + strip.live_pairs
-            new = shares.num_new(worker, groups)
-            choices.append((max(total - limit, 0), worker != owner, new, total, worker))
+        for index in shares.holders(strip):
+            total = shares.live_pairs[index] + strip.live_pairs
+            new = shares.num_new(index, groups)
+            choices.append((max(total - limit, 0), index != owner, new, total, index))
         *_, chosen = min(choices)
         shares.add(chosen, strip)
 
 
 def _level(shares: Shares, load: _Load, within_quorums: bool) -> None:
-    """Let workers beyond the limit pass on work, the busiest first."""
+    """Let tasks beyond the limit pass on work, the busiest first."""
     live_pairs = shares.live_pairs
-    givers = [worker for worker, total in enumerate(live_pairs) if total > load.limit]
+    givers = [index for index, total in enumerate(live_pairs) if total > load.limit]
     for giver in sorted(givers, key=lambda giver: -live_pairs[giver]):
         while live_pairs[giver] > load.limit:
             hops = _find_hops(shares, giver, load, within_quorums)
@@ -114,25 +114,25 @@ def _level(shares: Shares, load: _Load, within_quorums: bool) -> None:
 
 
 def _find_hops(shares: Shares, giver: int, load: _Load, within_quorums: bool) -> list[_Hop]:
-    """Return the hops that take work from one worker to one that lacks some, the last hop first.
+    """Return the hops that take work from one task to one that lacks some, the last hop first.
 
-    The fewest hops and newly held groups in all; among equals the largest strips, to workers that
+    The fewest hops and newly held groups in all; among equals the largest strips, to tasks that
     lack most. Empty if there is no way. Within quorums: only to holders of both groups.
     """
     live_pairs = shares.live_pairs
-    able = [worker for worker, total in enumerate(live_pairs) if total <= load.limit]
-    lacking = set_of(worker for worker in able if load.goal - live_pairs[worker] >= load.least)
+    able = [index for index, total in enumerate(live_pairs) if total <= load.limit]
+    lacking = set_of(index for index in able if load.goal - live_pairs[index] >= load.least)
     by_step: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for worker in able:
+    for index in able:
         for num_new in range(3):
-            by_step[shares.cost(worker, num_new), num_new] |= 1 << worker
+            by_step[shares.cost(index, num_new), num_new] |= 1 << index
     steps = sorted(by_step.items())
     givers: dict[int, tuple[int, int]] = {}
     reached, waiting = defaultdict(int, {0: 1 << giver}), [(0, giver)]
     bound, end = 1 << 62, giver
     while waiting and waiting[0][0] + 1 < bound:
-        cost, worker = heappop(waiting)
-        strips = [each for each in shares.ranked(worker) if each.live_pairs >= load.least]
+        cost, index = heappop(waiting)
+        strips = [each for each in shares.ranked(index) if each.live_pairs >= load.least]
         for (step, num_new), receivers in steps:
             if (total := cost + step) >= bound:
                 break
@@ -144,19 +144,19 @@ def _find_hops(shares: Shares, giver: int, load: _Load, within_quorums: bool) ->
             receivers &= reduce(or_, by_strip, 0)
             reached[total] |= receivers
             for receiver in elements(receivers):
-                givers[receiver] = worker, num_new
+                givers[receiver] = index, num_new
                 heappush(waiting, (total, receiver))
             if ends := receivers & lacking:
                 first = next(found for each in by_strip if (found := ends & each))
                 bound, end = total, min(elements(first), key=live_pairs.__getitem__)
     path = []
     while end != giver:
-        worker, num_new = givers[end]
-        for strip in shares.ranked(worker):
+        index, num_new = givers[end]
+        for strip in shares.ranked(index):
             if shares.receivers(strip, num_new, within_quorums) >> end & 1:
-                path.append(_Hop(worker, strip, end))
+                path.append(_Hop(index, strip, end))
                 break
-        end = worker
+        end = index
     return path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from cqs.scheduler.arguments import as_bool, as_integer
 from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
 from cqs.scheduler.interest_sets import (
-    MAX_NUM_WORKERS,
+    MAX_NUM_TASKS,
     check_interest_set,
     load_interest_set,
 )
@@ -19,10 +19,12 @@ from cqs.scheduler.strips import Count, Strip, join_strips
 from cqs.scheduler.task import Step, Task, join_ranges
 from cqs.scheduler.validate import validate_pattern_tasks, validate_tasks
 
+_JSON_VERSION = 2
+"""Of :meth:`Plan.to_json`: the number changes with the names of the fields."""
 _MAX_WITH_PATTERN = 1024
-"""Largest number of workers of a plan with a pattern, which looks at all pairs of groups."""
+"""Largest number of tasks of a plan with a pattern, which looks at all pairs of groups."""
 MAX_LISTED = 4096
-"""Largest number of workers whose tasks are listed together: 20 s and 3 GB, and both are four times
+"""Largest number of tasks whose tasks are listed together: 20 s and 3 GB, and both are four times
 as much for twice as many."""
 
 
@@ -30,27 +32,27 @@ def make_plan(
     seqlen_q: int,
     seqlen_kv: int | None = None,
     *,
-    num_workers: int,
+    num_tasks: int,
     is_causal: bool = False,
     interest_set: Iterable[int] | None = None,
     tile: int = 1,
     pattern: Any = None,
 ) -> "Plan":
-    """Cut exact attention into ``num_workers`` tasks of equal work that never talk to each other.
+    """Cut exact attention into ``num_tasks`` tasks of equal work that never talk to each other.
 
-    Nothing but integers is touched: building a plan takes O(num_workers) whatever the sequence
-    length, and a task, O(num_workers) too, is made when it is asked for. With a pattern live pairs
-    are counted and levelled at the first task, in O(num_workers^2) counts.
+    Nothing but integers is touched: building a plan takes O(num_tasks) whatever the sequence
+    length, and a task, O(num_tasks) too, is made when it is asked for. With a pattern live pairs
+    are counted and levelled at the first task, in O(num_tasks^2) counts.
 
     Args:
         seqlen_q: Number of queries, at least 0.
         seqlen_kv: Number of keys and values; ``None`` means ``seqlen_q``.
-        num_workers: Number of tasks and of token groups, from 1 to 262,144, or to 1,024 with a
+        num_tasks: Number of tasks and of token groups, from 1 to 262,144, or to 1,024 with a
             pattern. Any number will do; some are cheaper than others (7, 13, 21, 31, 57 ... hold
             the fewest tokens for their number).
         is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``: aligned at the bottom
             right, as in flash attention.
-        interest_set: A difference cover of the integers modulo ``num_workers`` that contains 0;
+        interest_set: A difference cover of the integers modulo ``num_tasks`` that contains 0;
             ``None`` takes the best known.
         tile: Cut only at multiples of so many tokens, where a group has as many: a kernel that
             works on tiles then meets no ragged ones, and shares of work differ by up to a tile of
@@ -62,35 +64,35 @@ def make_plan(
 
     Raises:
         TypeError: if a number is no integer, ``is_causal`` no bool or ``pattern`` no pattern.
-        ValueError: if a length is negative, ``tile`` less than 1, ``num_workers`` out of range,
+        ValueError: if a length is negative, ``tile`` less than 1, ``num_tasks`` out of range,
             ``interest_set`` no difference cover, or ``pattern`` not for these lengths or different
             from head to head.
         NotImplementedError: if no exact result of ``pattern & causal()`` is known.
 
     Example:
-        >>> plan = make_plan(14, num_workers=7)
+        >>> plan = make_plan(14, num_tasks=7)
         >>> plan.interest_set, plan.task(0).held_groups, plan.task(0).live_pairs
         ((0, 1, 3), (0, 1, 3), 28)
         >>> from cqs.patterns import sliding_window
-        >>> plan = make_plan(7000, num_workers=7, pattern=sliding_window(100))
+        >>> plan = make_plan(7000, num_tasks=7, pattern=sliding_window(100))
         >>> plan.task(0).held_groups, plan.live_pairs, min(task.live_pairs for task in plan.tasks)
         ((0, 1), 701950, 95950)
     """
     seqlen_q = as_integer("seqlen_q", seqlen_q, 0)
     seqlen_kv = seqlen_q if seqlen_kv is None else as_integer("seqlen_kv", seqlen_kv, 0)
-    most = MAX_NUM_WORKERS if pattern is None else _MAX_WITH_PATTERN
-    num_workers = as_integer("num_workers", num_workers, 1, most)
+    most = MAX_NUM_TASKS if pattern is None else _MAX_WITH_PATTERN
+    num_tasks = as_integer("num_tasks", num_tasks, 1, most)
     tile = as_integer("tile", tile, 1)
     is_causal = as_bool("is_causal", is_causal)
     if interest_set is None:
-        chosen = load_interest_set(num_workers)
+        chosen = load_interest_set(num_tasks)
     else:
-        chosen = check_interest_set(interest_set, num_workers)
+        chosen = check_interest_set(interest_set, num_tasks)
     if pattern is not None:
         pattern = _check_pattern(pattern, is_causal)
         pattern.bind(seqlen_q, seqlen_kv)
         is_causal = False
-    return _remembered_plan(seqlen_q, seqlen_kv, num_workers, is_causal, chosen, tile, pattern)
+    return _remembered_plan(seqlen_q, seqlen_kv, num_tasks, is_causal, chosen, tile, pattern)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Plan:
 
     seqlen_q: int
     seqlen_kv: int
-    num_workers: int
+    num_tasks: int
     is_causal: bool
     interest_set: tuple[int, ...]
     tile: int = 1
@@ -115,7 +117,7 @@ class Plan:
 
     @cached_property
     def token_groups(self) -> tuple[range, ...]:
-        """The queries of each group: ``num_workers`` ranges that tile ``range(seqlen_q)``.
+        """The queries of each group: ``num_tasks`` ranges that tile ``range(seqlen_q)``.
 
         Sizes differ by at most one ``tile``, but for causal queries that see no key (``seqlen_q >
         seqlen_kv``): those come first, belong to group 0 and are no work.
@@ -133,24 +135,24 @@ class Plan:
         prefix = self._cut(0, self._num_prefix) if self._num_prefix else ()
         return *prefix, *self._cut(self._num_prefix, self.seqlen_kv)
 
-    def task(self, worker: int) -> Task:
-        """Return the task of one worker, ``0 <= worker < num_workers``.
+    def task(self, index: int) -> Task:
+        """Return a task, ``0 <= index < num_tasks``.
 
-        Takes O(num_workers): 10 ms for 10,000 workers, 0.5 s for 262,144.
+        Takes O(num_tasks): 10 ms for 10,000 tasks, 0.5 s for 262,144.
         """
-        if not 0 <= worker < self.num_workers:
-            raise ValueError(f"worker must lie in range({self.num_workers}), got {worker}")
+        if not 0 <= index < self.num_tasks:
+            raise ValueError(f"index must be in range({self.num_tasks}), got {index}")
         if self.pattern is not None:
-            return self._levelled_task(worker)
-        partners = pair_offsets(self.interest_set, self.num_workers).partners
-        pair = shared_pair(worker, self.interest_set, self.num_workers)
+            return self._levelled_task(index)
+        partners = pair_offsets(self.interest_set, self.num_tasks).partners
+        pair = shared_pair(index, self.interest_set, self.num_tasks)
         steps: list[Step] = []
         key_groups: set[int] = set()
-        for query_group in quorum(worker, self.interest_set, self.num_workers):
+        for query_group in quorum(index, self.interest_set, self.num_tasks):
             if not self._live_queries[query_group]:
                 continue
-            offset = (query_group - worker) % self.num_workers
-            alone = [(b + worker) % self.num_workers for b in partners.get(offset, ())]
+            offset = (query_group - index) % self.num_tasks
+            alone = [(b + index) % self.num_tasks for b in partners.get(offset, ())]
             if pair and not self.is_causal and query_group == pair[0]:
                 alone.append(pair[1])
             seen = self._seen(query_group, alone)
@@ -159,28 +161,28 @@ class Plan:
                 half = pair.index(query_group)
                 if len(self._live_queries[query_group]) >= 2 - half:  # a row for this half
                     seen_by_half[half].extend(self._seen(query_group, [pair[1 - half]]))
-            has_diagonal = self.is_causal and query_group == worker
+            has_diagonal = self.is_causal and query_group == index
             new = self._make_steps(query_group, seen, seen_by_half, has_diagonal)
             if new:
                 steps += new
                 key_groups.update(seen, *seen_by_half)
                 if has_diagonal:
                     key_groups.add(self._on_diagonal(query_group))
-        return self._make_task(worker, steps, key_groups)
+        return self._make_task(index, steps, key_groups)
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks, by worker: O(W^2) integers in all, whatever the sequence length.
+        """All tasks, in order of their index: O(W^2) integers in all, whatever the sequence length.
 
         Raises:
-            ValueError: if ``num_workers`` is more than 4,096. Make single tasks by :meth:`task`.
+            ValueError: if ``num_tasks`` is more than 4,096. Make single tasks by :meth:`task`.
         """
-        if self.num_workers > MAX_LISTED:
+        if self.num_tasks > MAX_LISTED:
             raise ValueError(
-                f"num_workers must be at most {MAX_LISTED} where all tasks are listed, "
-                f"got {self.num_workers}: ask Plan.task for single tasks"
+                f"num_tasks must be at most {MAX_LISTED} where all tasks are listed, "
+                f"got {self.num_tasks}: ask Plan.task for single tasks"
             )
-        return tuple(self.task(worker) for worker in range(self.num_workers))
+        return tuple(self.task(index) for index in range(self.num_tasks))
 
     @cached_property
     def live_pairs(self) -> int:
@@ -194,29 +196,29 @@ class Plan:
 
     @cached_property
     def responsibility_ratio(self) -> float:
-        """Live pairs of the whole over those of the busiest worker: the speed-up in sight.
+        """Live pairs of the whole over those of the busiest task: the speed-up in sight.
 
-        ``num_workers`` up to the rounding of group sizes; 1.0 where nothing is live. Looks at all
+        ``num_tasks`` up to the rounding of group sizes; 1.0 where nothing is live. Looks at all
         :attr:`tasks`, and raises ValueError as they do.
         """
         return self._ratio(task.live_pairs for task in self.tasks)
 
     def predict_cost(
-        self, worker: int, shape: AttentionShape, backend: str | None = None
+        self, index: int, shape: AttentionShape, backend: str | None = None
     ) -> TaskCost:
         """Predict FLOPs, bytes in and out and peak bytes of one task's forward pass."""
-        return predict_cost(self.task(worker), shape, backend, self._bound_pattern)
+        return predict_cost(self.task(index), shape, backend, self._bound_pattern)
 
     def validate(self) -> None:
         """Prove that every live pair is owned exactly once and nothing dead is owned.
 
         Looks at the tasks alone, in O(W^2 log W) and as much memory, without an N x N array: 2 s
-        and 0.4 GB for 1,000 workers. With a pattern steps have dead pairs too, but a live one in
+        and 0.4 GB for 1,000 tasks. With a pattern steps have dead pairs too, but a live one in
         each of their ranges of keys.
 
         Raises:
             ValueError: if not so; the message names the first offending rows. Also if there are too
-                many workers to list all :attr:`tasks`.
+                many tasks to list all :attr:`tasks`.
         """
         if self.pattern is not None:
             validate_pattern_tasks(self.tasks, self.seqlen_q, self.seqlen_kv, self._count)
@@ -233,7 +235,7 @@ class Plan:
                 without this package: token groups, responsibility ratio and tasks, O(W^2) integers.
 
         Raises:
-            ValueError: if there are too many workers to list all :attr:`tasks`.
+            ValueError: if there are too many tasks to list all :attr:`tasks`.
         """
         written = self._numbers()
         if list_tasks:
@@ -265,11 +267,15 @@ class Plan:
             pattern = _check_pattern(pattern)
         try:
             written = json.loads(text, object_pairs_hook=_as_dict)
+            if written["version"] != _JSON_VERSION:
+                raise ValueError(
+                    f"version must be {_JSON_VERSION}, got {written['version']!r}: plan again"
+                )
             _compare_patterns(written["pattern"] if "pattern" in written else None, pattern)
             plan = make_plan(
                 written["seqlen_q"],
                 written["seqlen_kv"],
-                num_workers=written["num_workers"],
+                num_tasks=written["num_tasks"],
                 is_causal=written["is_causal"],
                 interest_set=written["interest_set"],
                 tile=written.get("tile", 1),
@@ -290,14 +296,15 @@ class Plan:
         if self.pattern is not None:
             kind = repr(self.pattern)
         return (
-            f"{self.num_workers} tasks over {self.seqlen_q} x {self.seqlen_kv} {kind} attention, "
+            f"{self.num_tasks} tasks over {self.seqlen_q} x {self.seqlen_kv} {kind} attention, "
             f"quorums of {len(self.interest_set)} groups (interest set {self.interest_set})"
         )
 
     def _numbers(self) -> dict[str, Any]:
         """Return what defines the plan, as JSON has it."""
         return {
-            "num_workers": self.num_workers,
+            "version": _JSON_VERSION,
+            "num_tasks": self.num_tasks,
             "seqlen_q": self.seqlen_q,
             "seqlen_kv": self.seqlen_kv,
             "is_causal": self.is_causal,
@@ -315,9 +322,9 @@ class Plan:
         """Say whether the numbers of the plan lead to what is listed, as JSON has it."""
         return (
             isinstance(tasks, list)
-            and len(tasks) == self.num_workers
+            and len(tasks) == self.num_tasks
             and token_groups == self._listed_groups()
-            and all(task == _listed_task(self.task(worker)) for worker, task in enumerate(tasks))
+            and all(task == _listed_task(self.task(index)) for index, task in enumerate(tasks))
             and responsibility_ratio == self._ratio(task["live_pairs"] for task in tasks)
         )
 
@@ -344,26 +351,26 @@ class Plan:
 
     @cached_property
     def _shares(self) -> tuple[tuple[Strip, ...], ...]:
-        """What every worker owns of the pattern."""
+        """What every task owns of the pattern."""
         groups = self._live_queries, self.key_groups
         return level_work(*groups, self.interest_set, self.tile, self._count)
 
-    def _levelled_task(self, worker: int) -> Task:
-        """Return the task of one worker in a plan with a pattern."""
-        strips = list(join_strips(self._shares[worker], self.key_groups, self._count))
+    def _levelled_task(self, index: int) -> Task:
+        """Return a task of a plan with a pattern."""
+        strips = list(join_strips(self._shares[index], self.key_groups, self._count))
         steps = [
             Step(group, queries, self._runs(list(keys)), None, live_pairs)
             for group, queries, keys, live_pairs in strips
         ]
-        return self._make_task(worker, steps, {i for strip in strips for i in strip.key_groups})
+        return self._make_task(index, steps, {i for strip in strips for i in strip.key_groups})
 
-    def _make_task(self, worker: int, steps: list[Step], key_groups: set[int]) -> Task:
+    def _make_task(self, index: int, steps: list[Step], key_groups: set[int]) -> Task:
         """Return the task of these steps, whose keys are of these ``key_groups``."""
         query_groups = sorted({step.query_group for step in steps})
         held_keys = [i for i in sorted(key_groups) if self.key_groups[i]]
         return Task(
-            worker=worker,
-            held_groups=tuple(sorted({*query_groups, *(i % self.num_workers for i in held_keys)})),
+            index=index,
+            held_groups=tuple(sorted({*query_groups, *(i % self.num_tasks for i in held_keys)})),
             held_queries=tuple(self._live_queries[group] for group in query_groups),
             held_keys=tuple(self.key_groups[i] for i in held_keys),
             steps=tuple(steps),
@@ -376,11 +383,11 @@ class Plan:
 
     def _on_diagonal(self, group: int) -> int:
         """Index among ``key_groups`` of the keys that line up with the queries of ``group``."""
-        return len(self.key_groups) - self.num_workers + group
+        return len(self.key_groups) - self.num_tasks + group
 
     def _cut(self, start: int, stop: int) -> tuple[range, ...]:
         """Cut ``range(start, stop)`` into a range per group; sizes differ by a tile at most."""
-        length, parts = stop - start, self.num_workers
+        length, parts = stop - start, self.num_tasks
         tile = self.tile if length >= parts * self.tile else 1
         num_tiles = -(-length // tile)
         marks = [start + min(g * num_tiles // parts * tile, length) for g in range(parts + 1)]
@@ -450,7 +457,7 @@ def _check_pattern(pattern: Any, is_causal: bool = False) -> Any:
 def _listed_task(task: Task) -> dict[str, Any]:
     """Return a task as JSON has it."""
     return {
-        "worker": task.worker,
+        "index": task.index,
         "held_groups": list(task.held_groups),
         "blocks": [
             [queries.start, queries.stop, keys.start, keys.stop] for queries, keys, _ in task.blocks

@@ -1,43 +1,43 @@
-"""Cyclic quorums and ownership: which worker computes which pair of token groups."""
+"""Cyclic quorums and ownership: which task computes which pair of token groups."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 
 class PairOffsets(NamedTuple):
-    """What worker 0 owns; worker w owns the same, every index moved on by w."""
+    """What task 0 owns; task w owns the same, every index moved on by w."""
 
     partners: dict[int, tuple[int, ...]]
-    """Query group -> key groups, over the ordered pairs that one worker owns alone."""
+    """Query group -> key groups, over the ordered pairs that one task owns alone."""
     shared: tuple[int, int] | None
-    """For an even number of workers: the two groups at distance W / 2, shared by two workers."""
+    """For an even number of tasks: the two groups at distance W / 2, shared by two tasks."""
 
 
-def quorum(worker: int, interest_set: tuple[int, ...], num_workers: int) -> tuple[int, ...]:
-    """List the token groups of one worker's quorum, ascending.
+def quorum(index: int, interest_set: tuple[int, ...], num_tasks: int) -> tuple[int, ...]:
+    """List the token groups of one task's quorum, ascending.
 
     Example:
-        >>> quorum(5, interest_set=(0, 1, 3), num_workers=7)
+        >>> quorum(5, interest_set=(0, 1, 3), num_tasks=7)
         (1, 5, 6)
     """
-    return tuple(sorted((offset + worker) % num_workers for offset in interest_set))
+    return tuple(sorted((offset + index) % num_tasks for offset in interest_set))
 
 
 @lru_cache(maxsize=64)
-def pair_offsets(interest_set: tuple[int, ...], num_workers: int) -> PairOffsets:
+def pair_offsets(interest_set: tuple[int, ...], num_tasks: int) -> PairOffsets:
     """Choose for every distance the one pair of quorum members that owns it.
 
     Distances d and W - d belong to the same unordered pairs of groups, so one choice (a, b) with
     a - b = +-d serves both directions. The diagonal is the pair (0, 0). Takes O(m^2) for m
-    elements: O(num_workers) for the sets of :func:`~cqs.scheduler.load_interest_set`.
+    elements: O(num_tasks) for the sets of :func:`~cqs.scheduler.load_interest_set`.
     """
     chosen: dict[int, tuple[int, int]] = {}
     for i, a in enumerate(interest_set):
         for b in interest_set[:i]:
-            chosen.setdefault(min((a - b) % num_workers, (b - a) % num_workers), (b, a))
-        if len(chosen) == num_workers // 2:
+            chosen.setdefault(min((a - b) % num_tasks, (b - a) % num_tasks), (b, a))
+        if len(chosen) == num_tasks // 2:
             break  # all distances: a set with many more elements than it needs has most of them
-    shared = chosen.pop(num_workers // 2, None) if num_workers % 2 == 0 else None
+    shared = chosen.pop(num_tasks // 2, None) if num_tasks % 2 == 0 else None
     partners: dict[int, list[int]] = {0: [0]}
     for a, b in chosen.values():
         partners.setdefault(a, []).append(b)
@@ -46,30 +46,30 @@ def pair_offsets(interest_set: tuple[int, ...], num_workers: int) -> PairOffsets
 
 
 def owned_pairs(
-    worker: int, interest_set: tuple[int, ...], num_workers: int
+    index: int, interest_set: tuple[int, ...], num_tasks: int
 ) -> tuple[tuple[int, int], ...]:
-    """List the (query group, key group) pairs that one worker owns alone.
+    """List the (query group, key group) pairs that one task owns alone.
 
-    Over all workers every ordered pair of groups appears exactly once, except, for an even
-    ``num_workers``, the pairs at distance ``num_workers / 2``: two workers hold each of those and
+    Over all tasks every ordered pair of groups appears exactly once, except, for an even
+    ``num_tasks``, the pairs at distance ``num_tasks / 2``: two tasks hold each of those and
     share it (:func:`shared_pair`).
 
     Args:
-        worker: Index in ``range(num_workers)``.
-        interest_set: Difference cover of the integers modulo ``num_workers``; contains 0.
-        num_workers: Number of workers and of token groups.
+        index: Index in ``range(num_tasks)``.
+        interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
+        num_tasks: Number of tasks and of token groups.
 
     Returns:
         The pairs in ascending order.
 
     Example:
-        >>> owned_pairs(0, interest_set=(0, 1, 3), num_workers=7)
+        >>> owned_pairs(0, interest_set=(0, 1, 3), num_tasks=7)
         ((0, 0), (0, 1), (0, 3), (1, 0), (1, 3), (3, 0), (3, 1))
     """
-    partners = pair_offsets(interest_set, num_workers).partners
+    partners = pair_offsets(interest_set, num_tasks).partners
     return tuple(
         sorted(
-            ((a + worker) % num_workers, (b + worker) % num_workers)
+            ((a + index) % num_tasks, (b + index) % num_tasks)
             for a, key_offsets in partners.items()
             for b in key_offsets
         )
@@ -77,20 +77,20 @@ def owned_pairs(
 
 
 def shared_pair(
-    worker: int, interest_set: tuple[int, ...], num_workers: int
+    index: int, interest_set: tuple[int, ...], num_tasks: int
 ) -> tuple[int, int] | None:
-    """Return the pair of groups (p, q) that this worker shares with worker ``w + W / 2``.
+    """Return the pair of groups (p, q) that this task shares with task ``w + W / 2``.
 
-    The worker computes the rows of p against the keys of q; the other worker sees the same pair as
+    The task computes the rows of p against the keys of q; the other task sees the same pair as
     (q, p) and so computes exactly the rest. Of causal attention one of the two is empty: there the
-    worker computes the first half of the rows of p against the keys of q, and the second half of
-    the rows of q against the keys of p. None for an odd ``num_workers``.
+    task computes the first half of the rows of p against the keys of q, and the second half of
+    the rows of q against the keys of p. None for an odd ``num_tasks``.
 
     Example:
         >>> shared_pair(0, (0, 1, 2), 4), shared_pair(2, (0, 1, 2), 4), shared_pair(0, (0, 1), 3)
         ((0, 2), (2, 0), None)
     """
-    shared = pair_offsets(interest_set, num_workers).shared
+    shared = pair_offsets(interest_set, num_tasks).shared
     if shared is None:
         return None
-    return (shared[0] + worker) % num_workers, (shared[1] + worker) % num_workers
+    return (shared[0] + index) % num_tasks, (shared[1] + index) % num_tasks

@@ -1,4 +1,4 @@
-"""What every worker owns of a pattern, and what it would cost it to own more."""
+"""What every task owns of a pattern, and what it would cost it to own more."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
@@ -11,7 +11,7 @@ from cqs.scheduler.strips import Count, Strip, cut_strip
 class Shares:
     """Strips of one key group each, by owner.
 
-    Sets of token groups and of workers are integers, a bit for each.
+    Sets of token groups and of tasks are integers, a bit for each.
     """
 
     def __init__(
@@ -23,42 +23,42 @@ class Shares:
         count: Count,
     ):
         """Begin with nothing owned; the arguments are those of ``level_work``."""
-        self.num_workers = len(query_groups)
+        self.num_tasks = len(query_groups)
         self.strips: list[list[Strip]] = [[] for _ in query_groups]
-        self.live_pairs = [0] * self.num_workers
-        self._held = [0] * self.num_workers
-        self._holding = [0] * self.num_workers
-        """For each group the workers that hold it."""
+        self.live_pairs = [0] * self.num_tasks
+        self._held = [0] * self.num_tasks
+        self._holding = [0] * self.num_tasks
+        """For each group the tasks that hold it."""
         self._ranked: dict[int, list[Strip]] = {}
         self._query_groups, self._key_groups = query_groups, key_groups
         self._quorum_size, self._tile, self._count = len(interest_set), tile, count
-        partners, shared = pair_offsets(interest_set, self.num_workers)
+        partners, shared = pair_offsets(interest_set, self.num_tasks)
         self._owner_offsets: dict[int, tuple[int, ...]] = {
-            (b - a) % self.num_workers: (a,) for a, groups in partners.items() for b in groups
+            (b - a) % self.num_tasks: (a,) for a, groups in partners.items() for b in groups
         }
         if shared is not None:
-            self._owner_offsets[self.num_workers // 2] = shared
+            self._owner_offsets[self.num_tasks // 2] = shared
         self._holder_offsets = [
-            [a for a in interest_set if (a + distance) % self.num_workers in interest_set]
-            for distance in range(self.num_workers)
+            [a for a in interest_set if (a + distance) % self.num_tasks in interest_set]
+            for distance in range(self.num_tasks)
         ]
 
     def holders(self, strip: Strip) -> list[int]:
-        """List the workers whose quorum holds both groups of a strip."""
-        distance = (strip.key_groups[0] - strip.query_group) % self.num_workers
+        """List the tasks whose quorum holds both groups of a strip."""
+        distance = (strip.key_groups[0] - strip.query_group) % self.num_tasks
         offsets = self._holder_offsets[distance]
-        return [(strip.query_group - offset) % self.num_workers for offset in offsets]
+        return [(strip.query_group - offset) % self.num_tasks for offset in offsets]
 
     def plain_parts(self, strip: Strip) -> list[tuple[Strip, int]]:
         """Name the owner of a strip in a plan without a pattern; if two share it, cut it in two.
 
         Unless there is as much work across the diagonal: then each takes one of the two.
         """
-        lap, group = divmod(strip.key_groups[0], self.num_workers)
-        offsets = self._owner_offsets[(group - strip.query_group) % self.num_workers]
-        owners = [(strip.query_group - offset) % self.num_workers for offset in offsets]
+        lap, group = divmod(strip.key_groups[0], self.num_tasks)
+        offsets = self._owner_offsets[(group - strip.query_group) % self.num_tasks]
+        owners = [(strip.query_group - offset) % self.num_tasks for offset in offsets]
         if len(owners) == 2:
-            across = self._key_groups[lap * self.num_workers + strip.query_group]
+            across = self._key_groups[lap * self.num_tasks + strip.query_group]
             if self._count(self._query_groups[group], across) == strip.live_pairs:
                 owners.pop()
         parts = (strip,) if len(owners) == 1 else self._cut(strip, strip.live_pairs // 2)
@@ -66,43 +66,43 @@ class Shares:
 
     def groups(self, strip: Strip) -> int:
         """Return the token groups that a strip needs."""
-        return 1 << strip.query_group | 1 << strip.key_groups[0] % self.num_workers
+        return 1 << strip.query_group | 1 << strip.key_groups[0] % self.num_tasks
 
-    def num_new(self, worker: int, groups: int) -> int:
-        """Return how many of some groups a worker does not hold yet."""
-        return (groups & ~self._held[worker]).bit_count()
+    def num_new(self, index: int, groups: int) -> int:
+        """Return how many of some groups a task does not hold yet."""
+        return (groups & ~self._held[index]).bit_count()
 
-    def cost(self, worker: int, num_new: int) -> int:
+    def cost(self, index: int, num_new: int) -> int:
         """Return 1, and 1 for each group to hold newly; many for one more than in a quorum."""
-        beyond = self._held[worker].bit_count() + num_new - self._quorum_size
-        return 1 + num_new + (self.num_workers * max(beyond, 0) if num_new else 0)
+        beyond = self._held[index].bit_count() + num_new - self._quorum_size
+        return 1 + num_new + (self.num_tasks * max(beyond, 0) if num_new else 0)
 
-    def ranked(self, worker: int) -> list[Strip]:
-        """List the largest strip that a worker owns of every two groups, the largest first."""
-        if worker not in self._ranked:
+    def ranked(self, index: int) -> list[Strip]:
+        """List the largest strip that a task owns of every two groups, the largest first."""
+        if index not in self._ranked:
             largest: dict[int, Strip] = {}
-            for strip in sorted(self.strips[worker], key=lambda strip: -strip.live_pairs):
+            for strip in sorted(self.strips[index], key=lambda strip: -strip.live_pairs):
                 largest.setdefault(self.groups(strip), strip)
-            self._ranked[worker] = list(largest.values())
-        return self._ranked[worker]
+            self._ranked[index] = list(largest.values())
+        return self._ranked[index]
 
     def receivers(self, strip: Strip, num_new: int, within_quorums: bool) -> int:
-        """Return the workers that would hold at most so many groups newly for a strip.
+        """Return the tasks that would hold at most so many groups newly for a strip.
 
         Within quorums only those whose quorum holds both groups.
         """
-        query_group, key_group = strip.query_group, strip.key_groups[0] % self.num_workers
+        query_group, key_group = strip.query_group, strip.key_groups[0] % self.num_tasks
         quorums = set_of(self.holders(strip)) if within_quorums else -1
         if num_new >= 1 + (query_group != key_group):
             return quorums
         one, other = self._holding[query_group], self._holding[key_group]
         return quorums & (one | other if num_new else one & other)
 
-    def add(self, worker: int, strip: Strip) -> None:
-        """Give a strip to a worker."""
-        self.strips[worker].append(strip)
-        self.live_pairs[worker] += strip.live_pairs
-        self._hold(worker, self._held[worker] | self.groups(strip))
+    def add(self, index: int, strip: Strip) -> None:
+        """Give a strip to a task."""
+        self.strips[index].append(strip)
+        self.live_pairs[index] += strip.live_pairs
+        self._hold(index, self._held[index] | self.groups(strip))
 
     def pass_on(self, giver: int, strip: Strip, receiver: int, most: int) -> int:
         """Pass on the first rows of a strip that have at most so many live pairs.
@@ -121,11 +121,11 @@ class Shares:
         self.add(receiver, passed)
         return passed.live_pairs
 
-    def _hold(self, worker: int, groups: int) -> None:
-        for group in elements(self._held[worker] ^ groups):
-            self._holding[group] ^= 1 << worker
-        self._held[worker] = groups
-        self._ranked.pop(worker, None)
+    def _hold(self, index: int, groups: int) -> None:
+        for group in elements(self._held[index] ^ groups):
+            self._holding[group] ^= 1 << index
+        self._held[index] = groups
+        self._ranked.pop(index, None)
 
     def _cut(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
         """Cut off the first rows with at most so many live pairs, at a tile."""

@@ -88,7 +88,7 @@ def cut_strip(
 def join_strips(
     strips: Iterable[Strip], key_groups: Sequence[range], count: Count
 ) -> Iterator[Strip]:
-    """Join what one worker owns into strips of any key groups, no two with a row in common.
+    """Join what one task owns into strips of any key groups, no two with a row in common.
 
     Rows are cut where their set of live key groups changes, and trimmed to those that see a key.
 

@@ -1,4 +1,4 @@
-"""A task: what one worker holds and computes, as ranges of tokens."""
+"""A task: what one task holds and computes, as ranges of tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,9 +54,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One worker's share of a plan: a pure function of the groups it holds."""
+    """One task's share of a plan: a pure function of the groups it holds."""
 
-    worker: int
+    index: int
     held_groups: tuple[int, ...]
     """Token groups of which this task needs queries, keys or both; ascending."""
     held_queries: tuple[range, ...]

@@ -280,9 +280,9 @@ class StreamPlan:
             f"{self.bytes_moved / 2**30:.3g} GiB to the device; about {self.seconds:.3g} s",
         ]
         if self.which == Pass.FORWARD and (split := self._quorum_split()) is not None:
-            num_workers, moved, seconds = split
+            num_tasks, moved, seconds = split
             lines.append(
-                f"not the cyclic quorum split: its {num_workers} tasks would move "
+                f"not the cyclic quorum split: its {num_tasks} tasks would move "
                 f"{moved / 2**30:.3g} GiB to this device, and as many results back and forth; "
                 f"about {seconds:.3g} s. It moves the least where each task has its own device"
             )
@@ -296,14 +296,14 @@ class StreamPlan:
         """
         tokens = self.shape.query_bytes(self.seqlen_q) + self.shape.key_bytes(self.seqlen_kv)
         results = self.shape.result_bytes(self.seqlen_q)
-        for num_workers in moduli_of_small_covers(_MOST_TASKS):
-            share = len(load_interest_set(num_workers)) / num_workers
+        for num_tasks in moduli_of_small_covers(_MOST_TASKS):
+            share = len(load_interest_set(num_tasks)) / num_tasks
             if self.num_buffers * share * (tokens + results) <= self.budget:
-                moved = num_workers * share * tokens
-                computing = self.flops / self.rates.flops + num_workers * _LAUNCH_SECONDS
+                moved = num_tasks * share * tokens
+                computing = self.flops / self.rates.flops + num_tasks * _LAUNCH_SECONDS
                 moving = moved / self.rates.link
                 exposed = share * (tokens + results) / self.rates.link
-                return num_workers, moved, max(computing, moving) + exposed
+                return num_tasks, moved, max(computing, moving) + exposed
         return None
 
     def _met(self, held: range) -> range:

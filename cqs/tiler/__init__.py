@@ -1,4 +1,4 @@
-"""Partial results into the answer: torch, no ray, no worker."""
+"""Partial results into the answer: torch, no ray, no task."""
 
 from cqs.tiler.gradient_sum import GradientSum
 from cqs.tiler.tiler import Tiler

@@ -20,20 +20,20 @@ class GradientSum:
         self._waiting: dict[int, tuple[list[Tensor], list[tuple[Tensor, Tensor]]]] = {}
         self._next = 0
 
-    def add(self, worker: int, queries: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> None:
+    def add(self, index: int, queries: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> None:
         """Take the contribution of one task.
 
         Args:
-            worker: The task.
+            index: The task.
             queries: Gradients of each of the task's ``held_queries``.
             keys: Gradients of keys and values of each of its ``held_keys``.
 
         Raises:
             ValueError: if the task was added before.
         """
-        if worker in self._waiting or worker < self._next:
-            raise ValueError(f"task {worker} was added before")
-        self._waiting[worker] = queries, keys
+        if index in self._waiting or index < self._next:
+            raise ValueError(f"task {index} was added before")
+        self._waiting[index] = queries, keys
         while self._next in self._waiting:
             self._add(self._next, *self._waiting.pop(self._next))
             self._next += 1
@@ -44,12 +44,12 @@ class GradientSum:
         Raises:
             RuntimeError: if a task is missing.
         """
-        if self._next < self._plan.num_workers:
+        if self._next < self._plan.num_tasks:
             raise RuntimeError(f"no gradients of task {self._next}")
         return self._gradients
 
-    def _add(self, worker: int, queries: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> None:
-        task = self._plan.tasks[worker]
+    def _add(self, index: int, queries: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> None:
+        task = self._plan.tasks[index]
         for tokens, part in zip(task.held_queries, queries, strict=True):
             self._gradients.query[:, :, tokens.start : tokens.stop] += part
         for tokens, (key, value) in zip(task.held_keys, keys, strict=True):

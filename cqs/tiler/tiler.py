@@ -40,12 +40,12 @@ class Tiler:
             for i, step in enumerate(task.steps):
                 start = plan.token_groups[step.query_group].start
                 rows = slice(step.queries.start - start, step.queries.stop - start)
-                self._turns[step.query_group].append(((task.worker, i), rows))
+                self._turns[step.query_group].append(((task.index, i), rows))
         for group, queries in enumerate(plan.token_groups):
             if group not in self._turns:
                 merge_rows(self._rows(queries), [])
 
-    def add(self, worker: int, partials: Sequence[Partial]) -> tuple[range, ...]:
+    def add(self, index: int, partials: Sequence[Partial]) -> tuple[range, ...]:
         """Take the partials of one task, one per step, and finish every group they complete.
 
         Returns:
@@ -55,17 +55,17 @@ class Tiler:
             ValueError: if there is no such task, if it was added before, or if a partial has not
                 the shape, dtype or device of its rows of the answer. Nothing is taken then.
         """
-        if not 0 <= worker < self._plan.num_workers:
-            raise ValueError(f"worker must lie in range({self._plan.num_workers}), got {worker}")
-        steps = self._plan.tasks[worker].steps
-        if worker in self._added:
-            raise ValueError(f"task {worker} was added before")
+        if not 0 <= index < self._plan.num_tasks:
+            raise ValueError(f"index must be in range({self._plan.num_tasks}), got {index}")
+        steps = self._plan.tasks[index].steps
+        if index in self._added:
+            raise ValueError(f"task {index} was added before")
         if len(partials) != len(steps):
-            raise ValueError(f"task {worker} has {len(steps)} steps, got {len(partials)} partials")
+            raise ValueError(f"task {index} has {len(steps)} steps, got {len(partials)} partials")
         for i, (step, partial) in enumerate(zip(steps, partials, strict=True)):
-            check_partial(partial, self._rows(step.queries), f"task {worker}, step {i}")
-        self._added.add(worker)
-        self._waiting.update({(worker, i): partial for i, partial in enumerate(partials)})
+            check_partial(partial, self._rows(step.queries), f"task {index}, step {i}")
+        self._added.add(index)
+        self._waiting.update({(index, i): partial for i, partial in enumerate(partials)})
         finished = []
         merge = self._merge_at_once if merges_at_once(self._answer) else self._merge_in_turn
         for group in dict.fromkeys(step.query_group for step in steps):
@@ -77,7 +77,7 @@ class Tiler:
     @property
     def missing(self) -> tuple[int, ...]:
         """The tasks that have not been added, ascending."""
-        return tuple(w for w in range(self._plan.num_workers) if w not in self._added)
+        return tuple(w for w in range(self._plan.num_tasks) if w not in self._added)
 
     def finish(self) -> Partial:
         """Return the answer.

@@ -14,12 +14,12 @@ from cqs.verify import VerificationError
 @pytest.mark.ray
 def test_rows_of_calls_and_deaths(ray_session, tmp_path):
     out = tmp_path / "rows.jsonl"
-    options = ["--tokens", "600", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+    options = ["--seqlen", "600", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
     options += ["--workers", "2", "--repeats", "1", "--deaths", "1", "--out", str(out)]
     options += ["--only", "any moment,any call,compute"]
     assert main(["bench", "sharded", *options]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["benchmark"], row["executor"], row["num_workers"]) for row in rows] == [
+    assert [(row["benchmark"], row["executor"], row["num_tasks"]) for row in rows] == [
         ("sharded", "in the workers", 2),
         ("sharded", "ray, one call", 2),
         ("sharded", "ray, a call each", 2),

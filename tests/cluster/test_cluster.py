@@ -28,16 +28,16 @@ def options(problem):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_is_exact_and_always_has_the_same_bits(cluster, case):
     """Numbers of workers go round."""
-    num_workers = (1, 4, 7, 13)[CASES.index(case) % 4]
+    num_tasks = (1, 4, 7, 13)[CASES.index(case) % 4]
     problem = case.make()
     output, lse = cluster.attention(
-        *tensors(problem), **options(problem), num_workers=num_workers, return_lse=True
+        *tensors(problem), **options(problem), num_tasks=num_tasks, return_lse=True
     )
     exact = exact_answer(problem)
     assert_tracks_exact(output, eager_output(problem), exact.output)
     torch.testing.assert_close(lse.double(), exact.lse, atol=1e-5, rtol=1e-5)
     again = cluster.attention(
-        *tensors(problem), **options(problem), num_workers=num_workers, return_lse=True
+        *tensors(problem), **options(problem), num_tasks=num_tasks, return_lse=True
     )
     assert torch.equal(output, again[0]) and torch.equal(lse, again[1])
 
@@ -45,7 +45,7 @@ def test_every_case_is_exact_and_always_has_the_same_bits(cluster, case):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_every_dtype_travels(cluster, dtype):
     problem = CASES[5].make(dtype)
-    output = cluster.attention(*tensors(problem), **options(problem), num_workers=7)
+    output = cluster.attention(*tensors(problem), **options(problem), num_tasks=7)
     assert output.dtype == dtype
     assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output)
 
@@ -53,11 +53,11 @@ def test_every_dtype_travels(cluster, dtype):
 @pytest.mark.parametrize("num_actors", [1, 3])
 def test_any_number_of_actors_gives_the_same_bits(ray_session, cluster, num_actors):
     problem = CASES[3].make()
-    with_four = cluster.attention(*tensors(problem), **options(problem), num_workers=8)
+    with_four = cluster.attention(*tensors(problem), **options(problem), num_tasks=8)
     with cqs.Cluster(num_workers=num_actors, use_gpus=False) as fewer:
         assert len(fewer.pids) == num_actors
         through_api = cqs.attention(
-            *tensors(problem), **options(problem), num_workers=8, executor=fewer
+            *tensors(problem), **options(problem), num_tasks=8, executor=fewer
         )
     assert torch.equal(through_api, with_four)
     assert ray_session.is_initialized(), "a cluster must not shut down a Ray it did not start"
@@ -72,7 +72,7 @@ def test_numbers_of_numpy_are_numbers(ray_session):
         stall_timeout=np.float32(60),
         max_attempts=np.uint8(2),
     ) as cluster:
-        cluster.attention(*tensors(problem), scale=np.float32(0.5), num_workers=np.int64(7))
+        cluster.attention(*tensors(problem), scale=np.float32(0.5), num_tasks=np.int64(7))
 
 
 @pytest.fixture
@@ -94,29 +94,29 @@ def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session, short_wait):
         actors = cluster._pool.actors.values()
         seen = ray_session.get([actor.handle.visible.remote() for actor in actors])
         assert sorted(seen) == ["0", "1", "2", "3"]
-        cluster.attention(*tensors(problem), num_workers=7, verify=True)
-        with pytest.raises(ValueError, match=r"num_workers=1 needs 1 free GPUs.*0 of 4"):
+        cluster.attention(*tensors(problem), num_tasks=7, verify=True)
+        with pytest.raises(ValueError, match=r"num_tasks=1 needs 1 free GPUs.*0 of 4"):
             cqs.Cluster(num_workers=1)
 
 
 def test_predicted_bytes_are_those_measured(cluster):
     problem = LARGE.make()
-    for num_workers in (7, 8):
-        future = cluster.submit(*tensors(problem), is_causal=True, num_workers=num_workers)
+    for num_tasks in (7, 8):
+        future = cluster.submit(*tensors(problem), is_causal=True, num_tasks=num_tasks)
         future.result()
-        plan = problem.make_plan(num_workers)
+        plan = problem.make_plan(num_tasks)
         for task in future.report.tasks:
-            cost = plan.predict_cost(task.worker, problem.shape)
+            cost = plan.predict_cost(task.index, problem.shape)
             assert (task.bytes_in, task.bytes_out) == (cost.bytes_in, cost.bytes_out)
             assert 0.75 * cost.peak_bytes <= task.peak_bytes <= 1.05 * cost.peak_bytes
 
 
 def test_report_adds_up(cluster):
     problem = LARGE.make()
-    future = cluster.submit(*tensors(problem), num_workers=7)
+    future = cluster.submit(*tensors(problem), num_tasks=7)
     future.result()
     report = future.report
-    assert [task.worker for task in report.tasks] == list(range(7))
+    assert [task.index for task in report.tasks] == list(range(7))
     parts = (
         report.before_seconds,
         report.slowest_seconds,
@@ -135,21 +135,21 @@ def test_each_group_is_put_once(cluster, ray_session, monkeypatch):
     put = ray_session.put
     monkeypatch.setattr(ray_session, "put", lambda value: puts.append(value) or put(value))
     problem = CASES[0].make()
-    cluster.attention(*tensors(problem), num_workers=7)
+    cluster.attention(*tensors(problem), num_tasks=7)
     assert len(puts) == 15, "seven groups of queries, seven of keys and values, the worker"
 
 
 def test_inputs_are_never_written_to(cluster):
     problem = CASES[1].make()
     before = [tensor.clone() for tensor in tensors(problem)]
-    cluster.attention(*tensors(problem), **options(problem), num_workers=8)
+    cluster.attention(*tensors(problem), **options(problem), num_tasks=8)
     assert all(map(torch.equal, tensors(problem), before))
 
 
 def test_empty_problems_need_no_actor(cluster):
     query = torch.randn(2, 4, 5, 8)
     nothing = torch.randn(2, 4, 0, 8)
-    output, lse = cluster.attention(query, nothing, nothing, num_workers=3, return_lse=True)
+    output, lse = cluster.attention(query, nothing, nothing, num_tasks=3, return_lse=True)
     assert torch.equal(output, torch.zeros_like(query)) and (lse == -torch.inf).all()
     assert cluster.attention(nothing, query, query).shape == nothing.shape
     assert cluster.attention(query[:0], query[:0], query[:0]).shape == query[:0].shape
@@ -159,24 +159,24 @@ def test_progress_counts_tasks(cluster):
     problem = CASES[0].make()
     calls = []
     cluster.attention(
-        *tensors(problem), num_workers=7, progress=lambda done, total: calls.append((done, total))
+        *tensors(problem), num_tasks=7, progress=lambda done, total: calls.append((done, total))
     )
     assert calls == [(done, 7) for done in range(1, 8)]
 
 
 def test_progress_bar_is_drawn_on_request(cluster, capsys):
-    cluster.attention(*tensors(CASES[0].make()), num_workers=7, progress=True)
+    cluster.attention(*tensors(CASES[0].make()), num_tasks=7, progress=True)
     assert "7/7" in capsys.readouterr().err
 
 
 def test_a_cancelled_run_ends_and_the_next_one_works(cluster):
     problem = LARGE.make()
-    future = cluster.submit(*tensors(problem), num_workers=111)
+    future = cluster.submit(*tensors(problem), num_tasks=111)
     assert future.cancel()
     with pytest.raises(CancelledError):
         future.result(timeout=30)
     assert future.done()
-    cluster.attention(*tensors(problem), num_workers=3, verify=True)
+    cluster.attention(*tensors(problem), num_tasks=3, verify=True)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -197,7 +197,7 @@ def test_submit_rejects_tensors_that_require_gradients(cluster, name):
 
 def test_runs_queue_up(cluster):
     problems = [case.make() for case in CASES[:4]]
-    futures = [cluster.submit(*tensors(p), **options(p), num_workers=7) for p in problems]
+    futures = [cluster.submit(*tensors(p), **options(p), num_tasks=7) for p in problems]
     for problem, future in zip(problems, futures, strict=True):
         assert_tracks_exact(future.result(), eager_output(problem), exact_answer(problem).output)
 
@@ -205,10 +205,10 @@ def test_runs_queue_up(cluster):
 def test_what_a_task_raises_is_raised_once_with_its_traceback(cluster, capfd):
     problem = CASES[0].make()
     with pytest.raises(NotImplementedError, match=r"^backend 'cudnn' needs CUDA tensors") as raised:
-        cluster.attention(*tensors(problem), num_workers=13, backend="cudnn")
+        cluster.attention(*tensors(problem), num_tasks=13, backend="cudnn")
     assert "worker.py" in str(raised.value.__cause__), "the remote traceback is its cause"
     pids = cluster.pids
-    cluster.attention(*tensors(problem), num_workers=7)
+    cluster.attention(*tensors(problem), num_tasks=7)
     assert cluster.pids == pids
     assert "Unhandled error" not in capfd.readouterr().err
 
@@ -217,7 +217,7 @@ def test_verification_catches_a_wrong_worker(ray_session):
     class Wrong(TaskActor):
         def run(self, task, *arguments):
             results, report = super().run(task, *arguments)
-            if task.worker == 2:
+            if task.index == 2:
                 results[0][0]._bytes.view("float32")[:] += 0.01
             return results, report
 
@@ -226,9 +226,9 @@ def test_verification_catches_a_wrong_worker(ray_session):
 
     problem = CASES[0].make()
     with WrongCluster(num_workers=1, use_gpus=False) as cluster:
-        cluster.attention(*tensors(problem), num_workers=7)
+        cluster.attention(*tensors(problem), num_tasks=7)
         with pytest.raises(VerificationError, match=r"row \d+ is off by 0\.0"):
-            cluster.attention(*tensors(problem), num_workers=7, verify=True)
+            cluster.attention(*tensors(problem), num_tasks=7, verify=True)
 
 
 def test_a_closed_cluster_refuses(ray_session):
@@ -242,18 +242,18 @@ def test_a_closed_cluster_refuses(ray_session):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
-        ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
-        ({"num_workers": True}, TypeError, "num_workers must be an integer, got True"),
-        ({"num_workers": 5}, ValueError, "num_workers=5 needs 5 free GPUs"),
-        ({"num_workers": 99, "use_gpus": False}, ValueError, "needs 99 free CPUs"),
+        ({"num_tasks": 0}, ValueError, "num_tasks must be at least 1, got 0"),
+        ({"num_tasks": 2.0}, TypeError, "num_tasks must be an integer, got 2.0"),
+        ({"num_tasks": True}, TypeError, "num_tasks must be an integer, got True"),
+        ({"num_tasks": 5}, ValueError, "num_tasks=5 needs 5 free GPUs"),
+        ({"num_tasks": 99, "use_gpus": False}, ValueError, "needs 99 free CPUs"),
         ({"cpus_per_worker": -1}, ValueError, "cpus_per_worker must be at least 1, got -1"),
         ({"max_attempts": 0}, ValueError, "max_attempts must be at least 1, got 0"),
         ({"stall_timeout": 0}, ValueError, "stall_timeout must be positive, got 0"),
         ({"start_timeout": "1"}, TypeError, "start_timeout must be a number of seconds, got '1'"),
         ({"address": 6379}, TypeError, "address must be a string, got 6379"),
         ({"address": "auto"}, ValueError, "connected already.*'auto'"),
-        ({"num_workers": np.True_}, TypeError, "num_workers must be an integer, got np.True_"),
+        ({"num_tasks": np.True_}, TypeError, "num_tasks must be an integer, got np.True_"),
         ({"stall_timeout": float("nan")}, ValueError, "stall_timeout must be positive, got nan"),
         ({"use_gpus": 1}, TypeError, "use_gpus must be a bool or None, got 1"),
     ],
@@ -271,7 +271,7 @@ def test_bad_arguments_are_named_and_leave_no_actor(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ({"num_tasks": 0}, ValueError, "num_tasks must be at least 1, got 0"),
         ({"interest_set": [0, 1]}, ValueError, "no difference cover"),
         ({"backend": "warp"}, ValueError, "'warp'"),
         ({"progress": 3}, TypeError, "progress must be a bool or a function, got 3"),
@@ -284,8 +284,8 @@ def test_bad_input_leaves_the_cluster_untouched(cluster, change, error, message)
     query, key, value = tensors(CASES[0].make())
     pids = cluster.pids
     with pytest.raises(error, match=message):
-        cluster.attention(query, **{"key": key, "value": value, "num_workers": 4, **change})
-    assert cluster.attention(query, key, value, num_workers=4).shape == query.shape
+        cluster.attention(query, **{"key": key, "value": value, "num_tasks": 4, **change})
+    assert cluster.attention(query, key, value, num_tasks=4).shape == query.shape
     assert cluster.pids == pids
 
 
@@ -311,8 +311,8 @@ def test_views_that_are_negated_lazily_travel(cluster):
     value = torch._neg_view(torch.randn(1, 2, 30, 8))
     assert query.is_neg() and value.is_neg() and value.is_contiguous()
     resolved = [tensor.resolve_neg() for tensor in (query, key, value)]
-    output = cluster.attention(query, key, value, num_workers=7, verify=True)
-    assert torch.equal(output, cluster.attention(*resolved, num_workers=7))
+    output = cluster.attention(query, key, value, num_tasks=7, verify=True)
+    assert torch.equal(output, cluster.attention(*resolved, num_tasks=7))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -330,12 +330,12 @@ def test_a_budget_makes_as_many_tasks_as_keep_it(cluster, monkeypatch, is_causal
     expected = cqs.attention(*tensors, is_causal=is_causal)
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
     monkeypatch.undo()
-    report = cluster.submit(*tensors, is_causal=is_causal, num_workers=plan.num_workers)
+    report = cluster.submit(*tensors, is_causal=is_causal, num_tasks=plan.num_tasks)
     report.result()
     peaks = [task.peak_bytes for task in report.report.tasks]
-    assert 50_000 < max(peaks) <= 100_000 and plan.num_workers > 4
+    assert 50_000 < max(peaks) <= 100_000 and plan.num_tasks > 4
     with pytest.raises(ValueError, match="both choose the number of tasks"):
-        cluster.attention(*tensors, memory_budget="1MB", num_workers=3)
+        cluster.attention(*tensors, memory_budget="1MB", num_tasks=3)
     with pytest.raises(ValueError, match="of 10 bytes is too small for any task"):
         cluster.attention(*tensors, memory_budget=10)
     with pytest.raises(ValueError, match="workers may differ"):

@@ -53,15 +53,15 @@ def three(ray_session):
 @EVERY_CASE
 def test_patterns_are_exact(three, assert_right, case, name):
     """Numbers of workers go round."""
-    num_workers = (4, 7)[(list(CASES).index(case.name) + SOME_NAMES.index(name)) % 2]
+    num_tasks = (4, 7)[(list(CASES).index(case.name) + SOME_NAMES.index(name)) % 2]
     problem = with_pattern(case, name).make()
-    assert_right(problem, attend(problem, executor=three, num_workers=num_workers, verify=True))
+    assert_right(problem, attend(problem, executor=three, num_tasks=num_tasks, verify=True))
 
 
 @SOME_PATTERNS
 def test_gradients_of_patterns_are_exact(three, name):
     problem = with_pattern(CASES["gqa"], name).make()
-    assert_gradients_right(problem, executor=three, num_workers=7)
+    assert_gradients_right(problem, executor=three, num_tasks=7)
 
 
 @EVERY_CASE
@@ -74,7 +74,7 @@ def test_patterns_go_with_is_causal(three, assert_right, case):
         problem.value,
         pattern=case.pattern,
         is_causal=True,
-        num_workers=7,
+        num_tasks=7,
         return_lse=True,
     )
     assert_right(replace(case, pattern=case.pattern & causal()).make(), answer)
@@ -83,12 +83,12 @@ def test_patterns_go_with_is_causal(three, assert_right, case):
 @EVERY_PER_HEAD
 def test_heads_may_have_patterns_of_their_own(three, assert_right, make):
     problem = Case("heads", 131, 131, 4, 2, batch=2, pattern=make()).make()
-    assert_right(problem, attend(problem, executor=three, num_workers=4, verify=True))
+    assert_right(problem, attend(problem, executor=three, num_tasks=4, verify=True))
 
 
 def test_gradients_of_heads_with_patterns_of_their_own_are_exact(three):
     problem = Case("heads", 131, 131, 4, 2, pattern=PER_HEAD["mixed"]()).make()
-    assert_gradients_right(problem, executor=three, num_workers=3)
+    assert_gradients_right(problem, executor=three, num_tasks=3)
 
 
 def test_a_private_cluster_serves_all_heads(ray_session, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_private_cluster_serves_all_heads(ray_session, monkeypatch):
     )
     problem = Case("heads", 64, 64, 4, 4, pattern=per_head([[causal(), strided(4)] * 2])).make()
     torch.testing.assert_close(
-        attend(problem, executor="ray", num_workers=2), attend(problem, num_workers=2)
+        attend(problem, executor="ray", num_tasks=2), attend(problem, num_tasks=2)
     )
     assert started == [1]
 
@@ -107,7 +107,7 @@ def test_a_private_cluster_serves_all_heads(ray_session, monkeypatch):
 def test_submit_takes_patterns_that_all_heads_share(three, assert_right):
     problem = with_pattern(CASES["gqa"], "longformer").make()
     tensors = problem.query, problem.key, problem.value
-    future = three.submit(*tensors, pattern=problem.pattern, num_workers=7, return_lse=True)
+    future = three.submit(*tensors, pattern=problem.pattern, num_tasks=7, return_lse=True)
     assert_right(problem, future.result())
     with pytest.raises(NotImplementedError, match="submit takes one pattern for all heads"):
         three.submit(*tensors, pattern=block_sparse(random_bits(4, 8, 8), 16))
@@ -117,8 +117,8 @@ def test_submit_takes_patterns_that_all_heads_share(three, assert_right):
 def test_dropout_is_that_of_this_process(three, name):
     problem = with_pattern(CASES["gqa"], name).make()
     options = {"dropout_p": 0.3, "seed": 5}
-    expected = attend(problem, num_workers=1, **options)
-    actual = attend(problem, executor=three, num_workers=7, **options)
+    expected = attend(problem, num_tasks=1, **options)
+    actual = attend(problem, executor=three, num_tasks=7, **options)
     torch.testing.assert_close(actual, expected)
 
 
@@ -126,19 +126,19 @@ def test_tasks_without_live_work_are_handed_to_nobody(three, assert_right):
     pattern = sliding_window(1, 0)
     problem = Case("idle", 3, 3, pattern=pattern).make()
     tensors = problem.query, problem.key, problem.value
-    idle = [task.worker for task in problem.make_plan(7).tasks if not task.steps]
-    future = three.submit(*tensors, pattern=pattern, num_workers=7, return_lse=True)
+    idle = [task.index for task in problem.make_plan(7).tasks if not task.steps]
+    future = three.submit(*tensors, pattern=pattern, num_tasks=7, return_lse=True)
     assert_right(problem, future.result())
     assert 0 < len(idle) < 7
-    assert [task.worker for task in future.report.tasks] == sorted({*range(7)} - {*idle})
+    assert [task.index for task in future.report.tasks] == sorted({*range(7)} - {*idle})
 
 
 def test_a_pattern_without_pairs_needs_no_actor(three):
     problem = with_pattern(CASES["square"], "nothing").make()
-    output, lse = attend(problem, executor=three, num_workers=7)
+    output, lse = attend(problem, executor=three, num_tasks=7)
     assert not output.any() and (lse == -torch.inf).all()
     tensors = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
-    output = three.attention(*tensors, pattern=problem.pattern, num_workers=7)
+    output = three.attention(*tensors, pattern=problem.pattern, num_tasks=7)
     assert not any(gradient.any() for gradient in torch.autograd.grad(output.sum(), tensors))
 
 
@@ -151,21 +151,21 @@ def test_a_pattern_travels_once_for_all_tasks(three, monkeypatch):
 
     monkeypatch.setattr(BlockList, "__reduce_ex__", spy)
     problem = with_pattern(CASES["gqa"], "mask").make()
-    attend(problem, executor=three, num_workers=13)
+    attend(problem, executor=three, num_tasks=13)
     assert len(pickled) == 1
 
 
 def test_a_killed_worker_does_not_change_a_bit(three):
     problem = with_pattern(LONG, "longformer").make()
     tensors = problem.query, problem.key, problem.value
-    undisturbed = three.attention(*tensors, pattern=problem.pattern, num_workers=13, verify=True)
+    undisturbed = three.attention(*tensors, pattern=problem.pattern, num_tasks=13, verify=True)
     victim = three.pids[0]
 
     def strike(done, total):
         if done == 2:
             os.kill(victim, signal.SIGKILL)
 
-    future = three.submit(*tensors, pattern=problem.pattern, num_workers=13, progress=strike)
+    future = three.submit(*tensors, pattern=problem.pattern, num_tasks=13, progress=strike)
     assert torch.equal(future.result(timeout=120), undisturbed)
     assert future.report.deaths == 1 and future.report.reruns >= 1
     assert victim not in three.pids
@@ -178,25 +178,25 @@ def test_tasks_with_most_live_pairs_come_first(ray_session):
     assert live != sorted(live, reverse=True)
     with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
         future = cluster.submit(
-            problem.query, problem.key, problem.value, pattern=pattern, num_workers=7
+            problem.query, problem.key, problem.value, pattern=pattern, num_tasks=7
         )
         future.result()
     in_order = sorted(future.report.tasks, key=lambda task: task.started)
-    assert [live[task.worker] for task in in_order] == sorted(filter(None, live), reverse=True)
+    assert [live[task.index] for task in in_order] == sorted(filter(None, live), reverse=True)
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "name"), [(7, "causal-window"), (7, "longformer"), (1, "dilated")]
+    ("num_tasks", "name"), [(7, "causal-window"), (7, "longformer"), (1, "dilated")]
 )
-def test_predicted_bytes_are_those_measured(three, num_workers, name):
+def test_predicted_bytes_are_those_measured(three, num_tasks, name):
     problem = with_pattern(LONG, name).make()
     tensors = problem.query, problem.key, problem.value
-    future = three.submit(*tensors, pattern=problem.pattern, num_workers=num_workers)
+    future = three.submit(*tensors, pattern=problem.pattern, num_tasks=num_tasks)
     future.result()
-    plan = problem.make_plan(num_workers)
+    plan = problem.make_plan(num_tasks)
     for task in future.report.tasks:
         cost = predict_cost(
-            plan.task(task.worker), problem.shape, task.backend, problem.bound_pattern
+            plan.task(task.index), problem.shape, task.backend, problem.bound_pattern
         )
         assert (task.bytes_in, task.bytes_out) == (cost.bytes_in, cost.bytes_out)
         assert 0.95 * cost.peak_bytes <= task.peak_bytes <= 1.05 * cost.peak_bytes

@@ -24,13 +24,13 @@ def tensors():
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, tensors):
-    return cluster.attention(*tensors, is_causal=True, num_workers=13, verify=True)
+    return cluster.attention(*tensors, is_causal=True, num_tasks=13, verify=True)
 
 
 def wait_for_workers(cluster, number):
     """Runs wait for nobody who is only starting; tests that kill want all of them there."""
     for _ in range(300):
-        cluster.attention(*(torch.zeros(1, 1, 8, 8) for _ in range(3)), num_workers=1)
+        cluster.attention(*(torch.zeros(1, 1, 8, 8) for _ in range(3)), num_tasks=1)
         if len(cluster.pids) == number:
             return
         time.sleep(0.1)
@@ -47,7 +47,7 @@ def run_with_signal(cluster, tensors, number, signal_number):
             for pid in victims:
                 os.kill(pid, signal_number)
 
-    future = cluster.submit(*tensors, is_causal=True, num_workers=13, progress=strike)
+    future = cluster.submit(*tensors, is_causal=True, num_tasks=13, progress=strike)
     return future, victims
 
 
@@ -65,7 +65,7 @@ def test_a_worker_killed_in_the_backward_pass_does_not_change_a_bit(cluster, ten
     def gradients():
         wait_for_workers(cluster, 4)
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        output = cluster.attention(*leaves, is_causal=True, num_workers=13)
+        output = cluster.attention(*leaves, is_causal=True, num_tasks=13)
         return torch.autograd.grad(output, leaves, tensors[0])
 
     expected = gradients()
@@ -73,7 +73,7 @@ def test_a_worker_killed_in_the_backward_pass_does_not_change_a_bit(cluster, ten
 
     def kill_after_two(self, task, results):
         accept(self, task, results)
-        killed.append(task.worker)
+        killed.append(task.index)
         if len(killed) == 2:
             os.kill(cluster.pids[0], signal.SIGKILL)
 
@@ -95,14 +95,14 @@ def test_all_workers_dead_is_an_error_and_the_cluster_recovers(cluster, tensors,
     assert len(victims) == 4
     with pytest.raises(WorkersDiedError, match=r"all 4 workers died; tasks \[.*\] are not"):
         future.result(timeout=120)
-    assert torch.equal(cluster.attention(*tensors, is_causal=True, num_workers=13), undisturbed)
+    assert torch.equal(cluster.attention(*tensors, is_causal=True, num_tasks=13), undisturbed)
 
 
 def test_workers_that_died_between_runs_are_replaced(cluster, tensors, undisturbed):
     wait_for_workers(cluster, 4)
     for pid in cluster.pids[:3]:
         os.kill(pid, signal.SIGKILL)
-    assert torch.equal(cluster.attention(*tensors, is_causal=True, num_workers=13), undisturbed)
+    assert torch.equal(cluster.attention(*tensors, is_causal=True, num_tasks=13), undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_workers_that_died_between_runs_are_replaced(cluster, tensors, undisturb
 def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors, error, message):
     class Poisoned(TaskActor):
         def run(self, task, *arguments):
-            if task.worker == 3:
+            if task.index == 3:
                 time.sleep(0.5)  # what was computed before arrives
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().run(task, *arguments)
@@ -125,15 +125,15 @@ def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors
 
     with PoisonedCluster(num_workers=num_actors, use_gpus=False, max_attempts=2) as cluster:
         with pytest.raises(error, match=message):
-            cluster.submit(*tensors, num_workers=7).result(timeout=120)
+            cluster.submit(*tensors, num_tasks=7).result(timeout=120)
 
 
 def test_closing_in_mid_run_cancels_it(ray_session, tensors):
     from concurrent.futures import CancelledError
 
     cluster = cqs.Cluster(num_workers=1, use_gpus=False)
-    future = cluster.submit(*tensors, num_workers=31)
-    queued = cluster.submit(*tensors, num_workers=31)
+    future = cluster.submit(*tensors, num_tasks=31)
+    queued = cluster.submit(*tensors, num_tasks=31)
     cluster.close()
     for pending in (future, queued):
         with pytest.raises(CancelledError):
@@ -146,16 +146,16 @@ def test_a_progress_function_may_close_the_cluster_but_not_wait_for_it(ray_sessi
     cluster = cqs.Cluster(num_workers=1, use_gpus=False)
     with pytest.raises(RuntimeError, match="cannot wait for another run"):
         cluster.attention(
-            *tensors, num_workers=3, progress=lambda done, total: cluster.attention(*tensors)
+            *tensors, num_tasks=3, progress=lambda done, total: cluster.attention(*tensors)
         )
     with pytest.raises(CancelledError):
-        cluster.attention(*tensors, num_workers=7, progress=lambda done, total: cluster.close())
+        cluster.attention(*tensors, num_tasks=7, progress=lambda done, total: cluster.close())
     with pytest.raises(ValueError, match="closed"):
         cluster.attention(*tensors)
 
 
 def test_a_future_keeps_its_cluster(ray_session, tensors):
-    future = cqs.Cluster(num_workers=1, use_gpus=False).submit(*tensors, num_workers=3)
+    future = cqs.Cluster(num_workers=1, use_gpus=False).submit(*tensors, num_tasks=3)
     assert future.result(timeout=60).shape == tensors[0].shape
 
 

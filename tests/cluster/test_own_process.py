@@ -66,7 +66,7 @@ def test_the_private_cluster_is_private(tmp_path, short_folder):
         query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
         with cqs.Cluster(num_workers=1) as cluster:
             import ray
-            output = cluster.attention(query, key, value, num_workers=3)
+            output = cluster.attention(query, key, value, num_tasks=3)
             new = [address for inode, address in listening().items() if inode not in before]
             assert new and set(new) <= {"0100007F", "0000000000000000FFFF00000100007F"}, new
             assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
@@ -245,7 +245,7 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
         for _ in range(5):
             with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
                 query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
-                cluster.attention(query, key, value, num_workers=3)
+                cluster.attention(query, key, value, num_tasks=3)
                 cluster.attention(cluster.shard(query, key, value)).to_local()
             found.append(held())
         assert found[1:] == [found[1]] * 4, found
@@ -384,7 +384,7 @@ def test_a_cluster_whose_ray_was_shut_down_starts_and_ends_no_other(tmp_path, is
         sharded = cluster.shard(query, query, query)
         if {when!r} == "in a call":
             future = cluster.submit(
-                query, query, query, num_workers=3, progress=lambda *_: ray.shutdown()
+                query, query, query, num_tasks=3, progress=lambda *_: ray.shutdown()
             )
             refuses(future.result)
         else:
@@ -541,7 +541,7 @@ def test_executor_ray_starts_and_ends_a_cluster(tmp_path):
     script = """
         import cqs, torch
         query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
-        output = cqs.attention(query, key, value, num_workers=7, executor="ray")
+        output = cqs.attention(query, key, value, num_tasks=7, executor="ray")
         assert torch.allclose(output, cqs.attention(query, key, value), atol=1e-5)
         import ray
         assert not ray.is_initialized()
@@ -631,7 +631,7 @@ def test_ray_client_gives_right_answers_and_survives_a_death(tmp_path, ray_clien
 
         problem = Case("client", 3000, 3000, 8, 8, 64, is_causal=True).make()
         tensors = problem.query, problem.key, problem.value
-        expected = cqs.attention(*tensors, is_causal=True, num_workers=13)
+        expected = cqs.attention(*tensors, is_causal=True, num_tasks=13)
         for attempt in range(3):
             try:
                 cluster = cqs.Cluster(num_workers=2, address={ray_client_address!r})
@@ -643,14 +643,14 @@ def test_ray_client_gives_right_answers_and_survives_a_death(tmp_path, ray_clien
             def strike(done, total):
                 if done == 2:
                     os.kill(cluster.pids[0], signal.SIGKILL)
-            future = cluster.submit(*tensors, is_causal=True, num_workers=13, progress=strike)
+            future = cluster.submit(*tensors, is_causal=True, num_tasks=13, progress=strike)
             output = future.result(timeout=100)
             assert future.report.deaths == 1
-            again = cluster.attention(*tensors, is_causal=True, num_workers=13, verify=True)
+            again = cluster.attention(*tensors, is_causal=True, num_tasks=13, verify=True)
             assert torch.equal(output, again)
             torch.testing.assert_close(output, expected)
             try:
-                cluster.attention(*tensors, num_workers=3, backend="cudnn")
+                cluster.attention(*tensors, num_tasks=3, backend="cudnn")
             except NotImplementedError as error:
                 print(error)
         import ray
@@ -689,7 +689,7 @@ def test_a_killed_node_does_not_change_a_bit(tmp_path):
         doomed = nodes.add_node(**node)
         nodes.wait_for_nodes()
         with cqs.Cluster(num_workers=4, address=nodes.address, stall_timeout=30) as cluster:
-            expected = cluster.attention(*tensors, is_causal=True, num_workers=13, verify=True)
+            expected = cluster.attention(*tensors, is_causal=True, num_tasks=13, verify=True)
             sharded = cluster.attention(cluster.shard(*tensors), is_causal=True)
             before = sharded.to_local()
             torch.testing.assert_close(before, expected)
@@ -700,7 +700,7 @@ def test_a_killed_node_does_not_change_a_bit(tmp_path):
             def strike(done, total):
                 if done == 2:
                     nodes.remove_node(doomed, allow_graceful=False)
-            future = cluster.submit(*tensors, is_causal=True, num_workers=13, progress=strike)
+            future = cluster.submit(*tensors, is_causal=True, num_tasks=13, progress=strike)
             assert torch.equal(future.result(timeout=150), expected)
             assert future.report.deaths >= 2, future.report
             print("same bits after", future.report.deaths, "deaths")
@@ -745,18 +745,16 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
         with GreedyCluster(
             num_workers=3, object_store_memory=100 * 2**20, max_attempts=20
         ) as cluster:
-            future = cluster.submit(*tensors, num_workers=7)
+            future = cluster.submit(*tensors, num_tasks=7)
             output = future.result(timeout=100)
-            assert torch.equal(output, cluster.attention(*tensors, num_workers=7, verify=True))
+            assert torch.equal(output, cluster.attention(*tensors, num_tasks=7, verify=True))
             print("same bits after", future.report.deaths, "deaths")
     """.replace("MARK", str(tmp_path / "mark"))
     assert "same bits after" in run_python(script, tmp_path)
     assert (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize(
-    "call", ["cluster.attention(*tensors, num_workers=13)", "sharded.map(idle)"]
-)
+@pytest.mark.parametrize("call", ["cluster.attention(*tensors, num_tasks=13)", "sharded.map(idle)"])
 def test_workers_end_with_a_driver_that_is_killed(tmp_path, call):
     script = f"""
         import time, torch, cqs

@@ -236,7 +236,7 @@ def test_wrong_arguments_are_named(cluster, pair):
         (lambda: pair.make_sharded(make).map(min, sharded), ValueError, "to another cluster"),
         (lambda: cluster.attention(single), ValueError, "query, key and value, got 1 tensors"),
         (lambda: cluster.attention(sharded, verify=True), TypeError, "a sharded sequence brings"),
-        (lambda: cluster.attention(sharded, num_workers=4), TypeError, "a sharded sequence brings"),
+        (lambda: cluster.attention(sharded, num_tasks=4), TypeError, "a sharded sequence brings"),
         (lambda: cluster.attention(*whole(), head_parallel=2), TypeError, "for sharded"),
         (lambda: cluster.attention(whole()[0]), TypeError, "or one sharded sequence"),
         (lambda: cluster.attention(sharded, scale="a"), TypeError, "scale must be a number"),

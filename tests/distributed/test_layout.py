@@ -224,4 +224,4 @@ def test_all_ranks_choose_the_same_split():
     ]
     case = Case(sum(lengths), AttentionShape(40, 128, num_kv_heads=8), num_keys=2**17)
     number = choose_head_parallel(case, 32, with_gradients=False)
-    assert {32 // layout.plan.num_workers for layout in layouts} == {number}
+    assert {32 // layout.plan.num_tasks for layout in layouts} == {number}

@@ -24,13 +24,13 @@ def pairs_of(steps, shape):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 7, 8])
-def test_every_pair_is_on_one_side(num_workers, is_causal):
-    generator = random.Random(num_workers)
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 8])
+def test_every_pair_is_on_one_side(num_tasks, is_causal):
+    generator = random.Random(num_tasks)
     for _ in range(40):
         seqlen_q = generator.randint(1, 60)
         seqlen_kv = seqlen_q + generator.randint(0, 20)
-        plan = make_plan(seqlen_q, seqlen_kv, num_workers=num_workers, is_causal=is_causal)
+        plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
         queries, keys = (
             range(*sorted(generator.randint(0, length) for _ in range(2)))
             for length in (seqlen_q, seqlen_kv)
@@ -58,8 +58,8 @@ def test_every_pair_is_on_one_side(num_workers, is_causal):
 def test_groups_that_are_shards_are_split_whole():
     """As with equal shards: all of the diagonal is own work, causal or not."""
     for is_causal in (False, True):
-        plan = make_plan(70, num_workers=7, is_causal=is_causal)
+        plan = make_plan(70, num_tasks=7, is_causal=is_causal)
         for task in plan.tasks:
-            shard = range(10 * task.worker, 10 * task.worker + 10)
+            shard = range(10 * task.index, 10 * task.index + 10)
             split = split_steps(task.steps, shard, shard)
             assert sum(step.live_pairs for step in split.own) == (55 if is_causal else 100)

@@ -159,8 +159,8 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch, capsys):
         (["peers", "--only", "star"], "only must name some of one, one each, cqs"),
         (["kernels", "--heads", "2"], "--heads goes with peers"),
         (["ray", "--only", "cqs"], "--only goes with patterns or peers"),
-        (["tasks", "--tokens", "8,16"], "several --tokens go with peers"),
-        (["peers", "--tokens", "64K,0"], "--tokens must be at least 1, got 0"),
+        (["tasks", "--seqlen", "8,16"], "several --seqlen go with peers"),
+        (["peers", "--seqlen", "64K,0"], "--seqlen must be at least 1, got 0"),
         (["peers", "--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["peers", "--kv-heads", "0"], "--kv-heads must be at least 1, got 0"),
         (["accuracy", "--repeats", "0"], "--repeats must be at least 1, got 0"),
@@ -176,6 +176,6 @@ def test_wrong_options_are_refused_in_one_line(options, message, capsys):
 def test_fewer_than_two_tokens_for_each_rank_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert main(["bench", "peers", "--tokens", "16,7"]) == 2
+    assert main(["bench", "peers", "--seqlen", "16,7"]) == 2
     assert capsys.readouterr().err == "cqs bench: tokens must be at least 8, got 7\n"
     assert not dist.is_initialized()

@@ -39,7 +39,7 @@ def draw(dtype):
 def check_exact(dtype):
     """Outputs and gradients track float64, and stay where the operands are."""
     operands = draw(dtype)
-    found = passes(partial(attention, is_causal=True, num_workers=3), *operands)
+    found = passes(partial(attention, is_causal=True, num_tasks=3), *operands)
     eager = passes(partial(jax.nn.dot_product_attention, is_causal=True), *operands)
     exact = passes(exact_attention, *(each.astype(jnp.float64) for each in operands))
     for name, *arrays in zip(("output", "query", "key", "value"), found, eager, exact, strict=True):

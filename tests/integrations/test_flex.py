@@ -79,12 +79,12 @@ def test_a_block_mask_gives_what_torch_gives(mask_mod):
     mask = block_mask(mask_mod)
     tensors = operands(num_kv_heads=2)
     options = {"enable_gqa": True, "return_lse": True, "scale": 0.3}
-    found = cqs.flex_attention(*tensors, block_mask=mask, num_workers=5, **options)
+    found = cqs.flex_attention(*tensors, block_mask=mask, num_tasks=5, **options)
     check(found, by_torch(*tensors, block_mask=mask, scale=0.3))
 
 
 @pytest.mark.parametrize(
-    ("score_mod", "mask_mod", "num_workers"),
+    ("score_mod", "mask_mod", "num_tasks"),
     [
         (capped, None, None),
         (alibi, None, 4),
@@ -93,10 +93,10 @@ def test_a_block_mask_gives_what_torch_gives(mask_mod):
         (alibi, below_blocks, 3),
     ],
 )
-def test_a_score_function_sees_the_whole_sequence(score_mod, mask_mod, num_workers):
+def test_a_score_function_sees_the_whole_sequence(score_mod, mask_mod, num_tasks):
     mask = None if mask_mod is None else block_mask(mask_mod)
     tensors = operands()
-    found = cqs.flex_attention(*tensors, score_mod, mask, num_workers=num_workers, return_lse=True)
+    found = cqs.flex_attention(*tensors, score_mod, mask, num_tasks=num_tasks, return_lse=True)
     check(found, by_torch(*tensors, score_mod=score_mod, block_mask=mask))
 
 
@@ -129,8 +129,8 @@ def test_a_score_function_in_half_precision_is_rounded_once(device, dtype):
     expected = results(exact)
     flex = torch.compile(torch_flex.flex_attention) if can_differentiate else cqs.flex_attention
     allowed = [1.02 * error for error in errors(flex(*tensors, capped))]
-    for num_workers in (3, 7, 13):
-        output, lse = cqs.flex_attention(*tensors, capped, num_workers=num_workers, return_lse=True)
+    for num_tasks in (3, 7, 13):
+        output, lse = cqs.flex_attention(*tensors, capped, num_tasks=num_tasks, return_lse=True)
         assert (output.dtype, lse.dtype) == (dtype, torch.float32)
         assert all(map(operator.le, errors(output), allowed))
 
@@ -141,7 +141,7 @@ def test_a_key_of_batch_one_is_that_of_all_queries():
     whole = [each.expand(2, -1, -1, -1) for each in shared]
     mask = block_mask(up_to)
     for options in ({"score_mod": capped}, {"block_mask": mask}):
-        found = cqs.flex_attention(*shared, **options, num_workers=3, return_lse=True)
+        found = cqs.flex_attention(*shared, **options, num_tasks=3, return_lse=True)
         check(found, by_torch(*whole, **options))
 
 
@@ -149,7 +149,7 @@ def test_a_score_function_of_unequal_lengths_and_grouped_queries():
     tensors = operands(2, seqlen_q=90)
     mask = block_mask(near_or_first, 90, BLOCK_SIZE=(32, 64))
     options = {"score_mod": alibi, "block_mask": mask}
-    found = cqs.flex_attention(*tensors, **options, enable_gqa=True, num_workers=3, return_lse=True)
+    found = cqs.flex_attention(*tensors, **options, enable_gqa=True, num_tasks=3, return_lse=True)
     check(found, by_torch(*tensors, **options))
 
 
@@ -166,16 +166,14 @@ def test_blocks_count_whatever_the_mask_function_says():
     scores = query @ key.mT / 4
     for score_mod, shown in ((None, scores), (capped, capped(scores, 0, 0, 0, 0))):
         shown = shown.masked_fill(block[:, None] != block, -torch.inf)
-        found = cqs.flex_attention(
-            query, key, value, score_mod, mask, num_workers=3, return_lse=True
-        )
+        found = cqs.flex_attention(query, key, value, score_mod, mask, num_tasks=3, return_lse=True)
         check(found, (shown.softmax(-1) @ value, shown.logsumexp(-1)))
 
 
 def test_gradients_through_a_block_mask():
     tensors = [each.requires_grad_() for each in operands()]
     mask = block_mask(up_to)
-    output = cqs.flex_attention(*tensors, block_mask=mask, num_workers=5)
+    output = cqs.flex_attention(*tensors, block_mask=mask, num_tasks=5)
     expected = cqs.attention(*tensors, pattern=causal())
     grad_output = torch.randn_like(output)
     check(
@@ -195,7 +193,7 @@ def test_gradients_through_a_score_function(mask_mod):
     def biased(score, batch, head, query, key):
         return score + table[head, query - key + TOKENS]
 
-    output, lse = cqs.flex_attention(*tensors[:3], biased, mask, num_workers=5, return_lse=True)
+    output, lse = cqs.flex_attention(*tensors[:3], biased, mask, num_tasks=5, return_lse=True)
     distance = torch.arange(TOKENS, device="cuda")[:, None] - torch.arange(TOKENS, device="cuda")
     scores = tensors[0] @ tensors[1].mT / 4 + table[:, distance + TOKENS]
     if mask_mod is not None:
@@ -222,7 +220,7 @@ def test_a_compiled_function_computes_the_same():
 
     def attend(query, mask, score_mod):
         query = layer(query)
-        return cqs.flex_attention(query, query, query, score_mod, mask, num_workers=3).sin()
+        return cqs.flex_attention(query, query, query, score_mod, mask, num_tasks=3).sin()
 
     compiled = torch.compile(attend, backend="aot_eager")
     for tokens in (90, 100):

@@ -41,7 +41,7 @@ def passes(attend):
 def check(tensors, tolerance=1e-6, compiled=False, **options):
     """Compare outputs and gradients; jax.nn's softmax is in float32, whatever it is given."""
     wanted = jax.jit(passes(partial(jax.nn.dot_product_attention, **options)))(*tensors)
-    compute = passes(partial(attention, num_workers=3, **options))
+    compute = passes(partial(attention, num_tasks=3, **options))
     found = (jax.jit(compute) if compiled else compute)(*tensors)
     for got, want in zip(found, wanted, strict=True):
         assert (got.dtype, got.shape) == (want.dtype, want.shape)

@@ -47,7 +47,7 @@ def check(found, expected):
 
 
 def test_embeddings_match_the_library_in_one_process(texts, expected):
-    register(num_workers=3)
+    register(num_tasks=3)
     model = load("cqs")
     check(embed(model, texts), expected)
 

@@ -17,7 +17,7 @@ from cqs.integrations.transformers import register
 from cqs.testing import assert_tracks_exact
 
 register()
-register("cqs-of-5", num_workers=5)
+register("cqs-of-5", num_tasks=5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -377,7 +377,7 @@ def test_a_model_that_caps_its_scores_is_refused():
 
 def test_options_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="neither an executor nor a number of workers"):
-        register("cqs-wrong", group=object(), num_workers=3)
+        register("cqs-wrong", group=object(), num_tasks=3)
     with pytest.raises(ValueError, match="backend must be one of"):
         register("cqs-wrong", backend="fast")
     assert "cqs-wrong" not in AttentionInterface()

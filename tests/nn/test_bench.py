@@ -40,7 +40,7 @@ def test_rows_of_every_layout_are_kept_by_the_first_rank(mesh_ranks):
     assert [row.executor for row in rows] == list(LAYOUTS)
     for row in rows:
         parts = [row.details[f"{part}_ms"] for part in layer_parts.PARTS]
-        assert min(parts) > 0 and row.num_workers == 4 and row.case.startswith("window-64-h4-kv2")
+        assert min(parts) > 0 and row.num_tasks == 4 and row.case.startswith("window-64-h4-kv2")
 
 
 def test_a_layer_whose_gradients_are_not_summed_is_wrong(mesh_ranks):
@@ -63,7 +63,7 @@ def test_a_clock_gives_each_part_its_time():
 def test_alone_it_needs_no_torchrun(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("RANK", raising=False)
     out = tmp_path / "rows.jsonl"
-    options = ["--tokens", "64,96", "--heads", "2", "--head-dim", "16", "--repeats", "1"]
+    options = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--repeats", "1"]
     assert main(["bench", "block", *options, "--out", str(out)]) == 0
     assert not dist.is_initialized()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -96,7 +96,7 @@ def test_rows_of_a_case_stand_together():
     [
         (["--causal", "yes"], "--causal goes with peers or streaming"),
         (["--heads", "0"], "--heads must be at least 1, got 0"),
-        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options, message, capsys):

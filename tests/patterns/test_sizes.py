@@ -39,13 +39,13 @@ from cqs.scheduler import make_plan
 def test_what_would_take_too_much_is_refused_at_once(text, seqlen):
     start = time.process_time()
     with pytest.raises(ValueError, match="at most|by a star"):
-        make_plan(seqlen, num_workers=7, pattern=parse_pattern(text)).task(0)
+        make_plan(seqlen, num_tasks=7, pattern=parse_pattern(text)).task(0)
     assert time.process_time() - start < 15
 
 
 def test_many_documents_are_planned_within_seconds():
     start = time.process_time()
-    plan = make_plan(10**6, num_workers=64, pattern=documents(range(0, 10**6 + 1, 100)))
+    plan = make_plan(10**6, num_tasks=64, pattern=documents(range(0, 10**6 + 1, 100)))
     assert plan.live_pairs == 10**4 * 5050
     assert sum(plan.task(worker).live_pairs for worker in range(64)) == plan.live_pairs
     assert time.process_time() - start < 15

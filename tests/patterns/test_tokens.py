@@ -110,7 +110,7 @@ def test_attention_of_packed_documents_is_that_of_each():
     ends, ends_kv = [0, 3, 20, 20, 31], [0, 40, 50, 55, 70]
     query, key, value = (torch.randn(1, 4, n, 8) for n in (31, 70, 70))
     found = cqs.attention(
-        query, key, value, pattern=documents(ends, ends_kv), is_causal=True, num_workers=4
+        query, key, value, pattern=documents(ends, ends_kv), is_causal=True, num_tasks=4
     )
     for q, k in zip(pairwise(ends), pairwise(ends_kv), strict=True):
         tensors = query[:, :, slice(*q)], key[:, :, slice(*k)], value[:, :, slice(*k)]

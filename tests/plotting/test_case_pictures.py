@@ -18,8 +18,8 @@ ROWS = make_cases()
 )
 def test_every_number_of_workers_has_a_line(plot, quantity):
     lines = {line.get_label(): line for line in plot(ROWS).lines}
-    for number in {row.num_workers for row in ROWS}:
-        points = [(row.tokens, quantity(row)) for row in ROWS if row.num_workers == number]
+    for number in {row.num_tasks for row in ROWS}:
+        points = [(row.tokens, quantity(row)) for row in ROWS if row.num_tasks == number]
         assert lines[f"W = {number}"].get_xydata().tolist() == [
             pytest.approx(point) for point in points
         ]

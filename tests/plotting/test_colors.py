@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from cqs import make_plan
-from cqs.plotting.colors import letter_color, worker_colors
+from cqs.plotting.colors import letter_color, task_colors
 
 SIGHTS = (None, "protanomaly", "deuteranomaly", "tritanomaly")
 
@@ -28,7 +28,7 @@ def neighbours(plan):
     for task in plan.tasks:
         for queries, keys, is_causal in task.blocks:
             part = owners[queries.start : queries.stop, keys.start : keys.stop]
-            part[np.tri(*part.shape, dtype=bool) if is_causal else ...] = task.worker
+            part[np.tri(*part.shape, dtype=bool) if is_causal else ...] = task.index
     sides = [(owners[1:], owners[:-1]), (owners[:, 1:], owners[:, :-1])]
     touching = np.concatenate([np.stack(side).reshape(2, -1) for side in sides], axis=1)
     return touching[:, (touching[0] != touching[1]) & (touching >= 0).all(axis=0)]
@@ -36,14 +36,12 @@ def neighbours(plan):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("num_workers", "least"), [(3, 45), (7, 20), (8, 18), (13, 14), (31, 8), (111, 3.9)]
+    ("num_tasks", "least"), [(3, 45), (7, 20), (8, 18), (13, 14), (31, 8), (111, 3.9)]
 )
-def test_neighbours_can_be_told_apart(num_workers, least, is_causal):
+def test_neighbours_can_be_told_apart(num_tasks, least, is_causal):
     """A difference of 1 is about the smallest that is seen."""
-    first, second = neighbours(
-        make_plan(4 * num_workers, num_workers=num_workers, is_causal=is_causal)
-    )
-    seen = perceived(np.array([to_rgb(color) for color in worker_colors(num_workers)]))
+    first, second = neighbours(make_plan(4 * num_tasks, num_tasks=num_tasks, is_causal=is_causal))
+    seen = perceived(np.array([to_rgb(color) for color in task_colors(num_tasks)]))
     difference = np.linalg.norm(seen[:, first] - seen[:, second], axis=-1)
     assert difference.min() >= least, dict(zip(SIGHTS, difference.min(axis=1), strict=True))
 
@@ -54,7 +52,7 @@ def test_every_colour_is_the_furthest_from_those_before_it():
     seen = perceived(candidates)
     lightness, chroma = seen[0, :, 0], np.hypot(seen[0, :, 1], seen[0, :, 2])
     seen = seen[:, (lightness > 30) & (lightness < 88) & (chroma < 36)]
-    chosen = perceived(np.array([to_rgb(color) for color in worker_colors(128)]))
+    chosen = perceived(np.array([to_rgb(color) for color in task_colors(128)]))
     distance = np.full(seen.shape[1], np.inf)
     for before, color in zip(chosen.swapaxes(0, 1), chosen.swapaxes(0, 1)[1:], strict=False):
         distance = np.minimum(distance, np.linalg.norm(seen - before[:, None], axis=-1).min(axis=0))
@@ -66,11 +64,11 @@ def test_letters_contrast_with_every_colour():
     def luminance(color):
         return colorspacious.cspace_convert(to_rgb(color), "sRGB1", "XYZ1")[1]
 
-    for color in worker_colors(128):
+    for color in task_colors(128):
         light, dark = sorted((luminance(color), luminance(letter_color(color))), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, color
 
 
 def test_beyond_128_colours_repeat():
-    assert worker_colors(130)[128:] == worker_colors(2)
-    assert len(set(worker_colors(128))) == 128
+    assert task_colors(130)[128:] == task_colors(2)
+    assert len(set(task_colors(128))) == 128

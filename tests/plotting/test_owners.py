@@ -8,11 +8,11 @@ from matplotlib.colors import to_rgba
 from cqs import make_plan
 from cqs.patterns import bigbird, causal, from_mask, global_tokens, sliding_window, strided
 from cqs.plotting import plot_owners, save_owners
-from cqs.plotting.colors import worker_colors
+from cqs.plotting.colors import task_colors
 
 
-def colors(num_workers):
-    return np.array([to_rgba(color) for color in worker_colors(num_workers)])
+def colors(num_tasks):
+    return np.array([to_rgba(color) for color in task_colors(num_tasks)])
 
 
 def cells_of(axes):
@@ -20,7 +20,7 @@ def cells_of(axes):
     return np.asarray(mesh.get_array())
 
 
-@pytest.mark.parametrize("num_workers", [1, 3, 7, 13])
+@pytest.mark.parametrize("num_tasks", [1, 3, 7, 13])
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -31,28 +31,28 @@ def cells_of(axes):
     ],
     ids=repr,
 )
-def test_short_plans_of_patterns_are_drawn_pair_by_pair(pattern, num_workers):
-    plan = make_plan(60, 75, num_workers=num_workers, pattern=pattern)
+def test_short_plans_of_patterns_are_drawn_pair_by_pair(pattern, num_tasks):
+    plan = make_plan(60, 75, num_tasks=num_tasks, pattern=pattern)
     live = pattern.to_mask(60, 75)
     expected = np.zeros((60, 75, 4))
     for task in plan.tasks:
         for queries, keys, _ in task.blocks:
             part = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
-            expected[part][live[part]] = colors(num_workers)[task.worker]
+            expected[part][live[part]] = colors(num_tasks)[task.index]
     assert (expected[..., 3] == live).all()
     assert (cells_of(plot_owners(plan)) == expected).all()
 
 
 def test_long_plans_of_patterns_are_drawn_by_parts_of_groups():
-    pattern, length, num_workers = causal() & sliding_window(5 * 10**6, 0), 10**9, 13
-    plan = make_plan(length, num_workers=num_workers, pattern=pattern)
+    pattern, length, num_tasks = causal() & sliding_window(5 * 10**6, 0), 10**9, 13
+    plan = make_plan(length, num_tasks=num_tasks, pattern=pattern)
     axes = plot_owners(plan)
     image, bound = cells_of(axes), pattern.bind(length)
     edges = axes.collections[0].get_coordinates()[0, :, 0].astype(int).tolist()
-    assert edges[0] == 0 and edges[-1] == length and len(edges) == 9 * num_workers + 1
+    assert edges[0] == 0 and edges[-1] == length and len(edges) == 9 * num_tasks + 1
     assert {group.start for group in plan.token_groups} < set(edges)
     spans = [range(*pair) for pair in zip(edges[:-1], edges[1:], strict=True)]
-    known = colors(num_workers)[:, :3]
+    known = colors(num_tasks)[:, :3]
 
     def owned(task, queries, keys):
         return sum(
@@ -77,55 +77,55 @@ def test_long_plans_of_patterns_are_drawn_by_parts_of_groups():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("num_workers", [7, 8])
-def test_plans_without_a_pattern_are_drawn_as_blocks(num_workers, is_causal):
-    plan = make_plan(70, num_workers=num_workers, is_causal=is_causal)
+@pytest.mark.parametrize("num_tasks", [7, 8])
+def test_plans_without_a_pattern_are_drawn_as_blocks(num_tasks, is_causal):
+    plan = make_plan(70, num_tasks=num_tasks, is_causal=is_causal)
     (polygons,) = plot_owners(plan).collections
     drawn = np.zeros((70, 70), int)
     points = np.stack(np.meshgrid(np.arange(70) + 0.5, np.arange(70) + 0.5), axis=-1)
     for path, face in zip(polygons.get_paths(), polygons.get_facecolors(), strict=True):
-        (worker,) = (colors(num_workers) == face).all(axis=1).nonzero()[0]
+        (index,) = (colors(num_tasks) == face).all(axis=1).nonzero()[0]
         inside = path.contains_points(points.reshape(-1, 2)).reshape(70, 70)
         assert not drawn[inside].any()
-        drawn[inside] = worker + 1
+        drawn[inside] = index + 1
     expected = np.zeros((70, 70), int)
     for task in plan.tasks:
         for queries, keys, is_stairs in task.blocks:
             part = expected[queries.start : queries.stop, keys.start : keys.stop]
             live = np.tri(*part.shape, dtype=bool) if is_stairs else np.ones(part.shape, bool)
-            part[live] = task.worker + 1
+            part[live] = task.index + 1
     assert (drawn == expected).all()
 
 
 @pytest.mark.parametrize("pattern", [None, strided(6)])
-@pytest.mark.parametrize("num_workers", [7, 13, 31])
-def test_every_worker_has_a_name_or_a_place_in_the_bar(num_workers, pattern):
-    axes = plot_owners(make_plan(150, num_workers=num_workers, pattern=pattern))
+@pytest.mark.parametrize("num_tasks", [7, 13, 31])
+def test_every_worker_has_a_name_or_a_place_in_the_bar(num_tasks, pattern):
+    axes = plot_owners(make_plan(150, num_tasks=num_tasks, pattern=pattern))
     names = {int(text.get_text()) for text in axes.texts}
-    if pattern is None and num_workers < 17:
-        assert names == set(range(num_workers)) and axes.figure.axes == [axes]
+    if pattern is None and num_tasks < 17:
+        assert names == set(range(num_tasks)) and axes.figure.axes == [axes]
         return
     (bar,) = set(axes.figure.axes) - {axes}
-    assert not names and sorted(bar.get_ylim()) == [-0.5, num_workers - 0.5]
+    assert not names and sorted(bar.get_ylim()) == [-0.5, num_tasks - 0.5]
 
 
 @pytest.mark.parametrize("pattern", [None, strided(6)])
 def test_one_worker_can_be_shown_alone(pattern):
-    plan = make_plan(70, num_workers=7, pattern=pattern)
-    (drawn,) = plot_owners(plan, worker=2).collections
+    plan = make_plan(70, num_tasks=7, pattern=pattern)
+    (drawn,) = plot_owners(plan, index=2).collections
     shown = drawn.get_facecolors() if pattern is None else np.asarray(drawn.get_array())
     shown = {tuple(color) for color in shown.reshape(-1, 4).tolist() if color[3]}
-    assert shown == {to_rgba(worker_colors(7)[2]), to_rgba("#e8e8e8")}
-    with pytest.raises(ValueError, match=r"worker must lie in range\(7\), got 7"):
-        plot_owners(plan, worker=7)
+    assert shown == {to_rgba(task_colors(7)[2]), to_rgba("#e8e8e8")}
+    with pytest.raises(ValueError, match=r"index must be in range\(7\), got 7"):
+        plot_owners(plan, index=7)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (5, 0), (0, 5), (3, 200), (200, 3)], ids=str)
 @pytest.mark.parametrize("pattern", [None, sliding_window(2, 1)])
 def test_plans_of_hardly_anything_can_be_drawn(tmp_path, lengths, pattern):
-    save_owners(make_plan(*lengths, num_workers=3, pattern=pattern), tmp_path / "plan.png")
+    save_owners(make_plan(*lengths, num_tasks=3, pattern=pattern), tmp_path / "plan.png")
 
 
 def test_saving_leaves_no_figure_open(tmp_path):
-    save_owners(make_plan(9, num_workers=3), tmp_path / "plan.png")
+    save_owners(make_plan(9, num_tasks=3), tmp_path / "plan.png")
     assert not plt.get_fignums()

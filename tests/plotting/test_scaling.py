@@ -33,16 +33,16 @@ def lines_of(axes):
         (scaling.plot_times, "mean task", lambda row: row.mean_ms),
         (scaling.plot_times, "merge", lambda row: row.merge_ms),
         (scaling.plot_times, "transfer, waiting", lambda row: row.transfer_ms),
-        (scaling.plot_speedup, "over one worker", lambda row: row.speedup),
+        (scaling.plot_speedup, "over one task", lambda row: row.speedup),
         (scaling.plot_speedup, "over one dense call", lambda row: 1 / row.ratio),
-        (scaling.plot_speedup, "devices", lambda row: min(row.num_workers, 2)),
+        (scaling.plot_speedup, "devices", lambda row: min(row.num_tasks, 2)),
         (scaling.plot_efficiency, "efficiency", lambda row: 100 * row.speedup / row.num_devices),
     ],
 )
 def test_a_line_has_the_numbers_of_the_rows(plot, label, quantity):
     _, axes = plt.subplots()
     assert plot(ROWS, axes) is axes
-    expected = {row.num_workers: pytest.approx(quantity(row)) for row in ROWS}
+    expected = {row.num_tasks: pytest.approx(quantity(row)) for row in ROWS}
     assert lines_of(axes)[label] == expected
 
 

@@ -21,7 +21,7 @@ from cqs.plotting import (
     scaling,
 )
 
-NUM_WORKERS = (3, 7, 13, 31, 111)
+NUM_TASKS = (3, 7, 13, 31, 111)
 LENGTHS = (10, 100, 1000, 10**6)
 CASES = ("plot_active_memory", "plot_longest", "plot_longest_times", "plot_ratios")
 
@@ -55,31 +55,31 @@ def check_text(monkeypatch):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+@pytest.mark.parametrize("num_tasks", NUM_TASKS)
 @pytest.mark.parametrize("pattern", [None, longformer(512, 64)], ids=["dense", "pattern"])
-def test_owners(check_text, num_workers, length, pattern):
-    check_text(plot_owners(make_plan(length, num_workers=num_workers, pattern=pattern)))
+def test_owners(check_text, num_tasks, length, pattern):
+    check_text(plot_owners(make_plan(length, num_tasks=num_tasks, pattern=pattern)))
 
 
-@pytest.mark.parametrize("num_workers", [3, 13, 16])
+@pytest.mark.parametrize("num_tasks", [3, 13, 16])
 @pytest.mark.parametrize("lengths", [(10, 10), (1000, 3000), (10**6, 10**6)], ids=str)
-def test_owners_of_causal_attention(check_text, num_workers, lengths):
-    check_text(plot_owners(make_plan(*lengths, num_workers=num_workers, is_causal=True)))
+def test_owners_of_causal_attention(check_text, num_tasks, lengths):
+    check_text(plot_owners(make_plan(*lengths, num_tasks=num_tasks, is_causal=True)))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_small_panels(check_text, length):
     figure, panels = plt.subplots(2, 3, figsize=(12, 8), layout="compressed")
-    for panel, num_workers in zip(panels.flat, NUM_WORKERS, strict=False):
-        plot_owners(make_plan(length, num_workers=num_workers), panel)
+    for panel, num_tasks in zip(panels.flat, NUM_TASKS, strict=False):
+        plot_owners(make_plan(length, num_tasks=num_tasks), panel)
     check_text(plot_density(longformer(512, 64), length, axes=panels.flat[-1]))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 8, 64, *NUM_WORKERS])
-def test_wheels(check_text, num_workers):
-    plan = make_plan(10, num_workers=num_workers)
-    for worker in {0, num_workers // 3}:
-        check_text(plot_wheel(plan, worker=worker))
+@pytest.mark.parametrize("num_tasks", [1, 2, 8, 64, *NUM_TASKS])
+def test_wheels(check_text, num_tasks):
+    plan = make_plan(10, num_tasks=num_tasks)
+    for index in {0, num_tasks // 3}:
+        check_text(plot_wheel(plan, index=index))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -97,9 +97,9 @@ def test_densities(check_text, pattern, length):
 
 
 @pytest.mark.parametrize("num_processes", [2, 111])
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
-def test_timelines(check_text, num_workers, num_processes):
-    check_text(plot_timeline(make_report(num_workers, min(num_processes, num_workers))))
+@pytest.mark.parametrize("num_tasks", NUM_TASKS)
+def test_timelines(check_text, num_tasks, num_processes):
+    check_text(plot_timeline(make_report(num_tasks, min(num_processes, num_tasks))))
 
 
 @pytest.mark.parametrize("size", [10**3, 10**7, 10**11])

@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 from timeline_reports import make_report
 
 from cqs.plotting import plot_timeline, save_trace
-from cqs.plotting.colors import worker_colors
+from cqs.plotting.colors import task_colors
 
 
 def pids_by_start(report):
@@ -26,7 +26,7 @@ def test_every_task_has_a_bar_in_the_row_of_its_process(num_tasks, num_processes
             drawn[color] = (round(row), bar.get_x(), bar.get_width())
     assert len(drawn) == num_tasks
     pids = pids_by_start(report)
-    for task, color in zip(report.tasks, worker_colors(num_tasks), strict=True):
+    for task, color in zip(report.tasks, task_colors(num_tasks), strict=True):
         started = task.started - report.started
         assert drawn[color] == pytest.approx((pids.index(task.pid), started, task.seconds))
     share = sum(task.seconds for task in report.tasks) / report.seconds / num_processes
@@ -59,7 +59,7 @@ def test_a_trace_accounts_for_all_the_time_of_every_process(tmp_path):
             ends = event["ts"] + event["dur"]
         assert ends == pytest.approx(1e6 * report.seconds, abs=1)
     for task in report.tasks:
-        (event,) = (event for event in spans if event["name"] == f"task {task.worker}")
+        (event,) = (event for event in spans if event["name"] == f"task {task.index}")
         assert names[event["pid"]] == f"process {task.pid}, cpu"
         assert event["dur"] == 1e6 * task.seconds and event["args"]["peak_bytes"] == task.peak_bytes
     (call,) = (event for event in spans if event["name"] == "call")

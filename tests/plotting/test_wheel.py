@@ -6,43 +6,43 @@ from matplotlib.patches import Rectangle
 
 from cqs import make_plan
 from cqs.plotting import plot_wheel
-from cqs.plotting.colors import worker_colors
+from cqs.plotting.colors import task_colors
 
 
-def chords(axes, num_workers):
+def chords(axes, num_tasks):
     """The solid lines between dots: their two groups and their colour."""
     dots = [tuple(point) for point in axes.collections[0].get_offsets().round(6).tolist()]
-    assert len(dots) == num_workers
+    assert len(dots) == num_tasks
     for line in axes.lines:
         ends = [tuple(point) for point in line.get_xydata().round(6).tolist()]
         if line.get_linestyle() == "-" and set(ends) <= set(dots):
             yield tuple(sorted(map(dots.index, ends))), to_hex(line.get_color())
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 7, 8, 13, 31, 111])
-def test_a_chord_covers_every_distance(num_workers):
-    plan = make_plan(10, num_workers=num_workers)
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 8, 13, 31, 111])
+def test_a_chord_covers_every_distance(num_tasks):
+    plan = make_plan(10, num_tasks=num_tasks)
     axes = plot_wheel(plan)
     found = {}
-    for (first, second), color in chords(axes, num_workers):
-        distance = min(second - first, first - second + num_workers)
+    for (first, second), color in chords(axes, num_tasks):
+        distance = min(second - first, first - second + num_tasks)
         assert {first, second} <= set(plan.interest_set) and distance not in found
         found[distance] = color
-    assert found == dict(enumerate(worker_colors(num_workers // 2), 1))
+    assert found == dict(enumerate(task_colors(num_tasks // 2), 1))
     boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     boxes.sort(key=lambda box: box.get_x())
     assert [to_hex(box.get_facecolor()) for box in boxes] == list(
         found[d + 1] for d in range(len(boxes))
     )
-    assert len(boxes) == num_workers // 2
+    assert len(boxes) == num_tasks // 2
 
 
 def test_turning_the_wheel_lays_a_chord_over_every_pair_of_groups_once():
-    plan = make_plan(10, num_workers=7)
-    met = [pair for worker in range(7) for pair, _ in chords(plot_wheel(plan, worker=worker), 7)]
+    plan = make_plan(10, num_tasks=7)
+    met = [pair for index in range(7) for pair, _ in chords(plot_wheel(plan, index=index), 7)]
     assert sorted(met) == [(p, q) for p in range(7) for q in range(p + 1, 7)]
 
 
 def test_an_unknown_worker_is_refused():
-    with pytest.raises(ValueError, match=r"worker must lie in range\(7\), got -1"):
-        plot_wheel(make_plan(10, num_workers=7), worker=-1)
+    with pytest.raises(ValueError, match=r"index must be in range\(7\), got -1"):
+        plot_wheel(make_plan(10, num_tasks=7), index=-1)

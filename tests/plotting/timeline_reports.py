@@ -10,18 +10,18 @@ def make_report(num_tasks, num_processes):
     rng = random.Random(0)
     started, tasks = 1.7e9, []
     free = [rng.uniform(0.02, 0.05) for _ in range(num_processes)]
-    for worker in range(num_tasks):
+    for index in range(num_tasks):
         process = free.index(min(free))
         seconds = rng.uniform(0.9, 1.1)
         tasks.append(
             TaskReport(
-                worker=worker,
+                index=index,
                 pid=4000 - process,
                 device="cpu",
                 backend="cpu",
                 started=started + free[process],
                 seconds=seconds,
-                peak_bytes=1000 + worker,
+                peak_bytes=1000 + index,
                 bytes_in=10,
                 bytes_out=20,
             )

@@ -29,19 +29,19 @@ PUBLISHED = {
 needs_statm = pytest.mark.skipif(not resident.STATM.exists(), reason="needs /proc/self/statm")
 
 
-def longest(tokens, num_workers):
-    return longest_task(plan_case(replace(SMALL, tokens=tokens), num_workers)).held_tokens
+def longest(tokens, num_tasks):
+    return longest_task(plan_case(replace(SMALL, tokens=tokens), num_tasks)).held_tokens
 
 
 def test_the_published_longest_subsequences_come_out_again():
     assert [longest(10_000, number) for number in PUBLISHED] == [7500, 4287, 5000, 1937]
 
 
-@pytest.mark.parametrize("num_workers", PUBLISHED)
-def test_no_subsequence_is_longer_than_published(num_workers):
+@pytest.mark.parametrize("num_tasks", PUBLISHED)
+def test_no_subsequence_is_longer_than_published(num_tasks):
     """Published sets are chosen by chance: one token may be saved."""
-    found = [longest(tokens, num_workers) for tokens in case_study.TOKENS]
-    saved = [before - now for before, now in zip(PUBLISHED[num_workers], found, strict=True)]
+    found = [longest(tokens, num_tasks) for tokens in case_study.TOKENS]
+    saved = [before - now for before, now in zip(PUBLISHED[num_tasks], found, strict=True)]
     assert set(saved) <= {0, 1} and saved[0] == 0
 
 
@@ -54,7 +54,7 @@ def test_rows_say_what_the_plan_says(options):
     for row, number in zip(rows, (1, 4, 7), strict=True):
         plan = make_plan(
             settings.tokens,
-            num_workers=number,
+            num_tasks=number,
             interest_set=row.interest_set,
             is_causal=settings.is_causal,
             pattern=settings.make_pattern(),
@@ -97,7 +97,7 @@ def test_without_a_resident_set_tensors_are_counted(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_tensors_are_counted_to_the_end_of_the_last_kernel():
     settings = replace(SMALL, tokens=10_000, num_heads=8, num_kv_heads=8, head_dim=64)
-    rows = measure(replace(settings, dtype="float16"), case_study.NUM_WORKERS)
+    rows = measure(replace(settings, dtype="float16"), case_study.NUM_TASKS)
     for row in rows:
         assert row.memory == case_study.TENSORS and row.sample_bytes[-1] == 0
         assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05, abs=2**21)

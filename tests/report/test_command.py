@@ -17,7 +17,7 @@ from cqs.report.rows import read_rows
 from cqs.report.sections import command
 from cqs.verify import VerificationError
 
-TINY = ["report", "--tokens", "60", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
+TINY = ["report", "--seqlen", "60", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def written(monkeypatch):
 
 def test_a_report_is_written(tmp_path, capsys):
     out = tmp_path / "new" / "folder"
-    assert main([*TINY, "--workers", "3,1", "--backward", "--out", str(out)]) == 0
+    assert main([*TINY, "--tasks", "3,1", "--backward", "--out", str(out)]) == 0
     assert sorted(path.name for path in out.iterdir()) == [
         "report.html",
         "report.md",
@@ -56,7 +56,7 @@ def test_an_interrupted_report_goes_on(tmp_path, monkeypatch, written, capsys):
         if len(read_rows(path)) == 2:
             raise KeyboardInterrupt
 
-    options = [*TINY, "--workers", "1,2,3,7", "--out", str(tmp_path)]
+    options = [*TINY, "--tasks", "1,2,3,7", "--out", str(tmp_path)]
     monkeypatch.setattr(report, "append_rows", interrupt)
     with pytest.raises(SystemExit) as stopped:
         main(options)
@@ -84,7 +84,7 @@ def test_what_fails_keeps_what_was_measured(tmp_path, monkeypatch, written, caps
         verify(work, result)
 
     monkeypatch.setattr(Forward, "verify", fail_at_three)
-    assert main([*TINY, "--workers", "2,3", "--out", str(tmp_path)]) == 1
+    assert main([*TINY, "--tasks", "2,3", "--out", str(tmp_path)]) == 1
     assert "cqs report: it is wrong" in capsys.readouterr().err and written == [[2]]
 
 
@@ -106,14 +106,14 @@ def test_the_command_of_a_report_measures_the_same(tmp_path, written, options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
-        (["--workers", "3,0"], "--workers must be at least 1, got 0"),
+        (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
+        (["--tasks", "3,0"], "--tasks must be at least 1, got 0"),
         (["--heads", "3", "--kv-heads", "2"], "num_heads must be a positive multiple"),
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--pattern", "strided("], "is no expression"),
         (["--actors", "2"], "--actors and --address go with --executor ray"),
         (["--executor", "distributed"], "start them by torchrun"),
-        (["--executor", "distributed", "--workers", "3"], "--workers does not go with"),
+        (["--executor", "distributed", "--tasks", "3"], "--tasks does not go with"),
     ],
 )
 def test_impossible_options_are_refused_in_one_line(tmp_path, capsys, options, message):
@@ -125,8 +125,8 @@ def test_impossible_options_are_refused_in_one_line(tmp_path, capsys, options, m
 
 def test_rows_of_other_options_or_machines_are_left_alone(tmp_path, written, capsys):
     path = tmp_path / "rows.jsonl"
-    assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 0
-    options = [*TINY, "--tokens", "70", "--causal", "--out", str(tmp_path)]
+    assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 0
+    options = [*TINY, "--seqlen", "70", "--causal", "--out", str(tmp_path)]
     assert main(options) == 2
     assert (
         f"{path} has rows of tokens 60, not 70; is_causal False, not True: take another --out"
@@ -134,8 +134,8 @@ def test_rows_of_other_options_or_machines_are_left_alone(tmp_path, written, cap
     )
     row = json.loads(path.read_text()) | {"device": "elsewhere"}
     path.write_text(json.dumps(row) + "\n")
-    assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 0
-    assert main([*TINY, "--workers", "1,2", "--out", str(tmp_path)]) == 2
+    assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 0
+    assert main([*TINY, "--tasks", "1,2", "--out", str(tmp_path)]) == 2
     assert "machine elsewhere, not " in capsys.readouterr().err
     assert path.read_text().count("\n") == 1
 
@@ -145,7 +145,7 @@ MEMORY = ["report", "memory", "--heads", "2", "--head-dim", "8", "--repeats", "1
 
 def test_a_report_on_memory_is_written_and_its_command_measures_the_same(tmp_path, capsys):
     out = tmp_path / "new"
-    options = ["--tokens", "120,60", "--workers", "7,1", "--causal", "--out", str(out)]
+    options = ["--seqlen", "120,60", "--tasks", "7,1", "--causal", "--out", str(out)]
     assert main([*MEMORY, *options]) == 0
     found = sorted(path.name for path in out.iterdir())
     assert found == ["report.html", "report.md", "rows.jsonl"]
@@ -169,7 +169,7 @@ def test_an_interrupted_report_on_memory_goes_on_with_the_next_length(
         append(rows, out)
         raise KeyboardInterrupt
 
-    options = [*MEMORY, "--tokens", "60,90", "--workers", "1,3", "--out", str(tmp_path)]
+    options = [*MEMORY, "--seqlen", "60,90", "--tasks", "1,3", "--out", str(tmp_path)]
     monkeypatch.setattr(report, "append_rows", interrupt)
     with pytest.raises(SystemExit) as stopped:
         main(options)
@@ -192,23 +192,23 @@ def test_an_interrupted_report_on_memory_goes_on_with_the_next_length(
     [
         (["--executor", "ray"], "of executor local and of forward passes"),
         (["--backward"], "of executor local and of forward passes"),
-        (["--tokens", "60,0"], "--tokens must be at least 1, got 0"),
+        (["--seqlen", "60,0"], "--seqlen must be at least 1, got 0"),
         (["--actors", "2"], "--actors and --address go with --executor ray"),
     ],
 )
 def test_options_that_a_report_on_memory_cannot_honour_are_refused(
     tmp_path, capsys, options, message
 ):
-    assert main([*MEMORY, "--tokens", "60", "--out", str(tmp_path), *options]) == 2
+    assert main([*MEMORY, "--seqlen", "60", "--out", str(tmp_path), *options]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_directory_has_rows_of_one_kind(tmp_path, written, capsys):
-    assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 0
-    assert main([*MEMORY, "--tokens", "60", "--out", str(tmp_path)]) == 2
+    assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 0
+    assert main([*MEMORY, "--seqlen", "60", "--out", str(tmp_path)]) == 2
     assert "line 1 is no row of a report" in capsys.readouterr().err
-    assert main([*TINY, "--tokens", "60,70", "--out", str(tmp_path)]) == 2
-    assert "--tokens takes several numbers for cqs report memory alone" in capsys.readouterr().err
+    assert main([*TINY, "--seqlen", "60,70", "--out", str(tmp_path)]) == 2
+    assert "--seqlen takes several numbers for cqs report memory alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["report.md", "report.html", "rows.jsonl"])
@@ -223,13 +223,13 @@ def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name
         os.mkfifo(path)
     before = os.stat(path)[:9]
     monkeypatch.setattr("cqs.report.local.make_pass", lambda *_: pytest.fail("it was measured"))
-    assert main([*TINY, "--workers", "1", "--out", str(tmp_path)]) == 2
+    assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 2
     assert str(path) in capsys.readouterr().err.splitlines()[-1]
     assert os.listdir(tmp_path) == [name] and os.stat(path)[:9] == before
 
 
 def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypatch):
-    options = [*TINY, "--workers", "1", "--out", str(tmp_path)]
+    options = [*TINY, "--tasks", "1", "--out", str(tmp_path)]
     assert main(options) == 0
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -246,12 +246,12 @@ def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypat
 
 def test_one_process_at_a_time_writes_a_report(tmp_path, monkeypatch, capsys):
     """Two that measure the same, or another problem, would both find no rows and add their own."""
-    command = [*TINY, "--workers", "1", "--out", str(tmp_path)]
+    command = [*TINY, "--tasks", "1", "--out", str(tmp_path)]
     kind, statuses = report._KINDS["scaling"], []
 
     def measure_twice(*arguments):
         monkeypatch.setitem(report._KINDS, "scaling", kind)
-        statuses.append(main([*command, "--tokens", "70"]))
+        statuses.append(main([*command, "--seqlen", "70"]))
         kind.measure(*arguments)
 
     monkeypatch.setitem(report._KINDS, "scaling", kind._replace(measure=measure_twice))
@@ -263,5 +263,5 @@ def test_one_process_at_a_time_writes_a_report(tmp_path, monkeypatch, capsys):
 
 def test_a_report_may_be_in_a_directory_whose_name_is_no_text(tmp_path):
     path = os.fsencode(tmp_path) + b"/\xff"
-    assert main([*TINY, "--workers", "1", "--out", os.fsdecode(path)]) == 0
+    assert main([*TINY, "--tasks", "1", "--out", os.fsdecode(path)]) == 0
     assert b"\\udcff" in Path(os.fsdecode(path), "report.html").read_bytes()

@@ -59,7 +59,7 @@ def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
         assert row.num_devices == 7 and row.efficiency == row.speedup / 7
         assert row.transfer_ms is None
     forward, backward = found
-    costs = [plan.predict_cost(task.worker, make_pass(settings, "forward").problem.shape)
+    costs = [plan.predict_cost(task.index, make_pass(settings, "forward").problem.shape)
              for task in plan.tasks]  # fmt: skip
     assert forward.bytes_in == max(cost.bytes_in for cost in costs)
     assert forward.bytes_out == max(cost.bytes_out for cost in costs)
@@ -72,11 +72,11 @@ def test_measured_memory_is_within_a_twentieth_of_the_predicted(pattern):
         SMALL, tokens=4096, num_heads=8, num_kv_heads=8, head_dim=64, repeats=1, pattern=pattern
     )
     with local.opened(settings) as measure:
-        for num_workers in (1, 8, 31):
-            row = measure(num_workers, "forward", lambda: None)
-            assert row.peak_ratio == pytest.approx(1, abs=0.05), num_workers
+        for num_tasks in (1, 8, 31):
+            row = measure(num_tasks, "forward", lambda: None)
+            assert row.peak_ratio == pytest.approx(1, abs=0.05), num_tasks
             assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05)
-            assert row.responsibility_ratio == pytest.approx(num_workers, rel=0.015)
+            assert row.responsibility_ratio == pytest.approx(num_tasks, rel=0.015)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +155,7 @@ def test_runs_on_a_cluster_are_measured(ray_session):
 
 
 def test_ranks_are_measured_one_number_after_another(tmp_path):
-    options = ["--executor", "distributed", "--tokens", "200", "--heads", "2", "--repeats", "1"]
+    options = ["--executor", "distributed", "--seqlen", "200", "--heads", "2", "--repeats", "1"]
     for number, passes in ((3, ["--backward"]), (2, [])):
         command = ["-m", "torch.distributed.run", "--nproc-per-node", str(number), "-m", "cqs"]
         subprocess.run(
@@ -167,7 +167,7 @@ def test_ranks_are_measured_one_number_after_another(tmp_path):
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [row.key for row in rows] == [(2, "forward"), (3, "forward"), (3, "backward")]
     for row in rows:
-        assert row.num_devices == row.num_workers and row.merge_ms is None
+        assert row.num_devices == row.num_tasks and row.merge_ms is None
         assert row.transfer_ms == pytest.approx(row.median_ms - row.slowest_ms)
         assert row.details["call_bytes"] > 0
     text = (tmp_path / "report.md").read_text()

@@ -32,22 +32,22 @@ def count_pairs(plan):
 def collect_steps(plan):
     """All rectangles ``[n, 5]`` and squares ``[m, 5]``: worker, query range, key range."""
     rectangles, squares = [], []
-    for worker in range(plan.num_workers):
-        for step in plan.task(worker).steps:
+    for index in range(plan.num_tasks):
+        for step in plan.task(index).steps:
             queries = step.queries
             for keys in step.keys:
-                rectangles += worker, queries.start, queries.stop, keys.start, keys.stop
+                rectangles += index, queries.start, queries.stop, keys.start, keys.stop
             if (keys := step.causal_keys) is not None:
-                squares += worker, queries.start, queries.stop, keys.start, keys.stop
+                squares += index, queries.start, queries.stop, keys.start, keys.stop
     return tuple(np.array(each, dtype=np.int64).reshape(-1, 5) for each in (rectangles, squares))
 
 
 def live_pairs_per_worker(plan, rectangles, squares):
-    live = np.zeros(plan.num_workers, dtype=np.int64)
-    worker, q0, q1, k0, k1 = rectangles.T
-    np.add.at(live, worker, (q1 - q0) * (k1 - k0))
-    worker, q0, q1, *_ = squares.T
-    np.add.at(live, worker, (q1 - q0) * (q1 - q0 + 1) // 2)
+    live = np.zeros(plan.num_tasks, dtype=np.int64)
+    index, q0, q1, k0, k1 = rectangles.T
+    np.add.at(live, index, (q1 - q0) * (k1 - k0))
+    index, q0, q1, *_ = squares.T
+    np.add.at(live, index, (q1 - q0) * (q1 - q0 + 1) // 2)
     return live
 
 

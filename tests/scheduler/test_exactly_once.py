@@ -16,10 +16,10 @@ from cqs.scheduler import make_plan
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 LENGTHS = {
-    "half-W": lambda num_workers: num_workers // 2,
-    "W": lambda num_workers: num_workers,
-    "7W+3": lambda num_workers: 7 * num_workers + 3,
-    "1e9": lambda num_workers: 10**9,
+    "half-W": lambda num_tasks: num_tasks // 2,
+    "W": lambda num_tasks: num_tasks,
+    "7W+3": lambda num_tasks: 7 * num_tasks + 3,
+    "1e9": lambda num_tasks: 10**9,
 }
 CROSS = [0, 1, 2, 5, 13, 40]
 
@@ -29,61 +29,61 @@ CROSS = [0, 1, 2, 5, 13, 40]
 def test_every_live_pair_has_one_owner_and_all_workers_work_alike(length, is_causal):
     """Beyond 64 workers each length has every third number, odd or even, and no number is left."""
     first = 65 + list(LENGTHS).index(length) % 3
-    for num_workers in (*range(1, 65), *range(first, 201, 3)):
-        seqlen = LENGTHS[length](num_workers)
-        plan = make_plan(seqlen, num_workers=num_workers, is_causal=is_causal)
+    for num_tasks in (*range(1, 65), *range(first, 201, 3)):
+        seqlen = LENGTHS[length](num_tasks)
+        plan = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal)
         rectangles, squares = collect_steps(plan)
         assert_owned_once(plan, rectangles, squares)
 
         live = live_pairs_per_worker(plan, rectangles, squares)
         total = seqlen * (seqlen + 1) // 2 if is_causal else seqlen * seqlen
         assert live.sum() == total == plan.live_pairs
-        group = math.ceil(seqlen / num_workers)
-        allowed = num_workers * (num_workers * (2 * group + 1) + group)
-        assert max(abs(num_workers * int(pairs) - total) for pairs in live) <= allowed
+        group = math.ceil(seqlen / num_tasks)
+        allowed = num_tasks * (num_tasks * (2 * group + 1) + group)
+        assert max(abs(num_tasks * int(pairs) - total) for pairs in live) <= allowed
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [*range(1, 25), 31, 48])
-def test_every_single_pair_is_owned_once_for_short_sequences(num_workers, is_causal):
-    for seqlen in {*range(12), num_workers - 1, num_workers, 2 * num_workers + 1, 41}:
-        plan = make_plan(seqlen, num_workers=num_workers, is_causal=is_causal)
+@pytest.mark.parametrize("num_tasks", [*range(1, 25), 31, 48])
+def test_every_single_pair_is_owned_once_for_short_sequences(num_tasks, is_causal):
+    for seqlen in {*range(12), num_tasks - 1, num_tasks, 2 * num_tasks + 1, 41}:
+        plan = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal)
         assert np.array_equal(count_pairs(plan), live_mask(plan)), plan
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 6, 7, 8, 12, 13, 20])
-def test_every_single_pair_is_owned_once_when_lengths_differ(num_workers, is_causal):
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 6, 7, 8, 12, 13, 20])
+def test_every_single_pair_is_owned_once_when_lengths_differ(num_tasks, is_causal):
     for seqlen_q in CROSS:
         for seqlen_kv in CROSS:
-            plan = make_plan(seqlen_q, seqlen_kv, num_workers=num_workers, is_causal=is_causal)
+            plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
             assert np.array_equal(count_pairs(plan), live_mask(plan)), plan
             assert plan.live_pairs == live_mask(plan).sum()
             plan.validate()
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 13, 64, 100])
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 8, 13, 64, 100])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(10**9, 10**6), (777_777, 10**9), (5, 10**9)])
 def test_long_sequences_of_unequal_lengths_are_owned_once(
-    num_workers, seqlen_q, seqlen_kv, is_causal
+    num_tasks, seqlen_q, seqlen_kv, is_causal
 ):
-    plan = make_plan(seqlen_q, seqlen_kv, num_workers=num_workers, is_causal=is_causal)
+    plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
     rectangles, squares = collect_steps(plan)
     assert_owned_once(plan, rectangles, squares)
     live = live_pairs_per_worker(plan, rectangles, squares)
     assert live.sum() == plan.live_pairs
     if seqlen_q > 5:
-        assert live.max() * num_workers == pytest.approx(plan.live_pairs, rel=0.01)
+        assert live.max() * num_tasks == pytest.approx(plan.live_pairs, rel=0.01)
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [4, 7, 10])
+@pytest.mark.parametrize("num_tasks", [4, 7, 10])
 @pytest.mark.parametrize("lengths", [(23, 23), (23, 31), (31, 23)], ids=str)
 def test_the_count_for_long_sequences_notices_a_missing_and_a_second_owner(
-    lengths, num_workers, is_causal
+    lengths, num_tasks, is_causal
 ):
-    plan = make_plan(*lengths, num_workers=num_workers, is_causal=is_causal)
+    plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
     rectangles, squares = collect_steps(plan)
     assert_owned_once(plan, rectangles, squares)
     for broken in (rectangles[1:], np.concatenate([rectangles, rectangles[-1:]])):
@@ -95,10 +95,10 @@ def test_the_count_for_long_sequences_notices_a_missing_and_a_second_owner(
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", range(1, 33))
-def test_blocks_steps_and_counts_of_a_task_agree(num_workers, is_causal):
+@pytest.mark.parametrize("num_tasks", range(1, 33))
+def test_blocks_steps_and_counts_of_a_task_agree(num_tasks, is_causal):
     for lengths in [(3, 3), (50, 50), (50, 75), (75, 50)]:
-        for task in make_plan(*lengths, num_workers=num_workers, is_causal=is_causal).tasks:
+        for task in make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal).tasks:
             assert task.blocks == tuple(b for step in task.steps for b in step.blocks())
             assert all(block.num_pairs for block in task.blocks)
             assert task.live_pairs == sum(block.num_pairs for block in task.blocks)
@@ -108,10 +108,10 @@ def test_blocks_steps_and_counts_of_a_task_agree(num_workers, is_causal):
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [*range(1, 33), 64])
-def test_a_task_holds_exactly_the_groups_that_its_blocks_need(num_workers, is_causal):
-    for lengths in [(5, 5), (num_workers, num_workers), (50, 50), (50, 75), (75, 50), (0, 9)]:
-        plan = make_plan(*lengths, num_workers=num_workers, is_causal=is_causal)
+@pytest.mark.parametrize("num_tasks", [*range(1, 33), 64])
+def test_a_task_holds_exactly_the_groups_that_its_blocks_need(num_tasks, is_causal):
+    for lengths in [(5, 5), (num_tasks, num_tasks), (50, 50), (50, 75), (75, 50), (0, 9)]:
+        plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
         dead = max(lengths[0] - lengths[1], 0) if is_causal else 0
         query_groups = [range(max(g.start, dead), g.stop) for g in plan.token_groups]
         for task in plan.tasks:
@@ -122,7 +122,7 @@ def test_a_task_holds_exactly_the_groups_that_its_blocks_need(num_workers, is_ca
             assert task.held_queries == tuple(queries), plan
             assert task.held_keys == tuple(keys), plan
             groups = {query_groups.index(g) for g in queries}
-            groups |= {plan.key_groups.index(g) % num_workers for g in keys}
+            groups |= {plan.key_groups.index(g) % num_tasks for g in keys}
             assert task.held_groups == tuple(sorted(groups)), plan
             held = max(len(tokens(task.held_queries)), len(tokens(task.held_keys)))
             assert task.held_tokens == held

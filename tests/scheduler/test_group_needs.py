@@ -9,14 +9,14 @@ from cqs.scheduler.group_needs import group_needs
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("num_workers", [*range(1, 17), 26, 31, 40])
-def test_needs_are_those_of_tasks(num_workers, is_causal):
+@pytest.mark.parametrize("num_tasks", [*range(1, 17), 26, 31, 40])
+def test_needs_are_those_of_tasks(num_tasks, is_causal):
     """Of the workers that are looked at, one needs the most of anything."""
     size = 10
-    plan = make_plan(*2 * [size * num_workers], num_workers=num_workers, is_causal=is_causal)
-    queries, keys = ([0] * num_workers for _ in range(2))
+    plan = make_plan(*2 * [size * num_tasks], num_tasks=num_tasks, is_causal=is_causal)
+    queries, keys = ([0] * num_tasks for _ in range(2))
     of_tasks, of_splits = set(), set()
-    for task, own in zip(plan.tasks, cut_shards([size] * num_workers), strict=True):
+    for task, own in zip(plan.tasks, cut_shards([size] * num_tasks), strict=True):
         _, home, away = split_steps(task.steps, own, own)
         is_mixed = not see_only(own, away) and any(set(each) & set(own) for each in keys_of(away))
         of_splits.add((sum(len(step.queries) for step in home) / size, is_mixed))
@@ -28,7 +28,7 @@ def test_needs_are_those_of_tasks(num_workers, is_causal):
         ):
             for each in held:
                 counts[each.start // size] += len(each) / size
-    found = group_needs(load_interest_set(num_workers), num_workers, is_causal)
+    found = group_needs(load_interest_set(num_tasks), num_tasks, is_causal)
     assert {(needed.queries, needed.keys) for needed in found} <= of_tasks
     assert {(needed.home, needed.own_keys) for needed in found} <= of_splits
     assert [max(column) for column in zip(*found, strict=True)] == [

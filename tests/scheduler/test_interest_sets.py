@@ -13,8 +13,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "interest_sets"
 STORED = sorted(int(path.stem) for path in FOLDER.glob("*.txt"))
 
 
-def read_stored(num_workers):
-    return tuple(map(int, (FOLDER / f"{num_workers}.txt").read_text().split()))
+def read_stored(num_tasks):
+    return tuple(map(int, (FOLDER / f"{num_tasks}.txt").read_text().split()))
 
 
 def covers(elements, modulus):
@@ -38,41 +38,40 @@ def test_every_number_from_3_to_111_has_a_stored_set():
     assert set(range(3, 112)) <= set(STORED)
 
 
-@pytest.mark.parametrize("num_workers", STORED)
-def test_stored_set_is_a_sorted_cover_with_zero_and_is_loaded_as_it_stands(num_workers):
-    stored = read_stored(num_workers)
+@pytest.mark.parametrize("num_tasks", STORED)
+def test_stored_set_is_a_sorted_cover_with_zero_and_is_loaded_as_it_stands(num_tasks):
+    stored = read_stored(num_tasks)
     assert list(stored) == sorted(set(stored))
-    assert stored[0] == 0 and stored[-1] < num_workers
-    assert covers(stored, num_workers)
-    assert load_interest_set(num_workers) == stored
+    assert stored[0] == 0 and stored[-1] < num_tasks
+    assert covers(stored, num_tasks)
+    assert load_interest_set(num_tasks) == stored
 
 
-@pytest.mark.parametrize("num_workers", range(3, 25))
-def test_no_smaller_set_than_the_stored_one_exists(num_workers):
-    size = len(load_interest_set(num_workers))
+@pytest.mark.parametrize("num_tasks", range(3, 25))
+def test_no_smaller_set_than_the_stored_one_exists(num_tasks):
+    size = len(load_interest_set(num_tasks))
     assert not any(
-        covers((0, *others), num_workers)
-        for others in combinations(range(1, num_workers), size - 2)
+        covers((0, *others), num_tasks) for others in combinations(range(1, num_tasks), size - 2)
     )
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 133, 183, 301, 307, 1000, 1009])
-def test_a_number_without_a_stored_set_gets_a_cover_too(num_workers):
-    loaded = load_interest_set(num_workers)
+@pytest.mark.parametrize("num_tasks", [1, 2, 133, 183, 301, 307, 1000, 1009])
+def test_a_number_without_a_stored_set_gets_a_cover_too(num_tasks):
+    loaded = load_interest_set(num_tasks)
     assert list(loaded) == sorted(set(loaded))
     assert loaded[0] == 0
-    assert covers(loaded, num_workers)
+    assert covers(loaded, num_tasks)
 
 
-@pytest.mark.parametrize(("num_workers", "q"), [(133, 11), (183, 13), (273, 16), (993, 31)])
-def test_projective_planes_give_perfect_sets_beyond_the_stored_ones(num_workers, q):
-    assert len(load_interest_set(num_workers)) == q + 1
+@pytest.mark.parametrize(("num_tasks", "q"), [(133, 11), (183, 13), (273, 16), (993, 31)])
+def test_projective_planes_give_perfect_sets_beyond_the_stored_ones(num_tasks, q):
+    assert len(load_interest_set(num_tasks)) == q + 1
 
 
-@pytest.mark.parametrize("num_workers", [0, -1])
-def test_fewer_than_one_worker_are_refused(num_workers):
-    with pytest.raises(ValueError, match=f"num_workers must be at least 1, got {num_workers}"):
-        load_interest_set(num_workers)
+@pytest.mark.parametrize("num_tasks", [0, -1])
+def test_fewer_than_one_worker_are_refused(num_tasks):
+    with pytest.raises(ValueError, match=f"num_tasks must be at least 1, got {num_tasks}"):
+        load_interest_set(num_tasks)
 
 
 @pytest.mark.parametrize(
@@ -98,30 +97,30 @@ def test_a_sound_file_is_used(stored_as):
     assert load_interest_set(7) == (0, 2, 3)
 
 
-@pytest.mark.parametrize("num_workers", [3, 7, 12, 31, 64])
-def test_check_names_the_smallest_difference_that_is_missed(num_workers):
+@pytest.mark.parametrize("num_tasks", [3, 7, 12, 31, 64])
+def test_check_names_the_smallest_difference_that_is_missed(num_tasks):
     for size in range(1, 4):
         elements = tuple(range(size))
-        if covers(elements, num_workers):
-            assert check_interest_set(elements, num_workers) == elements
+        if covers(elements, num_tasks):
+            assert check_interest_set(elements, num_tasks) == elements
         else:
             with pytest.raises(ValueError, match=f"no two elements differ by {size}$"):
-                check_interest_set(elements, num_workers)
+                check_interest_set(elements, num_tasks)
 
 
-@pytest.mark.parametrize("num_workers", [10**4, 10**5, 65793, 259591, 2**18])
-def test_sets_of_many_workers_are_made_within_seconds(num_workers):
+@pytest.mark.parametrize("num_tasks", [10**4, 10**5, 65793, 259591, 2**18])
+def test_sets_of_many_workers_are_made_within_seconds(num_tasks):
     start = time.process_time()
-    size = len(load_interest_set(num_workers))
+    size = len(load_interest_set(num_tasks))
     assert time.process_time() - start < 10
-    assert size <= math.sqrt(1.5 * num_workers) + 6
+    assert size <= math.sqrt(1.5 * num_tasks) + 6
 
 
-@pytest.mark.parametrize("num_workers", [2**18 + 1, 10**8, 10**30, 10**400])
-def test_sets_of_too_many_workers_are_refused_at_once(num_workers):
+@pytest.mark.parametrize("num_tasks", [2**18 + 1, 10**8, 10**30, 10**400])
+def test_sets_of_too_many_workers_are_refused_at_once(num_tasks):
     for use in (load_interest_set, lambda number: check_interest_set([0], number)):
-        with pytest.raises(ValueError, match="num_workers must be at most 262144, got "):
-            use(num_workers)
+        with pytest.raises(ValueError, match="num_tasks must be at most 262144, got "):
+            use(num_tasks)
 
 
 @pytest.mark.parametrize("elements", [range(10**12), itertools.count(), range(0, 2**18, 2)])

@@ -7,24 +7,24 @@ from cqs.patterns import causal
 from cqs.scheduler import Plan, load_interest_set, make_plan, quorum
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-SOME_NUM_WORKERS = [1, 2, 3, 4, 7, 8, 12, 31, 64, 112, 133]
+SOME_NUM_TASKS = [1, 2, 3, 4, 7, 8, 12, 31, 64, 112, 133]
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", SOME_NUM_WORKERS)
-def test_responsibility_ratio_is_the_number_of_workers(num_workers, is_causal):
-    plan = make_plan(10**9, num_workers=num_workers, is_causal=is_causal)
-    assert plan.responsibility_ratio == pytest.approx(num_workers, rel=1e-6)
-    assert plan.responsibility_ratio <= num_workers
+@pytest.mark.parametrize("num_tasks", SOME_NUM_TASKS)
+def test_responsibility_ratio_is_the_number_of_workers(num_tasks, is_causal):
+    plan = make_plan(10**9, num_tasks=num_tasks, is_causal=is_causal)
+    assert plan.responsibility_ratio == pytest.approx(num_tasks, rel=1e-6)
+    assert plan.responsibility_ratio <= num_tasks
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", SOME_NUM_WORKERS)
+@pytest.mark.parametrize("num_tasks", SOME_NUM_TASKS)
 @pytest.mark.parametrize("lengths", [(1000, 1000), (5, 5), (300, 7), (7, 300)], ids=str)
 def test_responsibility_ratio_compares_the_whole_with_the_busiest_worker(
-    lengths, num_workers, is_causal
+    lengths, num_tasks, is_causal
 ):
-    plan = make_plan(*lengths, num_workers=num_workers, is_causal=is_causal)
+    plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
     busiest = max(task.live_pairs for task in plan.tasks)
     assert plan.responsibility_ratio == plan.live_pairs / busiest
 
@@ -32,7 +32,7 @@ def test_responsibility_ratio_compares_the_whole_with_the_busiest_worker(
 @KINDS
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)], ids=str)
 def test_a_plan_without_work_has_no_steps_and_ratio_one(lengths, is_causal):
-    plan = make_plan(*lengths, num_workers=4, is_causal=is_causal)
+    plan = make_plan(*lengths, num_tasks=4, is_causal=is_causal)
     plan.validate()
     assert plan.live_pairs == 0 and plan.responsibility_ratio == 1.0
     for task in plan.tasks:
@@ -43,7 +43,7 @@ def test_a_plan_without_work_has_no_steps_and_ratio_one(lengths, is_causal):
 
 @KINDS
 def test_a_thousand_workers_plan_a_thousand_million_tokens(is_causal):
-    plan = make_plan(10**9, num_workers=1000, is_causal=is_causal)
+    plan = make_plan(10**9, num_tasks=1000, is_causal=is_causal)
     plan.validate()
     assert plan.responsibility_ratio == pytest.approx(1000, rel=1e-5)
     size = len(plan.interest_set)
@@ -52,45 +52,45 @@ def test_a_thousand_workers_plan_a_thousand_million_tokens(is_causal):
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [10**4, 2**18])
-def test_many_workers_are_planned_within_seconds(num_workers, is_causal):
+@pytest.mark.parametrize("num_tasks", [10**4, 2**18])
+def test_many_workers_are_planned_within_seconds(num_tasks, is_causal):
     start = time.process_time()
-    plan = make_plan(10**9, num_workers=num_workers, is_causal=is_causal)
-    task = plan.task(num_workers // 3)
+    plan = make_plan(10**9, num_tasks=num_tasks, is_causal=is_causal)
+    task = plan.task(num_tasks // 3)
     assert time.process_time() - start < 15
-    assert task.live_pairs == pytest.approx(plan.live_pairs / num_workers, rel=1e-2)
+    assert task.live_pairs == pytest.approx(plan.live_pairs / num_tasks, rel=1e-2)
 
 
 def test_more_workers_than_tokens_cost_little():
-    plan = make_plan(50, num_workers=4096, is_causal=True)
+    plan = make_plan(50, num_tasks=4096, is_causal=True)
     start = time.process_time()
     plan.validate()
     assert sum(task.live_pairs for task in plan.tasks) == 50 * 51 // 2
     assert time.process_time() - start < 15
 
 
-@pytest.mark.parametrize("num_workers", [2**18 + 1, 10**8, 10**30, 10**400])
-def test_too_many_workers_are_refused_at_once(num_workers):
-    with pytest.raises(ValueError, match="num_workers must be at most 262144, got "):
-        make_plan(70, num_workers=num_workers)
-    with pytest.raises(ValueError, match="num_workers must be at most 1024, got "):
-        make_plan(70, num_workers=num_workers, pattern=causal())
+@pytest.mark.parametrize("num_tasks", [2**18 + 1, 10**8, 10**30, 10**400])
+def test_too_many_workers_are_refused_at_once(num_tasks):
+    with pytest.raises(ValueError, match="num_tasks must be at most 262144, got "):
+        make_plan(70, num_tasks=num_tasks)
+    with pytest.raises(ValueError, match="num_tasks must be at most 1024, got "):
+        make_plan(70, num_tasks=num_tasks, pattern=causal())
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [*range(1, 33), 100, 101])
-def test_every_plan_passes_its_own_proof(num_workers, is_causal):
-    for lengths in [(10**9, 10**9), (num_workers // 2, num_workers // 2), (9, 800), (800, 9)]:
-        make_plan(*lengths, num_workers=num_workers, is_causal=is_causal).validate()
+@pytest.mark.parametrize("num_tasks", [*range(1, 33), 100, 101])
+def test_every_plan_passes_its_own_proof(num_tasks, is_causal):
+    for lengths in [(10**9, 10**9), (num_tasks // 2, num_tasks // 2), (9, 800), (800, 9)]:
+        make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal).validate()
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 13, 50])
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 8, 13, 50])
 @pytest.mark.parametrize("lengths", [(0, 0), (5, 5), (100, 100), (30, 99), (99, 30)], ids=str)
-def test_groups_tile_the_sequence_evenly(lengths, num_workers, is_causal):
+def test_groups_tile_the_sequence_evenly(lengths, num_tasks, is_causal):
     seqlen_q, seqlen_kv = lengths
-    plan = make_plan(seqlen_q, seqlen_kv, num_workers=num_workers, is_causal=is_causal)
-    assert len(plan.token_groups) == num_workers
+    plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
+    assert len(plan.token_groups) == num_tasks
     assert [q for group in plan.token_groups for q in group] == list(range(seqlen_q))
     assert [k for group in plan.key_groups for k in group] == list(range(seqlen_kv))
     dead = max(seqlen_q - seqlen_kv, 0) if is_causal else 0
@@ -98,43 +98,43 @@ def test_groups_tile_the_sequence_evenly(lengths, num_workers, is_causal):
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("num_workers", [1, 3, 4, 7, 8, 21])
-def test_a_task_holds_the_groups_of_its_quorum(num_workers):
-    plan = make_plan(100 * num_workers, num_workers=num_workers)
+@pytest.mark.parametrize("num_tasks", [1, 3, 4, 7, 8, 21])
+def test_a_task_holds_the_groups_of_its_quorum(num_tasks):
+    plan = make_plan(100 * num_tasks, num_tasks=num_tasks)
     for task in plan.tasks:
-        assert task.held_groups == quorum(task.worker, plan.interest_set, num_workers)
+        assert task.held_groups == quorum(task.index, plan.interest_set, num_tasks)
 
 
 def test_the_interest_set_of_the_caller_is_used():
-    plan = make_plan(70, num_workers=7, interest_set=[2, 0, 3])
+    plan = make_plan(70, num_tasks=7, interest_set=[2, 0, 3])
     assert plan.interest_set == (0, 2, 3)
     assert plan.task(1).held_groups == (1, 3, 4)
     plan.validate()
 
 
 def test_the_best_known_interest_set_is_the_default():
-    for num_workers in range(1, 40):
-        plan = make_plan(9, num_workers=num_workers)
-        assert plan.interest_set == load_interest_set(num_workers)
+    for num_tasks in range(1, 40):
+        plan = make_plan(9, num_tasks=num_tasks)
+        assert plan.interest_set == load_interest_set(num_tasks)
 
 
-@pytest.mark.parametrize("worker", [-1, 7])
-def test_a_task_of_no_worker_is_refused(worker):
-    with pytest.raises(ValueError, match=rf"worker must lie in range\(7\), got {worker}"):
-        make_plan(70, num_workers=7).task(worker)
+@pytest.mark.parametrize("index", [-1, 7])
+def test_a_task_of_no_worker_is_refused(index):
+    with pytest.raises(ValueError, match=rf"index must be in range\(7\), got {index}"):
+        make_plan(70, num_tasks=7).task(index)
 
 
 def test_plans_are_values():
-    plan = make_plan(70, num_workers=7)
-    assert plan == make_plan(70, 70, num_workers=7, interest_set=(0, 1, 3))
-    assert plan != make_plan(70, num_workers=7, is_causal=True)
-    assert len({plan, make_plan(70, num_workers=7)}) == 1
+    plan = make_plan(70, num_tasks=7)
+    assert plan == make_plan(70, 70, num_tasks=7, interest_set=(0, 1, 3))
+    assert plan != make_plan(70, num_tasks=7, is_causal=True)
+    assert len({plan, make_plan(70, num_tasks=7)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.seqlen_q = 71
 
 
 def test_a_plan_describes_itself():
-    text = str(make_plan(70, 90, num_workers=7, is_causal=True))
+    text = str(make_plan(70, 90, num_tasks=7, is_causal=True))
     for part in ("7 tasks", "70 x 90", "causal", "(0, 1, 3)"):
         assert part in text
 
@@ -143,7 +143,7 @@ def test_six_numbers_and_a_pattern_make_a_plan():
     assert [field.name for field in dataclasses.fields(Plan)] == [
         "seqlen_q",
         "seqlen_kv",
-        "num_workers",
+        "num_tasks",
         "is_causal",
         "interest_set",
         "tile",

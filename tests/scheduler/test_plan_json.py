@@ -7,17 +7,17 @@ import pytest
 from cqs.scheduler import Plan, load_interest_set, make_plan
 
 PLANS = {
-    "full": make_plan(60, num_workers=7),
-    "even-causal": make_plan(61, num_workers=8, is_causal=True),
-    "cross-causal": make_plan(40, 75, num_workers=7, is_causal=True),
-    "other-set": make_plan(60, num_workers=7, interest_set=(0, 2, 3)),
-    "one-worker": make_plan(5, num_workers=1),
-    "nothing": make_plan(0, num_workers=3),
-    "long": make_plan(10**9, num_workers=31, is_causal=True),
+    "full": make_plan(60, num_tasks=7),
+    "even-causal": make_plan(61, num_tasks=8, is_causal=True),
+    "cross-causal": make_plan(40, 75, num_tasks=7, is_causal=True),
+    "other-set": make_plan(60, num_tasks=7, interest_set=(0, 2, 3)),
+    "one-worker": make_plan(5, num_tasks=1),
+    "nothing": make_plan(0, num_tasks=3),
+    "long": make_plan(10**9, num_tasks=31, is_causal=True),
 }
-NUMBERS = {"num_workers", "seqlen_q", "seqlen_kv", "is_causal", "interest_set"}
+NUMBERS = {"version", "num_tasks", "seqlen_q", "seqlen_kv", "is_causal", "interest_set"}
 LISTED = {"token_groups", "responsibility_ratio", "tasks"}
-TASK_FIELDS = {"worker", "held_groups", "blocks", "live_pairs"}
+TASK_FIELDS = {"index", "held_groups", "blocks", "live_pairs"}
 
 
 def every_plan():
@@ -45,12 +45,12 @@ def test_json_has_exactly_the_promised_fields(plan):
 @every_plan()
 def test_json_says_what_the_plan_says(plan):
     written = json.loads(plan.to_json(list_tasks=True))
-    for name in ("num_workers", "seqlen_q", "seqlen_kv", "is_causal", "responsibility_ratio"):
+    for name in ("num_tasks", "seqlen_q", "seqlen_kv", "is_causal", "responsibility_ratio"):
         assert written[name] == getattr(plan, name)
     assert tuple(written["interest_set"]) == plan.interest_set
     assert [range(*group) for group in written["token_groups"]] == list(plan.token_groups)
     for task, entry in zip(plan.tasks, written["tasks"], strict=True):
-        assert entry["worker"] == task.worker
+        assert entry["index"] == task.index
         assert tuple(entry["held_groups"]) == task.held_groups
         assert entry["live_pairs"] == task.live_pairs
         ranges = [(range(q0, q1), range(k0, k1)) for q0, q1, k0, k1 in entry["blocks"]]
@@ -66,7 +66,7 @@ def changes():
     return {
         "other-length": set_to("seqlen_q", 62),
         "other-key-length": set_to("seqlen_kv", 62),
-        "other-number-of-workers": set_to("num_workers", 7),
+        "other-number-of-workers": set_to("num_tasks", 7),
         "not-causal": set_to("is_causal", False),
         "other-interest-set": set_to("interest_set", [0, 1, 3, 4]),
         "no-cover": set_to("interest_set", [0, 1]),
@@ -117,30 +117,36 @@ def test_a_field_that_is_there_twice_is_refused():
         Plan.from_json(text[:-1] + ', "is_causal": false}')
 
 
-def written_for(num_workers, **changes):
+def written_for(num_tasks, **changes):
     """JSON of a plan for so many workers, few bytes whatever their number."""
-    interest_set = list(load_interest_set(min(num_workers, 2**18)))
-    plan = {"num_workers": num_workers, "seqlen_q": 10, "seqlen_kv": 10, "is_causal": False}
+    interest_set = list(load_interest_set(min(num_tasks, 2**18)))
+    plan = {
+        "version": 2,
+        "num_tasks": num_tasks,
+        "seqlen_q": 10,
+        "seqlen_kv": 10,
+        "is_causal": False,
+    }
     return json.dumps({**plan, "interest_set": interest_set, **changes})
 
 
-@pytest.mark.parametrize("num_workers", [10**4, 2**18])
-def test_a_plan_of_many_workers_is_read_within_seconds(num_workers):
-    text = written_for(num_workers)
+@pytest.mark.parametrize("num_tasks", [10**4, 2**18])
+def test_a_plan_of_many_workers_is_read_within_seconds(num_tasks):
+    text = written_for(num_tasks)
     start = time.process_time()
     plan = Plan.from_json(text)
-    assert plan == make_plan(10, num_workers=num_workers) and plan.to_json() == text
-    assert plan.task(0).worker == 0 and str(num_workers) in str(plan)
+    assert plan == make_plan(10, num_tasks=num_tasks) and plan.to_json() == text
+    assert plan.task(0).index == 0 and str(num_tasks) in str(plan)
     assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (written_for(2**18 + 1), "num_workers must be at most 262144, got 262145"),
-        (written_for(10**8), "num_workers must be at most 262144, got 100000000"),
-        (written_for(10**30, interest_set=None), "num_workers must be at most 262144, got 1000"),
-        (written_for(10**8, interest_set=[0]), "num_workers must be at most 262144, got 1000"),
+        (written_for(2**18 + 1), "num_tasks must be at most 262144, got 262145"),
+        (written_for(10**8), "num_tasks must be at most 262144, got 100000000"),
+        (written_for(10**30, interest_set=None), "num_tasks must be at most 262144, got 1000"),
+        (written_for(10**8, interest_set=[0]), "num_tasks must be at most 262144, got 1000"),
         (written_for(2**18, interest_set=None), "not a plan"),
         (written_for(2**18, interest_set=[0, 1]), "no two elements differ by 2"),
         (written_for(10**4, token_groups=[], tasks=[]), "not a plan"),
@@ -167,12 +173,12 @@ def test_a_short_text_is_refused_at_once_whatever_it_says(text, message):
 
 
 def test_more_tasks_than_can_be_listed_are_refused():
-    plan = make_plan(10, num_workers=4097)
+    plan = make_plan(10, num_tasks=4097)
     for use in (
         lambda: plan.tasks,
         lambda: plan.responsibility_ratio,
         lambda: plan.to_json(list_tasks=True),
         plan.validate,
     ):
-        with pytest.raises(ValueError, match="num_workers must be at most 4096 .*, got 4097"):
+        with pytest.raises(ValueError, match="num_tasks must be at most 4096 .*, got 4097"):
             use()

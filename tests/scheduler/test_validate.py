@@ -6,12 +6,12 @@ from cqs.scheduler import Step, Task, make_plan
 from cqs.scheduler.validate import validate_tasks
 
 PLANS = {
-    "full": make_plan(60, num_workers=7),
-    "causal": make_plan(60, num_workers=7, is_causal=True),
-    "even-causal": make_plan(61, num_workers=8, is_causal=True),
-    "cross-causal": make_plan(40, 75, num_workers=7, is_causal=True),
-    "more-queries-causal": make_plan(75, 40, num_workers=4, is_causal=True),
-    "one-worker": make_plan(20, num_workers=1, is_causal=True),
+    "full": make_plan(60, num_tasks=7),
+    "causal": make_plan(60, num_tasks=7, is_causal=True),
+    "even-causal": make_plan(61, num_tasks=8, is_causal=True),
+    "cross-causal": make_plan(40, 75, num_tasks=7, is_causal=True),
+    "more-queries-causal": make_plan(75, 40, num_tasks=4, is_causal=True),
+    "one-worker": make_plan(20, num_tasks=1, is_causal=True),
 }
 CAUSAL = {name: plan for name, plan in PLANS.items() if plan.is_causal}
 
@@ -47,7 +47,7 @@ def one_task(*steps):
 
 
 def all_steps(plan):
-    return [(task.worker, i, step) for task in plan.tasks for i, step in enumerate(task.steps)]
+    return [(task.index, i, step) for task in plan.tasks for i, step in enumerate(task.steps)]
 
 
 def moved(tokens):
@@ -91,7 +91,7 @@ def test_a_wrong_number_of_live_pairs_is_refused(plan):
 
 @every(PLANS)
 def test_a_missing_task_is_refused(plan):
-    for worker in range(plan.num_workers):
+    for worker in range(plan.num_tasks):
         refuse(plan, plan.tasks[:worker] + plan.tasks[worker + 1 :])
 
 
@@ -222,7 +222,7 @@ def test_the_message_says_which_pairs_are_wrong(queries, keys, message):
 
 def test_shares_of_two_workers_exchanged_by_halves_are_refused():
     """With an even number of workers two of them compute one half each; not both the same."""
-    plan = make_plan(64, num_workers=4, is_causal=True)
+    plan = make_plan(64, num_tasks=4, is_causal=True)
     (p, q), twin = (0, 2), 0
     halves = [s for s in plan.task(twin).steps if s.query_group == q]
     assert len(halves) == 1 and halves[0].queries == range(40, 48), (p, q)

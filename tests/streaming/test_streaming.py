@@ -394,7 +394,7 @@ def test_wrong_arguments_are_named(arrays, tmp_path):
         ((q, k, v), ok | {"out": out[:, :, 1:]}, ValueError, r"out must be \[2, 4, 500, 8\]"),
         ((q, k, v), ok | {"out": "file"}, TypeError, "out must be a tensor"),
         ((q, k, v), ok | {"device": "meta"}, NotImplementedError, "the CPU or a GPU"),
-        ((q, k, v), ok | {"num_workers": 3}, ValueError, "chooses tasks itself"),
+        ((q, k, v), ok | {"num_tasks": 3}, ValueError, "chooses tasks itself"),
         ((q, k, v), ok | {"executor": "ray"}, ValueError, "computes in this process"),
         ((q, k, v), ok | {"backend": "cudnn"}, NotImplementedError, "CUDA"),
         ((q, k, [1]), ok, TypeError, "value must be a tensor, a NumPy array"),

@@ -81,23 +81,23 @@ def local() -> Iterator[tuple[str, str]]:
     for i, case in enumerate(CASES):
         for j, num_tasks in enumerate((1, 2, 4, 7, 8, 13)):
             name, dtype = list(DTYPES.items())[(i + j) % 4]
-            options = {"is_causal": case.is_causal, "scale": case.scale, "num_workers": num_tasks}
+            options = {"is_causal": case.is_causal, "scale": case.scale, "num_tasks": num_tasks}
             for backend in ("cpu", "reference")[name == "f64" :]:
                 found = with_gradients(leaves_of(case, dtype), backend=backend, **options)
                 yield f"local {backend} {case.name} W={num_tasks} {name}", found
     for case in CASES[:4]:
-        options = {"is_causal": case.is_causal, "backend": "triton", "num_workers": 3}
+        options = {"is_causal": case.is_causal, "backend": "triton", "num_tasks": 3}
         yield f"local triton {case.name}", with_gradients(leaves_of(case, torch.float32), **options)
     for i, (name, pattern) in enumerate(PATTERNS.items()):
         case = Case(name, 131, 131)
         for j, num_tasks in enumerate((1, 3, 7)):
             kind, dtype = list(DTYPES.items())[(i + j) % 4]
-            options = {"pattern": pattern, "num_workers": num_tasks}
+            options = {"pattern": pattern, "num_tasks": num_tasks}
             found = with_gradients(leaves_of(case, dtype), **options)
             yield f"local {name} W={num_tasks} {kind}", found
     leaves = leaves_of(CASES[2], torch.float32)
     for num_tasks in (1, 7):
-        options = {"dropout_p": 0.2, "seed": 3, "num_workers": num_tasks}
+        options = {"dropout_p": 0.2, "seed": 3, "num_tasks": num_tasks}
         yield f"local dropout W={num_tasks}", with_gradients(leaves, **options)
 
 
@@ -123,7 +123,7 @@ def on_ray() -> Iterator[tuple[str, str]]:
             tensors = [leaf.detach() for leaf in leaves_of(case, torch.float32)]
             options = {"is_causal": case.is_causal, "scale": case.scale}
             for num_tasks in (3, 7):
-                future = cluster.submit(*tensors, num_workers=num_tasks, return_lse=True, **options)
+                future = cluster.submit(*tensors, num_tasks=num_tasks, return_lse=True, **options)
                 yield f"ray tasks {case.name} W={num_tasks}", digest(*future.result())
             if min(case.seqlen_q, case.seqlen_kv) < 2:
                 continue
@@ -173,17 +173,17 @@ def plans() -> Iterator[tuple[str, str]]:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     for num_tasks in (*range(1, 20), 21, 24, 31, 32, 57, 73, 91, 133):
-        plan = cqs.make_plan(1000, num_workers=num_tasks)
+        plan = cqs.make_plan(1000, num_tasks=num_tasks)
         yield f"plan full W={num_tasks}", of(plan)
-        plan = cqs.make_plan(997, num_workers=num_tasks, is_causal=True)
+        plan = cqs.make_plan(997, num_tasks=num_tasks, is_causal=True)
         yield f"plan causal W={num_tasks}", of(plan)
-        plan = cqs.make_plan(300, num_workers=num_tasks, seqlen_kv=1311, is_causal=True)
+        plan = cqs.make_plan(300, num_tasks=num_tasks, seqlen_kv=1311, is_causal=True)
         yield f"plan cross W={num_tasks}", of(plan)
     for name, pattern in PATTERNS.items():
         if name == "per-head":
             continue
         for num_tasks in (1, 4, 7, 13):
-            plan = cqs.make_plan(131, num_workers=num_tasks, pattern=pattern)
+            plan = cqs.make_plan(131, num_tasks=num_tasks, pattern=pattern)
             yield f"plan {name} W={num_tasks}", of(plan)
 
 

@@ -16,21 +16,21 @@ SOME_CASES = pytest.mark.parametrize(
     [BY_NAME[n] for n in ("ragged", "ragged-causal", "cross-causal", "more-queries-causal")],
     ids=lambda case: case.name,
 )
-SOME_NUM_WORKERS = pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 13])
+SOME_NUM_TASKS = pytest.mark.parametrize("num_tasks", [1, 2, 7, 8, 13])
 
 
 class Run:
     """A problem, its plan, the partials of all tasks and a tiler that waits for them."""
 
-    def __init__(self, case, num_workers, dtype=torch.float32):
+    def __init__(self, case, num_tasks, dtype=torch.float32):
         self.problem = case.make(dtype)
-        self.plan = self.problem.make_plan(num_workers)
+        self.plan = self.problem.make_plan(num_tasks)
         held = [
             HeldTokens([(range(tensor.shape[2]), tensor)])
             for tensor in (self.problem.query, self.problem.key, self.problem.value)
         ]
-        worker = Worker.of(self.problem, "reference")
-        self.partials = [worker.run(task, *held) for task in self.plan.tasks]
+        index = Worker.of(self.problem, "reference")
+        self.partials = [index.run(task, *held) for task in self.plan.tasks]
         self.reset()
 
     def reset(self):
@@ -38,16 +38,16 @@ class Run:
         self.answer = Partial(*(t.fill_(torch.nan) for t in self.problem.empty_answer()))
         self.tiler = Tiler(self.plan, *self.answer)
 
-    def add(self, worker):
-        return self.tiler.add(worker, self.partials[worker])
+    def add(self, index):
+        return self.tiler.add(index, self.partials[index])
 
 
-@SOME_NUM_WORKERS
+@SOME_NUM_TASKS
 @SOME_CASES
-def test_the_answer_is_exact(assert_right, case, num_workers):
-    run = Run(case, num_workers)
-    for worker in range(num_workers):
-        run.add(worker)
+def test_the_answer_is_exact(assert_right, case, num_tasks):
+    run = Run(case, num_tasks)
+    for index in range(num_tasks):
+        run.add(index)
     finished = run.tiler.finish()
     assert finished.output is run.answer.output and finished.lse is run.answer.lse
     assert_right(run.problem, finished)
@@ -62,24 +62,24 @@ def test_any_order_of_arrival_gives_the_same_bits(case, dtype):
         run.reset()
         order = list(range(8))
         random.Random(shuffle).shuffle(order)
-        for worker in order:
-            run.add(worker)
+        for index in order:
+            run.add(index)
         answers.append(run.tiler.finish())
     for answer in answers[1:]:
         assert all(map(torch.equal, answer, answers[0]))
 
 
-@SOME_NUM_WORKERS
+@SOME_NUM_TASKS
 @SOME_CASES
-def test_a_group_finishes_with_its_last_partial_and_not_before(case, num_workers):
-    run = Run(case, num_workers)
+def test_a_group_finishes_with_its_last_partial_and_not_before(case, num_tasks):
+    run = Run(case, num_tasks)
     steps = [[step.query_group for step in task.steps] for task in run.plan.tasks]
     missing = Counter(group for groups in steps for group in groups)
     final = {}
-    for worker in reversed(range(num_workers)):
-        missing.subtract(steps[worker])
-        complete = {group for group in steps[worker] if not missing[group]}
-        finished = run.add(worker)
+    for index in reversed(range(num_tasks)):
+        missing.subtract(steps[index])
+        complete = {group for group in steps[index] if not missing[group]}
+        finished = run.add(index)
         assert set(finished) == {run.plan.token_groups[group] for group in complete}
         assert len(finished) == len(set(finished))
         for rows in finished:
@@ -94,18 +94,18 @@ def test_a_group_finishes_with_its_last_partial_and_not_before(case, num_workers
 def test_the_partials_of_a_finished_group_are_let_go():
     run = Run(BY_NAME["ragged"], 7)
     alive = [weakref.ref(partial.output) for partials in run.partials for partial in partials]
-    for worker in range(7):
-        run.add(worker)
-        run.partials[worker] = None
+    for index in range(7):
+        run.add(index)
+        run.partials[index] = None
     assert not any(reference() is not None for reference in alive)
 
 
 @pytest.mark.parametrize("order", [[], [3], [6, 0, 1], [0, 1, 2, 3, 4, 5]], ids=str)
 def test_finish_names_the_missing_tasks(order):
     run = Run(BY_NAME["ragged"], 7)
-    for worker in order:
-        run.add(worker)
-    missing = [worker for worker in range(7) if worker not in order]
+    for index in order:
+        run.add(index)
+    missing = [index for index in range(7) if index not in order]
     assert list(run.tiler.missing) == missing
     with pytest.raises(RuntimeError) as raised:
         run.tiler.finish()
@@ -120,11 +120,11 @@ def test_a_task_that_was_added_before_is_refused():
     assert run.tiler.missing == (0, 1, 2, 4, 5, 6)
 
 
-@pytest.mark.parametrize("worker", [-1, 7])
-def test_a_task_that_does_not_exist_is_refused(worker):
+@pytest.mark.parametrize("index", [-1, 7])
+def test_a_task_that_does_not_exist_is_refused(index):
     run = Run(BY_NAME["ragged"], 7)
-    with pytest.raises(ValueError, match=rf"range\(7\), got {worker}"):
-        run.tiler.add(worker, run.partials[0])
+    with pytest.raises(ValueError, match=rf"range\(7\), got {index}"):
+        run.tiler.add(index, run.partials[0])
 
 
 def wrong_last(change):
@@ -153,8 +153,8 @@ WRONG = {
 def test_wrong_partials_are_refused_and_nothing_is_taken(assert_right, spoil, message):
     run = Run(BY_NAME["ragged"], 8)
     assert len(run.partials[5]) == 4
-    for worker in (0, 1, 2, 3, 4, 6, 7):
-        run.add(worker)
+    for index in (0, 1, 2, 3, 4, 6, 7):
+        run.add(index)
     before = run.answer.output.clone()
     with pytest.raises(ValueError, match=message):
         run.tiler.add(5, spoil(run.partials[5]))
@@ -166,18 +166,18 @@ def test_wrong_partials_are_refused_and_nothing_is_taken(assert_right, spoil, me
 
 def test_halves_of_different_steps_cannot_be_exchanged():
     run = Run(BY_NAME["gqa-causal"], 8)
-    for worker, task in enumerate(run.plan.tasks):
+    for index, task in enumerate(run.plan.tasks):
         lengths = [len(step.queries) for step in task.steps]
         if lengths != lengths[::-1]:
-            with pytest.raises(ValueError, match=f"task {worker}, step"):
-                run.tiler.add(worker, run.partials[worker][::-1])
-            assert worker in run.tiler.missing
+            with pytest.raises(ValueError, match=f"task {index}, step"):
+                run.tiler.add(index, run.partials[index][::-1])
+            assert index in run.tiler.missing
 
 
 def test_rows_that_see_no_key_are_zero_with_an_lse_of_minus_infinity():
     run = Run(BY_NAME["more-queries-causal"], 4)
-    for worker in range(4):
-        run.add(worker)
+    for index in range(4):
+        run.add(index)
     output, lse = run.tiler.finish()
     blind = run.plan.seqlen_q - run.plan.seqlen_kv
     assert (output[:, :, :blind] == 0).all() and (lse[:, :, :blind] == -torch.inf).all()
@@ -192,8 +192,8 @@ def test_without_keys_every_row_is_empty(is_causal):
     ).make_plan(3)
     answer = Partial(*(t.fill_(torch.nan) for t in problem.empty_answer()))
     tiler = Tiler(plan, *answer)
-    for worker in range(3):
-        assert tiler.add(worker, []) == ()
+    for index in range(3):
+        assert tiler.add(index, []) == ()
     output, lse = tiler.finish()
     assert (output == 0).all() and (lse == -torch.inf).all()
 
@@ -201,14 +201,14 @@ def test_without_keys_every_row_is_empty(is_causal):
 def test_partials_are_never_written_to():
     run = Run(BY_NAME["ragged-causal"], 8)
     before = [[p.output.clone() for p in partials] for partials in run.partials]
-    for worker in range(8):
-        run.add(worker)
+    for index in range(8):
+        run.add(index)
     for partials, copies in zip(run.partials, before, strict=True):
         assert all(map(torch.equal, [partial.output for partial in partials], copies))
 
 
 def test_more_workers_than_tokens_are_no_trouble(assert_right):
     run = Run(BY_NAME["two-tokens"], 13)
-    for worker in range(13):
-        run.add(worker)
+    for index in range(13):
+        run.add(index)
     assert_right(run.problem, run.tiler.finish())

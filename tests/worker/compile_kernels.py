@@ -48,7 +48,7 @@ def compile_both_passes(
     whole = (range(TOKENS),)
     query = torch.randn(1, 2, TOKENS, head_dim, dtype=dtype)
     key, value = (torch.randn(1, 1, TOKENS, head_dim, dtype=dtype) for _ in range(2))
-    steps = make_plan(TOKENS, num_workers=1, pattern=pattern).task(0).steps
+    steps = make_plan(TOKENS, num_tasks=1, pattern=pattern).task(0).steps
     work = make_work(steps, pattern.bind(TOKENS), whole, whole)
     options = {"scale": 0.1, "dropout": dropout}
     if dropout is not None:

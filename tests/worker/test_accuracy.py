@@ -33,9 +33,9 @@ def test_few_queries_are_as_accurate_as_one_call(seqlen_q, seqlen_kv, head_dim, 
     eager = F.scaled_dot_product_attention(query, key, value)
     scores = head_dim**-0.5 * query.double() @ key.double().mT
     exact = scores.softmax(dim=-1) @ value.double()
-    for num_workers in (1, 7, 8, 13):
-        output = cqs.attention(query, key, value, num_workers=num_workers)
-        assert_tracks_exact(output, eager, exact, name=f"output of {num_workers} tasks")
+    for num_tasks in (1, 7, 8, 13):
+        output = cqs.attention(query, key, value, num_tasks=num_tasks)
+        assert_tracks_exact(output, eager, exact, name=f"output of {num_tasks} tasks")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -45,7 +45,7 @@ def test_padding_of_blocks_with_few_rows_changes_no_result(assert_right, length,
     """Rows that fill a block of the kernel see keys and change gradients of none."""
     problem = Case("few", length, length, 4, 2, is_causal=is_causal).make(dtype)
     tensors = [each.requires_grad_() for each in (problem.query, problem.key, problem.value)]
-    options = {"is_causal": is_causal, "num_workers": 1}
+    options = {"is_causal": is_causal, "num_tasks": 1}
     output, lse = cqs.attention(*tensors, return_lse=True, backend="cpu", **options)
     assert_right(problem, (output.detach(), lse))
     expected = cqs.attention(*tensors, backend="reference", **options)

@@ -200,7 +200,7 @@ def test_flash_is_the_best_for_work_that_is_one_call(hopper):
     tensor = TensorLike()
     hopper.setattr("cqs.worker.flash._installed_version", lambda: "4.0.0b36")
     hopper.setattr("cqs.worker.flash._import_error", lambda: None)
-    whole, part = (make_plan(100, num_workers=w).task(0).steps for w in (1, 7))
+    whole, part = (make_plan(100, num_tasks=w).task(0).steps for w in (1, 7))
     assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole) == "flash"
     assert Worker(1.0).choose_backend(tensor, tensor, tensor, part) == "triton"
     dropping = Worker(1.0, dropout=Dropout(0.5, 1))

@@ -382,7 +382,7 @@ sys.modules["flash_attn"] = None  # importing it fails
 import torch, cqs
 from cqs.worker import WHY_NOT
 tensor = torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
-cqs.attention(tensor, tensor, tensor, num_workers=3)
+cqs.attention(tensor, tensor, tensor, num_tasks=3)
 print(WHY_NOT["flash"](tensor, tensor, tensor))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 OPTIONS = {
     "causal": {"is_causal": True},
-    "tasks": {"num_workers": 7, "is_causal": True},
+    "tasks": {"num_tasks": 7, "is_causal": True},
     "window": {"pattern": sliding_window(100)},
     "documents": {"pattern": documents([0, 31, 590, 1030])},
     "dropout": {"dropout_p": 0.3, "seed": 7},

@@ -60,16 +60,16 @@ def exact_rows(query, key, value, scale, visible):
 
 def spoil(name, entry, device, dtype):
     """A problem whose query, key and value are not finite in one entry of head 0, 1 and 2."""
-    seqlen_q, seqlen_kv, num_workers, options = CALLS[name]
+    seqlen_q, seqlen_kv, num_tasks, options = CALLS[name]
     lengths = seqlen_q, seqlen_kv, seqlen_kv
     tensors = [torch.randn(2, 3, length, 32).to(device, dtype) for length in lengths]
     for which, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
         for batch, row in enumerate((5 % length, length - 1)):
             tensor[batch, which, row, 3] = entry
-    return check_problem(*tensors, **options), num_workers
+    return check_problem(*tensors, **options), num_tasks
 
 
-def attend(problem, backend, num_workers, **options):
+def attend(problem, backend, num_tasks, **options):
     """Attend on a backend, or skip with the reason for which a library does not take a call."""
     try:
         return cqs.attention(
@@ -78,7 +78,7 @@ def attend(problem, backend, num_workers, **options):
             problem.value,
             is_causal=problem.is_causal,
             pattern=problem.pattern,
-            num_workers=num_workers,
+            num_tasks=num_tasks,
             backend=backend,
             **options,
         )
@@ -102,8 +102,8 @@ def visible_pairs(problem):
 def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     name, entry, device, backend, dtype
 ):
-    problem, num_workers = spoil(name, entry, device, dtype)
-    output, lse = attend(problem, backend, num_workers, return_lse=True)
+    problem, num_tasks = spoil(name, entry, device, dtype)
+    output, lse = attend(problem, backend, num_tasks, return_lse=True)
     tensors = problem.query, problem.key, problem.value
     exact, exact_lse = exact_rows(*tensors, problem.scale, visible_pairs(problem))
     broken, broken_lse = (~exact.isfinite()).any(-1), ~exact_lse.isfinite()
@@ -120,11 +120,11 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
 @EVERY_BACKEND
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_not_finite_where_those_of_pytorch_are_not(name, device, backend, dtype):
-    problem, num_workers = spoil(name, math.nan, device, dtype)
+    problem, num_tasks = spoil(name, math.nan, device, dtype)
     leaves = [problem.query, problem.key, problem.value]
     for leaf in leaves:
         leaf.requires_grad_()
-    found = torch.autograd.grad(attend(problem, backend, num_workers).sum(), leaves[:1])[0]
+    found = torch.autograd.grad(attend(problem, backend, num_tasks).sum(), leaves[:1])[0]
     exact = exact_rows(*leaves, problem.scale, visible_pairs(problem))[0]
     assert found.isnan().any(-1)[exact.isnan().any(-1)].all()
 
@@ -132,8 +132,8 @@ def test_gradients_are_not_finite_where_those_of_pytorch_are_not(name, device, b
 @NOT_FINITE
 @pytest.mark.parametrize("name", ["a-key-for-each-task", "a-key-for-each-task-causal"])
 def test_a_memory_budget_changes_no_row_that_is_not_finite(name, entry):
-    problem, num_workers = spoil(name, entry, "cpu", torch.float32)
-    whole = attend(problem, "cpu", num_workers, return_lse=True)
+    problem, num_tasks = spoil(name, entry, "cpu", torch.float32)
+    whole = attend(problem, "cpu", num_tasks, return_lse=True)
     tensors = problem.query, problem.key, problem.value
     options = {"is_causal": problem.is_causal, "return_lse": True}
     streamed = cqs.attention(*tensors, memory_budget=2**20, **options)
@@ -174,9 +174,9 @@ def test_scores_that_overflow_where_they_are_masked_out_do_not_matter():
     assert output[0, 0, :35].isfinite().all() and output[0, 0, 35:].isnan().all()
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("num_tasks", [1, 2, 5])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_value_that_is_nan_counts_where_its_score_is_minus_infinity(backend, num_workers):
+def test_a_value_that_is_nan_counts_where_its_score_is_minus_infinity(backend, num_tasks):
     """A weight of 0 times NaN is NaN, in parts that see no other score too, as in PyTorch."""
     query, value = torch.ones(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
     value[0, 0, 3, 2] = math.nan
@@ -189,7 +189,7 @@ def test_a_value_that_is_nan_counts_where_its_score_is_minus_infinity(backend, n
             if not is_causal:  # else PyTorch also spoils rows that do not see the NaN
                 of_torch = F.scaled_dot_product_attention(query, key, value)
                 torch.testing.assert_close(of_torch, expected, equal_nan=True)
-            options = {"is_causal": is_causal, "num_workers": num_workers}
+            options = {"is_causal": is_causal, "num_tasks": num_tasks}
             output = cqs.attention(query, key, value, backend=backend, verify=True, **options)
             torch.testing.assert_close(output, expected, equal_nan=True)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -203,9 +203,9 @@ def test_sums_of_values_near_the_largest_number_overflow_as_those_of_pytorch(dty
     query, key = torch.zeros(2, 1, 1, 9, 16, dtype=dtype)
     value = torch.full_like(key, 3e38)
     assert F.scaled_dot_product_attention(query, key, value).isinf().all()
-    assert cqs.attention(query, key, value, num_workers=7).isinf().any()
+    assert cqs.attention(query, key, value, num_tasks=7).isinf().any()
     with pytest.raises(VerificationError, match="off by inf"):
-        cqs.attention(query, key, value, num_workers=7, verify=True)
+        cqs.attention(query, key, value, num_tasks=7, verify=True)
     smaller = value / 9
-    output = cqs.attention(query, key, smaller, num_workers=7, verify=True)
+    output = cqs.attention(query, key, smaller, num_tasks=7, verify=True)
     torch.testing.assert_close(output, smaller)

@@ -25,22 +25,22 @@ KINDS = (
 )
 
 
-def assert_as_predicted(problem: Problem, num_workers: int, backend: str) -> int:
+def assert_as_predicted(problem: Problem, num_tasks: int, backend: str) -> int:
     """Measure the task that holds most tokens; return what it held beside its inputs."""
-    task = max(problem.make_plan(num_workers).tasks, key=lambda task: task.held_tokens)
+    task = max(problem.make_plan(num_tasks).tasks, key=lambda task: task.held_tokens)
     predicted, held = measure_task(problem, task, backend)
     assert 0.95 * predicted <= held <= 1.05 * predicted
     return held - predict_cost(task, problem.shape).bytes_in
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("num_workers", [1, 4, 7])
-def test_a_task_holds_what_was_predicted_and_no_score_matrix(num_workers, name):
+@pytest.mark.parametrize("num_tasks", [1, 4, 7])
+def test_a_task_holds_what_was_predicted_and_no_score_matrix(num_tasks, name):
     """Kinds go round: each meets every pattern and every number of workers."""
-    place = num_workers // 3 + list(PATTERNS).index(name)
+    place = num_tasks // 3 + list(PATTERNS).index(name)
     backend, dtype, tokens = KINDS[place % len(KINDS)]
     problem = Case("memory", tokens, tokens, 2, 1, 64, pattern=PATTERNS[name]).make(dtype)
-    assert assert_as_predicted(problem, num_workers, backend) < tokens**2 / 2
+    assert assert_as_predicted(problem, num_tasks, backend) < tokens**2 / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -75,14 +75,14 @@ def test_the_plain_kernel_holds_what_was_predicted(pattern):
     [*PATTERNS.values(), strided(128), fixed(128, 16), strided(96)],
     ids=[*PATTERNS, "strided", "fixed", "strided-ragged"],
 )
-@pytest.mark.parametrize("num_workers", [1, 4, 7])
+@pytest.mark.parametrize("num_tasks", [1, 4, 7])
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [("triton", torch.bfloat16), ("triton", torch.float32), ("reference", torch.bfloat16)],
     ids=["triton-bf16", "triton-f32", "reference-bf16"],
 )
-def test_a_gpu_holds_what_was_predicted_and_no_score_matrix(backend, dtype, num_workers, pattern):
+def test_a_gpu_holds_what_was_predicted_and_no_score_matrix(backend, dtype, num_tasks, pattern):
     tokens = 32768 if backend == "triton" else 8192
     problem = Case("memory", tokens, tokens, 2, 1, 128, pattern=pattern).make(dtype, "cuda")
-    held = assert_as_predicted(problem, num_workers, backend)
+    held = assert_as_predicted(problem, num_tasks, backend)
     assert backend == "reference" or held < tokens**2 / 2

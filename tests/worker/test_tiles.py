@@ -73,10 +73,10 @@ def assert_visits(work, live, block):
 
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("num_workers", [1, 2, 7, 8])
+@pytest.mark.parametrize("num_tasks", [1, 2, 7, 8])
 @pytest.mark.parametrize("lengths", [(200, 200), (131, 300), (300, 131), (5, 5)], ids=str)
-def test_every_pair_of_a_plan_is_visited_once(lengths, num_workers, is_causal, block):
-    plan = make_plan(*lengths, num_workers=num_workers, is_causal=is_causal, tile=16)
+def test_every_pair_of_a_plan_is_visited_once(lengths, num_tasks, is_causal, block):
+    plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal, tile=16)
     live = np.ones(lengths, int)
     if is_causal:
         live = np.tril(live, lengths[1] - lengths[0])

@@ -33,7 +33,7 @@ SMALL_CASES = pytest.mark.parametrize(
 EVERY_DEVICE = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-SOME_NUM_WORKERS = pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 40])
+SOME_NUM_TASKS = pytest.mark.parametrize("num_tasks", [1, 2, 7, 8, 40])
 
 
 def make_for(backend, case, *dtype_and_device, **options):
@@ -80,11 +80,11 @@ def exact_step(problem, step):
     return Partial(scores.softmax(-1) @ value, scores.logsumexp(-1))
 
 
-@SOME_NUM_WORKERS
+@SOME_NUM_TASKS
 @SOME_CASES
-def test_every_step_is_attention_over_its_own_keys(case, num_workers):
+def test_every_step_is_attention_over_its_own_keys(case, num_tasks):
     problem = case.make(torch.float64)
-    for task in problem.make_plan(num_workers).tasks:
+    for task in problem.make_plan(num_tasks).tasks:
         partials = Worker.of(problem).run(task, *hold_everything(problem))
         for step, partial in zip(task.steps, partials, strict=True):
             expected = exact_step(problem, step)
@@ -93,12 +93,12 @@ def test_every_step_is_attention_over_its_own_keys(case, num_workers):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@SOME_NUM_WORKERS
+@SOME_NUM_TASKS
 @SOME_CASES
-def test_a_task_needs_no_more_than_the_tokens_it_holds(case, num_workers, backend):
+def test_a_task_needs_no_more_than_the_tokens_it_holds(case, num_tasks, backend):
     problem = case.make()
     worker = Worker.of(problem, backend)
-    for task in problem.make_plan(num_workers).tasks:
+    for task in problem.make_plan(num_tasks).tasks:
         alone = worker.run(task, *hold_only_needed(problem, task))
         among_all = worker.run(task, *hold_everything(problem))
         for one, other in zip(alone, among_all, strict=True):
@@ -106,11 +106,11 @@ def test_a_task_needs_no_more_than_the_tokens_it_holds(case, num_workers, backen
 
 
 @EVERY_DEVICE
-@pytest.mark.parametrize("num_workers", [2, 8])
+@pytest.mark.parametrize("num_tasks", [2, 8])
 @SMALL_CASES
-def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_workers, device):
+def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_tasks, device):
     problem = make_for("triton", case, device=device)
-    steps = [step for task in problem.make_plan(num_workers).tasks for step in task.steps]
+    steps = [step for task in problem.make_plan(num_tasks).tasks for step in task.steps]
     assert_right(
         problem, Worker.of(problem, "triton").run_together(steps, *hold_everything(problem))
     )
@@ -143,27 +143,27 @@ def test_results_are_the_same_wherever_they_are_written(case, backend, device):
 
 
 @EVERY_DEVICE
-@pytest.mark.parametrize("num_workers", [2, 8])
+@pytest.mark.parametrize("num_tasks", [2, 8])
 @SMALL_CASES
-def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_workers, device):
+def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_tasks, device):
     """Partials of the Triton kernel, merged by a kernel too, as on a GPU."""
     problem = make_for("triton", case, device=device)
-    worker, plan = Worker.of(problem, "triton"), problem.make_plan(num_workers)
+    worker, plan = Worker.of(problem, "triton"), problem.make_plan(num_tasks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cqs.partial.merges_at_once", lambda answer: True)
         patch.setattr("cqs.tiler.tiler.merges_at_once", lambda answer: True)
         tiler = Tiler(plan, *problem.empty_answer())
         for task in reversed(plan.tasks):
-            tiler.add(task.worker, worker.run(task, *hold_only_needed(problem, task)))
+            tiler.add(task.index, worker.run(task, *hold_only_needed(problem, task)))
         assert_right(problem, tiler.finish())
 
 
-@SOME_NUM_WORKERS
+@SOME_NUM_TASKS
 @SOME_CASES
-def test_predicted_bytes_are_those_that_travel(case, num_workers):
+def test_predicted_bytes_are_those_that_travel(case, num_tasks):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         problem = case.make(dtype)
-        for task in problem.make_plan(num_workers).tasks:
+        for task in problem.make_plan(num_tasks).tasks:
             cost = predict_cost(task, problem.shape)
             held = hold_only_needed(problem, task)
             sent = sum(
@@ -178,13 +178,11 @@ def test_predicted_bytes_are_those_that_travel(case, num_workers):
             assert (cost.bytes_in, cost.bytes_out) == (sent, returned)
 
 
-@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_predicted_peak_bounds_what_is_held_but_for_the_scratch_of_the_kernel(
-    is_causal, num_workers
-):
+def test_predicted_peak_bounds_what_is_held_but_for_the_scratch_of_the_kernel(is_causal, num_tasks):
     problem = Case("peak", 4000, 4000, 8, 8, head_dim=64, is_causal=is_causal).make()
-    task = problem.make_plan(num_workers).tasks[-1]
+    task = problem.make_plan(num_tasks).tasks[-1]
     held = hold_only_needed(problem, task)
     _, measured = measure_peak_bytes(
         lambda: Worker.of(problem, "cpu").run(task, *held), torch.device("cpu")
@@ -214,10 +212,10 @@ def test_a_task_without_steps_returns_nothing():
     assert all(Worker(1.0).run(task, *nothing) == [] for task in idle)
 
 
-@pytest.mark.parametrize(("num_workers", "is_one_call"), [(1, True), (3, False)])
-def test_gradients_of_one_call_are_what_the_backend_returns(num_workers, is_one_call):
+@pytest.mark.parametrize(("num_tasks", "is_one_call"), [(1, True), (3, False)])
+def test_gradients_of_one_call_are_what_the_backend_returns(num_tasks, is_one_call):
     problem = Case("square", 96, 96, 4, 2, 16).make(torch.bfloat16)
-    steps = [step for task in problem.make_plan(num_workers).tasks for step in task.steps]
+    steps = [step for task in problem.make_plan(num_tasks).tasks for step in task.steps]
     held = hold_everything(problem)
     output, lse = Worker.of(problem).run_together(steps, *held)
     of_queries = [HeldTokens.whole(each) for each in (torch.randn_like(output), output, lse)]
@@ -262,12 +260,12 @@ def test_predicted_peak_is_what_a_task_holds(backend, dtype, dropout):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "cudnn", "flash", "reference"])
-@pytest.mark.parametrize("num_workers", [1, 7, 8])
+@pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_predicted_peak_is_what_a_gpu_holds(is_causal, num_workers, backend):
+def test_predicted_peak_is_what_a_gpu_holds(is_causal, num_tasks, backend):
     tokens = 8192 if backend == "reference" else 32768
     case = Case("peak", tokens, tokens, 8, 8, 128, is_causal=is_causal)
     problem = make_for(backend, case, torch.bfloat16, "cuda")
-    for task in problem.make_plan(num_workers).tasks:
+    for task in problem.make_plan(num_tasks).tasks:
         predicted, held = measure_task(problem, task, backend)
         assert 0.95 * predicted <= held <= 1.05 * predicted

@@ -111,7 +111,7 @@ class TaskActor(Member):
         peak_bytes += held_bytes  # mapped, not allocated
         results = [tuple(map(Blob, group)) for group in tensors]
         report = TaskReport(
-            worker=task.worker,
+            index=task.index,
             pid=os.getpid(),
             device=str(self._device),
             backend=str(backend),

@@ -60,7 +60,7 @@ class Cluster:
     Example::
 
         with cqs.Cluster(num_workers=4) as cluster:
-            output = cluster.attention(query, key, value, is_causal=True, num_workers=13)
+            output = cluster.attention(query, key, value, is_causal=True, num_tasks=13)
     """
 
     actor_class: type = TaskActor
@@ -178,7 +178,7 @@ class Cluster:
         scale: float | None = ...,
         dropout_p: float = ...,
         seed: int | None = ...,
-        num_workers: int | None = ...,
+        num_tasks: int | None = ...,
         memory_budget: int | str | None = ...,
         interest_set: Iterable[int] | None = ...,
         backend: str | None = ...,
@@ -215,7 +215,7 @@ class Cluster:
         scale: float | None = None,
         dropout_p: float = 0.0,
         seed: int | None = None,
-        num_workers: int | None = None,
+        num_tasks: int | None = None,
         memory_budget: int | str | None = None,
         head_parallel: int | str = "auto",
         interest_set: Iterable[int] | None = None,
@@ -239,7 +239,7 @@ class Cluster:
             scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
             dropout_p: Chance that a probability is zeroed, see :func:`cqs.attention`.
             seed: For dropout.
-            num_workers: Number of tasks, any number; ``None`` means one per actor. Shards have one
+            num_tasks: Number of tasks, any number; ``None`` means one per actor. Shards have one
                 task each.
             memory_budget: Bytes, or text such as ``"8GiB"``: cut into as many tasks as it takes for
                 none to hold more, in the forward pass by prediction. Not of shards.
@@ -268,11 +268,11 @@ class Cluster:
         """
         if isinstance(query, Sharded):
             if not (
-                key is value is num_workers is memory_budget is None and verify is progress is False
+                key is value is num_tasks is memory_budget is None and verify is progress is False
             ):
                 raise TypeError(
                     "a sharded sequence brings key and value and has one task for each worker: "
-                    "num_workers, memory_budget, verify and progress do not apply"
+                    "num_tasks, memory_budget, verify and progress do not apply"
                 )
             if (number := len(query.shapes[0])) != 3:
                 raise ValueError(
@@ -307,13 +307,13 @@ class Cluster:
             seed=seed,
         )
         if memory_budget is not None:
-            if num_workers is not None:
-                raise ValueError("num_workers and memory_budget both choose the number of tasks")
-            num_workers = self._tasks_within(problem, backend, memory_budget)
+            if num_tasks is not None:
+                raise ValueError("num_tasks and memory_budget both choose the number of tasks")
+            num_tasks = self._tasks_within(problem, backend, memory_budget)
         answer = attend_on(
             lambda: nullcontext(self),
             problem,
-            num_workers=num_workers,
+            num_tasks=num_tasks,
             interest_set=interest_set,
             backend=backend,
             verify=verify,
@@ -381,7 +381,7 @@ class Cluster:
         scale: float | None = None,
         dropout_p: float = 0.0,
         seed: int | None = None,
-        num_workers: int | None = None,
+        num_tasks: int | None = None,
         interest_set: Iterable[int] | None = None,
         backend: str | None = None,
         return_lse: bool = False,
@@ -417,7 +417,7 @@ class Cluster:
             raise NotImplementedError(f"submit takes one pattern for all heads, got {pattern!r}")
         return self.submit_plan(
             problem,
-            self.make_plan(problem, num_workers, interest_set),
+            self.make_plan(problem, num_tasks, interest_set),
             backend=backend,
             return_lse=return_lse,
             verify=verify,
@@ -475,11 +475,11 @@ class Cluster:
         return gradients
 
     def make_plan(
-        self, problem: Problem, num_workers: int | None, interest_set: Iterable[int] | None
+        self, problem: Problem, num_tasks: int | None, interest_set: Iterable[int] | None
     ) -> Plan:
-        """Plan a problem; ``num_workers`` of ``None`` means a task for each worker."""
+        """Plan a problem; ``num_tasks`` of ``None`` means a task for each worker."""
         default = self._patience.num_workers
-        return problem.make_plan(default if num_workers is None else num_workers, interest_set)
+        return problem.make_plan(default if num_tasks is None else num_tasks, interest_set)
 
     def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
         """Return the number of tasks of which none takes more than a budget."""

@@ -20,7 +20,7 @@ def attend_on(
     scope: Callable[[], "AbstractContextManager[Cluster]"],
     problem: Problem,
     *,
-    num_workers: int | None,
+    num_tasks: int | None,
     interest_set: Iterable[int] | None,
     backend: str | None,
     verify: bool,
@@ -31,7 +31,7 @@ def attend_on(
     Args:
         scope: Enters a cluster, once for each pass.
         problem: The checked problem.
-        num_workers: See :meth:`Cluster.attention`, as for the other options.
+        num_tasks: See :meth:`Cluster.attention`, as for the other options.
         interest_set: Likewise.
         backend: Likewise.
         verify: Likewise.
@@ -39,14 +39,14 @@ def attend_on(
     """
 
     def forward(cluster: "Cluster", problem: Problem) -> Partial:
-        plan = cluster.make_plan(problem, num_workers, interest_set)
+        plan = cluster.make_plan(problem, num_tasks, interest_set)
         return cluster.submit_plan(
             problem, plan, backend=backend, verify=verify, progress=progress
         ).wait()
 
     def backward(problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
         with scope() as cluster:
-            plan = cluster.make_plan(problem, num_workers, interest_set)
+            plan = cluster.make_plan(problem, num_tasks, interest_set)
             return cluster.differentiate_plan(problem, plan, answer, grad_output, backend=backend)
 
     with scope() as cluster:

@@ -34,7 +34,7 @@ class Attend:
     def accept(self, task: Task, results: TensorGroups) -> None:
         """Merge the results of a task."""
         assert self._tiler is not None
-        self._tiler.add(task.worker, [Partial(*tensors) for tensors in results])
+        self._tiler.add(task.index, [Partial(*tensors) for tensors in results])
 
     def finish(self) -> Partial:
         """Return the answer."""
@@ -60,7 +60,7 @@ class Differentiate:
         """Add the gradients of a task."""
         number = len(task.held_queries)
         self._sum.add(
-            task.worker,
+            task.index,
             [query for (query,) in results[:number]],
             [(key, value) for key, value in results[number:]],
         )

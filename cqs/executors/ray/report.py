@@ -9,7 +9,7 @@ from itertools import pairwise
 class TaskReport:
     """One task, as its actor measured it."""
 
-    worker: int
+    index: int
     """Index of the task in the plan."""
     pid: int
     """Process that computed it."""
@@ -45,7 +45,7 @@ class RunReport:
     merge_seconds: float
     """The driver merged partial results."""
     tasks: tuple[TaskReport, ...]
-    """By worker."""
+    """In order of their index."""
     deaths: int
     """Actors that died or hung during the run."""
     reruns: int

@@ -71,7 +71,7 @@ class Run:
         self._pool, self._ray, self._patience = pool, pool.ray, patience
         self._job, self._plan, self._closing = job, plan, closing
         self._worker, self._verify, self._progress = worker, verify, progress
-        self._tasks = {task.worker: task for task in plan.tasks if task.steps}
+        self._tasks = {task.index: task for task in plan.tasks if task.steps}
         self._queries: dict[range, Any] = {}
         self._keys: dict[range, Any] = {}
         """Token groups in the object store."""
@@ -105,7 +105,7 @@ class Run:
             put_seconds=self._seconds["put"],
             get_seconds=self._seconds["get"],
             merge_seconds=self._seconds["merge"],
-            tasks=tuple(self._reports[worker] for worker in sorted(self._reports)),
+            tasks=tuple(self._reports[index] for index in sorted(self._reports)),
             deaths=self._deaths,
             reruns=self._reruns,
         )
@@ -120,10 +120,10 @@ class Run:
         so it does not matter who gets which.
         """
         for task in self._plan.tasks:
-            if task.worker not in self._tasks:
+            if task.index not in self._tasks:
                 self._job.accept(task, [])
         largest_first = sorted(self._tasks.values(), key=lambda task: -task.live_pairs)
-        self._todo = deque(task.worker for task in largest_first)
+        self._todo = deque(task.index for task in largest_first)
         self._pool.abandon([])
         self._pool.start(self._patience.num_workers - len(self._pool.actors))
         self._pings = {actor.ping(): actor for actor in self._pool.actors.values()}
@@ -163,7 +163,7 @@ class Run:
             if not self._queues[index]:
                 self._last_sign[index] = time.monotonic()
             self._queues[index].append(ref)
-            self._in_flight[ref] = actor, task.worker
+            self._in_flight[ref] = actor, task.index
 
     def _put_groups(self, task: Task) -> list[Any]:
         """Return references to the groups of a task; those that are new are put into the store."""
@@ -202,12 +202,12 @@ class Run:
         self._queues[actor.index] = deque()
 
     def _accept(self, ref: Any) -> None:
-        actor, worker = self._in_flight[ref]
+        actor, index = self._in_flight[ref]
         try:
             with self._clock("get"):
                 results, report = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:  # the computation itself: no re-run
-            raise self._explain(error.cause, worker) from error
+            raise self._explain(error.cause, index) from error
         except deaths_of_actors(self._ray) as error:
             self._bury(actor, is_shot=self._is_shot(error))
             return
@@ -216,17 +216,17 @@ class Run:
         self._last_sign[actor.index] = time.monotonic()
         with self._clock("merge"):
             tensors = [tuple(blob.tensor() for blob in group) for group in results]
-            self._job.accept(self._tasks[worker], tensors)
-        self._reports[worker] = report
+            self._job.accept(self._tasks[index], tensors)
+        self._reports[index] = report
         self._progress(len(self._reports), len(self._tasks))
 
-    def _explain(self, error: Exception, worker: int) -> Exception:
+    def _explain(self, error: Exception, index: int) -> Exception:
         """Add to an actor's error what the driver knows about it."""
         if not isinstance(error, torch.OutOfMemoryError):
             return error
         _, backend, capacity = error.args
         problem, plan = self._job.problem, self._plan
-        return torch.OutOfMemoryError(explain_shortage(problem, plan, backend, capacity, worker))
+        return torch.OutOfMemoryError(explain_shortage(problem, plan, backend, capacity, index))
 
     def _bury_the_hung(self) -> None:
         now = time.monotonic()
