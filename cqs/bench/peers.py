@@ -15,7 +15,7 @@ from cqs.bench.peer_methods import METHODS
 from cqs.bench.peer_methods.alone import attend_alone, differentiate_alone
 from cqs.bench.peer_methods.method import Method
 from cqs.bench.timing import make_busy, time_calls, time_in_turn, turns
-from cqs.distributed.carriers import peak_peer_bytes, reset_peak_peer_bytes
+from cqs.distributed.transports import peak_peer_bytes, reset_peak_peer_bytes
 from cqs.partial import lse_dtype
 from cqs.problem import Problem, check_problem
 from cqs.scheduler.arguments import as_integer

@@ -12,11 +12,11 @@ from cqs.advice import with_advice
 from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.cuda_graphs import is_captured
 from cqs.distributed.agreement import agree
-from cqs.distributed.carriers import carrier_of, count_sends, ranks_per_host
 from cqs.distributed.exchange import Exchange
 from cqs.distributed.group_calls import GroupCalls, calls_on
 from cqs.distributed.layout import lay_out
 from cqs.distributed.rank_task import RankTask
+from cqs.distributed.transports import count_sends, ranks_per_host, transport_of
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.patterns import Pattern
@@ -177,7 +177,7 @@ def _attend(
     assert problem is not None and request is not None
     calls.num_calls += 1
     rank, device, backend = dist.get_rank(group), problem.query.device, request["backend"]
-    carrier, near = carrier_of(group, device), ranks_per_host(group)
+    transport, near = transport_of(group, device), ranks_per_host(group)
     batch, num_heads, *_ = problem.query.shape
     lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
     is_causal, pattern = check_pattern(
@@ -204,16 +204,16 @@ def _attend(
             pattern=part.pattern,
             interest_set=request["interest_set"],
             tile=GPU_TILE if part.query.is_cuda else 1,
-            stage_rule=carrier.stage_rule,
+            stage_rule=transport.stage_rule,
             ranks_per_host=near,
             with_gradients=request["requires_grad"],
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
         worker = Worker(part.scale, backend, part.dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # on all ranks alike
-        task = RankTask(carrier, rank, layout, worker)
+        task = RankTask(transport, rank, layout, worker)
         with_lse, keep = request["return_lse"], request["requires_grad"]
-        with Exchange(carrier, len(layout.stages), in_place=False) as exchange:
+        with Exchange(transport, len(layout.stages), in_place=False) as exchange:
             attended = task.attend(part, exchange, with_lse=with_lse, keep=keep)
 
         def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:

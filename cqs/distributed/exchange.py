@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cqs.distributed.layout import Route
 from cqs.distributed.moves import Move, Moves
-from cqs.distributed.transfer import Carrier, Fill, LostError, Parcel, Transfer
+from cqs.distributed.transfer import Fill, LostError, Packet, Transfer, Transport
 
 HeadsOfRanks = tuple[range, ...]
 """For every rank, some heads; equally many for each."""
@@ -34,20 +34,20 @@ class Exchange:
     The group can be used again if a pass fails on all ranks after the same sends.
     """
 
-    def __init__(self, carrier: Carrier, num_stages: int, *, in_place: bool) -> None:
+    def __init__(self, transport: Transport, num_stages: int, *, in_place: bool) -> None:
         """Begin with nothing.
 
         Args:
-            carrier: Between the ranks of the group.
+            transport: Between the ranks of the group.
             num_stages: How many parts there are of all that travels one way.
             in_place: Whether what stays on its rank may be the caller's own memory.
         """
-        self._carrier, self._in_place = carrier, in_place
-        self._num_turns = min(num_stages, carrier.num_turns)
+        self._transport, self._in_place = transport, in_place
+        self._num_turns = min(num_stages, transport.num_turns)
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
-        self._carrier.begin()
+        self._transport.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -55,7 +55,7 @@ class Exchange:
             end = time.monotonic() + _SETTLING_SECONDS
             for transfer in self._transfers:
                 transfer.settle(end)
-        self._carrier.end()
+        self._transport.end()
 
     def send_out(
         self,
@@ -76,13 +76,13 @@ class Exchange:
             Of tensors ``[batch, heads of a rank, tokens held, ...]``.
         """
         coming: list[Tensor] = []
-        parcels = []
+        packets = []
         for route, chosen in by_way(shards, routes):
             sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
             widths = [len(of_ranks[0]) for of_ranks in together]
             own = route.sends[route.rank]
             if self._in_place and route.stays and len(own) == 1:
-                parcels.append(Parcel(route, sources, widths, (), is_home=False))
+                packets.append(Packet(route, sources, widths, (), is_home=False))
                 coming += [
                     source[:, of_rank.start : of_rank.stop, own[0].start : own[0].stop]
                     for source, of_rank in zip(
@@ -91,9 +91,9 @@ class Exchange:
                 ]
                 continue
             moves = _moves_out(route, together)
-            parcels.append(Parcel(route, sources, widths, moves, is_home=False))
-            coming += parcels[-1].coming
-        return self._pack_and_send(stage, parcels, coming)
+            packets.append(Packet(route, sources, widths, moves, is_home=False))
+            coming += packets[-1].coming
+        return self._pack_and_send(stage, packets, coming)
 
     def send_back(self, stage: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Return results for the tokens held to whose they are; see :func:`pieces`.
@@ -104,14 +104,14 @@ class Exchange:
             routes: Of each of them, that by which the tokens came.
         """
         coming: list[Tensor] = []
-        parcels = []
+        packets = []
         for route, chosen in by_way(held, routes):
             sources = [held[i] for i in chosen]
             widths = tuple(source.shape[1] for source in sources)
             moves = () if route.stays else _moves_home(route, widths)
-            parcels.append(Parcel(route, sources, widths, moves, is_home=True))
-            coming += sources if route.stays else parcels[-1].coming
-        return self._pack_and_send(stage, parcels, coming)
+            packets.append(Packet(route, sources, widths, moves, is_home=True))
+            coming += sources if route.stays else packets[-1].coming
+        return self._pack_and_send(stage, packets, coming)
 
     def send_made(
         self, stage: int, like: Sequence[Tensor], route: Route, make: Callable[[list[Tensor]], None]
@@ -124,29 +124,29 @@ class Exchange:
             route: Of all of them, that by which the tokens came.
             make: Writes them, each ``[batch, heads of a rank, tokens held, ...]``.
         """
-        parcels = [Parcel(route, [each], [each.shape[1]], (), is_home=True) for each in like]
-        coming = [tensor for parcel in parcels for tensor in parcel.coming]
+        packets = [Packet(route, [each], [each.shape[1]], (), is_home=True) for each in like]
+        coming = [tensor for packet in packets for tensor in packet.coming]
 
         def fill(rows: list[Tensor]) -> None:
             make([each.movedim(0, 2) for each in rows])
 
-        return self._send(stage, parcels, coming, fill)
+        return self._send(stage, packets, coming, fill)
 
     def _pack_and_send(
-        self, stage: int, parcels: Sequence[Parcel], coming: list[Tensor]
+        self, stage: int, packets: Sequence[Packet], coming: list[Tensor]
     ) -> Transfer:
         def fill(rows: list[Tensor]) -> None:
-            for parcel, packed in zip(parcels, rows, strict=True):
-                parcel.pack(packed)
+            for packet, packed in zip(packets, rows, strict=True):
+                packet.pack(packed)
 
-        return self._send(stage, parcels, coming, fill)
+        return self._send(stage, packets, coming, fill)
 
     def _send(
-        self, stage: int, parcels: Sequence[Parcel], coming: list[Tensor], fill: Fill
+        self, stage: int, packets: Sequence[Packet], coming: list[Tensor], fill: Fill
     ) -> Transfer:
         turn = stage % self._num_turns
-        under_way = self._carrier.send(parcels, fill, turn, self._num_turns)
-        self._transfers.append(Transfer(coming, under_way))
+        pending = self._transport.send(packets, fill, turn, self._num_turns)
+        self._transfers.append(Transfer(coming, pending))
         return self._transfers[-1]
 
 

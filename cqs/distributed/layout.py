@@ -23,7 +23,7 @@ _MACHINE = Machine(bandwidth=160e9, latency=160e-6, between=50e9)
 hosts, which were not measured, 400 Gb/s of InfiniBand for each GPU."""
 
 
-class Places(NamedTuple):
+class PackOffsets(NamedTuple):
     """Where ranks that pack rows for all others, one after another, put them."""
 
     firsts: tuple[int, ...]
@@ -50,12 +50,12 @@ class Route:
     """Those that every rank needs."""
 
     @cached_property
-    def places_out(self) -> Places:
+    def places_out(self) -> PackOffsets:
         """Where rows are that go to who needs them."""
         return _places(self._numbers, self.rank)
 
     @cached_property
-    def places_home(self) -> Places:
+    def places_home(self) -> PackOffsets:
         """Where results for them are that go back."""
         return _places(list(zip(*self._numbers, strict=True)), self.rank)
 
@@ -311,9 +311,9 @@ def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], ran
     )
 
 
-def _places(numbers: Sequence[Sequence[int]], rank: int) -> Places:
+def _places(numbers: Sequence[Sequence[int]], rank: int) -> PackOffsets:
     """Return the places for a rank; ``numbers`` are of rows, from every rank to every rank."""
-    return Places(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
+    return PackOffsets(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
 
 
 def choose_head_parallel(

@@ -23,7 +23,7 @@ from torch import Tensor
 from cqs.cuda_graphs import check_not_captured, is_captured
 from cqs.distributed.agreement import control_group, meet, timeout_of
 from cqs.distributed.ipc_memory import IpcMemory, check
-from cqs.distributed.transfer import Fill, Parcel, UnderWay
+from cqs.distributed.transfer import Fill, Packet, PendingTransfer
 from cqs.scheduler.heads import FETCHED
 
 _ALIGNMENT = 512
@@ -40,7 +40,7 @@ _WATCH_SECONDS = 1.0
 
 
 class PeerMemory:
-    """Carries parcels: each rank packs them into memory of its own, from where others fetch.
+    """Carries packets: each rank packs them into memory of its own, from where others fetch.
 
     What the sends of a turn pack has the same place on all ranks. Before all are numbers: the last
     send of every rank that had something for this one, and the last of this rank's sends that it
@@ -87,7 +87,7 @@ class PeerMemory:
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
     def begin(self) -> None:
-        """Begin a pass; see :class:`cqs.distributed.transfer.Carrier`.
+        """Begin a pass; see :class:`cqs.distributed.transfer.Transport`.
 
         Raises:
             RuntimeError: after :meth:`release`; if a CUDA graph is captured and there is no memory,
@@ -106,7 +106,7 @@ class PeerMemory:
             self._open_pass()
 
     def end(self) -> None:
-        """End the pass; see :class:`cqs.distributed.transfer.Carrier`."""
+        """End the pass; see :class:`cqs.distributed.transfer.Transport`."""
         with self._launching:
             if not self._memory.own.nbytes or self._memory.is_released:
                 return
@@ -116,16 +116,16 @@ class PeerMemory:
                 self._ended = event
 
     def send(
-        self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
-    ) -> list[UnderWay]:
-        """Send parcels; see :class:`cqs.distributed.transfer.Carrier`.
+        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
+    ) -> list[PendingTransfer]:
+        """Send packets; see :class:`cqs.distributed.transfer.Transport`.
 
         Raises:
             RuntimeError: after :meth:`release`; if a CUDA graph is captured that needs more memory
                 than any call before.
             torch.OutOfMemoryError: if a rank has no room for what is packed.
         """
-        rooms = [_aligned(parcel.places.most * parcel.row_bytes) for parcel in parcels]
+        rooms = [_aligned(packet.places.most * packet.row_bytes) for packet in packets]
         header = _aligned(self._memory.header_bytes)
         num_bytes = header + num_turns * sum(rooms)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
@@ -139,10 +139,10 @@ class PeerMemory:
         readers = [
             rank
             for rank in range(self._num_ranks)
-            if any(parcel.lengths[rank] for parcel in parcels)
+            if any(packet.lengths[rank] for packet in packets)
         ]
         # memory that is free on this stream may be in use on it until now
-        received = [parcel.received for parcel in parcels if not parcel.route.stays]
+        received = [packet.received for packet in packets if not packet.route.stays]
         free = stream.record_event()
         with self._launching:
             self._check_released()
@@ -152,7 +152,7 @@ class PeerMemory:
             packed = _Packed(places, lane, self._number + 1, readers)
             unread = self._make_room(packed, stream)
             self._waited[lane] = stream.record_event()
-        fill([self._rows(f, p) for f, p in zip(firsts, parcels, strict=True)])
+        fill([self._rows(f, p) for f, p in zip(firsts, packets, strict=True)])
         with self._launching:  # where that fails, it is as if there had been no room
             self._check_released()
             self._unread = unread
@@ -164,9 +164,9 @@ class PeerMemory:
                 self._tell(stream, reader, _told(lane), self._number)
             if not received:
                 return []
-            self._fetch(parcels, firsts, lane, free)
+            self._fetch(packets, firsts, lane, free)
             event = self._record_fetching()
-            return [_OnItsWay(event, self._fetching, received)]
+            return [_PendingCopy(event, self._fetching, received)]
 
     def release(self, seconds: float) -> None:
         """End what waits for other ranks; what it was to fetch is garbage.
@@ -300,29 +300,29 @@ class PeerMemory:
         return left + [new] if new.readers else left
 
     def _fetch(
-        self, parcels: Sequence[Parcel], firsts: Sequence[int], lane: int, free: torch.cuda.Event
+        self, packets: Sequence[Packet], firsts: Sequence[int], lane: int, free: torch.cuda.Event
     ) -> None:
         """Have rows copied here as soon as they are packed, those of the next rank first."""
         fetching = self._fetching
         fetching.wait_event(free)
         for owner in self._others:
-            if not any(parcel.expected[owner] for parcel in parcels):
+            if not any(packet.expected[owner] for packet in packets):
                 continue
             self._wait(fetching, owner, _told(lane), self._number)
-            for parcel, first in zip(parcels, firsts, strict=True):
-                if number := parcel.expected[owner]:
-                    row, there = sum(parcel.expected[:owner]), parcel.places.firsts[owner]
-                    target = parcel.received[row : row + number]
-                    source = self._memory.addresses[owner] + first + there * parcel.row_bytes
+            for packet, first in zip(packets, firsts, strict=True):
+                if number := packet.expected[owner]:
+                    row, there = sum(packet.expected[:owner]), packet.places.firsts[owner]
+                    target = packet.received[row : row + number]
+                    source = self._memory.addresses[owner] + first + there * packet.row_bytes
                     place = target.data_ptr(), source, target.nbytes
                     check(driver.cuMemcpyAsync(*place, fetching.cuda_stream))
             self._tell(fetching, owner, _fetched(lane), self._number)
 
-    def _rows(self, first: int, parcel: Parcel) -> Tensor:
-        """Return this rank's memory from some byte on as the rows that a parcel has for others."""
-        number = sum(parcel.lengths)
-        found = self._memory.own[first : first + number * parcel.row_bytes]
-        return found.view(parcel.sources[0].dtype).view(number, *parcel.row_shape)
+    def _rows(self, first: int, packet: Packet) -> Tensor:
+        """Return this rank's memory from some byte on as the rows that a packet has for others."""
+        number = sum(packet.lengths)
+        found = self._memory.own[first : first + number * packet.row_bytes]
+        return found.view(packet.sources[0].dtype).view(number, *packet.row_shape)
 
     def _wait(self, stream: torch.cuda.Stream, rank: int, row: int, number: int) -> None:
         """Let a stream go on when a rank has told this one a number that is at least ``number``."""
@@ -377,7 +377,7 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
     return PeerMemory(group, device, memory) if reached else None
 
 
-class _OnItsWay(NamedTuple):
+class _PendingCopy(NamedTuple):
     """Rows that a stream copies."""
 
     event: torch.cuda.Event
@@ -398,11 +398,11 @@ class _OnItsWay(NamedTuple):
 def _watch(
     of: "weakref.ref[PeerMemory]", memory: IpcMemory, unfinished: deque[torch.cuda.Event]
 ) -> None:
-    """Check the time while there is a carrier, then free what others have read."""
+    """Check the time while there is a transport, then free what others have read."""
     _relax()
-    while (carrier := of()) is not None:
-        carrier.check_time()
-        del carrier
+    while (transport := of()) is not None:
+        transport.check_time()
+        del transport
         time.sleep(_WATCH_SECONDS)
     while unfinished and not unfinished[-1].query():
         time.sleep(_WATCH_SECONDS)

@@ -22,7 +22,7 @@ from cqs.distributed.lanes import Lanes
 from cqs.distributed.layout import Layout, Route, Stage
 from cqs.distributed.locality import see_only
 from cqs.distributed.moves import move
-from cqs.distributed.transfer import Carrier, Transfer
+from cqs.distributed.transfer import Transfer, Transport
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_rows
 from cqs.problem import Problem
@@ -38,7 +38,7 @@ than one after another: what both read is more than a GPU's cache takes."""
 class RankTask:
     """Computes for a rank, and exchanges with the others what that takes."""
 
-    carrier: Carrier
+    transport: Transport
     rank: int
     layout: Layout
     worker: Worker
@@ -59,7 +59,7 @@ class RankTask:
         tensors = problem.query, problem.key, problem.value
         answer = problem.empty_answer()
         kept: list[Tensor] = []
-        at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.carrier.num_lanes
+        at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_lanes
         with Lanes(problem.query.device, min(at_once, len(layout.stages))) as lanes:
 
             def send_out(i: int) -> Transfer:
@@ -96,7 +96,7 @@ class RankTask:
     def _differentiate(
         self, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
     ) -> Gradients:
-        with Exchange(self.carrier, len(self.layout.stages), in_place=True) as exchange:
+        with Exchange(self.transport, len(self.layout.stages), in_place=True) as exchange:
             return self._send_gradients(exchange, shapes, kept, grad_output)
 
     def _send_gradients(
@@ -115,7 +115,7 @@ class RankTask:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
         each_kept = len(kept) // len(layout.stages)
-        at_once = min(self.carrier.num_lanes, len(layout.stages))
+        at_once = min(self.transport.num_lanes, len(layout.stages))
         with Lanes(grad_output.device, at_once) as lanes:
 
             def send_out(i: int) -> Transfer:
@@ -147,12 +147,12 @@ class RankTask:
         return gradients
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
-        """Yield the transfers of all stages, with as many under way as the carrier has turns."""
+        """Yield the transfers of all stages, with as many under way as the transport has turns."""
         stages = iter(range(len(self.layout.stages)))
-        under_way = deque(map(send, islice(stages, self.carrier.num_turns)))
-        while under_way:
-            yield under_way.popleft()
-            under_way += map(send, islice(stages, 1))
+        pending = deque(map(send, islice(stages, self.transport.num_turns)))
+        while pending:
+            yield pending.popleft()
+            pending += map(send, islice(stages, 1))
 
     @property
     def _routes(self) -> tuple[Route, Route, Route]:

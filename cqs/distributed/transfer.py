@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.distributed.group_calls import calls_on
-from cqs.distributed.layout import Places, Route
+from cqs.distributed.layout import PackOffsets, Route
 from cqs.distributed.moves import Moves, move
 from cqs.scheduler.heads import SENT, StageRule
 
@@ -22,7 +22,7 @@ _FIRST_TAG = 1 << 30
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Packet:
     """Rows of tensors that go the same way: together to each rank, and together from each."""
 
     route: Route
@@ -50,7 +50,7 @@ class Parcel:
         return self.route.lengths if self.is_home else self.route.receives
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> PackOffsets:
         """Where ranks have packed what they send."""
         return self.route.places_home if self.is_home else self.route.places_out
 
@@ -90,21 +90,21 @@ class Parcel:
 
 
 Fill = Callable[[list[Tensor]], None]
-"""Writes the rows of each parcel, rank by rank, into ``[rows, batch, heads, ...]``."""
+"""Writes the rows of each packet, rank by rank, into ``[rows, batch, heads, ...]``."""
 
 
-class UnderWay(Protocol):
+class PendingTransfer(Protocol):
     """Something that comes."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Have what a GPU does from now on wait for it; with a time-out, wait here for so long."""
 
 
-class Carrier(Protocol):
-    """What takes parcels from rank to rank."""
+class Transport(Protocol):
+    """What takes packets from rank to rank."""
 
     num_lanes: int
-    """How many streams of a GPU may compute in turns without keeping parcels from travelling."""
+    """How many streams of a GPU may compute in turns without keeping packets from travelling."""
     num_turns: int
     """How many stages may be under way on one way at one time."""
     stage_rule: StageRule
@@ -117,16 +117,16 @@ class Carrier(Protocol):
         """End the pass, also one that failed: what a GPU does from now on comes after it."""
 
     def send(
-        self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
-    ) -> list[UnderWay]:
-        """Send parcels, and have those of other ranks come.
+        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
+    ) -> list[PendingTransfer]:
+        """Send packets, and have those of other ranks come.
 
         A GPU is not waited for, unless they need more room than any before.
 
-        Every rank of the group calls this as often, with parcels of rows of the same sizes.
+        Every rank of the group calls this as often, with packets of rows of the same sizes.
 
         Args:
-            parcels: What goes with this send.
+            packets: What goes with this send.
             fill: Writes the rows for other ranks; called once there is room for them.
             turn: Of the stage, from 0. What is under way in one turn comes after what was sent
                 there before.
@@ -134,8 +134,8 @@ class Carrier(Protocol):
         """
 
 
-class Messages:
-    """Carries by messages of torch.distributed, one from each rank to each."""
+class MessageTransport:
+    """Sends by messages of torch.distributed, one from each rank to each."""
 
     num_lanes = 1
     num_turns = 2
@@ -154,21 +154,21 @@ class Messages:
         """End the pass: messages do not need that."""
 
     def send(
-        self, parcels: Sequence[Parcel], fill: Fill, turn: int, num_turns: int
-    ) -> list[UnderWay]:
-        """Send parcels; see :class:`Carrier`."""
-        rows_of_parcels = [parcel.new_rows(sum(parcel.lengths)) for parcel in parcels]
-        fill(rows_of_parcels)
+        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
+    ) -> list[PendingTransfer]:
+        """Send packets; see :class:`Transport`."""
+        rows_of_packets = [packet.new_rows(sum(packet.lengths)) for packet in packets]
+        fill(rows_of_packets)
         messages = []
-        for parcel, packed in zip(parcels, rows_of_parcels, strict=True):
-            ways: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, parcel.lengths)]
-            if not parcel.route.stays:
-                ways.append((dist.irecv, parcel.received, parcel.expected))
+        for packet, packed in zip(packets, rows_of_packets, strict=True):
+            ways: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, packet.lengths)]
+            if not packet.route.stays:
+                ways.append((dist.irecv, packet.received, packet.expected))
             messages += [
                 dist.P2POp(act, rows, group=self._group, tag=self._tag, group_peer=rank)
                 for act, tensor, lengths in ways
                 for rank, rows in enumerate(tensor.split(list(lengths)))
-                if len(rows) and rank != parcel.route.rank
+                if len(rows) and rank != packet.route.rank
             ]
         if not messages:
             return []
@@ -211,23 +211,23 @@ class Transfer:
     A GPU goes on meanwhile with what it has been given.
     """
 
-    def __init__(self, coming: list[Tensor], under_way: list[UnderWay]) -> None:
+    def __init__(self, coming: list[Tensor], pending: list[PendingTransfer]) -> None:
         """Wait for ``under_way`` before ``coming`` is used."""
-        self._coming, self._under_way = coming, under_way
+        self._coming, self._pending = coming, pending
 
     def wait(self) -> list[Tensor]:
         """Return what came for each tensor, ``[batch, heads, rows, ...]``; once.
 
         On a GPU it is there for what is launched from now on.
         """
-        for each in self._under_way:
+        for each in self._pending:
             each.wait()
-        self._under_way.clear()
+        self._pending.clear()
         coming, self._coming = self._coming, []
         return coming
 
     def settle(self, end: float) -> None:
         """Wait, until some time of the clock, for what is under way and will not be used."""
         with suppress(RuntimeError):  # others have failed too
-            for each in self._under_way:
+            for each in self._pending:
                 each.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))

@@ -18,7 +18,7 @@ from torch.masked import masked_tensor
 
 import cqs.distributed
 from cqs.cases import Case
-from cqs.distributed import carriers, layout
+from cqs.distributed import layout, transports
 from cqs.distributed.agreement import make_control_group, swap
 from cqs.distributed.layout import choose_head_parallel
 from cqs.integrations import masks
@@ -228,7 +228,8 @@ def stray_of_graphed_training(group, case, cuts):
 
 
 def seen_of_hosts(group, hosts):
-    """Return what is known of neighbours on a host, by what layouts choose and by the carriers."""
+    """Return what is known of neighbours on a host, by what layouts choose and by the
+    transports."""
     rank, found = dist.get_rank(group), []
 
     def choose(*arguments, ranks_per_host, **options):
@@ -236,12 +237,12 @@ def seen_of_hosts(group, hosts):
         return choose_head_parallel(*arguments, ranks_per_host=ranks_per_host, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carriers, "_hosts", {})
-        patch.setattr(carriers, "_host", lambda: hosts[rank])
+        patch.setattr(transports, "_hosts", {})
+        patch.setattr(transports, "_host", lambda: hosts[rank])
         patch.setattr(layout, "choose_head_parallel", choose)
         layout.lay_out.cache_clear()
         cqs.distributed.attention(*(torch.randn(1, 4, 3, 8) for _ in range(3)), group=group)
-        return *found, carriers.ranks_per_host(group)
+        return *found, transports.ranks_per_host(group)
 
 
 def capture_something_else(group):

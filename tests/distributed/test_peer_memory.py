@@ -181,10 +181,10 @@ def make_layout(call, rank):
     )
 
 
-def attend(carrier, rank, call, tensors):
+def attend(transport, rank, call, tensors):
     """Launch a call; return the rows of this rank's shard, and what will be its results."""
     rows = rows_of(call, rank)
-    return rows, launch(carrier, rank, call, [each[:, :, rows].clone() for each in tensors])
+    return rows, launch(transport, rank, call, [each[:, :, rows].clone() for each in tensors])
 
 
 def rows_of(call, rank):
@@ -192,13 +192,13 @@ def rows_of(call, rank):
     return slice(first, first + call["lengths"][rank])
 
 
-def launch(carrier, rank, call, shards):
+def launch(transport, rank, call, shards):
     """Launch a call with the shards of query, key, value and gradient; return its results."""
     query, key, value, grad_output = shards
     layout = make_layout(call, rank)
     problem = check_problem(query, key, value)
-    task = LaterTask(carrier, rank, layout, Worker(problem.scale, "reference", None, None))
-    with Exchange(carrier, len(layout.stages), in_place=False) as exchange:
+    task = LaterTask(transport, rank, layout, Worker(problem.scale, "reference", None, None))
+    with Exchange(transport, len(layout.stages), in_place=False) as exchange:
         keep = call["gradients"]
         attended = task.attend(problem, exchange, with_lse=keep, keep=keep)
     results = [attended.answer.output]
@@ -236,10 +236,10 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ran
     world, answers = make_world(num_ranks, seed), {}
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
         answers[rank] = []
         for each in zip(calls, whole, strict=True):
-            answers[rank].append(attend(carrier, rank, *each))
+            answers[rank].append(attend(transport, rank, *each))
             if seed % 3 == 1:
                 fake_gpus.set_stream(fake_gpus.Stream())
         synchronize()
@@ -264,18 +264,18 @@ def test_graphs_may_be_replayed_between_other_calls(peer_memory, monkeypatch, nu
     world, answers, of_largest = make_world(num_ranks, seed), {}, draw_tensors(largest)
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
         rows = [rows_of(call, rank) for call in calls]
         shards = [
             [each[:, :, of_call].clone() for each in whole]
             for of_call, whole in zip(rows, turns[0], strict=True)
         ]
         for call, of_call in zip(calls, shards, strict=True):
-            launch(carrier, rank, call, of_call)
+            launch(transport, rank, call, of_call)
         graph = fake_gpus.Graph()
         with graph:
             results = [
-                launch(carrier, rank, call, of_call)
+                launch(transport, rank, call, of_call)
                 for call, of_call in zip(calls, shards, strict=True)
             ]
         answers[rank] = []
@@ -291,7 +291,7 @@ def test_graphs_may_be_replayed_between_other_calls(peer_memory, monkeypatch, nu
             answers[rank].append(copies)
             if turn < 2:
                 between = (calls[0], turns[1][0]), (largest, of_largest)
-                attend(carrier, rank, *between[turn])
+                attend(transport, rank, *between[turn])
         synchronize()
 
     world.run(program)
@@ -305,13 +305,13 @@ def test_graphs_may_be_replayed_between_other_calls(peer_memory, monkeypatch, nu
 
 def keep_rows(monkeypatch):
     """Keep what comes, as a GPU's allocator does while its streams use it."""
-    kept, new_rows = [], transfer.Parcel.new_rows
+    kept, new_rows = [], transfer.Packet.new_rows
 
-    def new(parcel, number):
-        kept.append(new_rows(parcel, number))
+    def new(packet, number):
+        kept.append(new_rows(packet, number))
         return kept[-1]
 
-    monkeypatch.setattr(transfer.Parcel, "new_rows", new)
+    monkeypatch.setattr(transfer.Packet, "new_rows", new)
 
 
 def test_a_rank_with_nothing_to_do_is_not_ahead_by_two_passes(peer_memory):
@@ -321,11 +321,11 @@ def test_a_rank_with_nothing_to_do_is_not_ahead_by_two_passes(peer_memory):
     world, steps = make_world(2, 0), iter(range(500))
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
         for number in range(4):
             if number == 1 and rank == 0:
                 current_stream().enqueue(is_ready=lambda: next(steps, None) is None)
-            attend(carrier, rank, call, draw_tensors(call))
+            attend(transport, rank, call, draw_tensors(call))
         synchronize()
 
     world.run(program)
@@ -341,13 +341,13 @@ def test_a_call_that_fails_can_be_left_out_of_a_graph(peer_memory, monkeypatch):
         raise RuntimeError("as if")
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
-        attend(carrier, rank, call, draw_tensors(call))
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
+        attend(transport, rank, call, draw_tensors(call))
         world.swap([])
         monkeypatch.setattr(LaterTask, "_compute_away", fail)
         graph = fake_gpus.Graph()
         with graph, pytest.raises(RuntimeError, match="as if"):
-            attend(carrier, rank, call, draw_tensors(call))
+            attend(transport, rank, call, draw_tensors(call))
         graph.replay()
         synchronize()
 
@@ -367,11 +367,11 @@ def test_forward_passes_of_long_sequences_take_one_stream(peer_memory, monkeypat
             return lanes.Lanes(GPU, number)
 
         monkeypatch.setattr(rank_task, "Lanes", make_lanes)
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
         for most in (40, 39):
             world.swap([])
             monkeypatch.setattr(rank_task, "_MOST_AT_ONCE", most)
-            attend(carrier, rank, call, draw_tensors(call))
+            attend(transport, rank, call, draw_tensors(call))
             synchronize()
 
     world.run(program)
@@ -401,13 +401,13 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(
     monkeypatch.setattr(LaterTask, "_compute_away", fail)
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
         for failing[rank] in (False, True, False):
             if failing[rank]:
                 with pytest.raises(torch.OutOfMemoryError, match="as if"):
-                    attend(carrier, rank, call, tensors)
+                    attend(transport, rank, call, tensors)
             else:
-                rows, (output, *_) = attend(carrier, rank, call, tensors)
+                rows, (output, *_) = attend(transport, rank, call, tensors)
             synchronize()
             world.swap([])
         torch.testing.assert_close(output, expect(call, tensors)[0][:, :, rows])
@@ -421,17 +421,17 @@ def test_who_waits_for_the_dead_can_be_released(peer_memory, seed):
     tensors, world, done = draw_tensors(call), make_world(3, seed), []
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
-        attend(carrier, rank, call, tensors)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
+        attend(transport, rank, call, tensors)
         synchronize()
         world.swap([])
         if rank == 1:
             return
-        attend(carrier, rank, call, tensors)
-        carrier.release(5)
+        attend(transport, rank, call, tensors)
+        transport.release(5)
         synchronize()
         with pytest.raises(RuntimeError, match="the group was aborted"):
-            attend(carrier, rank, call, tensors)
+            attend(transport, rank, call, tensors)
         done.append(rank)
 
     world.run(program)
@@ -443,15 +443,15 @@ def test_memory_of_a_pass_that_was_released_is_freed(peer_memory):
     tensors, world, memories = draw_tensors(call), make_world(2, 0), []
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
-        attend(carrier, rank, call, tensors)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
+        attend(transport, rank, call, tensors)
         synchronize()
         world.swap([])
         if rank == 0:
-            memories.append(carrier._memory)
-            carrier.begin()  # the other will never end such a pass
-            carrier.begin()
-            carrier.release(5)
+            memories.append(transport._memory)
+            transport.begin()  # the other will never end such a pass
+            transport.begin()
+            transport.release(5)
             synchronize()
 
     world.run(program)
@@ -473,13 +473,13 @@ def test_replays_that_wait_for_the_dead_can_be_released(peer_memory, monkeypatch
     keep_rows(monkeypatch)
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
-        attend(carrier, rank, call, tensors)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
+        attend(transport, rank, call, tensors)
         graph = fake_gpus.Graph()
         with graph:
-            attend(carrier, rank, call, tensors)
+            attend(transport, rank, call, tensors)
         if has_grown:
-            attend(carrier, rank, larger, draw_tensors(larger))
+            attend(transport, rank, larger, draw_tensors(larger))
         graph.replay()
         synchronize()
         world.swap([])
@@ -487,7 +487,7 @@ def test_replays_that_wait_for_the_dead_can_be_released(peer_memory, monkeypatch
             return
         fake_gpus.set_stream(fake_gpus.Stream())
         graph.replay()
-        carrier.release(5)
+        transport.release(5)
         graph.replay()
         synchronize()
         done.append(rank)
@@ -519,13 +519,13 @@ def test_all_ranks_raise_if_one_has_no_memory(peer_memory, monkeypatch):
     limit = [600]
 
     def program(rank):
-        carrier = peer_memory.connect_peers(world.groups[rank], GPU)
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
         with pytest.raises(torch.OutOfMemoryError, match="a rank of the group has no 0 MiB"):
-            attend(carrier, rank, call, tensors)
+            attend(transport, rank, call, tensors)
         messages.append(rank)
         world.swap([])
         limit[0] = 1 << 30
-        _, (output,) = attend(carrier, rank, call, tensors)
+        _, (output,) = attend(transport, rank, call, tensors)
         synchronize()
         rows = slice(20 * rank, 20 * rank + 20)
         torch.testing.assert_close(output, expect(call, tensors)[0][:, :, rows])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cqs.cuda_graphs import check_not_captured
 from cqs.distributed.agreement import control_group, swap
-from cqs.distributed.transfer import Carrier, Messages
+from cqs.distributed.transfer import MessageTransport, Transport
 
 if TYPE_CHECKING:
     from cqs.distributed.peer_memory import PeerMemory
@@ -23,18 +23,18 @@ _hosts: "WeakKeyDictionary[Any, list[int]]" = WeakKeyDictionary()
 """Of groups: the host of every rank."""
 
 
-def carrier_of(group: Any, device: torch.device) -> Carrier:
+def transport_of(group: Any, device: torch.device) -> Transport:
     """Return what carries rows between the ranks of a group; every rank must call this.
 
     GPUs of one host fetch from each other's memory; others, and CPUs, send messages.
     """
     group = group or dist.group.WORLD
     if device.type != "cuda":
-        return Messages(group)
+        return MessageTransport(group)
     if group not in _peers:
         check_not_captured(device)
         _peers[group] = _connect(group, device)
-    return _peers[group] or Messages(group)
+    return _peers[group] or MessageTransport(group)
 
 
 def ranks_per_host(group: Any) -> int:
