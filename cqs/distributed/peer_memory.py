@@ -27,8 +27,8 @@ from cqs.distributed.transfer import Fill, Packet, PendingTransfer
 from cqs.scheduler.heads import FETCHED
 
 _ALIGNMENT = 512
-_NUM_LANES = 2
-_ENDED, _SEEN, _NUM_ROWS = range(2 * _NUM_LANES, 2 * _NUM_LANES + 3)
+_NUM_STREAMS = 2
+_ENDED, _SEEN, _NUM_ROWS = range(2 * _NUM_STREAMS, 2 * _NUM_STREAMS + 3)
 """What numbers of passes say, after those of sends: that a rank has ended its pass, and that it has
 seen that this one has."""
 _RELEASED = 1 << 30
@@ -52,7 +52,7 @@ class PeerMemory:
     each time, and may be replayed. So a rank that lags in one pass holds all others in the next.
     """
 
-    num_lanes = _NUM_LANES
+    num_streams = _NUM_STREAMS
     num_turns = 4
     stage_rule = FETCHED
 
@@ -74,11 +74,11 @@ class PeerMemory:
         self._opened: torch.cuda.Event | None = None
         """When others may be told of the pass."""
         self._waited: dict[int, torch.cuda.Event] = {}
-        """When lanes need no number of the pass any more."""
+        """When streams need no number of the pass any more."""
         self._ended: torch.cuda.Event | None = None
         """When the last pass had that was not captured."""
         self._fetching = torch.cuda.Stream(device)
-        self._releasing = torch.cuda.Stream(device, priority=-1)  # lanes have the lowest
+        self._releasing = torch.cuda.Stream(device, priority=-1)  # streams have the lowest
         self._streams = {self._fetching}
         self._unfinished: deque[torch.cuda.Event] = deque()
         self._progress = time.monotonic()
@@ -129,7 +129,7 @@ class PeerMemory:
         header = _aligned(self._memory.header_bytes)
         num_bytes = header + num_turns * sum(rooms)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
-        lane, stream = turn % self.num_lanes, torch.cuda.current_stream(self._device)
+        stream_index, stream = turn % self.num_streams, torch.cuda.current_stream(self._device)
         if num_bytes > self._memory.own.nbytes:
             self._grow(num_bytes)
             with self._launching:
@@ -149,9 +149,9 @@ class PeerMemory:
             if not self._is_captured:
                 self._streams.add(stream)
             places = range(first, first + sum(rooms))
-            packed = _Packed(places, lane, self._number + 1, readers)
+            packed = _Packed(places, stream_index, self._number + 1, readers)
             unread = self._make_room(packed, stream)
-            self._waited[lane] = stream.record_event()
+            self._waited[stream_index] = stream.record_event()
         fill([self._rows(f, p) for f, p in zip(firsts, packets, strict=True)])
         with self._launching:  # where that fails, it is as if there had been no room
             self._check_released()
@@ -161,10 +161,10 @@ class PeerMemory:
             assert self._opened is not None
             stream.wait_event(self._opened)
             for reader in readers:
-                self._tell(stream, reader, _told(lane), self._number)
+                self._tell(stream, reader, _told(stream_index), self._number)
             if not received:
                 return []
-            self._fetch(packets, firsts, lane, free)
+            self._fetch(packets, firsts, stream_index, free)
             event = self._record_fetching()
             return [_PendingCopy(event, self._fetching, received)]
 
@@ -240,7 +240,7 @@ class PeerMemory:
             stream.wait_event(event)
         for old in self._unread:
             for reader in old.readers:
-                self._wait(stream, reader, _fetched(old.lane), old.number)
+                self._wait(stream, reader, _fetched(old.stream_index), old.number)
         own, number = self._memory.addresses[self._rank], _ENDED * self._num_ranks
         with torch.cuda.device(self._device):
             check(driver.cuMemsetD32Async(own, 0, number, stream.cuda_stream))
@@ -282,7 +282,7 @@ class PeerMemory:
             raise RuntimeError("the group was aborted")
 
     def _make_room(self, new: "_Packed", stream: torch.cuda.Stream) -> "list[_Packed]":
-        """Let the stream of a lane wait until what was packed at some place has been fetched.
+        """Let the stream of a stream wait until what was packed at some place has been fetched.
 
         Returns:
             What is unread once the new has been packed.
@@ -291,16 +291,20 @@ class PeerMemory:
         for old in self._unread:
             if old.places.start < new.places.stop and new.places.start < old.places.stop:
                 for reader in old.readers:
-                    self._wait(stream, reader, _fetched(old.lane), old.number)
-                old.lanes.add(new.lane)
+                    self._wait(stream, reader, _fetched(old.stream_index), old.number)
+                old.streams.add(new.stream_index)
             # who waits for the readers of the new waits for those of the old
             is_covered = new.readers and _contains(new.places, old.places)
-            if not is_covered and len(old.lanes) < self.num_lanes:
+            if not is_covered and len(old.streams) < self.num_streams:
                 left.append(old)
         return left + [new] if new.readers else left
 
     def _fetch(
-        self, packets: Sequence[Packet], firsts: Sequence[int], lane: int, free: torch.cuda.Event
+        self,
+        packets: Sequence[Packet],
+        firsts: Sequence[int],
+        stream_index: int,
+        free: torch.cuda.Event,
     ) -> None:
         """Have rows copied here as soon as they are packed, those of the next rank first."""
         fetching = self._fetching
@@ -308,7 +312,7 @@ class PeerMemory:
         for owner in self._others:
             if not any(packet.expected[owner] for packet in packets):
                 continue
-            self._wait(fetching, owner, _told(lane), self._number)
+            self._wait(fetching, owner, _told(stream_index), self._number)
             for packet, first in zip(packets, firsts, strict=True):
                 if number := packet.expected[owner]:
                     row, there = sum(packet.expected[:owner]), packet.places.firsts[owner]
@@ -316,7 +320,7 @@ class PeerMemory:
                     source = self._memory.addresses[owner] + first + there * packet.row_bytes
                     place = target.data_ptr(), source, target.nbytes
                     check(driver.cuMemcpyAsync(*place, fetching.cuda_stream))
-            self._tell(fetching, owner, _fetched(lane), self._number)
+            self._tell(fetching, owner, _fetched(stream_index), self._number)
 
     def _rows(self, first: int, packet: Packet) -> Tensor:
         """Return this rank's memory from some byte on as the rows that a packet has for others."""
@@ -353,11 +357,11 @@ class _Packed:
 
     places: range
     """Its bytes."""
-    lane: int
+    stream_index: int
     number: int
     """Of the send."""
     readers: list[int]
-    lanes: set[int] = field(default_factory=set)
+    streams: set[int] = field(default_factory=set)
     """Those that go on only when it has been fetched."""
 
 
@@ -437,11 +441,11 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _told(lane: int) -> int:
+def _told(stream_index: int) -> int:
     """Return the row of numbers that say what is there."""
-    return 2 * lane
+    return 2 * stream_index
 
 
-def _fetched(lane: int) -> int:
+def _fetched(stream_index: int) -> int:
     """Return the row of numbers that say what has been fetched."""
-    return 2 * lane + 1
+    return 2 * stream_index + 1

@@ -18,10 +18,10 @@ from cqs.distributed.exchange import (
     moves_back,
     pieces,
 )
-from cqs.distributed.lanes import Lanes
 from cqs.distributed.layout import Layout, Route, Stage
 from cqs.distributed.locality import see_only
 from cqs.distributed.moves import move
+from cqs.distributed.streams import StreamPool
 from cqs.distributed.transfer import Transfer, Transport
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_rows
@@ -59,11 +59,11 @@ class RankTask:
         tensors = problem.query, problem.key, problem.value
         answer = problem.empty_answer()
         kept: list[Tensor] = []
-        at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_lanes
-        with Lanes(problem.query.device, min(at_once, len(layout.stages))) as lanes:
+        at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_streams
+        with StreamPool(problem.query.device, min(at_once, len(layout.stages))) as streams:
 
             def send_out(i: int) -> Transfer:
-                with lanes.at(i):
+                with streams.at(i):
                     return exchange.send_out(i, tensors, layout.stages[i].heads, routes)
 
             coming = self._in_turns(send_out)
@@ -71,7 +71,7 @@ class RankTask:
             home: list[tuple[Partial, slice] | None] = []
             returning: list[Transfer] = []
             for i, (stage, transfer) in enumerate(zip(layout.stages, coming, strict=True)):
-                with lanes.at(i):
+                with streams.at(i):
                     if i == 0:  # while the first stage travels
                         own.append(self._compute_own(stage, tensors))
                     held = transfer.wait()
@@ -83,10 +83,10 @@ class RankTask:
                     kept += [*held, *results] if keep else []
                     del held  # for what comes after
             for i, stage in enumerate(layout.stages[1:], 1):  # while the last results travel
-                with lanes.at(i):
+                with streams.at(i):
                     own.append(self._compute_own(stage, tensors))
             for i, stage in enumerate(layout.stages):
-                with lanes.at(i):
+                with streams.at(i):
                     self._merge(answer, stage, returning[i].wait(), own[i], home[i])
         if keep and not layout.is_final:
             kept += answer
@@ -115,19 +115,19 @@ class RankTask:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
         each_kept = len(kept) // len(layout.stages)
-        at_once = min(self.transport.num_lanes, len(layout.stages))
-        with Lanes(grad_output.device, at_once) as lanes:
+        at_once = min(self.transport.num_streams, len(layout.stages))
+        with StreamPool(grad_output.device, at_once) as streams:
 
             def send_out(i: int) -> Transfer:
                 heads, route = layout.stages[i].query_heads, layout.of_queries
-                with lanes.at(i):
+                with streams.at(i):
                     return exchange.send_out(
                         i, of_shard, [heads] * len(of_shard), [route] * len(of_shard)
                     )
 
             returning = []
             for i, transfer in enumerate(self._in_turns(send_out)):
-                with lanes.at(i):
+                with streams.at(i):
                     query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
                     found = self._compute_gradients(
                         layout.stages[i], query, key, value, *transfer.wait(), *own
@@ -135,7 +135,7 @@ class RankTask:
                     returning.append(exchange.send_back(i, found, self._routes))
             gradients = Gradients(*map(grad_output.new_empty, shapes))
             for i, (stage, transfer) in enumerate(zip(layout.stages, returning, strict=True)):
-                with lanes.at(i):
+                with streams.at(i):
                     received = transfer.wait()
                     for route, chosen in by_way(received, self._routes):
                         _add_up(

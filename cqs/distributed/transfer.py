@@ -103,7 +103,7 @@ class PendingTransfer(Protocol):
 class Transport(Protocol):
     """What takes packets from rank to rank."""
 
-    num_lanes: int
+    num_streams: int
     """How many streams of a GPU may compute in turns without keeping packets from travelling."""
     num_turns: int
     """How many stages may be under way on one way at one time."""
@@ -137,7 +137,7 @@ class Transport(Protocol):
 class MessageTransport:
     """Sends by messages of torch.distributed, one from each rank to each."""
 
-    num_lanes = 1
+    num_streams = 1
     num_turns = 2
     stage_rule = SENT
 

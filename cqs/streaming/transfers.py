@@ -79,7 +79,7 @@ class OverLink:
     def __init__(self, device: torch.device):
         """Allocate the pieces."""
         self._device = device
-        self._up, self._down = _Lane(device), _Lane(device)
+        self._up, self._down = _CopyStream(device), _CopyStream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cqs-download")
 
     def mark(self) -> torch.cuda.Event:
@@ -91,22 +91,22 @@ class OverLink:
         self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
     ) -> torch.cuda.Event:
         """Copy beside the computation."""
-        lane = self._up
+        stream_index = self._up
         if after is not None:
-            lane.stream.wait_event(after)
+            stream_index.stream.wait_event(after)
         for head, into in zip(heads, target, strict=True):
             if isinstance(source, InMemory) and source.tensor.is_pinned():
-                with torch.cuda.stream(lane.stream):
+                with torch.cuda.stream(stream_index.stream):
                     into.copy_(source.rows_in_place(batch, head, rows), non_blocking=True)
                 continue
             for part in _cut(rows, into):
-                piece = lane.take(part, into)
+                piece = stream_index.take(part, into)
                 source.read(batch, head, part, piece)
                 first = part.start - rows.start
-                with torch.cuda.stream(lane.stream):
+                with torch.cuda.stream(stream_index.stream):
                     into[first : first + len(part)].copy_(piece, non_blocking=True)
-                lane.give_back()
-        arrived: torch.cuda.Event = lane.stream.record_event()
+                stream_index.give_back()
+        arrived: torch.cuda.Event = stream_index.stream.record_event()
         return arrived
 
     def wait(self, mark: Any) -> None:
@@ -125,8 +125,8 @@ class OverLink:
     def close(self) -> None:
         """End the thread and both ways."""
         self._thread.shutdown()
-        for lane in (self._up, self._down):
-            lane.stream.synchronize()
+        for stream_index in (self._up, self._down):
+            stream_index.stream.synchronize()
 
     def _download(
         self,
@@ -138,30 +138,30 @@ class OverLink:
         rows: range,
     ) -> None:
         tensor = leaving.pop()
-        lane = self._down
-        lane.stream.wait_event(after)
+        stream_index = self._down
+        stream_index.stream.wait_event(after)
         if isinstance(target, InMemory) and target.tensor.is_pinned():
-            with torch.cuda.stream(lane.stream):
+            with torch.cuda.stream(stream_index.stream):
                 for head, values in zip(heads, tensor, strict=True):
                     into = target.rows_in_place(batch, head, rows)
                     into.copy_(values, non_blocking=True)
-            lane.stream.synchronize()
+            stream_index.stream.synchronize()
             return
         waiting: list[tuple[int, range, Tensor, torch.cuda.Event]] = []
         for head, values in zip(heads, tensor, strict=True):
             for part in _cut(rows, values):
-                piece = lane.take(part, values)
+                piece = stream_index.take(part, values)
                 first = part.start - rows.start
-                with torch.cuda.stream(lane.stream):
+                with torch.cuda.stream(stream_index.stream):
                     piece.copy_(values[first : first + len(part)], non_blocking=True)
-                waiting.append((head, part, piece, lane.give_back()))
+                waiting.append((head, part, piece, stream_index.give_back()))
                 if len(waiting) == _NUM_PIECES - 1:
                     _write(target, batch, *waiting.pop(0))
         for each in waiting:
             _write(target, batch, *each)
 
 
-class _Lane:
+class _CopyStream:
     """One way over the link: a stream, and pinned pieces that take turns."""
 
     def __init__(self, device: torch.device):

@@ -13,7 +13,7 @@ import torch
 from fake_gpus import World, current_rank, current_stream, later, synchronize
 
 import cqs
-from cqs.distributed import lanes, moves, rank_task, transfer
+from cqs.distributed import moves, rank_task, streams, transfer
 from cqs.distributed.exchange import Exchange
 from cqs.distributed.layout import lay_out
 from cqs.partial import Partial
@@ -103,7 +103,7 @@ def peer_memory(monkeypatch):
         get_rank=lambda group: group.rank, get_world_size=lambda group: group.size()
     )
     as_bytes = ipc_memory._as_bytes
-    driver, streams = fake_gpus.make_driver(), {}
+    driver, streams_made = fake_gpus.make_driver(), {}
     for module, name, value in (
         (peer_memory, "driver", driver),
         (ipc_memory, "driver", driver),
@@ -117,8 +117,8 @@ def peer_memory(monkeypatch):
         (ipc_memory, "_as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
         (transfer, "move", later(moves.move)),
         (rank_task, "_add_up", later(rank_task._add_up)),
-        (rank_task, "Lanes", lambda device, number: lanes.Lanes(GPU, number)),
-        (lanes, "_streams", lambda device, number: streams_of_rank(streams, number)),
+        (rank_task, "StreamPool", lambda device, number: streams.StreamPool(GPU, number)),
+        (streams, "_streams", lambda device, number: streams_of_rank(streams_made, number)),
     ):
         monkeypatch.setattr(module, name, value)
     yield peer_memory
@@ -135,11 +135,11 @@ def set_least_bytes(monkeypatch, number):
     monkeypatch.setattr(ipc_memory, "_LEAST_BYTES", number)
 
 
-def streams_of_rank(streams, number):
+def streams_of_rank(streams_made, number):
     rank = current_stream().rank
-    if rank not in streams:
-        streams[rank] = [fake_gpus.Stream() for _ in range(number)]
-    return streams[rank]
+    if rank not in streams_made:
+        streams_made[rank] = [fake_gpus.Stream() for _ in range(number)]
+    return streams_made[rank]
 
 
 def draw_calls(generator, num_ranks):
@@ -361,12 +361,12 @@ def test_forward_passes_of_long_sequences_take_one_stream(peer_memory, monkeypat
     world, numbers = make_world(2, 0), {}
 
     def program(rank):
-        def make_lanes(device, number):
+        def make_streams(device, number):
             most = rank_task._MOST_AT_ONCE
             numbers.setdefault((current_rank(), most), []).append(number)
-            return lanes.Lanes(GPU, number)
+            return streams.StreamPool(GPU, number)
 
-        monkeypatch.setattr(rank_task, "Lanes", make_lanes)
+        monkeypatch.setattr(rank_task, "StreamPool", make_streams)
         transport = peer_memory.connect_peers(world.groups[rank], GPU)
         for most in (40, 39):
             world.swap([])

@@ -70,12 +70,12 @@ if __name__ == "__main__":
     compile_or_run = JITFunction.run
     JITFunction.run = lambda *args, warmup, **options: compile_or_run(*args, warmup=True, **options)
     launch._persistent = lambda num_items, device: (num_items,)
-    window, lanes = sliding_window(100, 100), dilated(TOKENS, TOKENS, 2)
+    window, streams = sliding_window(100, 100), dilated(TOKENS, TOKENS, 2)
     irregular = from_mask(np.random.default_rng(0).random((TOKENS, TOKENS)) < 0.5)
     for dtype in (torch.float32, torch.bfloat16):
         compile_what_moves(dtype)
-        compile_both_passes(dtype, 64, window | lanes)
+        compile_both_passes(dtype, 64, window | streams)
         compile_both_passes(dtype, 80, irregular)
         compile_both_passes(dtype, 256, window, dropout=Dropout(0.5, seed=0))
-    for head_dim, pattern in ((64, irregular), (128, window), (128, lanes), (128, irregular)):
+    for head_dim, pattern in ((64, irregular), (128, window), (128, streams), (128, irregular)):
         compile_both_passes(torch.bfloat16, head_dim, pattern, on_hopper=True)

@@ -11,10 +11,10 @@ from functools import lru_cache
 import torch
 
 
-class Lanes:
+class StreamPool:
     """Some streams, which begin after the current one and which it waits for in the end.
 
-    What a lane allocates and frees is taken again by that lane alone.
+    What a stream allocates and frees is taken again by that stream alone.
     """
 
     def __init__(self, device: torch.device, number: int) -> None:
@@ -22,7 +22,7 @@ class Lanes:
         several = device.type == "cuda" and number > 1
         self._streams = _streams(device, number) if several else ()
 
-    def __enter__(self) -> "Lanes":
+    def __enter__(self) -> "StreamPool":
         if self._streams:
             self._device = torch.cuda.device(self._streams[0].device)
             self._device.__enter__()
@@ -39,7 +39,7 @@ class Lanes:
 
     @contextmanager
     def at(self, turn: int) -> Iterator[None]:
-        """Launch on the lane whose turn it is; not within another turn."""
+        """Launch on the stream whose turn it is; not within another turn."""
         if not self._streams:
             yield
             return
