@@ -62,13 +62,13 @@ def views(piece: Piece) -> Iterator[View]:
     ================  ==========================================  ===================  =========
     cut into          possible where                              best for             TFLOP/s
     ================  ==========================================  ===================  =========
-    pairs of lanes    steps are equal, or there is no band        dilated, strided     645 (405)
-    lanes of keys     queries fill their cells, offsets are free  summary columns      300 (198)
-    lanes of queries  keys fill their cells, offsets are free     their transpose
+    pairs of residues    steps are equal, or there is no band        dilated, strided     645 (405)
+    residues of keys     queries fill their cells, offsets are free  summary columns      300 (198)
+    residues of queries  keys fill their cells, offsets are free     their transpose
     pairs of cells    always                                      diagonal blocks      430 (265)
     ================  ==========================================  ===================  =========
 
-    A lane is all tokens at one offset of their cells. A plain piece is a view already. The rates
+    A residue is all tokens at one offset of their cells. A plain piece is a view already. The rates
     are useful ones of an H200 at 65,536 tokens, forward and backward, of every 8th key, of
     ``fixed(128, 8)`` with its blocks, and of blocks of 512; cuDNN's dense ones are 658 (544).
 
@@ -99,47 +99,47 @@ def ways_to_cut(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Iterato
         return
     slope = _TILE if is_banded else 0
     visited = min(num_columns, seen + slope)
-    yield rows.width * _tiles(num_rows) * (1 + offsets * _tiles(visited)), _pairs_of_lanes
+    yield rows.width * _tiles(num_rows) * (1 + offsets * _tiles(visited)), _pairs_of_residues
     if offsets_matter:
         return
     if rows.width == rows.step:
         visited = min(num_columns, seen + slope / columns.step)
         num_tiles = _tiles(num_rows * rows.step)
-        yield num_tiles * (1 + columns.width * _tiles(visited)), _lanes_of_keys
+        yield num_tiles * (1 + columns.width * _tiles(visited)), _key_residues
     if columns.width == columns.step:
         visited = min(num_columns, seen + slope) * columns.step
-        yield rows.width * _tiles(num_rows) * (1 + _tiles(visited)), _lanes_of_queries
+        yield rows.width * _tiles(num_rows) * (1 + _tiles(visited)), _query_residues
 
 
 def _tiles(tokens: float) -> int:
     return int(-(-tokens // _TILE))
 
 
-def _pairs_of_lanes(piece: Piece) -> Iterator[View]:
+def _pairs_of_residues(piece: Piece) -> Iterator[View]:
     rows, columns = piece.queries, piece.keys
     for offset in range(rows.width):
         first = max(offset + piece.inner_low, 0)
         last = min(offset + piece.inner_high, columns.width - 1)
         for key_offset in range(first, last + 1):
             apart = columns.origin + key_offset - rows.origin - offset
-            lanes = _lane(rows, offset), _lane(columns, key_offset)
-            yield from _view(piece, *lanes, apart, apart)
+            residues = _residue(rows, offset), _residue(columns, key_offset)
+            yield from _view(piece, *residues, apart, apart)
 
 
-def _lanes_of_keys(piece: Piece) -> Iterator[View]:
+def _key_residues(piece: Piece) -> Iterator[View]:
     """Key offsets fix by how much the last query of a cell, and the first, is behind its key."""
     rows, columns = piece.queries, piece.keys
     for offset in range(columns.width):
         apart = columns.origin + offset - rows.origin
-        keys = _lane(columns, offset)
+        keys = _residue(columns, offset)
         yield from _view(piece, rows.tokens, keys, apart - rows.width + 1, apart)
 
 
-def _lanes_of_queries(piece: Piece) -> Iterator[View]:
+def _query_residues(piece: Piece) -> Iterator[View]:
     rows, columns = piece.queries, piece.keys
     for offset in range(rows.width):
         apart = columns.origin - rows.origin - offset
-        queries = _lane(rows, offset)
+        queries = _residue(rows, offset)
         yield from _view(piece, queries, columns.tokens, apart, apart + columns.width - 1)
 
 
@@ -181,7 +181,7 @@ def _moved(tokens: range, by: int) -> range:
     return range(tokens.start + by, tokens.stop + by, tokens.step)
 
 
-def _lane(axis: Axis, offset: int) -> range:
+def _residue(axis: Axis, offset: int) -> range:
     """Return the tokens at one offset of their cells."""
     ahead = (axis.origin + offset - axis.tokens.start) % axis.step
     return range(axis.tokens.start + ahead, axis.tokens.stop, axis.step)

@@ -2,7 +2,7 @@
 
 A view that is full, or a causal square, is one call. Others are cut into such and into strips of a
 few queries and the keys that these see, with a mask. Calls of one shape that follow each other at
-equal distances, strips of a window or lanes of a stride, become one call on overlapping or
+equal distances, strips of a window or residues of a stride, become one call on overlapping or
 interleaved views of the tensors: nothing is copied.
 """
 

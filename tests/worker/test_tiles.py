@@ -38,7 +38,7 @@ def visits(launches, shape, block, num_rows=None):
             assert 0 < stop - start <= TILE and first < last
             rows = np.arange(start, stop)[:, None]
             for number, run in enumerate(found.runs[first:last], first):
-                k0, k1, low, high, bits, lane = run[:6]
+                k0, k1, low, high, bits, residue = run[:6]
                 assert k0 < k1
                 assert number < banded_stop or ((k1 - k0) % block == 0 and bits == NO_BITS)
                 columns = np.arange(k0, k1)
@@ -49,7 +49,7 @@ def visits(launches, shape, block, num_rows=None):
                     words = launch.words[bits + 4 * rows + c // 2 % 4]
                     live &= words >> (c // 8 * 2 + c % 2) & 1 == 1
                 out = row + row_step * np.arange(stop - start)
-                np.add.at(count, np.ix_(out, columns * column_step + lane), live)
+                np.add.at(count, np.ix_(out, columns * column_step + residue), live)
             full = found.runs[banded_stop:last]
             assert num_full == (full[:, 1] - full[:, 0]).sum() // block
     return count

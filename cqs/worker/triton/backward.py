@@ -111,7 +111,7 @@ def query_gradients(
         words: :class:`cqs.dropout.DropoutWords`, or None.
         query_step: Tokens between two rows.
         key_step: Tokens between two columns.
-        num_queries: In all lanes.
+        num_queries: In all residues.
         scale: Factor on the scores.
         drop_below: Lots below it are dropped.
         keep_scale: Factor on the probabilities of the rest.
@@ -123,12 +123,12 @@ def query_gradients(
     batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
     query_start = tl.load(tile)
     query_stop = tl.load(tile + 1)
-    query_lane = tl.load(tile + 7)
+    query_residue = tl.load(tile + 7)
 
     positions = query_start + tl.arange(0, TILE_Q)
     in_tile = positions < query_stop
-    rows = head.to(tl.int64) * num_queries + query_lane + positions * query_step
-    corner = [batch, head % num_heads, query_lane, query_start, 0]
+    rows = head.to(tl.int64) * num_queries + query_residue + positions * query_step
+    corner = [batch, head % num_heads, query_residue, query_start, 0]
     q = query.load(corner).reshape(TILE_Q, BLOCK_D)
     grad_out = grad_output.load(corner).reshape(TILE_Q, BLOCK_V)
     lses = tl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
@@ -137,10 +137,10 @@ def query_gradients(
         multiplier, increment = query_words(words, rows, in_tile)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     for run in range(tl.load(tile + 3), tl.load(tile + 5)):
-        start, stop, band, bits_of_run, lane = load_run(runs, run)
+        start, stop, band, bits_of_run, residue = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
-            k = key.load([batch, kv_head, lane, k0, 0]).reshape(TILE_K, BLOCK_D)
-            v = value.load([batch, kv_head, lane, k0, 0]).reshape(TILE_K, BLOCK_V)
+            k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
+            v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
             is_visible = visible(
@@ -149,7 +149,7 @@ def query_gradients(
             p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
             if words is not None:
-                key_word = key_words(words, lane + keys * key_step, keys < stop)[None, :]
+                key_word = key_words(words, residue + keys * key_step, keys < stop)[None, :]
                 kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
                 grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
             grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)
@@ -204,12 +204,12 @@ def key_gradients(
     batch = kv_head // num_kv_heads
     key_start = tl.load(tile)
     key_stop = tl.load(tile + 1)
-    key_lane = tl.load(tile + 7)
+    key_residue = tl.load(tile + 7)
 
     positions = key_start + tl.arange(0, TILE_K)
     in_tile = positions < key_stop
-    tokens = key_lane + positions * key_step
-    corner = [batch, kv_head % num_kv_heads, key_lane, key_start, 0]
+    tokens = key_residue + positions * key_step
+    corner = [batch, kv_head % num_kv_heads, key_residue, key_start, 0]
     k = key.load(corner).reshape(TILE_K, BLOCK_D)
     v = value.load(corner).reshape(TILE_K, BLOCK_V)
     if words is not None:
@@ -220,13 +220,13 @@ def key_gradients(
         head = kv_head % num_kv_heads * GROUP_SIZE + member
         first_row = (batch * num_heads + head).to(tl.int64) * num_queries
         for run in range(tl.load(tile + 3), tl.load(tile + 5)):
-            start, stop, band, bits_of_run, lane = load_run(runs, run)
+            start, stop, band, bits_of_run, residue = load_run(runs, run)
             for q0 in range(start, stop, TILE_Q):
-                q = query.load([batch, head, lane, q0, 0]).reshape(TILE_Q, BLOCK_D)
-                grad_out = grad_output.load([batch, head, lane, q0, 0]).reshape(TILE_Q, BLOCK_V)
+                q = query.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_D)
+                grad_out = grad_output.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_V)
                 queries = q0 + tl.arange(0, TILE_Q)
                 in_run = queries < stop
-                place = first_row + lane + queries * query_step
+                place = first_row + residue + queries * query_step
                 lses = tl.load(lse_log2 + place, mask=in_run, other=float("inf"))
                 deltas = tl.load(delta + place, mask=in_run, other=0.0)
                 scores = tl.dot(k, q.T, input_precision=PRECISION)

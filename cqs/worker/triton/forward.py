@@ -62,14 +62,14 @@ def attend_tiles(
 
     Args:
         query: Descriptor of ``[batch, num_heads, query_step, rows, head_dim]``, as are key and
-            value with ``num_heads / GROUP_SIZE`` heads and ``key_step`` lanes.
+            value with ``num_heads / GROUP_SIZE`` heads and ``key_step`` residues.
         output: ``[batch, num_heads, rows, value_dim]`` with adjacent columns.
         lse: float32 ``[batch, num_heads, rows]``.
         tiles: int32 ``[num_tiles, 8]``, see tiles.py.
         runs: int32 ``[num_runs, 8]``.
         bits: int32, the words that runs name, or None if none does.
         words: :class:`cqs.dropout.DropoutWords`, or None.
-        num_queries: In all lanes.
+        num_queries: In all residues.
         output_strides: Of batch, heads and rows; Triton looks whether 16 divides them.
         lse_batch_stride: Of ``lse``, like the next two, at which it does not look.
         lse_head_stride: Likewise.
@@ -90,22 +90,24 @@ def attend_tiles(
     first_run = tl.load(tile + 3)
     banded_stop = tl.load(tile + 4)
     run_stop = tl.load(tile + 5)
-    query_lane = tl.load(tile + 7)
+    query_residue = tl.load(tile + 7)
 
-    q = query.load([batch, head % num_heads, query_lane, query_start, 0]).reshape(TILE_Q, BLOCK_D)
+    q = query.load([batch, head % num_heads, query_residue, query_start, 0]).reshape(
+        TILE_Q, BLOCK_D
+    )
     positions = query_start + tl.arange(0, TILE_Q)
     in_tile = positions < query_stop
     if words is not None:
         multiplier, increment = query_words(
-            words, head.to(tl.int64) * num_queries + query_lane + positions * query_step, in_tile
+            words, head.to(tl.int64) * num_queries + query_residue + positions * query_step, in_tile
         )
     largest = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, BLOCK_V], tl.float32)
     for run in range(first_run, banded_stop):
-        start, stop, band, bits_of_run, lane = load_run(runs, run)
+        start, stop, band, bits_of_run, residue = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
-            k = key.load([batch, kv_head, lane, k0, 0]).reshape(TILE_K, BLOCK_D)
+            k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
             is_visible = visible(
@@ -114,24 +116,24 @@ def attend_tiles(
             scores = tl.where(is_visible, scores, float("-inf"))
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
             if words is not None:
-                key_word = key_words(words, lane + keys * key_step, keys < stop)[None, :]
+                key_word = key_words(words, residue + keys * key_step, keys < stop)[None, :]
                 kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
                 p = tl.where(kept, p, 0.0)
-            v = value.load([batch, kv_head, lane, k0, 0]).reshape(TILE_K, BLOCK_V)
+            v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     for run in range(banded_stop, run_stop):
-        start, stop, _, _, lane = load_run(runs, run)
+        start, stop, _, _, residue = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
-            k = key.load([batch, kv_head, lane, k0, 0]).reshape(TILE_K, BLOCK_D)
+            k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, False)
             if words is not None:
                 keys = k0 + tl.arange(0, TILE_K)
-                key_word = key_words(words, lane + keys * key_step, keys < stop)[None, :]
+                key_word = key_words(words, residue + keys * key_step, keys < stop)[None, :]
                 kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
                 p = tl.where(kept, p, 0.0)
-            v = value.load([batch, kv_head, lane, k0, 0]).reshape(TILE_K, BLOCK_V)
+            v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 

@@ -217,12 +217,12 @@ def _copy(
             if TILES_ARE_KEYS:
                 other_head = head * GROUP_SIZE + member
             for run in range(gl.load(tile + 3), gl.load(tile + 5)):
-                start, stop, lane = load_place(runs, run)
+                start, stop, residue = load_place(runs, run)
                 for row in range(start, stop, BLOCK):
                     stage = i % STAGES
                     mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
                     mbarrier.expect(ready.index(stage), BLOCK_BYTES)
-                    place = [batch, other_head, lane, row, 0]
+                    place = [batch, other_head, residue, row, 0]
                     arrived = ready.index(stage)
                     async_load(moving_a, place, arrived, ring_a.index(stage))
                     async_load(moving_b, place, arrived, ring_b.index(stage))
@@ -412,17 +412,17 @@ def _gather_key_gradients(
             of_columns = (lse_log2 + first_row, delta + first_row, scale_log2)
             for number in range(first_run, banded_stop):
                 start, stop, band, bits_of_run = load_run(runs, number)
-                lane = gl.load(runs + number * 8 + 5)
+                residue = gl.load(runs + number * 8 + 5)
                 for q0 in range(start, stop, BLOCK):
-                    place = (bits, (start, stop, band, bits_of_run), steps, key_start, q0, lane)
+                    place = (bits, (start, stop, band, bits_of_run), steps, key_start, q0, residue)
                     acc_k, acc_v = _key_step(
                         tile, ring, i, acc_k, acc_v, of_columns, place, True, HAS_BITS
                     )
                     i += 1
             for number in range(banded_stop, run_stop):
-                start, stop, lane = load_place(runs, number)
+                start, stop, residue = load_place(runs, number)
                 for q0 in range(start, stop, BLOCK):
-                    place = (bits, (start, stop, (0, 0), 0), steps, key_start, q0, lane)
+                    place = (bits, (start, stop, (0, 0), 0), steps, key_start, q0, residue)
                     acc_k, acc_v = _key_step(
                         tile_again, ring, i, acc_k, acc_v, of_columns, place, False, False
                     )
@@ -457,7 +457,7 @@ def _key_step(
     k, v = tile
     ring_a, ring_b, ready, free = ring
     lse_log2, delta, scale_log2 = statistics
-    bits, run, steps, row_start, column_start, lane = place
+    bits, run, steps, row_start, column_start, residue = place
     _, column_step = steps
     STAGES: gl.constexpr = ring_a.shape[0]
     BLOCK: gl.constexpr = ring_a.shape[4]
@@ -467,7 +467,7 @@ def _key_step(
     queries = ring_a.index(i % STAGES).reshape([BLOCK, BLOCK_D])
     grad_out = ring_b.index(i % STAGES).reshape([BLOCK, BLOCK_V])
     column = column_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-    token = lane + column * column_step
+    token = residue + column * column_step
     if IS_BANDED:
         lses = gl.load(lse_log2 + token, mask=column < run[1], other=float("inf"))
     else:

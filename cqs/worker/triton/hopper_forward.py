@@ -150,19 +150,19 @@ def _produce(
         tile = tiles + number * 8
         batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
         query_start = gl.load(tile)
-        query_lane = gl.load(tile + 7)
+        query_residue = gl.load(tile + 7)
         mbarrier.wait(q_free.index(0), turn & 1 ^ 1)
         mbarrier.expect(q_ready.index(0), 2 * query.block_type.nbytes)
         for half in gl.static_range(2):
-            place = [batch, head % num_heads, query_lane, query_start + half * HALF_Q, 0]
+            place = [batch, head % num_heads, query_residue, query_start + half * HALF_Q, 0]
             async_load(query, place, q_ready.index(0), q.index(half))
         meet(counter + 1, num_items, num_polls)
         for run in range(gl.load(tile + 3), gl.load(tile + 5)):
-            start, stop, lane = load_place(runs, run)
+            start, stop, residue = load_place(runs, run)
             for k0 in range(start, stop, TILE_K):
                 stage = i % STAGES
                 parity = i // STAGES & 1
-                place = [batch, kv_head, lane, k0, 0]
+                place = [batch, kv_head, residue, k0, 0]
                 mbarrier.wait(k_free.index(stage), parity ^ 1)
                 mbarrier.expect(k_ready.index(stage), key.block_type.nbytes)
                 async_load(key, place, k_ready.index(stage), k.index(stage))

@@ -17,7 +17,7 @@ def visible(
         bits: Words of all runs.
         run: Its first and last column + 1, band and place among the words; see tiles.py.
         steps: Tokens between two rows, and between two columns.
-        row_start: First row, number in its lane.
+        row_start: First row, number in its residue.
         column_start: First column, likewise.
         HAS_BITS: Whether any run has bits.
     """

@@ -106,7 +106,7 @@ def load_run(runs, run):
 
 @gluon.jit
 def load_place(runs, run):
-    """Return start, stop and lane of a run."""
+    """Return start, stop and residue of a run."""
     fields = runs + run * 8
     return gl.load(fields), gl.load(fields + 1), gl.load(fields + 5)
 

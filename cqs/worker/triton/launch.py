@@ -418,7 +418,7 @@ def _make_lists(
 def _describe(tensor: Tensor, step: int, rows: int, descriptor: type = TensorDescriptor) -> Any:
     """Describe tiles of ``rows`` tokens, ``step`` apart, of one head, in a power of two of columns.
 
-    The tensor is taken as ``[batch, heads, step, rows, dim]``: lanes of every step-th token.
+    The tensor is taken as ``[batch, heads, step, rows, dim]``: residues of every step-th token.
     """
     if tensor.shape[2] % step:
         tensor = pad(tensor, (0, 0, 0, -tensor.shape[2] % step))

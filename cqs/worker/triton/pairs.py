@@ -8,7 +8,7 @@ _NO_BITS = tl.constexpr(-(2**31))
 
 @triton.jit
 def load_run(runs, run):
-    """Return start, stop, band (low and high end), bits and lane of a run; see tiles.py."""
+    """Return start, stop, band (low and high end), bits and residue of a run; see tiles.py."""
     fields = runs + run * 8
     band = tl.load(fields + 2), tl.load(fields + 3)
     return tl.load(fields), tl.load(fields + 1), band, tl.load(fields + 4), tl.load(fields + 5)
@@ -21,7 +21,7 @@ def visible(bits, bits_of_run, rows, columns, start, stop, band, row_step, colum
     Args:
         bits: Words of all runs, or None if no run has bits.
         bits_of_run: Where those of this run are.
-        rows: Rows of the tile, numbers of their lane.
+        rows: Rows of the tile, numbers of their residue.
         columns: Columns of the block, likewise.
         start: First column of the run.
         stop: Its last + 1.

@@ -2,9 +2,9 @@
 
 A tile is some rows of one side of the score matrix, a run some columns, rows of the other side:
 queries and their keys, or for the gradients of keys and values the other way round. Rows of a tile
-lie ``row_step`` tokens apart, in one *lane*: row a of lane l is token ``l + row_step * a``; columns
-likewise. One launch has one step on each side; the list is all that kernels know of plans and
-patterns.
+lie ``row_step`` tokens apart, in one *residue*: row a of residue l is token ``l + row_step * a``;
+columns likewise. One launch has one step on each side; the list is all that kernels know of plans
+and patterns.
 
 A run is either *full*, a whole number of blocks that every row of the tile meets, or *banded*:
 what counts is bounded by the distance of the tokens, and may need a bit of its own.
@@ -25,9 +25,9 @@ FAR = 2**30
 
 TILE_FIELDS = 8
 """First and last row + 1, first row of output, first run, end of the banded runs, end of the runs,
-number of blocks in the full runs, lane."""
+number of blocks in the full runs, residue."""
 RUN_FIELDS = 8
-"""First and last column + 1, low and high end of the band, bits, lane, nothing twice.
+"""First and last column + 1, low and high end of the band, bits, residue, nothing twice.
 
 Column j meets row i if ``low <= column_step * j - row_step * i <= high`` and, unless bits is
 ``NO_BITS``, its bit is set: for the c-th column of the run that is bit ``c // 8 * 2 + c % 2`` of
@@ -44,7 +44,7 @@ class Band(NamedTuple):
     low: int = -FAR
     high: int = FAR
     bits: int = NO_BITS
-    lane: int = 0
+    residue: int = 0
 
 
 class Span(NamedTuple):
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
     rows: range
     bands: tuple[Band, ...]
-    lane: int = 0
+    residue: int = 0
     shift: int = 0
     """What is added to a row of the tensor to get that of the output."""
 
@@ -126,17 +126,19 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
         [[128, 200], [0, 128]]
     """
     (row_step, column_step), spans = launch.steps, launch.spans
-    fields = np.array([[s.rows.start, s.rows.stop, s.lane, s.shift, len(s.bands)] for s in spans])
+    fields = np.array(
+        [[s.rows.start, s.rows.stop, s.residue, s.shift, len(s.bands)] for s in spans]
+    )
     tiles_of_span = -(-(fields[:, 1] - fields[:, 0]) // tile_rows)
     first_bands = np.cumsum(fields[:, 4]) - fields[:, 4]
     span = np.repeat(np.arange(len(spans)), tiles_of_span)
     starts = fields[span, 0] + _count_within(tiles_of_span) * tile_rows
     stops = np.minimum(starts + tile_rows, fields[span, 1])
-    lanes, shifts, bands_of_tile = fields[span, 2:].T
+    residues, shifts, bands_of_tile = fields[span, 2:].T
 
     bands = np.array([band for span in spans for band in span.bands])
     tile = np.repeat(np.arange(len(span)), bands_of_tile)
-    start, stop, low, high, bits, lane = bands[
+    start, stop, low, high, bits, residue = bands[
         first_bands[span][tile] + _count_within(bands_of_tile)
     ].T
     first_low, last_low = (row_step * row[tile] + low for row in (starts, stops - 1))
@@ -152,9 +154,9 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
         [
             np.stack(np.broadcast_arrays(*columns), axis=1)
             for columns in (
-                (tile, 0, live_start, full_start, low, high, bits, lane),
-                (tile, 0, full_stop, live_stop, low, high, bits, lane),
-                (tile, 1, full_start, full_stop, -FAR, FAR, NO_BITS, lane),
+                (tile, 0, live_start, full_start, low, high, bits, residue),
+                (tile, 0, full_stop, live_stop, low, high, bits, residue),
+                (tile, 1, full_start, full_stop, -FAR, FAR, NO_BITS, residue),
             )
         ]
     )
@@ -165,12 +167,12 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
         np.bincount(run[kind, 0], minlength=len(span)) for kind in (..., run[:, 1] == 0)
     )
     found = np.zeros((len(span), TILE_FIELDS), np.int32)
-    found[:, :3] = np.stack([starts, stops, row_step * starts + lanes + shifts], axis=1)
+    found[:, :3] = np.stack([starts, stops, row_step * starts + residues + shifts], axis=1)
     found[:, 3] = np.cumsum(counts) - counts
     found[:, 4] = found[:, 3] + banded
     found[:, 5] = found[:, 3] + counts
     found[:, 6] = np.bincount(run[:, 0], run[:, 1] * lengths, len(span)) // block
-    found[:, 7] = lanes
+    found[:, 7] = residues
     blocks = np.bincount(run[:, 0], -(-lengths // block), len(span))
     order = np.argsort(-blocks, kind="stable")[: np.count_nonzero(blocks)]
     runs = np.zeros((len(run), RUN_FIELDS), np.int32)
@@ -187,13 +189,13 @@ def _launches(groups: Iterable[tuple[int, Iterable[View]]]) -> list[Launch]:
     spans: defaultdict[Steps, list[Span]] = defaultdict(list)
     words: defaultdict[Steps, _Words] = defaultdict(_Words)
     for shift, views in groups:
-        lanes: defaultdict[tuple[Steps, int], list[tuple[range, Band]]] = defaultdict(list)
+        residues: defaultdict[tuple[Steps, int], list[tuple[range, Band]]] = defaultdict(list)
         for view in views:
             steps = Steps(view.queries.step, view.keys.step)
-            rows, lane = _in_lane(view.queries)
-            lanes[steps, lane] += ((rows, band) for band in _bands(view, words[steps]))
-        for (steps, lane), found in lanes.items():
-            spans[steps] += (Span(*each, lane, shift) for each in _unite(found))
+            rows, residue = _in_residue(view.queries)
+            residues[steps, residue] += ((rows, band) for band in _bands(view, words[steps]))
+        for (steps, residue), found in residues.items():
+            spans[steps] += (Span(*each, residue, shift) for each in _unite(found))
     return [Launch(steps, spans[steps], words[steps].joined()) for steps in sorted(spans)]
 
 
@@ -219,19 +221,21 @@ class _Words:
         return np.concatenate([*self._blocks, *room, np.zeros(0, np.int32)])
 
 
-def _in_lane(tokens: range) -> tuple[range, int]:
-    """Return rows, and the lane that they are in."""
-    first, lane = divmod(tokens.start, tokens.step)
-    return range(first, first + len(tokens)), lane
+def _in_residue(tokens: range) -> tuple[range, int]:
+    """Return rows, and the residue that they are in."""
+    first, residue = divmod(tokens.start, tokens.step)
+    return range(first, first + len(tokens)), residue
 
 
 def _bands(view: View, words: _Words) -> Iterator[Band]:
     """Write a view as bands of its rows; its bits are appended to the words."""
-    columns, lane = _in_lane(view.keys)
-    rows, row_lane = _in_lane(view.queries)
-    low, high = (max(-FAR, min(bound - lane + row_lane, FAR)) for bound in (view.low, view.high))
+    columns, residue = _in_residue(view.keys)
+    rows, row_residue = _in_residue(view.queries)
+    low, high = (
+        max(-FAR, min(bound - residue + row_residue, FAR)) for bound in (view.low, view.high)
+    )
     if view.bits is None:
-        yield Band(columns.start, columns.stop, low, high, lane=lane)
+        yield Band(columns.start, columns.stop, low, high, residue=residue)
         return
     mask = np.unpackbits(view.bits, axis=-1, count=len(columns))
     for first in range(0, len(columns), _BITS_COLUMNS):
@@ -239,7 +243,7 @@ def _bands(view: View, words: _Words) -> Iterator[Band]:
         if part.any():
             start = columns.start + first
             bits = words.add(part) - 4 * rows.start
-            yield Band(start, start + part.shape[1], low, high, bits, lane)
+            yield Band(start, start + part.shape[1], low, high, bits, residue)
 
 
 def _transposed(view: View) -> View:
