@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cqs.distributed.layout import Route
-from cqs.distributed.moves import Move, Moves
+from cqs.distributed.row_copies import CopySchedule, RowCopy
 from cqs.distributed.transfer import Fill, LostError, Packet, Transfer, Transport
 
 HeadsOfRanks = tuple[range, ...]
@@ -90,8 +90,8 @@ class Exchange:
                     )
                 ]
                 continue
-            moves = _moves_out(route, together)
-            packets.append(Packet(route, sources, widths, moves, is_home=False))
+            schedule = _schedule_out(route, together)
+            packets.append(Packet(route, sources, widths, schedule, is_home=False))
             coming += packets[-1].coming
         return self._pack_and_send(stage, packets, coming)
 
@@ -108,8 +108,8 @@ class Exchange:
         for route, chosen in by_way(held, routes):
             sources = [held[i] for i in chosen]
             widths = tuple(source.shape[1] for source in sources)
-            moves = () if route.stays else _moves_home(route, widths)
-            packets.append(Packet(route, sources, widths, moves, is_home=True))
+            schedule = () if route.stays else _schedule_home(route, widths)
+            packets.append(Packet(route, sources, widths, schedule, is_home=True))
             coming += sources if route.stays else packets[-1].coming
         return self._pack_and_send(stage, packets, coming)
 
@@ -173,47 +173,47 @@ def pieces(received: Tensor, route: Route) -> Iterator[Piece]:
 
 
 @lru_cache(maxsize=256)
-def moves_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
+def schedule_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
     """Return what places tensors that were sent back in shards, if nothing is to be added up.
 
     Args:
         route: Of all of them.
         heads: Of each of them, the heads that every rank sent.
     """
-    moves, there = [], 0
+    schedule, there = [], 0
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
             for i, of_ranks in enumerate(heads):
                 first, width = of_ranks[rank].start, len(of_ranks[rank])
-                moves.append(Move(i, there, rows.start, len(rows), 0, first, width))
+                schedule.append(RowCopy(i, there, rows.start, len(rows), 0, first, width))
             there += len(rows)
-    return tuple(moves)
+    return tuple(schedule)
 
 
 @lru_cache(maxsize=256)
-def _moves_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> Moves:
+def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
     """Return what packs shards for other ranks, and places what stays on this one."""
-    own, moves = route.rank, []
+    own, schedule = route.rank, []
     of_others, of_own = 0, sum(route.receives[:own])
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
             there = of_own if rank == own else of_others
             for i, of_ranks in enumerate(heads, start=len(heads) if rank == own else 0):
                 first, width = of_ranks[rank].start, len(of_ranks[rank])
-                moves.append(Move(i, rows.start, there, len(rows), first, 0, width))
+                schedule.append(RowCopy(i, rows.start, there, len(rows), first, 0, width))
             of_own += len(rows) if rank == own else 0
             of_others += len(rows) if rank != own else 0
-    return tuple(moves)
+    return tuple(schedule)
 
 
 @lru_cache(maxsize=256)
-def _moves_home(route: Route, widths: tuple[int, ...]) -> Moves:
+def _schedule_home(route: Route, widths: tuple[int, ...]) -> CopySchedule:
     """Return what packs results for other ranks, and places those for this one."""
     own = route.rank
     before, here = sum(route.receives[:own]), route.receives[own]
     after = sum(route.receives) - before - here
     return tuple(
-        Move(tensor, source_row, target_row, num_rows, 0, 0, width)
+        RowCopy(tensor, source_row, target_row, num_rows, 0, 0, width)
         for i, width in enumerate(widths)
         for tensor, source_row, target_row, num_rows in (
             (i, 0, 0, before),

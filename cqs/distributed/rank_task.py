@@ -15,12 +15,12 @@ from cqs.distributed.exchange import (
     HeadsOfRanks,
     Piece,
     by_way,
-    moves_back,
     pieces,
+    schedule_back,
 )
 from cqs.distributed.layout import Layout, Route, Stage
 from cqs.distributed.locality import see_only
-from cqs.distributed.moves import move
+from cqs.distributed.row_copies import copy_rows
 from cqs.distributed.streams import StreamPool
 from cqs.distributed.transfer import Transfer, Transport
 from cqs.gradients import Gradients
@@ -337,7 +337,7 @@ def _place(
         for rank, (of_heads, ranges) in enumerate(zip(of_ranks, route.sends, strict=True)):
             if rank != done and sum(map(len, ranges)) < target.shape[2]:
                 target[:, of_heads.start : of_heads.stop].fill_(nothing)
-    move(received, targets, moves_back(route, tuple(heads)))
+    copy_rows(received, targets, schedule_back(route, tuple(heads)))
 
 
 def _add_up(

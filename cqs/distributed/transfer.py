@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cqs.distributed.group_calls import calls_on
 from cqs.distributed.layout import PackOffsets, Route
-from cqs.distributed.moves import Moves, move
+from cqs.distributed.row_copies import CopySchedule, copy_rows
 from cqs.scheduler.heads import SENT, StageRule
 
 _FIRST_TAG = 1 << 30
@@ -30,7 +30,7 @@ class Packet:
     """``[batch, heads, rows, ...]``, equal but for the heads."""
     widths: Sequence[int]
     """Heads of each of them that travel."""
-    moves: Moves
+    schedule: CopySchedule
     """Between the sources, twice, and the rows for other ranks, then those that come; none if there
     are none, or they are written otherwise."""
     _: KW_ONLY
@@ -81,9 +81,9 @@ class Packet:
 
     def pack(self, packed: Tensor) -> None:
         """Copy the rows for other ranks to ``packed``, those of this rank to where they come."""
-        if self.moves:
+        if self.schedule:
             targets = *self._by_source(packed), *self.coming
-            move((*self.sources, *self.sources), targets, self.moves)
+            copy_rows((*self.sources, *self.sources), targets, self.schedule)
 
     def _by_source(self, rows: Tensor) -> list[Tensor]:
         return list(rows.movedim(0, 2).split(list(self.widths), dim=1))

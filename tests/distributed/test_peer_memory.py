@@ -13,7 +13,7 @@ import torch
 from fake_gpus import World, current_rank, current_stream, later, synchronize
 
 import cqs
-from cqs.distributed import moves, rank_task, streams, transfer
+from cqs.distributed import rank_task, row_copies, streams, transfer
 from cqs.distributed.exchange import Exchange
 from cqs.distributed.layout import lay_out
 from cqs.partial import Partial
@@ -115,7 +115,7 @@ def peer_memory(monkeypatch):
         (ipc_memory, "meet", lambda group: group.world.swap([])),
         (ipc_memory, "swap", lambda group, own, lengths: group.world.swap(own)),
         (ipc_memory, "_as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
-        (transfer, "move", later(moves.move)),
+        (transfer, "copy_rows", later(row_copies.copy_rows)),
         (rank_task, "_add_up", later(rank_task._add_up)),
         (rank_task, "StreamPool", lambda device, number: streams.StreamPool(GPU, number)),
         (streams, "_streams", lambda device, number: streams_of_rank(streams_made, number)),

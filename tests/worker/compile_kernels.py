@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from cqs import fused_merge
-from cqs.distributed import fused_moves
-from cqs.distributed.moves import Move
+from cqs.distributed import fused_copies
+from cqs.distributed.row_copies import RowCopy
 from cqs.dropout import Dropout
 from cqs.partial import Partial
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
@@ -57,12 +57,12 @@ def compile_both_passes(
     launch.gradients_of_shares(query, key, value, query, *answer, work, **options)
 
 
-def compile_what_moves(dtype: torch.dtype) -> None:
+def compile_row_copies(dtype: torch.dtype) -> None:
     answer = Partial(torch.empty(1, 2, TOKENS, 64, dtype=dtype), torch.empty(1, 2, TOKENS))
     fused_merge.merge_rows(answer, [(answer, slice(0, 128)), (answer, slice(64, None))])
     tensors = [answer.output, torch.empty(1, TOKENS, 2, 64, dtype=dtype).transpose(1, 2)]
-    moves = tuple(Move(i, 0, 64, 128, 0, 1, 1) for i in range(2))
-    fused_moves.move(tensors, tensors[::-1], moves)
+    schedule = tuple(RowCopy(i, 0, 64, 128, 0, 1, 1) for i in range(2))
+    fused_copies.copy_rows(tensors, tensors[::-1], schedule)
 
 
 if __name__ == "__main__":
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     window, streams = sliding_window(100, 100), dilated(TOKENS, TOKENS, 2)
     irregular = from_mask(np.random.default_rng(0).random((TOKENS, TOKENS)) < 0.5)
     for dtype in (torch.float32, torch.bfloat16):
-        compile_what_moves(dtype)
+        compile_row_copies(dtype)
         compile_both_passes(dtype, 64, window | streams)
         compile_both_passes(dtype, 80, irregular)
         compile_both_passes(dtype, 256, window, dropout=Dropout(0.5, seed=0))

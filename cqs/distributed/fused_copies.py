@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from cqs.cuda_graphs import cached_on_device
-from cqs.distributed.moves import Moves
+from cqs.distributed.row_copies import CopySchedule
 
 _BLOCK_ROWS = 64
 
 
-def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
-    """Copy what ``moves`` say; see :func:`cqs.distributed.moves.move`.
+def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: CopySchedule) -> None:
+    """Copy what ``moves`` say; see :func:`cqs.distributed.row_copies.move`.
 
     Args:
         sources: ``[batch, heads, rows, dim]`` with adjacent columns.
@@ -22,16 +22,16 @@ def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> 
         moves: At least one.
     """
     batch, *_, dim = targets[0].shape
-    num_heads = max(each.num_heads for each in moves)
-    num_blocks = triton.cdiv(max(each.num_rows for each in moves), _BLOCK_ROWS)
+    num_heads = max(each.num_heads for each in schedule)
+    num_blocks = triton.cdiv(max(each.num_rows for each in schedule), _BLOCK_ROWS)
     device = targets[0].device
     with torch.cuda.device_of(targets[0]):  # where Triton launches
-        _move[(num_blocks, batch * num_heads, len(moves))](
+        _move[(num_blocks, batch * num_heads, len(schedule))](
             tuple(sources),
             tuple(targets),
             tuple(source.stride()[:3] for source in sources),
             tuple(target.stride()[:3] for target in targets),
-            _table(device, moves),
+            _table(device, schedule),
             num_heads,
             dim,
             BLOCK_ROWS=_BLOCK_ROWS,
@@ -41,8 +41,8 @@ def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> 
 
 
 @cached_on_device
-def _table(device: torch.device, moves: Moves) -> Tensor:
-    return torch.tensor(moves, dtype=torch.int32).to(device)
+def _table(device: torch.device, schedule: CopySchedule) -> Tensor:
+    return torch.tensor(schedule, dtype=torch.int32).to(device)
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -51,14 +51,14 @@ def _move(
     targets,
     source_strides,
     target_strides,
-    moves,
+    schedule,
     num_heads,
     dim,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Copy some rows of one head of one move, if there are any."""
-    fields = moves + tl.program_id(2) * 7
+    fields = schedule + tl.program_id(2) * 7
     number = tl.load(fields)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     batch = (tl.program_id(1) // num_heads).to(tl.int64)

@@ -8,7 +8,7 @@ from torch import Tensor
 from cqs.partial import has_triton
 
 
-class Move(NamedTuple):
+class RowCopy(NamedTuple):
     """Some rows of some heads."""
 
     tensor: int
@@ -21,10 +21,10 @@ class Move(NamedTuple):
     num_heads: int
 
 
-Moves = tuple[Move, ...]
+CopySchedule = tuple[RowCopy, ...]
 
 
-def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
+def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: CopySchedule) -> None:
     """Copy what ``moves`` say; on a GPU in one launch.
 
     Args:
@@ -32,18 +32,18 @@ def move(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> 
         targets: Likewise, of the same dtype; written to.
         moves: No target row of a head is in two.
     """
-    if not moves:
+    if not schedule:
         return
     if (
         targets[0].is_cuda
         and all(tensor.stride()[3:] == (1,) for tensor in (*sources, *targets))
         and has_triton()
     ):
-        from cqs.distributed import fused_moves
+        from cqs.distributed import fused_copies
 
-        fused_moves.move(sources, targets, moves)
+        fused_copies.copy_rows(sources, targets, schedule)
         return
-    for number, source_row, target_row, num_rows, source_head, target_head, num_heads in moves:
+    for number, source_row, target_row, num_rows, source_head, target_head, num_heads in schedule:
         target = targets[number][:, target_head : target_head + num_heads]
         source = sources[number][:, source_head : source_head + num_heads]
         target[:, :, target_row : target_row + num_rows].copy_(

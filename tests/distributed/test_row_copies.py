@@ -5,22 +5,22 @@ import random
 import pytest
 import torch
 
-from cqs.distributed.moves import Move, move
+from cqs.distributed.row_copies import RowCopy, copy_rows
 
 pytest.importorskip("triton")
 
 
-def random_moves(generator, num_tensors, heads, rows):
+def random_schedule(generator, num_tensors, heads, rows):
     """Cut target rows into pieces, each of any source rows and heads."""
-    moves = []
+    schedule = []
     for number in range(num_tensors):
         marks = sorted(generator.sample(range(1, rows), 3))
         for first, last in zip([0, *marks], [*marks, rows], strict=True):
             if generator.random() < 0.2:
                 continue
             num_heads = generator.randint(1, heads)
-            moves.append(
-                Move(
+            schedule.append(
+                RowCopy(
                     number,
                     generator.randint(0, rows - (last - first)),
                     first,
@@ -30,24 +30,32 @@ def random_moves(generator, num_tensors, heads, rows):
                     num_heads,
                 )
             )
-    return tuple(moves)
+    return tuple(schedule)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("rows", "dim"), [(7, 5), (130, 16), (200, 40)])
 def test_one_kernel_does_what_copies_do(device, dtype, rows, dim):
-    from cqs.distributed import fused_moves
+    from cqs.distributed import fused_copies
 
     generator = random.Random(rows)
     for num_tensors in (1, 3):
-        moves = random_moves(generator, num_tensors, 4, rows)
+        schedule = random_schedule(generator, num_tensors, 4, rows)
         drawn = torch.randn(2 * num_tensors, rows, 2, 4, dim, device=device).to(dtype)
         sources = [each.movedim(0, 2) for each in drawn[:num_tensors]]
         targets = [each.permute(1, 2, 0, 3).contiguous() for each in drawn[num_tensors:]]
         expected = [target.clone() for target in targets]
-        fused_moves.move(sources, targets, moves)
-        for number, source_row, target_row, num_rows, source_head, target_head, num_heads in moves:
+        fused_copies.copy_rows(sources, targets, schedule)
+        for (
+            number,
+            source_row,
+            target_row,
+            num_rows,
+            source_head,
+            target_head,
+            num_heads,
+        ) in schedule:
             expected[number][
                 :, target_head : target_head + num_heads, target_row : target_row + num_rows
             ] = sources[number][
@@ -55,5 +63,5 @@ def test_one_kernel_does_what_copies_do(device, dtype, rows, dim):
             ]
         assert all(map(torch.equal, targets, expected))
         again = [target.clone() for target in targets]
-        move(sources, again, moves)
+        copy_rows(sources, again, schedule)
         assert all(map(torch.equal, again, expected))
