@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.group_needs import GroupNeeds, group_needs
-from cqs.scheduler.heads import choose_num_stages, possible_head_parallel
+from cqs.scheduler.heads import choose_num_chunks, possible_head_parallel
 from cqs.scheduler.interest_sets import load_interest_set
 
 _SUM_ITEMSIZE = 4
@@ -127,12 +127,12 @@ class Case:
             self.shape, num_heads=self.shape.num_heads // num_slices, num_kv_heads=kv_heads
         )
 
-    def num_stages(
+    def num_chunks(
         self, num_devices: int, num_slices: int, most: int | None = None, *, is_backward: bool
     ) -> int:
-        """Return into how many stages a device cuts its heads; ``most`` as in the layout."""
+        """Return into how many head chunks a device cuts its heads; ``most`` as in the layout."""
         num_tasks = num_devices // num_slices
-        return choose_num_stages(
+        return choose_num_chunks(
             most,
             flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
             num_ranks=num_devices,
@@ -167,7 +167,7 @@ def by_quorums(
     num_slices: int,
     *,
     is_backward: bool,
-    num_stages: int | None = None,
+    num_chunks: int | None = None,
 ) -> Forecast:
     """Forecast :func:`cqs.distributed.attention`.
 
@@ -175,12 +175,12 @@ def by_quorums(
     own, and results come back from there: in all ``(2 + 2g)(m - 1) / W`` of N x d per head without
     slices, with g key heads per head and W devices; with as many slices as devices, what Ulysses
     moves. For even W a group or two of a quorum may be queries or keys alone, and if attention is
-    causal those at its ends are: then the device that moves most counts. Of S stages the first
+    causal those at its ends are: then the device that moves most counts. Of S head chunks the first
     one's way in and the last one's way out are exposed, the rest travels beside the computation.
     Forward, pairs of the device's own shard, 1 / W^2 of all, are computed beside these: of the
-    first stage before the others, of the rest after them. With as many slices as devices, what is
-    computed for a device's own queries is last: 1 / W of a stage, and 1 / W^2 on the first device
-    if causal; if gradients follow it is not, which is left out. With slices, but fewer than
+    first head chunk before the others, of the rest after them. With as many slices as devices, what
+    is computed for a device's own queries is last: 1 / W of a head chunk, and 1 / W^2 on the first
+    device if causal; if gradients follow it is not, which is left out. With slices, but fewer than
     devices, the bytes held in a causal forward pass are a bound, up to a tenth too high.
 
     Args:
@@ -196,7 +196,7 @@ def by_quorums(
     holders = len(interest_set) * num_slices
     near = _near(interest_set, num_tasks, num_slices, machine.devices_per_node)
     is_near = (near - 1) / (holders - 1) if holders > 1 else 1.0
-    stages = case.num_stages(num_devices, num_slices, num_stages, is_backward=is_backward)
+    chunks = case.num_chunks(num_devices, num_slices, num_chunks, is_backward=is_backward)
 
     queries, keys, results = case.shard_bytes(num_devices, num_slices)
     merged = results if num_tasks > 1 else queries  # whole rows need no lse
@@ -239,30 +239,30 @@ def by_quorums(
             held += answer if num_tasks == 1 else 0  # kept as computed, and had by the caller
             received = needed.query_results * queries + needed.key_results * keys
             sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_tasks > 1 else 0.0
-            return held + answer + received + (copied + sums) / stages + sum(tensors)
+            return held + answer + received + (copied + sums) / chunks + sum(tensors)
         if num_devices == 1:
             return answer
         came = (needed.queries - 1) * queries + (needed.keys - 1 + needed.own_keys) * keys
         returned = (needed.query_results - 1) * merged
         own, home = (results, needed.home * results) if num_tasks > 1 else (0, 0)
-        first = came + (own + home + returned) / stages
-        last = (came + own) / stages + home + returned
+        first = came + (own + home + returned) / chunks
+        last = (came + own) / chunks + home + returned
         return answer + max(first, last, own + home + returned)
 
     going, coming = map(max, zip(*map(moved, needs), strict=True))
     way_in, way_out = (
-        machine.exchange(is_near * each / stages, (1 - is_near) * each / stages)
+        machine.exchange(is_near * each / chunks, (1 - is_near) * each / chunks)
         for each in (going, coming)
     )
     calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / num_slices
     compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     before, after = 0.0, 0.0  # what is computed while all that travels is a way
     if not is_backward and num_tasks > 1:
-        before = compute * num_tasks / num_devices**2 / stages
-        after = (stages - 1) * before
+        before = compute * num_tasks / num_devices**2 / chunks
+        after = (chunks - 1) * before
     elif not is_backward:
-        after = compute / num_devices ** (2 if case.is_causal else 1) / stages
-    seconds = max(compute, (stages - 1) * (way_in + way_out))
+        after = compute / num_devices ** (2 if case.is_causal else 1) / chunks
+    seconds = max(compute, (chunks - 1) * (way_in + way_out))
     seconds += max(way_in - before, 0.0) + max(way_out - after, 0.0)
     *tensors, answer = case.shard_bytes(num_devices)
     return Forecast(seconds, going + coming, max(map(peak_of, needs)) + packed(), num_slices)
@@ -375,7 +375,7 @@ METHODS = {
     "ring": Method(by_ring, lambda n, devices: n == 1),
     "all-gather": Method(by_all_gather, lambda n, devices: n == 1),
     "ulysses": Method(by_ring, lambda n, devices: n == devices),
-    "ulysses in two": Method(partial(by_quorums, num_stages=2), lambda n, devices: n == devices),
+    "ulysses in two": Method(partial(by_quorums, num_chunks=2), lambda n, devices: n == devices),
     "2-D": Method(by_ring, lambda n, devices: 1 < n < devices),
 }
 """By name, as in ``cqs bench peers``."""

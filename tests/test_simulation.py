@@ -26,7 +26,7 @@ WITHOUT_NODES = Machine()
 NODES = Machine(devices_per_node=8, between=50e9)
 
 
-def layouts(case, num_devices, num_slices, num_stages=1, *, with_gradients=False):
+def layouts(case, num_devices, num_slices, num_chunks=1, *, with_gradients=False):
     lengths = (case.tokens // num_devices,) * num_devices
     return [
         lay_out(
@@ -37,12 +37,12 @@ def layouts(case, num_devices, num_slices, num_stages=1, *, with_gradients=False
             num_kv_heads=case.shape.kv_heads,
             head_dim=case.shape.head_dim,
             head_parallel=num_slices,
-            num_stages=num_stages,
+            num_chunks=num_chunks,
             is_causal=case.is_causal,
             pattern=None,
             interest_set=None,
             tile=1,
-            stage_rule=FETCHED,
+            chunk_rule=FETCHED,
             with_gradients=with_gradients,
         )
         for rank in range(num_devices)
@@ -79,12 +79,12 @@ def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, num_slices
 
 
 def test_stages_are_those_of_the_layout():
-    lengths = 4096, 16384, 40000, 2**17  # of which quorums hold no more than four stages suit
+    lengths = 4096, 16384, 40000, 2**17  # of which quorums hold no more than four head chunks suit
     for tokens, is_causal, is_backward in product(lengths, *2 * [(False, True)]):
         case = Case(tokens, GROUPED, is_causal)
         for num_slices in (1, 2, 8):
             layout = layouts(case, 8, num_slices, None, with_gradients=is_backward)[0]
-            assert case.num_stages(8, num_slices, is_backward=is_backward) == len(layout.stages)
+            assert case.num_chunks(8, num_slices, is_backward=is_backward) == len(layout.chunks)
 
 
 @pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
@@ -96,7 +96,7 @@ def test_as_many_slices_as_devices_move_what_ulysses_moves(shape, num_devices, i
         one = by_quorums(case, num_devices, machine, num_devices, is_backward=is_backward)
         other = by_ring(case, num_devices, machine, num_devices, is_backward=is_backward)
         assert one.bytes_each_way == other.bytes_each_way
-        assert one.seconds <= other.seconds  # in stages, some of it is hidden
+        assert one.seconds <= other.seconds  # in head chunks, some of it is hidden
 
 
 def test_traffic_is_that_of_the_formulas():
@@ -167,11 +167,11 @@ def test_more_of_anything_never_takes_longer(method, passes):
             assert longer.seconds > found.seconds
             if longer.num_slices == found.num_slices:
                 assert longer.bytes_each_way == 2 * found.bytes_each_way
-                stages = [
-                    each.num_stages(num_devices, found.num_slices, is_backward=passes != "forward")
+                chunks = [
+                    each.num_chunks(num_devices, found.num_slices, is_backward=passes != "forward")
                     for each in (case, replace(case, tokens=2**21))
                 ]
-                most_more = 2 * max(stages[0] / stages[1], 1)
+                most_more = 2 * max(chunks[0] / chunks[1], 1)
                 assert longer.peak_bytes <= most_more * found.peak_bytes
             if num_devices == 1:
                 assert found.bytes_each_way == 0 and math.isclose(found.seconds, least)
@@ -199,8 +199,9 @@ def bytes_kept(case, layout, num_slices):
 
 
 def most_held_forward(case, layout, num_slices):
-    """Play what a rank allocates and frees, stage by stage, beside what it packs for others."""
-    part, stages, home = case.part(num_slices), len(layout.stages), 0
+    """Play what a rank allocates and frees, head chunk by head chunk, beside what it packs for
+    others."""
+    part, chunks, home = case.part(num_slices), len(layout.chunks), 0
     if layout.home_steps and not layout.is_final:
         seeing = layout.home_steps[-1].queries.stop - layout.home_steps[0].queries.start
         home = part.result_bytes(seeing)
@@ -209,13 +210,13 @@ def most_held_forward(case, layout, num_slices):
     of_result = part.query_bytes if layout.is_final else part.result_bytes
     returned = of_result(sum(layout.of_results.lengths))
     own = part.result_bytes(len(layout.queries)) if layout.own_steps else 0
-    held = case.shape.result_bytes(len(layout.queries)) + came + own / stages
+    held = case.shape.result_bytes(len(layout.queries)) + came + own / chunks
     peaks = [held]
-    for _ in range(stages):
-        held += (returned + home) / stages
+    for _ in range(chunks):
+        held += (returned + home) / chunks
         peaks.append(held)
-        held -= came / stages
-    peaks.append(held + own * (stages - 1) / stages)
+        held -= came / chunks
+    peaks.append(held + own * (chunks - 1) / chunks)
     there = part.query_bytes(layout.of_queries.places_out.most)
     there += part.key_bytes(layout.of_keys.places_out.most)
     return max(peaks) + max(there, of_result(layout.of_results.places_home.most))
@@ -223,16 +224,16 @@ def most_held_forward(case, layout, num_slices):
 
 @pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
 @pytest.mark.parametrize(
     ("num_devices", "num_slices"),
     [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4), (7, 1), (8, 1), (8, 2), (8, 8), (26, 2), (31, 1)],
 )
-def test_memory_forward_is_that_of_layouts(shape, is_causal, num_stages, num_devices, num_slices):
+def test_memory_forward_is_that_of_layouts(shape, is_causal, num_chunks, num_devices, num_slices):
     case = Case(120 * num_devices, shape, is_causal)
-    of_ranks = layouts(case, num_devices, num_slices, num_stages)
+    of_ranks = layouts(case, num_devices, num_slices, num_chunks)
     held = max(most_held_forward(case, layout, num_slices) for layout in of_ranks)
-    options = {"is_backward": False, "num_stages": num_stages}
+    options = {"is_backward": False, "num_chunks": num_chunks}
     found = by_quorums(case, num_devices, Machine(), num_slices, **options).peak_bytes
     is_bound = is_causal and 1 < num_slices < num_devices
     assert held <= found * (1 + 1e-12) and found <= held * (1.1 if is_bound else 1 + 1e-12)
@@ -260,7 +261,8 @@ def test_memory_is_what_gpus_allocated(method, passes):
 
 @pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
 def test_memory_of_gradients_is_what_four_gpus_allocated(method):
-    """Some in four stages, where two would do now; sums of two slices were held at one time."""
+    """Some in four head chunks, where two would do now; sums of two slices were held at one
+    time."""
     with open(RESULTS / "peers-h200-x4.jsonl") as file:
         rows = [parse_row(line) for line in file]
     rows = [
@@ -277,13 +279,13 @@ def test_memory_of_gradients_is_what_four_gpus_allocated(method):
         in_four = details["tokens"] == 2**17 or row["case"].startswith(
             ("causal-32768", "full-16384")
         )
-        stages = case.num_stages(4, num_slices, 4 if in_four else None, is_backward=True)
-        options = {"is_backward": True, "num_stages": stages}
+        chunks = case.num_chunks(4, num_slices, 4 if in_four else None, is_backward=True)
+        options = {"is_backward": True, "num_chunks": chunks}
         peak = by_quorums(case, 4, Machine(), num_slices, **options).peak_bytes
         layout = layouts(case, 4, num_slices, None, with_gradients=True)[0]
         peak -= bytes_kept(case, layout, num_slices)
         if num_slices == 2:
-            peak += 2 * case.shard_bytes(4, 2)[0] / stages  # in float32
+            peak += 2 * case.shard_bytes(4, 2)[0] / chunks  # in float32
         rough = case.is_causal and num_slices < 4
         assert peak == pytest.approx(details["peak_bytes"], rel=0.07 if rough else 0.005)
 

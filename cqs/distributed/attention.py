@@ -43,7 +43,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     head_parallel: int | str = "auto",
-    num_stages: int | None = None,
+    num_chunks: int | None = None,
     interest_set: Iterable[int] | None = None,
     backend: str | None = None,
     return_lse: bool = False,
@@ -128,7 +128,7 @@ def attention(
             "scale": problem.scale,
             "dropout_p": float(dropout_p),
             "seed": None if seed is None else as_integer("seed", seed, 0),
-            "num_stages": None if num_stages is None else as_integer("num_stages", num_stages, 1),
+            "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
             "head_parallel": _check_head_parallel(
                 head_parallel, dist.get_world_size(group), problem, pattern
             ),
@@ -199,12 +199,12 @@ def _attend(
             num_kv_heads=part.key.shape[1],
             head_dim=part.query.shape[3],
             head_parallel=request["head_parallel"],
-            num_stages=request["num_stages"],
+            num_chunks=request["num_chunks"],
             is_causal=part.is_causal,
             pattern=part.pattern,
             interest_set=request["interest_set"],
             tile=GPU_TILE if part.query.is_cuda else 1,
-            stage_rule=transport.stage_rule,
+            chunk_rule=transport.chunk_rule,
             ranks_per_host=near,
             with_gradients=request["requires_grad"],
         )
@@ -213,7 +213,7 @@ def _attend(
         worker.choose_backend(part.query, part.key, part.value)  # on all ranks alike
         task = RankTask(transport, rank, layout, worker)
         with_lse, keep = request["return_lse"], request["requires_grad"]
-        with Exchange(transport, len(layout.stages), in_place=False) as exchange:
+        with Exchange(transport, len(layout.chunks), in_place=False) as exchange:
             attended = task.attend(part, exchange, with_lse=with_lse, keep=keep)
 
         def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:

@@ -34,7 +34,7 @@ class Exchange:
     The group can be used again if a pass fails on all ranks after the same sends.
     """
 
-    def __init__(self, transport: Transport, num_stages: int, *, in_place: bool) -> None:
+    def __init__(self, transport: Transport, num_chunks: int, *, in_place: bool) -> None:
         """Begin with nothing.
 
         Args:
@@ -43,7 +43,7 @@ class Exchange:
             in_place: Whether what stays on its rank may be the caller's own memory.
         """
         self._transport, self._in_place = transport, in_place
-        self._num_turns = min(num_stages, transport.num_turns)
+        self._num_turns = min(num_chunks, transport.num_turns)
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
@@ -59,7 +59,7 @@ class Exchange:
 
     def send_out(
         self,
-        stage: int,
+        chunk: int,
         shards: Sequence[Tensor],
         heads: Sequence[HeadsOfRanks],
         routes: Sequence[Route],
@@ -67,7 +67,7 @@ class Exchange:
         """Send every rank the rows that it needs, of its heads; get those that this one needs.
 
         Args:
-            stage: Number of the stage.
+            chunk: Number of the head chunk.
             shards: Each ``[batch, heads, rows, ...]``.
             heads: Of each of them, the heads that every rank needs.
             routes: Of each of them.
@@ -93,13 +93,13 @@ class Exchange:
             schedule = _schedule_out(route, together)
             packets.append(Packet(route, sources, widths, schedule, is_home=False))
             coming += packets[-1].coming
-        return self._pack_and_send(stage, packets, coming)
+        return self._pack_and_send(chunk, packets, coming)
 
-    def send_back(self, stage: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
+    def send_back(self, chunk: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Return results for the tokens held to whose they are; see :func:`pieces`.
 
         Args:
-            stage: Number of the stage.
+            chunk: Number of the head chunk.
             held: Each ``[batch, heads of a rank, tokens held, ...]``.
             routes: Of each of them, that by which the tokens came.
         """
@@ -111,15 +111,15 @@ class Exchange:
             schedule = () if route.stays else _schedule_home(route, widths)
             packets.append(Packet(route, sources, widths, schedule, is_home=True))
             coming += sources if route.stays else packets[-1].coming
-        return self._pack_and_send(stage, packets, coming)
+        return self._pack_and_send(chunk, packets, coming)
 
     def send_made(
-        self, stage: int, like: Sequence[Tensor], route: Route, make: Callable[[list[Tensor]], None]
+        self, chunk: int, like: Sequence[Tensor], route: Route, make: Callable[[list[Tensor]], None]
     ) -> Transfer:
         """Let results for the tokens held, all of other ranks, be written where they leave from.
 
         Args:
-            stage: Number of the stage.
+            chunk: Number of the head chunk.
             like: Each ``[batch, heads of a rank, any rows, ...]``.
             route: Of all of them, that by which the tokens came.
             make: Writes them, each ``[batch, heads of a rank, tokens held, ...]``.
@@ -130,21 +130,21 @@ class Exchange:
         def fill(rows: list[Tensor]) -> None:
             make([each.movedim(0, 2) for each in rows])
 
-        return self._send(stage, packets, coming, fill)
+        return self._send(chunk, packets, coming, fill)
 
     def _pack_and_send(
-        self, stage: int, packets: Sequence[Packet], coming: list[Tensor]
+        self, chunk: int, packets: Sequence[Packet], coming: list[Tensor]
     ) -> Transfer:
         def fill(rows: list[Tensor]) -> None:
             for packet, packed in zip(packets, rows, strict=True):
                 packet.pack(packed)
 
-        return self._send(stage, packets, coming, fill)
+        return self._send(chunk, packets, coming, fill)
 
     def _send(
-        self, stage: int, packets: Sequence[Packet], coming: list[Tensor], fill: Fill
+        self, chunk: int, packets: Sequence[Packet], coming: list[Tensor], fill: Fill
     ) -> Transfer:
-        turn = stage % self._num_turns
+        turn = chunk % self._num_turns
         pending = self._transport.send(packets, fill, turn, self._num_turns)
         self._transfers.append(Transfer(coming, pending))
         return self._transfers[-1]

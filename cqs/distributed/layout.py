@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cqs.distributed.locality import SplitSteps, keys_of, see_only, split_steps
 from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Plan, Step, make_plan
-from cqs.scheduler.heads import StageRule, choose_num_stages
+from cqs.scheduler.heads import ChunkRule, choose_num_chunks
 from cqs.scheduler.task import join_ranges
 from cqs.simulation import Case, Machine, forecast
 
@@ -86,8 +86,8 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Heads that every rank computes at one time, while those of other stages travel."""
+class HeadChunk:
+    """Heads that every rank computes at one time, while those of other head chunks travel."""
 
     query_heads: tuple[range, ...]
     """For every rank, some of the heads of its slice; equally many for each."""
@@ -126,7 +126,7 @@ class Layout:
     same object as ``of_queries``, or on none."""
     of_results: Route
     """By which the queries of ``away_steps`` come, and results for them go back."""
-    stages: tuple[Stage, ...]
+    chunks: tuple[HeadChunk, ...]
     """Together, all heads."""
 
     @property
@@ -155,12 +155,12 @@ def lay_out(
     num_kv_heads: int,
     head_dim: int,
     head_parallel: int | str,
-    num_stages: int | None,
+    num_chunks: int | None,
     is_causal: bool,
     pattern: Any,
     interest_set: tuple[int, ...] | None,
     tile: int,
-    stage_rule: StageRule,
+    chunk_rule: ChunkRule,
     with_gradients: bool,
     ranks_per_host: float = inf,
 ) -> Layout:
@@ -175,7 +175,7 @@ def lay_out(
         head_dim: Of the queries.
         head_parallel: See :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` is the
             number of :func:`choose_head_parallel`.
-        num_stages: At most so many stages; ``None`` chooses by the work.
+        num_stages: At most so many head chunks; ``None`` chooses by the work.
         is_causal: See :func:`cqs.make_plan`, as for the rest.
         pattern: Likewise.
         interest_set: Likewise.
@@ -236,16 +236,16 @@ def lay_out(
     of_keys = make_route(shards_kv, wanted_keys, rank)
     if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
         of_keys = of_queries
-    number = choose_num_stages(
-        num_stages,
+    number = choose_num_chunks(
+        num_chunks,
         flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
         num_ranks=num_ranks,
         num_kv_heads=max(num_kv_heads // head_parallel, 1),
         num_keys=sum(seqlens_kv) * len(plan.interest_set) // plan.num_tasks,
         with_gradients=with_gradients,
-        rule=stage_rule,
+        rule=chunk_rule,
     )
-    stages = _make_stages(number, num_ranks, head_parallel, num_heads, num_kv_heads)
+    chunks = _make_chunks(number, num_ranks, head_parallel, num_heads, num_kv_heads)
     return Layout(
         plan,
         *splits[rank],
@@ -254,20 +254,22 @@ def lay_out(
         of_queries,
         of_keys,
         of_results,
-        stages,
+        chunks,
     )
 
 
-def _make_stages(
+def _make_chunks(
     number: int, num_ranks: int, head_parallel: int, num_heads: int, num_kv_heads: int
-) -> tuple[Stage, ...]:
-    """Cut the slice of every rank into so many equal stages."""
+) -> tuple[HeadChunk, ...]:
+    """Cut the slice of every rank into so many equal head chunks."""
 
     def of_ranks(num_heads: int, i: int) -> tuple[range, ...]:
         slices = (_slice(num_heads, head_parallel, r % head_parallel) for r in range(num_ranks))
         return tuple(_part(heads, number, i) for heads in slices)
 
-    return tuple(Stage(of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number))
+    return tuple(
+        HeadChunk(of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number)
+    )
 
 
 def _sees_any(step: Step, pattern: BoundPattern) -> bool:
@@ -322,7 +324,7 @@ def choose_head_parallel(
     """Return the number of slices of the heads to take.
 
     Only numbers count that are predicted to take at most 2 % longer than the fastest, in as many
-    stages as the work pays, on H200s. Of these it is the one for which a rank holds the
+    head chunks as the work pays, on H200s. Of these it is the one for which a rank holds the
     fewest bytes, and without gradients, up to 512K keys, the least: see ``slack`` of
     :func:`cqs.simulation.forecast`. All ranks know what the choice depends on.
 

@@ -54,7 +54,7 @@ class PeerMemory:
 
     num_streams = _NUM_STREAMS
     num_turns = 4
-    stage_rule = FETCHED
+    chunk_rule = FETCHED
 
     def __init__(self, group: Any, device: torch.device, memory: IpcMemory) -> None:
         """Begin without room; see :func:`connect_peers`."""

@@ -18,7 +18,7 @@ from cqs.distributed.exchange import (
     pieces,
     schedule_back,
 )
-from cqs.distributed.layout import Layout, Route, Stage
+from cqs.distributed.layout import HeadChunk, Layout, Route
 from cqs.distributed.locality import see_only
 from cqs.distributed.row_copies import copy_rows
 from cqs.distributed.streams import StreamPool
@@ -30,8 +30,8 @@ from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
 _MOST_AT_ONCE = 196_608
-"""Keys that a rank sees. If there are more, two stages of a forward pass at one time take longer
-than one after another: what both read is more than a GPU's cache takes."""
+"""Keys that a rank sees. If there are more, two head chunks of a forward pass at one time take
+longer than one after another: what both read is more than a GPU's cache takes."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,34 @@ class RankTask:
         answer = problem.empty_answer()
         kept: list[Tensor] = []
         at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_streams
-        with StreamPool(problem.query.device, min(at_once, len(layout.stages))) as streams:
+        with StreamPool(problem.query.device, min(at_once, len(layout.chunks))) as streams:
 
             def send_out(i: int) -> Transfer:
                 with streams.at(i):
-                    return exchange.send_out(i, tensors, layout.stages[i].heads, routes)
+                    return exchange.send_out(i, tensors, layout.chunks[i].heads, routes)
 
             coming = self._in_turns(send_out)
             own: list[Partial | None] = []
             home: list[tuple[Partial, slice] | None] = []
             returning: list[Transfer] = []
-            for i, (stage, transfer) in enumerate(zip(layout.stages, coming, strict=True)):
+            for i, (chunk, transfer) in enumerate(zip(layout.chunks, coming, strict=True)):
                 with streams.at(i):
-                    if i == 0:  # while the first stage travels
-                        own.append(self._compute_own(stage, tensors))
+                    if i == 0:  # while the first head chunk travels
+                        own.append(self._compute_own(chunk, tensors))
                     held = transfer.wait()
                     back, results = self._send_results(
                         exchange, i, tensors, held, with_lse=with_lse, keep=keep
                     )
                     returning.append(back)
-                    home.append(self._compute_home(answer, stage, tensors, held, keep=keep))
+                    home.append(self._compute_home(answer, chunk, tensors, held, keep=keep))
                     kept += [*held, *results] if keep else []
                     del held  # for what comes after
-            for i, stage in enumerate(layout.stages[1:], 1):  # while the last results travel
+            for i, chunk in enumerate(layout.chunks[1:], 1):  # while the last results travel
                 with streams.at(i):
-                    own.append(self._compute_own(stage, tensors))
-            for i, stage in enumerate(layout.stages):
+                    own.append(self._compute_own(chunk, tensors))
+            for i, chunk in enumerate(layout.chunks):
                 with streams.at(i):
-                    self._merge(answer, stage, returning[i].wait(), own[i], home[i])
+                    self._merge(answer, chunk, returning[i].wait(), own[i], home[i])
         if keep and not layout.is_final:
             kept += answer
         shapes = [tensor.shape for tensor in tensors]
@@ -96,7 +96,7 @@ class RankTask:
     def _differentiate(
         self, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
     ) -> Gradients:
-        with Exchange(self.transport, len(self.layout.stages), in_place=True) as exchange:
+        with Exchange(self.transport, len(self.layout.chunks), in_place=True) as exchange:
             return self._send_gradients(exchange, shapes, kept, grad_output)
 
     def _send_gradients(
@@ -114,12 +114,12 @@ class RankTask:
         if not layout.is_final:
             kept, answer = kept[:-2], kept[-2:]
             of_shard += answer
-        each_kept = len(kept) // len(layout.stages)
-        at_once = min(self.transport.num_streams, len(layout.stages))
+        each_kept = len(kept) // len(layout.chunks)
+        at_once = min(self.transport.num_streams, len(layout.chunks))
         with StreamPool(grad_output.device, at_once) as streams:
 
             def send_out(i: int) -> Transfer:
-                heads, route = layout.stages[i].query_heads, layout.of_queries
+                heads, route = layout.chunks[i].query_heads, layout.of_queries
                 with streams.at(i):
                     return exchange.send_out(
                         i, of_shard, [heads] * len(of_shard), [route] * len(of_shard)
@@ -130,40 +130,40 @@ class RankTask:
                 with streams.at(i):
                     query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
                     found = self._compute_gradients(
-                        layout.stages[i], query, key, value, *transfer.wait(), *own
+                        layout.chunks[i], query, key, value, *transfer.wait(), *own
                     )
                     returning.append(exchange.send_back(i, found, self._routes))
             gradients = Gradients(*map(grad_output.new_empty, shapes))
-            for i, (stage, transfer) in enumerate(zip(layout.stages, returning, strict=True)):
+            for i, (chunk, transfer) in enumerate(zip(layout.chunks, returning, strict=True)):
                 with streams.at(i):
                     received = transfer.wait()
                     for route, chosen in by_way(received, self._routes):
                         _add_up(
                             [gradients[n] for n in chosen],
                             [received[n] for n in chosen],
-                            [stage.heads[n] for n in chosen],
+                            [chunk.heads[n] for n in chosen],
                             route,
                         )
         return gradients
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
-        """Yield the transfers of all stages, with as many under way as the transport has turns."""
-        stages = iter(range(len(self.layout.stages)))
-        pending = deque(map(send, islice(stages, self.transport.num_turns)))
+        """Yield the transfers of all head chunks; as many are pending as there are turns."""
+        chunks = iter(range(len(self.layout.chunks)))
+        pending = deque(map(send, islice(chunks, self.transport.num_turns)))
         while pending:
             yield pending.popleft()
-            pending += map(send, islice(stages, 1))
+            pending += map(send, islice(chunks, 1))
 
     @property
     def _routes(self) -> tuple[Route, Route, Route]:
         """Of query, key and value."""
         return self.layout.of_queries, self.layout.of_keys, self.layout.of_keys
 
-    def _compute_own(self, stage: Stage, shards: Sequence[Tensor]) -> Partial | None:
+    def _compute_own(self, chunk: HeadChunk, shards: Sequence[Tensor]) -> Partial | None:
         """Compute the pairs of the shard for which nothing has to travel, if there are any."""
         if not (steps := self.layout.own_steps):
             return None
-        return self._worker_of(stage).run_together(steps, *self._own_tokens(stage, shards))
+        return self._worker_of(chunk).run_together(steps, *self._own_tokens(chunk, shards))
 
     def _send_results(
         self,
@@ -180,26 +180,26 @@ class RankTask:
         Returns:
             What comes, and results that are kept: those with all keys of a query.
         """
-        stage, route, is_final = self.layout.stages[i], self.layout.of_results, self.layout.is_final
+        chunk, route, is_final = self.layout.chunks[i], self.layout.of_results, self.layout.is_final
         is_kept = keep and is_final
         results = _new_results(held, sum(route.receives) if is_kept else 0)  # or what they are like
         travelling = results if with_lse or not is_final else results[:1]
         if is_kept:
-            self._compute_away(results, stage, shards, held)
+            self._compute_away(results, chunk, shards, held)
             return exchange.send_back(i, travelling, [route] * len(travelling)), results
 
         def make(places: list[Tensor]) -> None:
             output, *lse = places
             if not lse:  # nobody asks for it
                 lse = [results.lse.new_empty(output.shape[:3])]
-            self._compute_away(Partial(output, *lse), stage, shards, held)
+            self._compute_away(Partial(output, *lse), chunk, shards, held)
 
         return exchange.send_made(i, travelling, route, make), ()
 
     def _compute_home(
         self,
         answer: Partial,
-        stage: Stage,
+        chunk: HeadChunk,
         shards: Sequence[Tensor],
         held: Sequence[Tensor],
         *,
@@ -211,9 +211,9 @@ class RankTask:
             What is there, and for which rows of the shard; None if there is nothing.
         """
         steps, layout = self.layout.home_steps, self.layout
-        query, into, rows = self._own_tokens(stage, shards)[0], None, slice(None)
+        query, into, rows = self._own_tokens(chunk, shards)[0], None, slice(None)
         if layout.is_final and not keep:
-            heads = stage.query_heads[self.rank]
+            heads = chunk.query_heads[self.rank]
             into = Partial(*(part[:, heads.start : heads.stop] for part in answer))
         elif not steps:
             return None
@@ -222,20 +222,20 @@ class RankTask:
             query = HeldTokens([(seeing, query.take([seeing]))])
             first = seeing.start - layout.queries.start
             rows = slice(first, first + len(seeing))
-        key, value = self._held_keys(steps, stage, shards, held)
-        return self._worker_of(stage).run_together(steps, query, key, value, into=into), rows
+        key, value = self._held_keys(steps, chunk, shards, held)
+        return self._worker_of(chunk).run_together(steps, query, key, value, into=into), rows
 
     def _compute_away(
-        self, results: Partial, stage: Stage, shards: Sequence[Tensor], held: Sequence[Tensor]
+        self, results: Partial, chunk: HeadChunk, shards: Sequence[Tensor], held: Sequence[Tensor]
     ) -> None:
         """Compute what the queries that came see."""
         query = HeldTokens.packed(held[0], self.layout.of_queries.held)
         steps = self.layout.away_steps
-        key, value = self._held_keys(steps, stage, shards, held)
-        self._worker_of(stage).run_into(results, steps, query, key, value)
+        key, value = self._held_keys(steps, chunk, shards, held)
+        self._worker_of(chunk).run_into(results, steps, query, key, value)
 
     def _compute_gradients(
-        self, stage: Stage, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
+        self, chunk: HeadChunk, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
     ) -> tuple[Tensor, ...]:
         """Return gradients in the dtype of the query, as they travel."""
         dtype = query.dtype
@@ -244,49 +244,53 @@ class RankTask:
         queries, keys = self.layout.of_queries.held, self.layout.of_keys.held
         ranges = queries, keys, keys, *(queries for _ in of_queries)
         held = map(HeldTokens.packed, (query, key, value, *of_queries), ranges)
-        found = self._worker_of(stage).run_backward(steps, *held, dtype=dtype)
+        found = self._worker_of(chunk).run_backward(steps, *held, dtype=dtype)
         return tuple(gradient.to(dtype) for gradient in found)
 
-    def _own_tokens(self, stage: Stage, shards: Sequence[Tensor]) -> list[HeldTokens]:
-        """Return query, key and value of the shard, of the stage's heads."""
+    def _own_tokens(self, chunk: HeadChunk, shards: Sequence[Tensor]) -> list[HeldTokens]:
+        """Return query, key and value of the shard, of the head chunk's heads."""
         ranges = self.layout.queries, self.layout.keys, self.layout.keys
         return [
             HeldTokens([(tokens, shard[:, of_ranks[self.rank].start : of_ranks[self.rank].stop])])
-            for shard, of_ranks, tokens in zip(shards, stage.heads, ranges, strict=True)
+            for shard, of_ranks, tokens in zip(shards, chunk.heads, ranges, strict=True)
         ]
 
     def _held_keys(
-        self, steps: Sequence[Step], stage: Stage, shards: Sequence[Tensor], held: Sequence[Tensor]
+        self,
+        steps: Sequence[Step],
+        chunk: HeadChunk,
+        shards: Sequence[Tensor],
+        held: Sequence[Tensor],
     ) -> list[HeldTokens]:
         """Return keys and values that steps see: of the shard if all are there."""
         if see_only(self.layout.keys, steps):
-            return self._own_tokens(stage, shards)[1:]
+            return self._own_tokens(chunk, shards)[1:]
         return [HeldTokens.packed(tensor, self.layout.of_keys.held) for tensor in held[1:]]
 
-    def _worker_of(self, stage: Stage) -> Worker:
+    def _worker_of(self, chunk: HeadChunk) -> Worker:
         if self.worker.dropout is None:
             return self.worker
-        first = stage.query_heads[self.rank].start
+        first = chunk.query_heads[self.rank].start
         return replace(self.worker, dropout=self.worker.dropout.moved(0, first))
 
     def _merge(
         self,
         answer: Partial,
-        stage: Stage,
+        chunk: HeadChunk,
         received: Sequence[Tensor],
         own: Partial | None,
         home: tuple[Partial, slice] | None,
     ) -> None:
-        """Write what there is of a stage into the answer.
+        """Write what there is of a head chunk into the answer.
 
         Args:
-            answer: Of all stages.
-            stage: Which.
+            answer: Of all head chunks.
+            chunk: Which.
             received: What came back: the output and perhaps the lse.
             own: What was computed here with the shard alone, if anything.
             home: What else was computed here for its queries; already there if it is final.
         """
-        heads, route = stage.query_heads, self.layout.of_results
+        heads, route = chunk.query_heads, self.layout.of_results
         if self.layout.is_final:
             done = None if home is None else self.rank
             for target, part, nothing in zip(answer, received, (0, -torch.inf), strict=False):

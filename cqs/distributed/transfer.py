@@ -15,7 +15,7 @@ from torch import Tensor
 from cqs.distributed.group_calls import calls_on
 from cqs.distributed.layout import PackOffsets, Route
 from cqs.distributed.row_copies import CopySchedule, copy_rows
-from cqs.scheduler.heads import SENT, StageRule
+from cqs.scheduler.heads import SENT, ChunkRule
 
 _FIRST_TAG = 1 << 30
 """Tags from here on tell messages of one call from those of another, and from the user's."""
@@ -106,8 +106,8 @@ class Transport(Protocol):
     num_streams: int
     """How many streams of a GPU may compute in turns without keeping packets from travelling."""
     num_turns: int
-    """How many stages may be under way on one way at one time."""
-    stage_rule: StageRule
+    """How many head chunks may be under way on one way at one time."""
+    chunk_rule: ChunkRule
     """See :func:`cqs.scheduler.heads.choose_num_stages`."""
 
     def begin(self) -> None:
@@ -128,7 +128,7 @@ class Transport(Protocol):
         Args:
             packets: What goes with this send.
             fill: Writes the rows for other ranks; called once there is room for them.
-            turn: Of the stage, from 0. What is under way in one turn comes after what was sent
+            turn: Of the head chunk, from 0. What is under way in one turn comes after what was sent
                 there before.
             num_turns: How many there are.
         """
@@ -139,7 +139,7 @@ class MessageTransport:
 
     num_streams = 1
     num_turns = 2
-    stage_rule = SENT
+    chunk_rule = SENT
 
     def __init__(self, group: Any) -> None:
         """Use a group for one call; a rank takes part where it sends or receives something."""

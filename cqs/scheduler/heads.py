@@ -4,8 +4,8 @@ import math
 from typing import NamedTuple
 
 
-class StageRule(NamedTuple):
-    """From which work on stages pay, in operations of a rank's forward pass."""
+class ChunkRule(NamedTuple):
+    """From which work on head chunks pay, in operations of a rank's forward pass."""
 
     two: float
     four: float
@@ -17,9 +17,9 @@ class StageRule(NamedTuple):
     GPU idle for part of a tile, and tiles are as long as there are keys."""
 
 
-FETCHED = StageRule(5e11, 8e12, 2e12, 65_536)
+FETCHED = ChunkRule(5e11, 8e12, 2e12, 65_536)
 """Where GPUs reach each other's memory."""
-SENT = StageRule(2e12, 8e12, 8e12, math.inf)
+SENT = ChunkRule(2e12, 8e12, 8e12, math.inf)
 """Where ranks send messages."""
 
 
@@ -50,7 +50,7 @@ def possible_head_parallel(num_ranks: int, num_heads: int, num_kv_heads: int) ->
     ]
 
 
-def choose_num_stages(
+def choose_num_chunks(
     most: int | None,
     *,
     flops: float,
@@ -58,12 +58,12 @@ def choose_num_stages(
     num_kv_heads: int,
     num_keys: int,
     with_gradients: bool,
-    rule: StageRule = FETCHED,
+    rule: ChunkRule = FETCHED,
 ) -> int:
     """Return into how many parts a rank cuts its heads: a divisor of the number of key heads.
 
-    Of S stages a part of 1/S of what travels is not hidden. Each takes the caller as long, and has
-    kernels with ends of their own. More than four make kernels too short.
+    Of S head chunks a part of 1/S of what travels is not hidden. Each takes the caller as long, and
+    has kernels with ends of their own. More than four make kernels too short.
 
     Args:
         most: At most so many; ``None`` chooses by the work.

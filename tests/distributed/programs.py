@@ -101,10 +101,10 @@ def calls_that_stray(group, case, all_cuts):
     rank, device = dist.get_rank(group), torch.device("cuda", torch.cuda.current_device())
     problem, generator = case.make(torch.bfloat16, device), torch.Generator().manual_seed(rank)
     calls = [
-        (cuts, {"head_parallel": head_parallel, "num_stages": num_stages})
+        (cuts, {"head_parallel": head_parallel, "num_chunks": num_chunks})
         for cuts in all_cuts
         for head_parallel in ("auto", 1)
-        for num_stages in (1, 2, 4)
+        for num_chunks in (1, 2, 4)
     ]
 
     def attend(cuts, options):

@@ -59,7 +59,7 @@ def slices(case, num_ranks):
 def test_every_world_is_exact(ranks, num_ranks, case, is_causal):
     case = Case(**{**vars(case), "is_causal": is_causal})
     for seed, head_parallel in enumerate(slices(case, num_ranks)):
-        options = {"head_parallel": head_parallel, "num_stages": 1 + seed % 4}
+        options = {"head_parallel": head_parallel, "num_chunks": 1 + seed % 4}
         errors = ranks.run(num_ranks, largest_error, case, cut(case, num_ranks, seed), options)
         assert max(errors) < 1e-10
 
@@ -68,7 +68,7 @@ def test_every_world_is_exact(ranks, num_ranks, case, is_causal):
 def test_patterns_are_exact(ranks, number):
     for num_ranks in (2 + number % 3, 5 + number % 4):
         case = with_pattern(SHAPES[(number + num_ranks) % 4], NAMES[number])
-        options = {"num_stages": 1 + num_ranks % 4}
+        options = {"num_chunks": 1 + num_ranks % 4}
         errors = ranks.run(num_ranks, largest_error, case, cut(case, num_ranks, number), options)
         assert max(errors) < 1e-10
 
@@ -87,7 +87,7 @@ def test_every_dtype_tracks_exact(ranks, num_ranks, dtype):
         Case("documents", 130, 130, 8, 8, 32, pattern=documents([0, 31, 90, 130])),
     ):
         for head_parallel in ("auto", 1):
-            options = {"head_parallel": head_parallel, "num_stages": 2}
+            options = {"head_parallel": head_parallel, "num_chunks": 2}
             cuts = cut(case, num_ranks, 1)
             ranks.run(num_ranks, check_tracks_exact, case, dtype, cuts, options)
 
@@ -105,7 +105,7 @@ def test_every_run_has_the_same_bits(ranks):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_else_a_group_does_is_no_matter(ranks, program, num_ranks, is_causal):
     case = Case("square", 64, 64, 4, 4, head_dim=8, is_causal=is_causal)
-    options = {"head_parallel": 1, "num_stages": 4}
+    options = {"head_parallel": 1, "num_chunks": 4}
     assert max(ranks.run(num_ranks, program, case, cut(case, num_ranks, 0), options)) < 1e-10
 
 
@@ -130,7 +130,7 @@ def test_dropout_is_that_of_one_process(ranks, head_parallel):
     problem = case.make()
     options = {"is_causal": True, "dropout_p": 0.3, "seed": 5}
     whole = cqs.attention(problem.query, problem.key, problem.value, **options)
-    options |= {"head_parallel": head_parallel, "num_stages": 2}
+    options |= {"head_parallel": head_parallel, "num_chunks": 2}
     found = ranks.run(4, dropped, case, cut(case, 4, 3), options)
     torch.testing.assert_close(torch.cat(found, dim=2), whole)
 
@@ -181,8 +181,8 @@ TENSORS = {
         ({"scale": 2.0}, "rank 2 of the group has scale 2.0"),
         ({"dropout_p": 0.1}, "rank 2 of the group has dropout_p 0.1"),
         ({"head_parallel": 1}, "rank 2 of the group has head_parallel 1"),
-        ({"num_stages": 2}, "rank 2 of the group has num_stages 2"),
-        ({"num_stages": 0}, "rank 2 of the group failed: ValueError"),
+        ({"num_chunks": 2}, "rank 2 of the group has num_stages 2"),
+        ({"num_chunks": 0}, "rank 2 of the group failed: ValueError"),
         ({"backend": "reference"}, "rank 2 of the group has backend"),
         ({"return_lse": True}, "rank 2 of the group has return_lse True"),
         ({"tensors": TENSORS["heads"]}, "rank 2 of the group has num_heads 2"),

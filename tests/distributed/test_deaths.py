@@ -71,7 +71,7 @@ def attend_until_one_dies_within(backend, rank, num_ranks, file, results, method
         setattr(Exchange, method, lambda *arguments: os._exit(1))
     start = time.monotonic()
     try:
-        cqs.distributed.attention(*tensors, head_parallel=1, num_stages=4)
+        cqs.distributed.attention(*tensors, head_parallel=1, num_chunks=4)
     except RuntimeError as error:
         results.put((rank, str(error), time.monotonic() - start))
 

@@ -45,16 +45,16 @@ def ranks(request, num_ranks):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_dtype_tracks_exact(ranks, num_ranks, case, dtype):
     for seed, head_parallel in enumerate(("auto", 1)):
-        for num_stages in (1, 2, 3):
-            options = {"head_parallel": head_parallel, "num_stages": num_stages}
-            cuts = cut(case, num_ranks, seed + num_stages)
+        for num_chunks in (1, 2, 3):
+            options = {"head_parallel": head_parallel, "num_chunks": num_chunks}
+            cuts = cut(case, num_ranks, seed + num_chunks)
             ranks.run(num_ranks, check_tracks_exact, case, dtype, cuts, options, "cuda")
 
 
 @pytest.mark.parametrize("head_parallel", ["auto", 1])
 def test_every_run_has_the_same_bits(ranks, num_ranks, head_parallel):
     case = Case("bits", 2050, 2050, 8, 8, 128, is_causal=True)
-    options = {"head_parallel": head_parallel, "num_stages": 2}
+    options = {"head_parallel": head_parallel, "num_chunks": 2}
     cuts = cut(case, num_ranks, 2)
     runs = [ranks.run(num_ranks, bits, case, cuts, options, "cuda") for _ in range(5)]
     for other in runs[1:]:
@@ -80,9 +80,9 @@ def test_ranks_that_disagree_find_out(ranks, num_ranks):
 @pytest.mark.parametrize("head_parallel", ["auto", 1])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_replays_have_the_bits_of_calls(ranks, num_ranks, case, head_parallel):
-    for num_stages in (1, 4):
-        options = {"head_parallel": head_parallel, "num_stages": num_stages}
-        cuts = cut(case, num_ranks, num_stages)
+    for num_chunks in (1, 4):
+        options = {"head_parallel": head_parallel, "num_chunks": num_chunks}
+        cuts = cut(case, num_ranks, num_chunks)
         assert ranks.run(num_ranks, replays_that_stray, case, cuts, options) == [[]] * num_ranks
 
 

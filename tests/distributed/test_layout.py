@@ -36,12 +36,12 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
                 num_kv_heads=2,
                 head_dim=16,
                 head_parallel=head_parallel,
-                num_stages=None,
+                num_chunks=None,
                 is_causal=is_causal,
                 pattern=pattern,
                 interest_set=None,
                 tile=1,
-                stage_rule=FETCHED,
+                chunk_rule=FETCHED,
                 with_gradients=False,
             )
             for rank in range(num_ranks)
@@ -76,7 +76,7 @@ def check_places(routes):
 
 def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
     options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1, "head_dim": 16}
-    options |= {"stage_rule": FETCHED, "with_gradients": False}
+    options |= {"chunk_rule": FETCHED, "with_gradients": False}
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
         for rank in range(8):
             layout = lay_out(
@@ -86,11 +86,11 @@ def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_parallel=head_parallel,
-                num_stages=1 + rank % 3,
+                num_chunks=1 + rank % 3,
                 **options,
             )
-            for stage in layout.stages:
-                heads, kv_heads = stage.query_heads[rank], stage.kv_heads[rank]
+            for chunk in layout.chunks:
+                heads, kv_heads = chunk.query_heads[rank], chunk.kv_heads[rank]
                 group_size = len(heads) // len(kv_heads)
                 needed = [head * num_kv_heads // num_heads for head in heads]
                 assert needed == [kv_heads[i // group_size] for i in range(len(heads))]
@@ -106,26 +106,26 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
         num_kv_heads=12,
         head_dim=16,
         head_parallel=head_parallel,
-        num_stages=4,
+        num_chunks=4,
         is_causal=False,
         pattern=None,
         interest_set=None,
         tile=1,
-        stage_rule=FETCHED,
+        chunk_rule=FETCHED,
         with_gradients=False,
     )
     for side, number in (("query_heads", 24), ("kv_heads", 12)):
         found = [
             head
             for rank in range(head_parallel)
-            for stage in layout.stages
-            for head in getattr(stage, side)[rank]
+            for chunk in layout.chunks
+            for head in getattr(chunk, side)[rank]
         ]
         assert sorted(found) == list(range(number))
 
 
 def test_stages_are_as_many_as_pay():
-    def number(tokens, num_kv_heads, num_stages=None, num_ranks=4):
+    def number(tokens, num_kv_heads, num_chunks=None, num_ranks=4):
         layout = lay_out(
             (tokens // num_ranks,) * num_ranks,
             (tokens // num_ranks,) * num_ranks,
@@ -134,19 +134,19 @@ def test_stages_are_as_many_as_pay():
             num_kv_heads=num_kv_heads,
             head_dim=128,
             head_parallel=num_ranks,
-            num_stages=num_stages,
+            num_chunks=num_chunks,
             is_causal=False,
             pattern=None,
             interest_set=None,
             tile=128,
-            stage_rule=FETCHED,
+            chunk_rule=FETCHED,
             with_gradients=False,
         )
-        return len(layout.stages)
+        return len(layout.chunks)
 
     assert [number(tokens, 16) for tokens in (1024, 16384, 131072)] == [1, 2, 4]
     assert number(131072, 8) == 2 and number(131072, 4) == 1
-    assert number(131072, 16, num_stages=3) == 2  # three do not divide four
+    assert number(131072, 16, num_chunks=3) == 2  # three do not divide four
     assert number(131072, 16, num_ranks=1) == 1
 
 
@@ -169,7 +169,7 @@ def test_a_short_forward_pass_leaves_pairs_to_compute_while_the_first_stage_trav
 
 
 def test_on_many_ranks_heads_are_cut_less_where_their_way_would_not_be_hidden():
-    """One key head of a rank is one stage, in which nothing travels beside a computation."""
+    """One key head of a rank is one head chunk, in which nothing travels beside a computation."""
     options = {"is_causal": True, "with_gradients": True}
     assert [chosen(64, 40, 8, 2**n, **options) for n in (14, 17, 20)] == [8, 4, 8]
     # few pairs leave nothing to hide it
@@ -212,12 +212,12 @@ def test_all_ranks_choose_the_same_split():
             num_kv_heads=8,
             head_dim=128,
             head_parallel="auto",
-            num_stages=None,
+            num_chunks=None,
             is_causal=False,
             pattern=None,
             interest_set=None,
             tile=128,
-            stage_rule=FETCHED,
+            chunk_rule=FETCHED,
             with_gradients=False,
         )
         for rank in range(32)

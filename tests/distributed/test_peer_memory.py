@@ -30,7 +30,7 @@ class LaterTask(rank_task.RankTask):
     def _compute_away(self, results, *arguments):
         current_stream().enqueue(lambda: super(LaterTask, self)._compute_away(results, *arguments))
 
-    def _compute_home(self, answer, stage, shards, held, *, keep):
+    def _compute_home(self, answer, chunk, shards, held, *, keep):
         steps, queries = self.layout.home_steps, self.layout.queries
         straight = self.layout.is_final and not keep
         if not steps and not straight:
@@ -38,27 +38,27 @@ class LaterTask(rank_task.RankTask):
         rows = slice(0, len(queries))
         if not straight:
             rows = slice(*(end - queries.start for end in (steps[0][1].start, steps[-1][1].stop)))
-        results = self._nothing(stage, shards, rows.stop - rows.start)
-        arguments = answer, stage, shards, held
+        results = self._nothing(chunk, shards, rows.stop - rows.start)
+        arguments = answer, chunk, shards, held
         compute = super()._compute_home
         return self._launch(lambda: compute(*arguments, keep=keep)[0], results), rows
 
-    def _compute_own(self, stage, shards):
+    def _compute_own(self, chunk, shards):
         if not self.layout.own_steps:
             return None
         compute = super()._compute_own
-        results = self._nothing(stage, shards, len(self.layout.queries))
-        return self._launch(lambda: compute(stage, shards), results)
+        results = self._nothing(chunk, shards, len(self.layout.queries))
+        return self._launch(lambda: compute(chunk, shards), results)
 
-    def _nothing(self, stage, shards, num_rows):
+    def _nothing(self, chunk, shards, num_rows):
         query, _, value = shards
-        heads = len(stage.query_heads[self.rank])
+        heads = len(chunk.query_heads[self.rank])
         output = query.new_full((query.shape[0], heads, num_rows, value.shape[3]), torch.nan)
         return output, output[..., 0].clone()
 
-    def _compute_gradients(self, stage, query, key, value, *of_queries):
+    def _compute_gradients(self, chunk, query, key, value, *of_queries):
         found = tuple(torch.full_like(each, torch.nan) for each in (query, key, value))
-        arguments = stage, query, key, value, *of_queries
+        arguments = chunk, query, key, value, *of_queries
         compute = super()._compute_gradients
         return tuple(self._launch(lambda: compute(*arguments), found))
 
@@ -153,7 +153,7 @@ def draw_calls(generator, num_ranks):
                 "lengths": lengths,
                 "heads": generator.choice([(4, 4), (4, 2), (8, 8)]),
                 "head_parallel": generator.choice([1, num_ranks if 4 % num_ranks == 0 else 1]),
-                "num_stages": generator.choice([1, 2, 4, 8]),
+                "num_chunks": generator.choice([1, 2, 4, 8]),
                 "is_causal": generator.random() < 0.6,
                 "gradients": generator.random() < 0.7,
             }
@@ -171,12 +171,12 @@ def make_layout(call, rank):
         num_kv_heads=num_kv_heads,
         head_dim=3,
         head_parallel=call["head_parallel"],
-        num_stages=call["num_stages"],
+        num_chunks=call["num_chunks"],
         is_causal=call["is_causal"],
         pattern=None,
         interest_set=None,
         tile=1,
-        stage_rule=FETCHED,
+        chunk_rule=FETCHED,
         with_gradients=call["gradients"],
     )
 
@@ -198,7 +198,7 @@ def launch(transport, rank, call, shards):
     layout = make_layout(call, rank)
     problem = check_problem(query, key, value)
     task = LaterTask(transport, rank, layout, Worker(problem.scale, "reference", None, None))
-    with Exchange(transport, len(layout.stages), in_place=False) as exchange:
+    with Exchange(transport, len(layout.chunks), in_place=False) as exchange:
         keep = call["gradients"]
         attended = task.attend(problem, exchange, with_lse=keep, keep=keep)
     results = [attended.answer.output]
@@ -258,7 +258,7 @@ def test_graphs_may_be_replayed_between_other_calls(peer_memory, monkeypatch, nu
     set_least_bytes(monkeypatch, 512)
     torch.manual_seed(seed)
     calls = draw_calls(random.Random(100 * num_ranks + seed), num_ranks)
-    largest = calls[-1] | {"heads": (32, 32), "num_stages": 8, "gradients": True}
+    largest = calls[-1] | {"heads": (32, 32), "num_chunks": 8, "gradients": True}
     turns = [[draw_tensors(call) for call in calls] for _ in range(4)]
     expected = [list(map(expect, calls, whole)) for whole in turns]
     world, answers, of_largest = make_world(num_ranks, seed), {}, draw_tensors(largest)
@@ -317,7 +317,7 @@ def keep_rows(monkeypatch):
 def test_a_rank_with_nothing_to_do_is_not_ahead_by_two_passes(peer_memory):
     """It would say that it has ended the second before others have seen that of the first."""
     call = draw_calls(random.Random(0), 2)[0]
-    call |= {"lengths": (40, 0), "gradients": False, "head_parallel": 1, "num_stages": 1}
+    call |= {"lengths": (40, 0), "gradients": False, "head_parallel": 1, "num_chunks": 1}
     world, steps = make_world(2, 0), iter(range(500))
 
     def program(rank):
@@ -333,7 +333,7 @@ def test_a_rank_with_nothing_to_do_is_not_ahead_by_two_passes(peer_memory):
 
 def test_a_call_that_fails_can_be_left_out_of_a_graph(peer_memory, monkeypatch):
     call = draw_calls(random.Random(0), 2)[0]
-    call |= {"lengths": (20, 20), "gradients": False, "head_parallel": 1, "num_stages": 2}
+    call |= {"lengths": (20, 20), "gradients": False, "head_parallel": 1, "num_chunks": 2}
     world = make_world(2, 0)
     keep_rows(monkeypatch)
 
@@ -356,7 +356,7 @@ def test_a_call_that_fails_can_be_left_out_of_a_graph(peer_memory, monkeypatch):
 
 def test_forward_passes_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
     call = draw_calls(random.Random(0), 2)[0]
-    call |= {"lengths": (20, 20), "gradients": True, "head_parallel": 1, "num_stages": 2}
+    call |= {"lengths": (20, 20), "gradients": True, "head_parallel": 1, "num_chunks": 2}
     call |= {"heads": (2, 2), "is_causal": False}
     world, numbers = make_world(2, 0), {}
 
@@ -381,22 +381,22 @@ def test_forward_passes_of_long_sequences_take_one_stream(peer_memory, monkeypat
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("failing_stage", [0, 1])
+@pytest.mark.parametrize("failing_chunk", [0, 1])
 def test_a_call_may_follow_one_that_failed_on_all_ranks(
-    peer_memory, monkeypatch, failing_stage, gradients
+    peer_memory, monkeypatch, failing_chunk, gradients
 ):
     """As if memory was short where results for other ranks are computed."""
     call = draw_calls(random.Random(0), 4)[0]
-    call |= {"lengths": (10,) * 4, "gradients": gradients, "head_parallel": 1, "num_stages": 2}
+    call |= {"lengths": (10,) * 4, "gradients": gradients, "head_parallel": 1, "num_chunks": 2}
     call |= {"heads": (2, 2), "is_causal": True}
     tensors, world, failing = draw_tensors(call), make_world(4, 0), {}
     compute = LaterTask._compute_away
     keep_rows(monkeypatch)
 
-    def fail(task, results, stage, *arguments):
-        if failing[task.rank] and stage is task.layout.stages[failing_stage]:
+    def fail(task, results, chunk, *arguments):
+        if failing[task.rank] and chunk is task.layout.chunks[failing_chunk]:
             raise torch.OutOfMemoryError("as if")
-        compute(task, results, stage, *arguments)
+        compute(task, results, chunk, *arguments)
 
     monkeypatch.setattr(LaterTask, "_compute_away", fail)
 
