@@ -66,10 +66,10 @@ def _run_command(arguments: list[str] | None) -> int:
         print(f"cqs {chosen.command}: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        from cqs.executors.ray import TaskFailedError, WorkersDiedError
+        from cqs.executors.ray import TaskFailedError, WorkersFailedError
         from cqs.verify import VerificationError
 
-        if not isinstance(error, VerificationError | WorkersDiedError | TaskFailedError):
+        if not isinstance(error, VerificationError | WorkersFailedError | TaskFailedError):
             raise
         print(f"cqs {chosen.command}: {error}", file=sys.stderr)
         return 1

@@ -262,10 +262,10 @@ def test_an_interrupt_just_after_a_file_was_made_removes_it(tmp_path, monkeypatc
 
 def test_failures_end_in_one_line_and_status_1(files, monkeypatch, capsys):
     from cqs.commands import attend as command
-    from cqs.executors.ray import TaskFailedError, WorkersDiedError
+    from cqs.executors.ray import TaskFailedError, WorkersFailedError
     from cqs.verify import VerificationError
 
-    for failure in (VerificationError, WorkersDiedError, TaskFailedError):
+    for failure in (VerificationError, WorkersFailedError, TaskFailedError):
         monkeypatch.setattr(command, "run_local", Mock(side_effect=failure("it failed")))
         assert run_attend() == 1
         assert capsys.readouterr().err.splitlines()[-1] == "cqs attend: it failed"

@@ -7,7 +7,7 @@ import torch
 
 import cqs
 from cqs.cases import Case
-from cqs.executors.ray import TaskFailedError, WorkersDiedError
+from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.job import Differentiate
 
@@ -93,7 +93,7 @@ def test_a_hung_worker_is_killed_and_replaced(cluster, tensors, undisturbed):
 def test_all_workers_dead_is_an_error_and_the_cluster_recovers(cluster, tensors, undisturbed):
     future, victims = run_with_signal(cluster, tensors, 4, signal.SIGKILL)
     assert len(victims) == 4
-    with pytest.raises(WorkersDiedError, match=r"all 4 workers died; tasks \[.*\] are not"):
+    with pytest.raises(WorkersFailedError, match=r"all 4 workers died; tasks \[.*\] are not"):
         future.result(timeout=120)
     assert torch.equal(cluster.attention(*tensors, is_causal=True, num_tasks=13), undisturbed)
 
@@ -109,7 +109,7 @@ def test_workers_that_died_between_runs_are_replaced(cluster, tensors, undisturb
     ("num_actors", "error", "message"),
     [
         (2, TaskFailedError, "task 3 was running on 2 workers when they died or hung"),
-        (1, WorkersDiedError, "all 1 workers died.*task 3 was running on 1 of them"),
+        (1, WorkersFailedError, "all 1 workers died.*task 3 was running on 1 of them"),
     ],
 )
 def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors, error, message):

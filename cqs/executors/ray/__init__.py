@@ -7,7 +7,7 @@ nothing (``max_restarts=0``, ``max_task_retries=0``), which makes the death of a
 
 from cqs.executors.ray.cluster import AttentionFuture, Cluster
 from cqs.executors.ray.report import RunReport, TaskReport
-from cqs.executors.ray.run import TaskFailedError, WorkersDiedError
+from cqs.executors.ray.run import TaskFailedError, WorkersFailedError
 
 __all__ = [
     "AttentionFuture",
@@ -15,5 +15,5 @@ __all__ = [
     "RunReport",
     "TaskFailedError",
     "TaskReport",
-    "WorkersDiedError",
+    "WorkersFailedError",
 ]

@@ -28,9 +28,9 @@ from cqs.executors.ray.group import Group
 from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import ActorPool, start_pool
 from cqs.executors.ray.progress import progress_callback
-from cqs.executors.ray.recipe import AttendShards, Load, Make, Recipe
 from cqs.executors.ray.report import RunReport
-from cqs.executors.ray.run import Patience, Run
+from cqs.executors.ray.run import RetryPolicy, Run
+from cqs.executors.ray.shard_producer import AttendShards, LoadShard, MakeShard, ShardProducer
 from cqs.executors.ray.sharded import Sharded
 from cqs.executors.shortage import fewest_tasks
 from cqs.gradients import Gradients
@@ -134,8 +134,10 @@ class Cluster:
                 cpus_per_worker or 1,
                 start_timeout,
             )
-            self._patience = Patience(num_workers, stall_timeout, start_timeout, max_attempts)
-            self._group = Group(self._pool, self._patience, self._closing)
+            self._retry_policy = RetryPolicy(
+                num_workers, stall_timeout, start_timeout, max_attempts
+            )
+            self._group = Group(self._pool, self._retry_policy, self._closing)
             self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=DISPATCHER)
             self._close = weakref.finalize(
                 self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
@@ -262,8 +264,8 @@ class Cluster:
                 is of another.
             NotImplementedError: as :func:`cqs.attention`.
             torch.OutOfMemoryError: as :func:`cqs.attention`.
-            WorkersDiedError: if all workers are dead; with shards, if none could be started in the
-                place of one that died.
+            WorkersFailedError: if all workers are dead; with shards, if none could be started in
+                the place of one that died.
             TaskFailedError: if a task kills every worker that it meets.
         """
         if isinstance(query, Sharded):
@@ -333,7 +335,7 @@ class Cluster:
             TypeError: if there are no tensors, or what is passed is none.
             ValueError: if a tensor has no dimension ``dim`` or requires gradients, which sharded
                 sequences do not record, or the cluster is closed.
-            WorkersDiedError: as :meth:`attention`.
+            WorkersFailedError: as :meth:`attention`.
             TaskFailedError: likewise.
         """
         self._check_alive()
@@ -347,7 +349,7 @@ class Cluster:
             if not -tensor.ndim <= dim < tensor.ndim:
                 raise ValueError(f"no dimension {dim} in shape {tuple(tensor.shape)}")
         parts = [tensor.tensor_split(self._group.num_ranks, dim) for tensor in tensors]
-        return self.make_shards(Load(), parts=tuple(zip(*parts, strict=True)))
+        return self.make_shards(LoadShard(), parts=tuple(zip(*parts, strict=True)))
 
     def make_sharded(self, function: Callable[[int, int], Any]) -> Sharded:
         """Make a sharded sequence on the workers; nothing of it passes through this process.
@@ -361,13 +363,13 @@ class Cluster:
         Raises:
             TypeError: if ``function``, or what it returns, is of the wrong type.
             ValueError: if shards have different numbers of tensors, or the cluster is closed.
-            WorkersDiedError: as :meth:`attention`.
+            WorkersFailedError: as :meth:`attention`.
             TaskFailedError: likewise.
             Exception: what the function raises, with a note that names the rank.
         """
         if not callable(function):
             raise TypeError(f"make_sharded takes a function, got {function!r}")
-        return self.make_shards(Make(function))
+        return self.make_shards(MakeShard(function))
 
     @with_advice
     def submit(
@@ -478,7 +480,7 @@ class Cluster:
         self, problem: Problem, num_tasks: int | None, interest_set: Iterable[int] | None
     ) -> Plan:
         """Plan a problem; ``num_tasks`` of ``None`` means a task for each worker."""
-        default = self._patience.num_workers
+        default = self._retry_policy.num_workers
         return problem.make_plan(default if num_tasks is None else num_tasks, interest_set)
 
     def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
@@ -494,7 +496,7 @@ class Cluster:
                 part,
                 backend or ("triton" if on_gpus else "cpu"),
                 _PREDICTABLE * num_bytes,
-                at_least=self._patience.num_workers,
+                at_least=self._retry_policy.num_workers,
             )
             if found is None:
                 raise ValueError(f"a memory budget of {num_bytes} bytes is too small for any task")
@@ -503,15 +505,15 @@ class Cluster:
 
     def make_shards(
         self,
-        recipe: Recipe,
+        producer: ShardProducer,
         sources: Sequence[Sharded] = (),
         parts: tuple[tuple[Tensor, ...], ...] = (),
     ) -> Sharded:
         """Make a sharded sequence; GPUs may still be at work on it, and on nothing older.
 
         Args:
-            recipe: How its shards are made.
-            sources: Sequences of this cluster whose shards the recipe is given.
+            producer: How its shards are made.
+            sources: Sequences of this cluster whose shards the producer is given.
             parts: For each rank, tensors that it is given after them.
         """
         self._check_alive()
@@ -522,7 +524,7 @@ class Cluster:
                 raise ValueError(f"{source!r} belongs to another cluster")
 
         def make(cancelled: threading.Event) -> Sharded:
-            step = self._group.begin(recipe, tuple(source.step for source in sources), parts)
+            step = self._group.begin(producer, tuple(source.step for source in sources), parts)
             self._group.make(step, cancelled)
             return Sharded(self, step, self._group.forget)
 
@@ -580,7 +582,7 @@ class Cluster:
     ) -> Run:
         return Run(
             self._pool,
-            self._patience,
+            self._retry_policy,
             job,
             plan,
             worker=Worker.of(job.problem, backend),

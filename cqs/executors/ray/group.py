@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.member import Shapes
-from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, deaths_of_actors
-from cqs.executors.ray.recipe import Load, Recipe
-from cqs.executors.ray.run import Patience, TaskFailedError, WorkersDiedError
+from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, actor_failures
+from cqs.executors.ray.run import RetryPolicy, TaskFailedError, WorkersFailedError
+from cqs.executors.ray.shard_producer import LoadShard, ShardProducer
 from cqs.executors.ray.sharded import Step
 
 _Found = TypeVar("_Found")
@@ -45,10 +45,10 @@ class Group:
     will be taken by another. Calls that are cancelled are ended before the next.
     """
 
-    def __init__(self, pool: ActorPool, patience: Patience, closing: threading.Event):
+    def __init__(self, pool: ActorPool, retry_policy: RetryPolicy, closing: threading.Event):
         """Give the actors of the pool their ranks, those of a node side by side."""
         self._pool, self._ray = pool, pool.ray
-        self._patience, self._closing = patience, closing
+        self._retry_policy, self._closing = retry_policy, closing
         actors = [(actor.info.node, actor.index) for actor in pool.actors.values() if actor.info]
         self._members: list[Actor] = [pool.actors[index] for _, index in sorted(actors)]
         self._numbers = itertools.count()
@@ -68,24 +68,24 @@ class Group:
 
     def begin(
         self,
-        recipe: Recipe,
+        producer: ShardProducer,
         sources: tuple[Step, ...] = (),
         parts: tuple[tuple[Tensor, ...], ...] = (),
     ) -> Step:
         """Number a step that :meth:`make` will carry out; see :class:`Step`.
 
         Args:
-            recipe: How its shards are made.
-            sources: Steps whose shards the recipe is given.
+            producer: How its shards are made.
+            sources: Steps whose shards the producer is given.
             parts: For each rank, tensors that it is given after them.
         """
         stored = tuple(tuple(self._ray.put(Blob(tensor)) for tensor in part) for part in parts)
         return Step(
             next(self._numbers),
-            recipe.name,
-            self._pickle(recipe),
-            recipe.is_collective,
-            recipe.is_early,
+            producer.name,
+            self._pickle(producer),
+            producer.is_collective,
+            producer.is_early,
             self.num_ranks,
             sources,
             stored,
@@ -108,9 +108,9 @@ class Group:
 
         Raises:
             CancelledError: if ``cancelled`` is set meanwhile, or the cluster is closed.
-            WorkersDiedError: if no actor can be started in the place of a dead one.
+            WorkersFailedError: if no actor can be started in the place of a dead one.
             TaskFailedError: if a step fails ``max_attempts`` times because of deaths.
-            Exception: what a recipe raises, with a note of the rank.
+            Exception: what a producer raises, with a note of the rank.
         """
         self._cancelled = cancelled
         made: set[Step] = set()
@@ -155,7 +155,7 @@ class Group:
         """Put the shards of a step into the object store, and make them from there henceforth."""
         shards = self.fetch(step, cancelled)
         step.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
-        step.recipe, step.is_collective, step.sources = self._pickle(Load()), False, ()
+        step.producer, step.is_collective, step.sources = self._pickle(LoadShard()), False, ()
         step.is_early = False
 
     def rest(self, cancelled: threading.Event) -> None:
@@ -181,9 +181,9 @@ class Group:
             except _BrokenError as error:
                 self._count(attempts, error.step or step, error)
 
-    def _pickle(self, recipe: Recipe) -> Any:
-        """Pickle a recipe; what is small travels with the call, which takes less time."""
-        pickled = self._ray.cloudpickle.dumps(recipe)
+    def _pickle(self, producer: ShardProducer) -> Any:
+        """Pickle a producer; what is small travels with the call, which takes less time."""
+        pickled = self._ray.cloudpickle.dumps(producer)
         return pickled if len(pickled) <= _INLINE_BYTES else self._ray.put(pickled)
 
     def _missing(self, step: Step) -> list[tuple[Step, list[int]]]:
@@ -215,13 +215,13 @@ class Group:
         def arguments(rank: int) -> tuple[Any, ...]:
             place, keep = (rank, self.num_ranks), rank in ranks
             stored = step.stored[rank] if step.stored else ()
-            return step.number, step.recipe, place, sources, keep, *stored
+            return step.number, step.producer, place, sources, keep, *stored
 
         try:
             if step.is_collective:
-                found = self._call_together("compute", arguments, self._patience.stall_timeout)
+                found = self._call_together("compute", arguments, self._retry_policy.stall_timeout)
             else:
-                found = self._call("compute", arguments, ranks, self._patience.stall_timeout)
+                found = self._call("compute", arguments, ranks, self._retry_policy.stall_timeout)
             _check_shapes(step, {rank: found[rank] for rank in ranks})
         except BaseException:
             for rank in ranks:  # whatever is there under this number is garbage
@@ -237,7 +237,7 @@ class Group:
         """Wait until all GPUs are done with what was made last."""
         if self._unsettled is not None and self._is_formed:
             try:
-                self._call_together("settle", lambda rank: (), self._patience.stall_timeout)
+                self._call_together("settle", lambda rank: (), self._retry_policy.stall_timeout)
             except _BrokenError as error:
                 error.step = self._unsettled
                 raise
@@ -255,7 +255,10 @@ class Group:
         """Have all members join a group of the next generation."""
         self._generation += 1
         self._call_all("describe")  # they may be at work on tasks of a run that was cancelled
-        timeout, call_timeout = self._patience.start_timeout, 2 * self._patience.stall_timeout
+        timeout, call_timeout = (
+            self._retry_policy.start_timeout,
+            2 * self._retry_policy.stall_timeout,
+        )
         address = self._call("bind", lambda rank: (timeout,), [0], timeout)[0]
 
         def arguments(rank: int) -> tuple[Any, ...]:
@@ -265,10 +268,10 @@ class Group:
 
     def _take_places(self) -> None:
         """Put actors in the places of those that died, and wait until they answer."""
-        deadline = time.monotonic() + self._patience.start_timeout
+        deadline = time.monotonic() + self._retry_policy.start_timeout
         vacant: list[int] = []
         death: BaseException | None = None
-        for _ in range(self._patience.max_attempts):
+        for _ in range(self._retry_policy.max_attempts):
             vacant = [rank for rank, actor in enumerate(self._members) if not self._is_known(actor)]
             spare = [actor for actor in self._pool.actors.values() if actor not in self._members]
             for rank in vacant:
@@ -287,9 +290,9 @@ class Group:
                 return
             if time.monotonic() >= deadline:
                 break
-        raise WorkersDiedError(
+        raise WorkersFailedError(
             f"rank {', '.join(map(str, vacant))} died, and within start_timeout="
-            f"{self._patience.start_timeout:g} s no worker could be started in its place: {death}"
+            f"{self._retry_policy.start_timeout:g} s no replacement could be started: {death}"
         ) from death
 
     def _is_known(self, actor: Actor) -> bool:
@@ -298,7 +301,7 @@ class Group:
     def _call_all(self, method: str, *arguments: Any) -> dict[int, Any]:
         """Call all members alike, which do not wait for each other; see :meth:`_call`."""
         ranks = range(self.num_ranks)
-        return self._call(method, lambda rank: arguments, ranks, self._patience.stall_timeout)
+        return self._call(method, lambda rank: arguments, ranks, self._retry_policy.stall_timeout)
 
     def _call(
         self,
@@ -315,9 +318,9 @@ class Group:
         """
         calls = self._begin_calls(method, arguments, ranks)
         self._wait(calls, time.monotonic() + timeout)
-        has_died = bool(calls.dead)
-        self._bury_the_hung(calls)
-        if not has_died:
+        has_failed = bool(calls.dead)
+        self._remove_hung(calls)
+        if not has_failed:
             self._raise_first(calls.errors)
         return self._conclude(calls)
 
@@ -338,12 +341,15 @@ class Group:
         self._wait(calls, end, until_failure=True)
         if calls.errors and not calls.dead:
             self._wait(calls, time.monotonic() + _GRACE_SECONDS)
-        errors, has_died = dict(calls.errors), bool(calls.dead)  # what comes later is of the abort
-        if not calls.pending and not errors and not has_died:
+        errors, has_failed = (
+            dict(calls.errors),
+            bool(calls.dead),
+        )  # what comes later is of the abort
+        if not calls.pending and not errors and not has_failed:
             self._is_formed = True
             return calls.found
         self._abort(calls, end if method == "compute" else time.monotonic())
-        if has_died:
+        if has_failed:
             self._conclude(calls)
         self._raise_first({rank: e for rank, e in errors.items() if not _is_of_connections(e)})
         for rank, error in sorted(errors.items()):
@@ -386,15 +392,15 @@ class Group:
                     calls.errors[rank] = error.cause
                 except self._ray.exceptions.UnserializableException as error:
                     calls.errors[rank] = error
-                except deaths_of_actors(self._ray) as error:
+                except actor_failures(self._ray) as error:
                     calls.dead[rank] = error
-                    self._bury(rank)
+                    self._remove_failed(rank)
 
     def _end_interrupted(self) -> None:
         """Have no actor in the middle of a call that was cancelled."""
         if self._interrupted is not None:
             calls, self._interrupted = self._interrupted, None
-            self._abort(calls, time.monotonic() + self._patience.stall_timeout)
+            self._abort(calls, time.monotonic() + self._retry_policy.stall_timeout)
 
     def _abort(self, calls: "_Calls", end: float) -> None:
         """End calls that wait for each other, by some time of the clock or soon after.
@@ -411,18 +417,18 @@ class Group:
             list(answers), num_returns=len(answers), timeout=_ABORT_SECONDS
         )
         for ref in silent:
-            self._bury(answers[ref], is_hung=True)
+            self._remove_failed(answers[ref], is_hung=True)
         self._pool.abandon(ready)
         self._wait(calls, max(end, time.monotonic() + _ABORT_SECONDS))
-        self._bury_the_hung(calls)
+        self._remove_hung(calls)
 
-    def _bury_the_hung(self, calls: "_Calls") -> None:
+    def _remove_hung(self, calls: "_Calls") -> None:
         for rank in calls.pending.values():
             calls.dead[rank] = TimeoutError(f"rank {rank} did not answer in time")
-            self._bury(rank, is_hung=True)
+            self._remove_failed(rank, is_hung=True)
         self._pool.abandon(list(calls.pending))
 
-    def _bury(self, rank: int, *, is_hung: bool = False) -> None:
+    def _remove_failed(self, rank: int, *, is_hung: bool = False) -> None:
         """Let go of a member; its place is taken later."""
         if self._is_known(self._members[rank]):
             self._pool.remove(self._members[rank], is_hung=is_hung)
@@ -445,7 +451,7 @@ class Group:
     def _count(self, attempts: "Counter[Step]", step: Step, error: _BrokenError) -> None:
         """Note that a step failed through no fault of its own; raise if that is hard to believe."""
         attempts[step] += 1
-        if attempts[step] >= self._patience.max_attempts:
+        if attempts[step] >= self._retry_policy.max_attempts:
             raise TaskFailedError(
                 f"{step.name} failed {attempts[step]} times, the last time because {error}"
             ) from error

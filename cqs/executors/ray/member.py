@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cqs.distributed.transports import release
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.recipe import Recipe
 from cqs.executors.ray.session import find_private_folder, import_ray
+from cqs.executors.ray.shard_producer import ShardProducer
 
 Shapes = tuple[tuple[int, ...], ...]
 """Those of the tensors of a shard."""
@@ -165,26 +165,26 @@ class Member:
 
         Args:
             number: Of the sharded sequence.
-            pickled: The recipe, which is given rank, number of ranks and tensors.
+            pickled: The producer, which is given rank, number of ranks and tensors.
             place: Rank and number of ranks.
-            sources: Sequences whose shards on this rank the recipe is given.
+            sources: Sequences whose shards on this rank the producer is given.
             keep: False if the shard is here already and only other ranks need theirs.
             blobs: Tensors that it is given after them, copied to the device.
         """
-        recipe: Recipe = pickle.loads(pickled)
+        producer: ShardProducer = pickle.loads(pickled)
         generation = self._generation
         tensors = [tensor for source in sources for tensor in self._shards[source]]
         tensors += [blob.tensor().to(self._device, copy=True) for blob in blobs]
         try:
             with torch.no_grad():
-                shard = self._as_shard(recipe.name, recipe(*place, *tensors))
+                shard = self._as_shard(producer.name, producer(*place, *tensors))
             made = torch.cuda.current_stream().record_event() if self._is_on_gpu else None
             self.settle()
             self._made = made
-            if recipe.is_collective and self._generation != generation:
+            if producer.is_collective and self._generation != generation:
                 raise RuntimeError(f"generation {generation} of the group was aborted")
         except BaseException:
-            if recipe.is_collective:
+            if producer.is_collective:
                 self._leave()  # other ranks may wait for this one: their connections close
             raise
         if keep:

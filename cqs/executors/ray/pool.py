@@ -165,7 +165,7 @@ def start_pool(
     return pool, num_workers
 
 
-def deaths_of_actors(ray: Any) -> tuple[type[Exception], ...]:
+def actor_failures(ray: Any) -> tuple[type[Exception], ...]:
     """List what says that a machine failed, as opposed to the computation."""
     errors = ray.exceptions
     return (

@@ -13,7 +13,7 @@ import torch
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.job import Attend, Differentiate
-from cqs.executors.ray.pool import Actor, ActorPool, deaths_of_actors
+from cqs.executors.ray.pool import Actor, ActorPool, actor_failures
 from cqs.executors.ray.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
 from cqs.partial import Partial
@@ -26,7 +26,7 @@ _TASKS_IN_FLIGHT = 2
 """Per actor: one computes while the groups of the next are fetched."""
 
 
-class WorkersDiedError(RuntimeError):
+class WorkersFailedError(RuntimeError):
     """No worker is left to compute the remaining tasks."""
 
 
@@ -35,7 +35,7 @@ class TaskFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """When to give up on an actor, and on a task."""
 
     num_workers: int
@@ -54,7 +54,7 @@ class Run:
     def __init__(
         self,
         pool: ActorPool,
-        patience: Patience,
+        retry_policy: RetryPolicy,
         job: Attend | Differentiate,
         plan: Plan,
         *,
@@ -68,7 +68,7 @@ class Run:
         self.cancelled = threading.Event()
         self._in_inference_mode = torch.is_inference_mode_enabled()
         self.report: RunReport | None = None
-        self._pool, self._ray, self._patience = pool, pool.ray, patience
+        self._pool, self._ray, self._retry_policy = pool, pool.ray, retry_policy
         self._job, self._plan, self._closing = job, plan, closing
         self._worker, self._verify, self._progress = worker, verify, progress
         self._tasks = {task.index: task for task in plan.tasks if task.steps}
@@ -83,7 +83,7 @@ class Run:
         self._attempts: Counter[int] = Counter()
         self._reports: dict[int, TaskReport] = {}
         self._seconds: Counter[str] = Counter()
-        self._deaths = self._reruns = 0
+        self._failures = self._reruns = 0
 
     def __call__(self) -> Any:
         """Compute all tasks, combine their results and return what the job makes of them."""
@@ -106,7 +106,7 @@ class Run:
             get_seconds=self._seconds["get"],
             merge_seconds=self._seconds["merge"],
             tasks=tuple(self._reports[index] for index in sorted(self._reports)),
-            deaths=self._deaths,
+            deaths=self._failures,
             reruns=self._reruns,
         )
         if self._verify and isinstance(result, Partial):
@@ -125,7 +125,7 @@ class Run:
         largest_first = sorted(self._tasks.values(), key=lambda task: -task.live_pairs)
         self._todo = deque(task.index for task in largest_first)
         self._pool.abandon([])
-        self._pool.start(self._patience.num_workers - len(self._pool.actors))
+        self._pool.start(self._retry_policy.num_workers - len(self._pool.actors))
         self._pings = {actor.ping(): actor for actor in self._pool.actors.values()}
         self._originals = set(self._pool.actors)
         self._last_sign = dict.fromkeys(self._originals, time.monotonic())
@@ -138,7 +138,7 @@ class Run:
                 self._pool.check_connected()
                 self._feed()
                 self._collect()
-                self._bury_the_hung()
+                self._remove_hung()
         finally:
             if self._pool.is_connected:
                 for ref in self._in_flight:
@@ -148,9 +148,9 @@ class Run:
     def _feed(self) -> None:
         """Hand the next tasks to the actors that owe least."""
         if not self._queues and not any(a.index in self._originals for a in self._pings.values()):
-            raise WorkersDiedError(
-                f"all {self._patience.num_workers} workers died; "
-                f"tasks {sorted(self._unfinished())} are not computed{self._blame()}"
+            raise WorkersFailedError(
+                f"all {self._retry_policy.num_workers} workers died; "
+                f"tasks {sorted(self._unfinished())} are not computed{self._count_failure()}"
             )
         while self._todo and self._queues:
             index = min(self._queues, key=lambda index: len(self._queues[index]))
@@ -196,8 +196,8 @@ class Run:
         actor = self._pings.pop(ping)
         try:
             actor.info = self._ray.get(ping)
-        except deaths_of_actors(self._ray) as error:
-            self._bury(actor, is_shot=self._is_shot(error))
+        except actor_failures(self._ray) as error:
+            self._remove_failed(actor, is_oom_kill=self._is_oom_kill(error))
             return
         self._queues[actor.index] = deque()
 
@@ -208,8 +208,8 @@ class Run:
                 results, report = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:  # the computation itself: no re-run
             raise self._explain(error.cause, index) from error
-        except deaths_of_actors(self._ray) as error:
-            self._bury(actor, is_shot=self._is_shot(error))
+        except actor_failures(self._ray) as error:
+            self._remove_failed(actor, is_oom_kill=self._is_oom_kill(error))
             return
         del self._in_flight[ref]
         self._queues[actor.index].remove(ref)
@@ -228,17 +228,19 @@ class Run:
         problem, plan = self._job.problem, self._plan
         return torch.OutOfMemoryError(explain_shortage(problem, plan, backend, capacity, index))
 
-    def _bury_the_hung(self) -> None:
+    def _remove_hung(self) -> None:
         now = time.monotonic()
         owing = [self._pool.actors[index] for index, queue in self._queues.items() if queue]
         for actor in [*owing, *self._pings.values()]:
-            timeout = self._patience.stall_timeout
+            timeout = self._retry_policy.stall_timeout
             if actor.info is None:
-                timeout = max(timeout, self._patience.start_timeout)
+                timeout = max(timeout, self._retry_policy.start_timeout)
             if now - self._last_sign[actor.index] > timeout:
-                self._bury(actor, is_hung=True)
+                self._remove_failed(actor, is_hung=True)
 
-    def _bury(self, actor: Actor, *, is_hung: bool = False, is_shot: bool = False) -> None:
+    def _remove_failed(
+        self, actor: Actor, *, is_hung: bool = False, is_oom_kill: bool = False
+    ) -> None:
         """Take back an actor's tasks and start another in its place.
 
         Ray's memory monitor shoots several actors at once. Memory comes back, so the run waits for
@@ -248,13 +250,13 @@ class Run:
         taken_back = [self._in_flight.pop(ref)[1] for ref in queue]
         self._pings = {ping: other for ping, other in self._pings.items() if other is not actor}
         self._pool.remove(actor, is_hung=is_hung)
-        self._deaths += 1
+        self._failures += 1
         self._reruns += len(taken_back)
         self._todo.extendleft(reversed(taken_back))
         if taken_back:  # an actor computes in order: it died of the first, if of any
             suspect = taken_back[0]
             self._attempts[suspect] += 1
-            if self._attempts[suspect] >= self._patience.max_attempts:
+            if self._attempts[suspect] >= self._retry_policy.max_attempts:
                 raise TaskFailedError(
                     f"task {suspect} was running on {self._attempts[suspect]} workers when they "
                     "died or hung"
@@ -263,7 +265,11 @@ class Run:
             (replacement,) = self._pool.start(1)
             self._pings[replacement.ping()] = replacement
             self._last_sign[replacement.index] = time.monotonic()
-            if is_shot and self._deaths < self._patience.max_attempts * self._patience.num_workers:
+            if (
+                is_oom_kill
+                and self._failures
+                < self._retry_policy.max_attempts * self._retry_policy.num_workers
+            ):
                 self._originals.add(replacement.index)
 
     @contextlib.contextmanager
@@ -273,13 +279,13 @@ class Run:
         yield
         self._seconds[part] += time.perf_counter() - start  # type: ignore[assignment]
 
-    def _is_shot(self, error: Exception) -> bool:
+    def _is_oom_kill(self, error: Exception) -> bool:
         return isinstance(error, self._ray.exceptions.OutOfMemoryError)
 
     def _unfinished(self) -> set[int]:
         return set(self._tasks) - set(self._reports)
 
-    def _blame(self) -> str:
+    def _count_failure(self) -> str:
         if not self._attempts:
             return ""
         task, deaths = self._attempts.most_common(1)[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cqs.executors.ray.member import Shapes
-from cqs.executors.ray.recipe import Map
+from cqs.executors.ray.shard_producer import MapShard
 from cqs.scheduler.arguments import as_bool
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Step:
     """Greater than those of its sources."""
     name: str
     """What errors call it."""
-    recipe: Any
+    producer: Any
     """Pickled, or a reference to that."""
     is_collective: bool
     is_early: bool
@@ -84,7 +84,7 @@ class Sharded:
 
         Raises:
             ValueError: if the cluster is closed.
-            WorkersDiedError: as :meth:`map`.
+            WorkersFailedError: as :meth:`map`.
             TaskFailedError: likewise.
         """
         self._cluster.wait_for_shards(self)
@@ -97,7 +97,7 @@ class Sharded:
 
         Raises:
             ValueError: if the cluster is closed.
-            WorkersDiedError: as :meth:`map`.
+            WorkersFailedError: as :meth:`map`.
             TaskFailedError: likewise.
         """
         shards = self._cluster.fetch_shards(self)
@@ -121,7 +121,7 @@ class Sharded:
         Raises:
             TypeError: if an argument, or what the function returns, is of the wrong type.
             ValueError: if the cluster is closed or ``others`` are of another.
-            WorkersDiedError: if a worker died and none could be started in its place.
+            WorkersFailedError: if a worker died and none could be started in its place.
             TaskFailedError: if workers die or hang whenever they try, or a collective function
                 raises RuntimeError whenever it is called: that may mean that another rank failed.
             Exception: what the function raises, with a note that names the rank.
@@ -129,7 +129,7 @@ class Sharded:
         if not callable(function):
             raise TypeError(f"map takes a function, got {function!r}")
         is_collective = as_bool("is_collective", is_collective)
-        return self._cluster.make_shards(Map(function, is_collective), (self, *others))
+        return self._cluster.make_shards(MapShard(function, is_collective), (self, *others))
 
     def replicate(self) -> None:
         """Keep a copy in the object store of this process, from which lost shards are taken.
@@ -138,7 +138,7 @@ class Sharded:
 
         Raises:
             ValueError: if the cluster is closed.
-            WorkersDiedError: as :meth:`map`.
+            WorkersFailedError: as :meth:`map`.
             TaskFailedError: likewise.
         """
         self._cluster.replicate_shards(self)

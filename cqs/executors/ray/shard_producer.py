@@ -10,7 +10,7 @@ from torch import Tensor
 from cqs.distributed import attention
 
 
-class Recipe(Protocol):
+class ShardProducer(Protocol):
     """Makes a shard on a rank; called again for a shard that was lost, to give the same bits."""
 
     @property
@@ -33,7 +33,7 @@ class Recipe(Protocol):
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadShard:
     """Takes what the driver put into the object store."""
 
     is_collective = is_early = False
@@ -45,7 +45,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Make:
+class MakeShard:
     """Calls a function of the user, which makes the shard of a rank."""
 
     function: Callable[[int, int], Any]
@@ -58,7 +58,7 @@ class Make:
 
 
 @dataclass(frozen=True)
-class Map:
+class MapShard:
     """Calls a function of the user with the tensors of a shard."""
 
     function: Callable[..., Any]
