@@ -3,7 +3,19 @@ VENV := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 
-.PHONY: demo test test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
+.PHONY: help demo test test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
+
+help:  # the first target, so that `make` alone shows it
+	@echo "make demo          attention over a real text on a private Ray cluster, checked"
+	@echo "make test          every test (about 15 minutes on 2 cores)"
+	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
+	@echo "make lint          ruff and mypy"
+	@echo "make docs          the site, in site/html/docs/index.html"
+	@echo "make notebooks     run the notebooks and store their outputs"
+	@echo "make wheel         dist/: wheel and source distribution"
+	@echo "make check-dist    check what would be published"
+	@echo "make check-package the same, and follow README.md in a clean environment"
+	@echo "make clean         remove .venv, dist and site"
 
 demo: $(INSTALLED)
 	$(VENV)/python -m cqs demo
