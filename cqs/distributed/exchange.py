@@ -1,4 +1,4 @@
-"""Rows of tokens from the shards to who computes with them, and results back."""
+"""Exchange of token rows: shards to the ranks that compute with them, results to their owners."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,14 @@ from cqs.distributed.row_copies import CopySchedule, RowCopy
 from cqs.distributed.transfer import Fill, LostError, Packet, Transfer, Transport
 
 HeadsOfRanks = tuple[range, ...]
-"""For every rank, some heads; equally many for each."""
+"""A range of heads for every rank; all ranges have one length."""
 
 _SETTLING_SECONDS = 10.0
-"""How long a call that fails waits for messages, at most."""
+"""Seconds that a failed call waits for pending transfers, at most."""
 
 
 class Piece(NamedTuple):
-    """What one rank sent back for some rows of the shard."""
+    """Results that one rank sent back for some rows of this rank's shard."""
 
     rank: int
     rows: range
@@ -29,18 +29,18 @@ class Piece(NamedTuple):
 
 
 class Exchange:
-    """Sends tensors between the ranks of a group in one pass.
+    """Sends tensors between the ranks of a group in one forward or backward pass.
 
-    The group can be used again if a pass fails on all ranks after the same sends.
+    The group remains usable after an error if the pass fails on all ranks after the same sends.
     """
 
     def __init__(self, transport: Transport, num_chunks: int, *, in_place: bool) -> None:
-        """Begin with nothing.
+        """Prepare an exchange; use it as a context manager.
 
         Args:
-            transport: Between the ranks of the group.
-            num_stages: How many parts there are of all that travels one way.
-            in_place: Whether what stays on its rank may be the caller's own memory.
+            transport: Transport between the ranks of the group.
+            num_chunks: Number of head chunks of the pass.
+            in_place: Whether rows that stay on this rank may be views of the caller's tensors.
         """
         self._transport, self._in_place = transport, in_place
         self._num_turns = min(num_chunks, transport.num_turns)
@@ -64,16 +64,16 @@ class Exchange:
         heads: Sequence[HeadsOfRanks],
         routes: Sequence[Route],
     ) -> Transfer:
-        """Send every rank the rows that it needs, of its heads; get those that this one needs.
+        """Send every rank the rows and heads that it requires, and start receiving this rank's.
 
         Args:
-            chunk: Number of the head chunk.
-            shards: Each ``[batch, heads, rows, ...]``.
-            heads: Of each of them, the heads that every rank needs.
-            routes: Of each of them.
+            chunk: Index of the head chunk.
+            shards: This rank's tensors, each ``[batch, heads, rows, ...]``.
+            heads: For each tensor, the heads that every rank requires.
+            routes: For each tensor, its route.
 
         Returns:
-            Of tensors ``[batch, heads of a rank, tokens held, ...]``.
+            The transfer of one tensor ``[batch, heads of a rank, tokens held, ...]`` per shard.
         """
         coming: list[Tensor] = []
         packets = []
@@ -96,12 +96,15 @@ class Exchange:
         return self._pack_and_send(chunk, packets, coming)
 
     def send_back(self, chunk: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
-        """Return results for the tokens held to whose they are; see :func:`pieces`.
+        """Send results for the tokens held to the ranks that own the tokens.
 
         Args:
-            chunk: Number of the head chunk.
-            held: Each ``[batch, heads of a rank, tokens held, ...]``.
-            routes: Of each of them, that by which the tokens came.
+            chunk: Index of the head chunk.
+            held: Results, each ``[batch, heads of a rank, tokens held, ...]``.
+            routes: For each result, the route by which its tokens were received.
+
+        Returns:
+            The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
         """
         coming: list[Tensor] = []
         packets = []
@@ -116,13 +119,18 @@ class Exchange:
     def send_made(
         self, chunk: int, like: Sequence[Tensor], route: Route, make: Callable[[list[Tensor]], None]
     ) -> Transfer:
-        """Let results for the tokens held, all of other ranks, be written where they leave from.
+        """Write results directly into the send buffer and send them to the token owners.
 
         Args:
-            chunk: Number of the head chunk.
-            like: Each ``[batch, heads of a rank, any rows, ...]``.
-            route: Of all of them, that by which the tokens came.
-            make: Writes them, each ``[batch, heads of a rank, tokens held, ...]``.
+            chunk: Index of the head chunk.
+            like: Tensors with the shape, dtype and device of the results, except the number of
+                rows: ``[batch, heads of a rank, any rows, ...]``.
+            route: The route by which the tokens were received, all of them from other ranks.
+            make: Function that writes the results, each ``[batch, heads of a rank, tokens held,
+                ...]``, into the views of the send buffer that it is given.
+
+        Returns:
+            The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
         """
         packets = [Packet(route, [each], [each.shape[1]], (), is_home=True) for each in like]
         coming = [tensor for packet in packets for tensor in packet.coming]
@@ -151,9 +159,13 @@ class Exchange:
 
 
 def by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
-    """Group neighbours that travel together: by one route, of one shape but for heads and rows.
+    """Group adjacent tensors that one packet can hold: same route, trailing shape and dtype.
 
-    Two routes that are equal on this rank may differ on another.
+    Routes are compared by identity, because routes that are equal on this rank may differ on
+    another, and all ranks must form the same packets.
+
+    Returns:
+        For each group its route and the indices of its tensors.
     """
 
     def way(i: int) -> Any:
@@ -164,7 +176,12 @@ def by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Rou
 
 
 def pieces(received: Tensor, route: Route) -> Iterator[Piece]:
-    """Tell apart what was sent back to this rank, rank by rank."""
+    """Split results that were sent back to this rank by rank and row range.
+
+    Args:
+        received: Results ``[batch, heads, rows, ...]``, ordered by sending rank.
+        route: The route by which this rank sent the tokens out.
+    """
     first = 0
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
@@ -174,11 +191,11 @@ def pieces(received: Tensor, route: Route) -> Iterator[Piece]:
 
 @lru_cache(maxsize=256)
 def schedule_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
-    """Return what places tensors that were sent back in shards, if nothing is to be added up.
+    """Return the copies of results into shards, where at most one rank sent each row and head.
 
     Args:
-        route: Of all of them.
-        heads: Of each of them, the heads that every rank sent.
+        route: The route by which this rank sent the tokens out.
+        heads: For each tensor, the heads that every rank sent back.
     """
     schedule, there = [], 0
     for rank, ranges in enumerate(route.sends):
@@ -192,7 +209,7 @@ def schedule_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule
 
 @lru_cache(maxsize=256)
 def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
-    """Return what packs shards for other ranks, and places what stays on this one."""
+    """Return the copies that pack shard rows for other ranks and place this rank's own rows."""
     own, schedule = route.rank, []
     of_others, of_own = 0, sum(route.receives[:own])
     for rank, ranges in enumerate(route.sends):
@@ -208,7 +225,7 @@ def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule
 
 @lru_cache(maxsize=256)
 def _schedule_home(route: Route, widths: tuple[int, ...]) -> CopySchedule:
-    """Return what packs results for other ranks, and places those for this one."""
+    """Return the copies that pack results for other ranks and place those for this rank."""
     own = route.rank
     before, here = sum(route.receives[:own]), route.receives[own]
     after = sum(route.receives) - before - here

@@ -1,4 +1,4 @@
-"""Who computes what in a group of ranks, and which rows of whose shard that takes."""
+"""The work of every rank of a group, and the rows of each shard that it requires."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,51 +17,52 @@ from cqs.simulation import Case, Machine, forecast
 Lengths = tuple[int, ...]
 
 _SLACK = 0.02
-"""By how much longer than the fastest a split may take that is chosen: the model is no better."""
+"""Relative predicted time by which the chosen head-parallel degree may exceed the fastest. The cost
+model is not more accurate than this."""
 _MACHINE = Machine(bandwidth=160e9, latency=160e-6, between=50e9)
-"""For which forecasts are nearest to what four H200s of one host were measured to take. Between
-hosts, which were not measured, 400 Gb/s of InfiniBand for each GPU."""
+"""Machine of the predictions, in bytes/s and seconds. Bandwidth and latency are fitted to 4 x H200
+of one host; between hosts it assumes 400 Gb/s InfiniBand per GPU, which was not measured."""
 
 
 class PackOffsets(NamedTuple):
-    """Where ranks that pack rows for all others, one after another, put them."""
+    """Row offsets in the send buffers of all ranks, which are ordered by receiving rank."""
 
     firsts: tuple[int, ...]
-    """For every rank, the first of the rows that it packs for this one."""
+    """For every rank, the index of the first row that it packs for this rank."""
     most: int
-    """The rows that a rank packs, at most."""
+    """Number of rows in the largest send buffer of any rank."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where the rows of one side of the problem go, as one rank sees it, and come back from."""
+    """Routing table of one rank for queries or keys: the rows that it sends and receives."""
 
     sends: tuple[tuple[range, ...], ...]
-    """For every rank, the rows of this rank's shard that it needs: ascending ranges."""
+    """For every rank, ascending ranges of the rows of this rank's shard that are sent to it."""
     receives: tuple[int, ...]
-    """Number of rows that come from every rank. Together, in the order of ranks, they are..."""
+    """Number of rows that this rank receives from every rank, itself included."""
     held: tuple[range, ...]
-    """... these tokens, ascending."""
+    """Positions of the received tokens: ascending ranges, in the order of the ranks."""
     rank: int = field(repr=False)
-    """Whose route it is."""
+    """The rank that this routing table belongs to."""
     shards: Sequence[range] = field(compare=False, repr=False)
-    """The tokens that every rank has."""
+    """For every rank, the token positions of its shard."""
     wanted: Sequence[tuple[range, ...]] = field(compare=False, repr=False)
-    """Those that every rank needs."""
+    """For every rank, the token positions that it requires, in ascending ranges."""
 
     @cached_property
     def places_out(self) -> PackOffsets:
-        """Where rows are that go to who needs them."""
+        """Send buffer offsets of shard rows."""
         return _places(self._numbers, self.rank)
 
     @cached_property
     def places_home(self) -> PackOffsets:
-        """Where results for them are that go back."""
+        """Send buffer offsets of results, which are sent in reverse."""
         return _places(list(zip(*self._numbers, strict=True)), self.rank)
 
     @cached_property
     def _numbers(self) -> list[list[int]]:
-        """For every rank, how many of its rows every other needs."""
+        """Matrix [owner][receiver] of the number of rows sent, with a zero diagonal."""
         return [
             [
                 0 if owner == other else sum(map(len, _common(shard, ranges)))
@@ -72,12 +73,12 @@ class Route:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Number of rows that go to every rank."""
+        """Number of rows that this rank sends to every rank, itself included."""
         return tuple(sum(map(len, ranges)) for ranges in self.sends)
 
     @cached_property
     def stays(self) -> bool:
-        """Whether nothing goes to or comes from other ranks."""
+        """Whether this rank neither sends rows to nor receives rows from other ranks."""
         return not any(
             sent or received
             for other, (sent, received) in enumerate(zip(self.lengths, self.receives, strict=True))
@@ -87,61 +88,63 @@ class Route:
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """Heads that every rank computes at one time, while those of other head chunks travel."""
+    """Heads that every rank computes while the tensors of other head chunks are sent."""
 
     query_heads: tuple[range, ...]
-    """For every rank, some of the heads of its slice; equally many for each."""
+    """For every rank, a range of query heads of its head group; all have one length."""
     kv_heads: tuple[range, ...]
-    """For every rank, the key heads that those need; fewer than slices are needed by several."""
+    """For every rank, the KV heads of these query heads. Ranks share a KV head if there are
+    fewer KV heads than head groups."""
 
     @property
     def heads(self) -> tuple[tuple[range, ...], ...]:
-        """Of query, key and value."""
+        """Heads of every rank for query, key and value."""
         return self.query_heads, self.kv_heads, self.kv_heads
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from numbers that all ranks know.
+    """The work and the routing tables of one rank, computed without communication.
 
-    Rank r computes task ``r // head_parallel`` of the plan for the ``r % head_parallel``-th of
-    ``head_parallel`` equal slices of the heads.
+    Rank r computes task ``r // head_parallel`` of the plan for head group ``r % head_parallel``,
+    one of ``head_parallel`` equal groups of heads.
     """
 
     plan: Plan
     own_steps: tuple[Step, ...]
-    """What this rank computes with its own shard alone; none if :attr:`is_final`."""
+    """Steps that read this rank's shard alone; empty if :attr:`is_final`."""
     home_steps: tuple[Step, ...]
-    """What else it computes for queries of its shard; none if final and gradients follow."""
+    """Other steps for queries of this rank's shard; empty if final and gradients are required."""
     away_steps: tuple[Step, ...]
-    """What it computes for queries of other ranks; then the whole task, of which results are
-    kept."""
+    """Steps for queries of other ranks; the whole task if final and gradients are required, because
+    the backward pass reads its results."""
     queries: range
-    """Tokens of its shard."""
+    """Positions of the queries of this rank's shard."""
     keys: range
+    """Positions of the keys of this rank's shard."""
     of_queries: Route
-    """By which queries come, and with gradients those of its own too."""
+    """Route of the queries; includes this rank's own queries if gradients are required."""
     of_keys: Route
-    """Likewise; those of its own too where keys of others are seen beside them. On every rank the
-    same object as ``of_queries``, or on none."""
+    """Route of keys and values; includes this rank's own if steps also read keys of other ranks. It
+    is the same object as ``of_queries`` either on every rank or on none."""
     of_results: Route
-    """By which the queries of ``away_steps`` come, and results for them go back."""
+    """Route of the queries of ``away_steps``; their results are sent along it in reverse."""
     chunks: tuple[HeadChunk, ...]
-    """Together, all heads."""
+    """Head chunks, which together cover all heads."""
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The whole task."""
+        """All steps of this rank, which are its whole task."""
         return self.own_steps + self.home_steps + self.away_steps
 
     @cached_property
     def num_keys(self) -> int:
-        """How many keys they see."""
+        """Number of distinct keys that the steps read."""
         return sum(map(len, keys_of(self.steps)))
 
     @property
     def is_final(self) -> bool:
-        """Whether ranks compute with all keys of a query, so that nothing is to be merged."""
+        """Whether the plan has one task, so that results cover all keys and need no merge."""
         return self.plan.num_tasks == 1
 
 
@@ -164,25 +167,27 @@ def lay_out(
     with_gradients: bool,
     ranks_per_host: float = inf,
 ) -> Layout:
-    """Lay out attention over shards of these lengths.
+    """Lay out attention over the shards of a group for one rank.
 
     Args:
-        seqlens_q: Queries of every rank's shard.
-        seqlens_kv: Its keys.
-        rank: Whose part to describe.
-        num_heads: Heads of the queries.
-        num_kv_heads: Of the keys.
-        head_dim: Of the queries.
-        head_parallel: See :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` is the
-            number of :func:`choose_head_parallel`.
-        num_stages: At most so many head chunks; ``None`` chooses by the work.
-        is_causal: See :func:`cqs.make_plan`, as for the rest.
-        pattern: Likewise.
-        interest_set: Likewise.
-        tile: Likewise.
-        stage_rule: See :func:`cqs.scheduler.heads.choose_num_stages`.
-        with_gradients: Whether they will be asked for.
-        ranks_per_host: As for :func:`choose_head_parallel`.
+        seqlens_q: Number of queries in every rank's shard.
+        seqlens_kv: Number of keys in every rank's shard.
+        rank: The rank to lay out.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of KV heads.
+        head_dim: Size of a query head.
+        head_parallel: Head-parallel degree, see
+            :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` calls
+            :func:`choose_head_parallel`.
+        num_chunks: Maximum number of head chunks; ``None`` chooses it by the work.
+        is_causal: Whether attention is causal over the whole sequence.
+        pattern: Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`.
+        interest_set: Interest set for ``ranks / head_parallel`` tasks; ``None`` takes the best
+            known.
+        tile: Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`.
+        chunk_rule: Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks`.
+        with_gradients: Whether a backward pass will follow.
+        ranks_per_host: Number of consecutive ranks on one host.
     """
     num_ranks = len(seqlens_q)
     bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
@@ -261,7 +266,7 @@ def lay_out(
 def _make_chunks(
     number: int, num_ranks: int, head_parallel: int, num_heads: int, num_kv_heads: int
 ) -> tuple[HeadChunk, ...]:
-    """Cut the slice of every rank into so many equal head chunks."""
+    """Divide the head group of every rank into ``number`` equal head chunks."""
 
     def of_ranks(num_heads: int, i: int) -> tuple[range, ...]:
         slices = (_slice(num_heads, head_parallel, r % head_parallel) for r in range(num_ranks))
@@ -277,7 +282,7 @@ def _sees_any(step: Step, pattern: BoundPattern) -> bool:
 
 
 def cut_shards(lengths: Sequence[int]) -> list[range]:
-    """Return the tokens of every shard.
+    """Return the token positions of every shard, given the number of tokens of each.
 
     Example:
         >>> cut_shards([2, 0, 3])
@@ -287,12 +292,12 @@ def cut_shards(lengths: Sequence[int]) -> list[range]:
 
 
 def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], rank: int) -> Route:
-    """Return where the rows of a rank's shard go, and whose come to it.
+    """Return the routing table of one rank.
 
     Args:
-        shards: The tokens that every rank has.
-        wanted: Those that every rank needs, in ascending ranges.
-        rank: Whose route.
+        shards: For every rank, the token positions of its shard.
+        wanted: For every rank, the token positions that it requires, in ascending ranges.
+        rank: The rank whose routing table to make.
 
     Example:
         >>> shards = [range(0, 4), range(4, 8)]
@@ -314,25 +319,25 @@ def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], ran
 
 
 def _places(numbers: Sequence[Sequence[int]], rank: int) -> PackOffsets:
-    """Return the places for a rank; ``numbers`` are of rows, from every rank to every rank."""
+    """Return the offsets for one rank, given the number of rows [owner][receiver]."""
     return PackOffsets(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
 
 
 def choose_head_parallel(
     case: Case, num_ranks: int, *, with_gradients: bool, ranks_per_host: float = inf
 ) -> int:
-    """Return the number of slices of the heads to take.
+    """Return the head-parallel degree for a problem.
 
-    Only numbers count that are predicted to take at most 2 % longer than the fastest, in as many
-    head chunks as the work pays, on H200s. Of these it is the one for which a rank holds the
-    fewest bytes, and without gradients, up to 512K keys, the least: see ``slack`` of
-    :func:`cqs.simulation.forecast`. All ranks know what the choice depends on.
+    The candidates are the degrees that the cost model predicts within 2 % of the fastest, on H200s.
+    The one with the lowest peak memory is chosen; without gradients and up to 512K keys, the
+    smallest one. See ``slack`` of :func:`cqs.simulation.forecast`. The choice is the same on all
+    ranks, because it depends on the arguments alone.
 
     Args:
-        case: What is computed.
-        num_ranks: By how many.
-        with_gradients: Whether the time is that of both passes.
-        ranks_per_host: So many ranks in a row are on one host.
+        case: The attention problem.
+        num_ranks: Number of ranks that compute it.
+        with_gradients: Whether to predict forward and backward pass together, or forward alone.
+        ranks_per_host: Number of consecutive ranks on one host.
 
     Example:
         >>> case = Case(2**16, AttentionShape(16, 128), is_causal=True)
@@ -350,18 +355,18 @@ def choose_head_parallel(
 
 
 def _slice(num_heads: int, head_parallel: int, i: int) -> range:
-    """Return the heads of slice i; where heads are fewer than slices, the one it needs."""
+    """Return the heads of head group i; with fewer heads than groups, the head it shares."""
     first = i * num_heads // head_parallel
     return range(first, first + max(num_heads // head_parallel, 1))
 
 
 def _part(heads: range, number: int, i: int) -> range:
-    """Return the i-th of so many equal parts."""
+    """Return the i-th of ``number`` equal parts of the heads."""
     length = len(heads) // number
     return heads[i * length : (i + 1) * length]
 
 
 def _common(tokens: range, ranges: Sequence[range]) -> list[range]:
-    """Return what of the ranges lies in ``tokens``."""
+    """Return the non-empty intersections of the ranges with ``tokens``."""
     found = (range(max(tokens.start, r.start), min(tokens.stop, r.stop)) for r in ranges)
     return [each for each in found if each]

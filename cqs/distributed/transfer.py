@@ -1,4 +1,4 @@
-"""Rows of tensors on their way between ranks, and the messages that carry them."""
+"""Packets of tensor rows that ranks exchange, and the transport that sends them as messages."""
 
 import math
 import time
@@ -18,69 +18,69 @@ from cqs.distributed.row_copies import CopySchedule, copy_rows
 from cqs.scheduler.heads import SENT, ChunkRule
 
 _FIRST_TAG = 1 << 30
-"""Tags from here on tell messages of one call from those of another, and from the user's."""
+"""First message tag of this package. Every call has its own tag, apart from the user's tags."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """Rows of tensors that go the same way: together to each rank, and together from each."""
+    """Rows of several tensors that follow one route and are packed into one message per rank."""
 
     route: Route
     sources: Sequence[Tensor]
-    """``[batch, heads, rows, ...]``, equal but for the heads."""
+    """Tensors ``[batch, heads, rows, ...]`` of one dtype, equal in shape except for the heads."""
     widths: Sequence[int]
-    """Heads of each of them that travel."""
+    """Number of heads of each source that are sent to a rank."""
     schedule: CopySchedule
-    """Between the sources, twice, and the rows for other ranks, then those that come; none if there
-    are none, or they are written otherwise."""
+    """Copies from the sources, listed twice, to the rows for other ranks and then to
+    :attr:`coming`. Empty if nothing is copied or the caller writes the rows itself."""
     _: KW_ONLY
     is_home: bool
-    """Whether they go back by the route."""
+    """Whether the rows are results, sent along the route in reverse to the token owners."""
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Number of rows for every other rank."""
+        """Number of rows that this rank sends to every rank; 0 for itself."""
         numbers = list(self.route.receives if self.is_home else self.route.lengths)
         numbers[self.route.rank] = 0
         return numbers
 
     @cached_property
     def expected(self) -> Sequence[int]:
-        """Number of rows from every rank, this one included."""
+        """Number of rows that this rank receives from every rank, itself included."""
         return self.route.lengths if self.is_home else self.route.receives
 
     @cached_property
     def places(self) -> PackOffsets:
-        """Where ranks have packed what they send."""
+        """Row offsets of the packed rows in the send buffers of all ranks."""
         return self.route.places_home if self.is_home else self.route.places_out
 
     @cached_property
     def received(self) -> Tensor:
-        """``[rows, batch, heads, ...]``, rank by rank."""
+        """Uninitialised receive buffer, ``[rows, batch, heads, ...]``, ordered by sending rank."""
         return self.new_rows(sum(self.expected))
 
     @cached_property
     def coming(self) -> list[Tensor]:
-        """What is received for each of the sources, ``[batch, heads, rows, ...]``."""
+        """Views of :attr:`received`, ``[batch, heads, rows, ...]``, one for each source."""
         return self._by_source(self.received)
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of a row of all sources, the same on all ranks."""
+        """Shape ``(batch, heads, ...)`` of one packed row; the same on all ranks."""
         batch, _, _, *dim = self.sources[0].shape
         return batch, sum(self.widths), *dim
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a row of all sources."""
+        """Size of one packed row in bytes."""
         return math.prod(self.row_shape) * self.sources[0].itemsize
 
     def new_rows(self, number: int) -> Tensor:
-        """Make room for some rows."""
+        """Allocate ``[number, batch, heads, ...]``, uninitialised."""
         return self.sources[0].new_empty((number, *self.row_shape))
 
     def pack(self, packed: Tensor) -> None:
-        """Copy the rows for other ranks to ``packed``, those of this rank to where they come."""
+        """Copy rows for other ranks to ``packed``, and this rank's own rows to :attr:`received`."""
         if self.schedule:
             targets = *self._by_source(packed), *self.coming
             copy_rows((*self.sources, *self.sources), targets, self.schedule)
@@ -90,73 +90,83 @@ class Packet:
 
 
 Fill = Callable[[list[Tensor]], None]
-"""Writes the rows of each packet, rank by rank, into ``[rows, batch, heads, ...]``."""
+"""Writes the rows of each packet into ``[rows, batch, heads, ...]``, ordered by receiving rank."""
 
 
 class PendingTransfer(Protocol):
-    """Something that comes."""
+    """Rows that this rank has not yet received."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Have what a GPU does from now on wait for it; with a time-out, wait here for so long."""
+        """Make the current stream wait for the rows; with a timeout, block the host instead.
+
+        A transport on CPUs blocks the host in both cases.
+        """
 
 
 class Transport(Protocol):
-    """What takes packets from rank to rank."""
+    """Sends packets between the ranks of a group."""
 
     num_streams: int
-    """How many streams of a GPU may compute in turns without keeping packets from travelling."""
+    """Number of CUDA streams that may compute in turns without delaying communication."""
     num_turns: int
-    """How many head chunks may be under way on one way at one time."""
+    """Maximum number of head chunks that are in transit in one direction at a time."""
     chunk_rule: ChunkRule
-    """See :func:`cqs.scheduler.heads.choose_num_stages`."""
+    """Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks` for this transport."""
 
     def begin(self) -> None:
-        """Begin a pass, which every rank of the group does as often."""
+        """Begin a forward or backward pass; all ranks of the group must call this equally often."""
 
     def end(self) -> None:
-        """End the pass, also one that failed: what a GPU does from now on comes after it."""
+        """End the pass, also after an error. Later work on the current stream waits for its end."""
 
     def send(
         self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
     ) -> list[PendingTransfer]:
-        """Send packets, and have those of other ranks come.
+        """Send packets to the other ranks and start receiving theirs.
 
-        A GPU is not waited for, unless they need more room than any before.
-
-        Every rank of the group calls this as often, with packets of rows of the same sizes.
+        Every rank of the group must call this equally often, with packets of equal row sizes. The
+        host waits for the GPU only if the packets require a larger send buffer than any before.
 
         Args:
-            packets: What goes with this send.
-            fill: Writes the rows for other ranks; called once there is room for them.
-            turn: Of the head chunk, from 0. What is under way in one turn comes after what was sent
-                there before.
-            num_turns: How many there are.
+            packets: The packets to send, one for each route, row shape and dtype.
+            fill: Function that writes the rows for other ranks; called once the buffer has room.
+            turn: Index of the buffer slot, from 0 to ``num_turns - 1``. Sends in one slot are
+                ordered: a send waits until the previous one has been read.
+            num_turns: Number of buffer slots in this pass.
+
+        Returns:
+            The pending transfers. The received rows are valid once all of them are complete.
         """
 
 
 class MessageTransport:
-    """Sends by messages of torch.distributed, one from each rank to each."""
+    """Sends packets as messages of torch.distributed, one for each packet and pair of ranks."""
 
     num_streams = 1
     num_turns = 2
     chunk_rule = SENT
 
     def __init__(self, group: Any) -> None:
-        """Use a group for one call; a rank takes part where it sends or receives something."""
+        """Use a process group for one call of attention; ranks without rows post no messages."""
         self._group = group
-        # A backward pass that comes out of order finds no rows, instead of those of another call.
+        # One tag per call: a backward pass that runs out of order on one rank waits for rows of
+        # its own call instead of receiving those of another.
         self._tag = _FIRST_TAG + calls_on(group).num_calls % _FIRST_TAG
 
     def begin(self) -> None:
-        """Begin a pass: messages do not need that."""
+        """Do nothing: messages require no preparation."""
 
     def end(self) -> None:
-        """End the pass: messages do not need that."""
+        """Do nothing: messages require no cleanup."""
 
     def send(
         self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
     ) -> list[PendingTransfer]:
-        """Send packets; see :class:`Transport`."""
+        """Send packets as described in :meth:`Transport.send`.
+
+        Raises:
+            LostError: A message could not be sent because a rank has failed.
+        """
         rows_of_packets = [packet.new_rows(sum(packet.lengths)) for packet in packets]
         fill(rows_of_packets)
         messages = []
@@ -177,11 +187,11 @@ class MessageTransport:
 
 
 class LostError(dist.DistError):
-    """Rows of other ranks will not come, nor anything else in this group."""
+    """A rank has failed or does not answer; the group cannot be used any more."""
 
 
 class _Batch:
-    """Messages that were posted together."""
+    """Messages that were posted together by ``batch_isend_irecv``."""
 
     def __init__(self, messages: list[dist.P2POp], works: list[Any]) -> None:
         self._messages, self._works = messages, works
@@ -190,12 +200,12 @@ class _Batch:
         with _clearly():
             for work in self._works:
                 work.wait(*([] if timeout is None else [timeout]))
-        self._messages.clear()  # only now may the memory of what was packed be given to others
+        self._messages.clear()  # releases the packed rows, which the messages read until now
 
 
 @contextmanager
 def _clearly() -> Iterator[None]:
-    """Say what it means where messages fail."""
+    """Raise errors of torch.distributed as LostError."""
     try:
         yield
     except RuntimeError as lost:
@@ -206,19 +216,21 @@ def _clearly() -> Iterator[None]:
 
 
 class Transfer:
-    """Tensors under way.
-
-    A GPU goes on meanwhile with what it has been given.
-    """
+    """Tensors that are being received while the GPU runs other work."""
 
     def __init__(self, coming: list[Tensor], pending: list[PendingTransfer]) -> None:
-        """Wait for ``under_way`` before ``coming`` is used."""
+        """Track tensors that are being received.
+
+        Args:
+            coming: Tensors ``[batch, heads, rows, ...]`` that are valid after the transfer.
+            pending: The transfers that write them.
+        """
         self._coming, self._pending = coming, pending
 
     def wait(self) -> list[Tensor]:
-        """Return what came for each tensor, ``[batch, heads, rows, ...]``; once.
+        """Wait for the transfer and return its tensors, ``[batch, heads, rows, ...]``.
 
-        On a GPU it is there for what is launched from now on.
+        May be called once. On a GPU only the current stream waits.
         """
         for each in self._pending:
             each.wait()
@@ -227,7 +239,7 @@ class Transfer:
         return coming
 
     def settle(self, end: float) -> None:
-        """Wait, until some time of the clock, for what is under way and will not be used."""
+        """Wait until the time ``end`` of ``time.monotonic()`` for tensors that will not be used."""
         with suppress(RuntimeError):  # others have failed too
             for each in self._pending:
                 each.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
