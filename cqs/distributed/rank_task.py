@@ -1,4 +1,4 @@
-"""What one rank does: its task of the plan, both ways."""
+"""Forward and backward pass of one rank: its task of the plan and the exchanges around it."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,30 +30,38 @@ from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
 _MOST_AT_ONCE = 196_608
-"""Keys that a rank sees. If there are more, two head chunks of a forward pass at one time take
-longer than one after another: what both read is more than a GPU's cache takes."""
+"""Number of keys of a rank above which the head chunks of a forward pass run one after another.
+Keys and values of two concurrent chunks would exceed the L2 cache and make both slower."""
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """Computes for a rank, and exchanges with the others what that takes."""
+    """Computes the task of one rank and exchanges its inputs and results with other ranks."""
 
     transport: Transport
     rank: int
     layout: Layout
     worker: Worker
-    """Of all heads."""
+    """Worker for all heads; its dropout mask is that of the whole problem."""
 
     def attend(
         self, problem: Problem, exchange: Exchange, *, with_lse: bool, keep: bool
     ) -> Attended:
-        """Send tokens out, compute this rank's task, and merge what comes back for its shard.
+        """Send tokens out, compute this rank's task, and merge the results for its shard.
 
         Args:
-            problem: The shard.
-            exchange: Not in place: all ranks keep copies alike.
-            with_lse: Whether the lse of the answer matters. If not, it may be left unwritten.
-            keep: Whether gradients will be asked for.
+            problem: This rank's shard: query, key and value ``[batch, heads, rows, head_dim]``.
+            exchange: Exchange of this pass with ``in_place=False``, so that every rank keeps a
+                copy of the tokens that it computes with.
+            with_lse: Whether the LSE of the answer is required; otherwise it may stay
+                uninitialised.
+            keep: Whether to keep tensors for the backward pass.
+
+        Returns:
+            Output and LSE of this rank's queries, the kept tensors, and the backward function.
+
+        Raises:
+            LostError: Another rank has failed or does not answer.
         """
         layout, routes = self.layout, self._routes
         tensors = problem.query, problem.key, problem.value
@@ -72,7 +80,7 @@ class RankTask:
             returning: list[Transfer] = []
             for i, (chunk, transfer) in enumerate(zip(layout.chunks, coming, strict=True)):
                 with streams.at(i):
-                    if i == 0:  # while the first head chunk travels
+                    if i == 0:  # overlaps the exchange of the first head chunk
                         own.append(self._compute_own(chunk, tensors))
                     held = transfer.wait()
                     back, results = self._send_results(
@@ -81,8 +89,8 @@ class RankTask:
                     returning.append(back)
                     home.append(self._compute_home(answer, chunk, tensors, held, keep=keep))
                     kept += [*held, *results] if keep else []
-                    del held  # for what comes after
-            for i, chunk in enumerate(layout.chunks[1:], 1):  # while the last results travel
+                    del held  # frees its memory for later head chunks
+            for i, chunk in enumerate(layout.chunks[1:], 1):  # overlaps the last results
                 with streams.at(i):
                     own.append(self._compute_own(chunk, tensors))
             for i, chunk in enumerate(layout.chunks):
@@ -102,13 +110,13 @@ class RankTask:
     def _send_gradients(
         self, exchange: Exchange, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
     ) -> Gradients:
-        """Send the gradient out, and add up what comes back for this shard.
+        """Send the gradient of the output out, and sum the gradients for this rank's shard.
 
         Args:
-            exchange: Of this pass.
-            shapes: Of the shards of query, key and value.
-            kept: By :meth:`attend`.
-            grad_output: Gradient of the shard of the output.
+            exchange: Exchange of the backward pass.
+            shapes: Shapes of this rank's query, key and value.
+            kept: Tensors that :meth:`attend` kept.
+            grad_output: Gradient of this rank's output, ``[batch, heads, rows, value_dim]``.
         """
         layout, of_shard = self.layout, [grad_output]
         if not layout.is_final:
@@ -147,7 +155,7 @@ class RankTask:
         return gradients
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
-        """Yield the transfers of all head chunks; as many are pending as there are turns."""
+        """Yield the transfers of all head chunks, with up to ``num_turns`` of them in transit."""
         chunks = iter(range(len(self.layout.chunks)))
         pending = deque(map(send, islice(chunks, self.transport.num_turns)))
         while pending:
@@ -156,11 +164,11 @@ class RankTask:
 
     @property
     def _routes(self) -> tuple[Route, Route, Route]:
-        """Of query, key and value."""
+        """Routes of query, key and value."""
         return self.layout.of_queries, self.layout.of_keys, self.layout.of_keys
 
     def _compute_own(self, chunk: HeadChunk, shards: Sequence[Tensor]) -> Partial | None:
-        """Compute the pairs of the shard for which nothing has to travel, if there are any."""
+        """Compute the steps that require no tokens of other ranks, if there are any."""
         if not (steps := self.layout.own_steps):
             return None
         return self._worker_of(chunk).run_together(steps, *self._own_tokens(chunk, shards))
@@ -175,14 +183,16 @@ class RankTask:
         with_lse: bool,
         keep: bool,
     ) -> tuple[Transfer, Sequence[Tensor]]:
-        """Compute results for other ranks right where they leave from, unless they are kept.
+        """Compute results for other ranks in the send buffer, or in new tensors if they are kept.
 
         Returns:
-            What comes, and results that are kept: those with all keys of a query.
+            The transfer of this rank's results, and the results to keep for the backward pass;
+            those are kept only if they cover all keys of their queries.
         """
         chunk, route, is_final = self.layout.chunks[i], self.layout.of_results, self.layout.is_final
         is_kept = keep and is_final
-        results = _new_results(held, sum(route.receives) if is_kept else 0)  # or what they are like
+        # without rows they only give dtype and shape
+        results = _new_results(held, sum(route.receives) if is_kept else 0)
         travelling = results if with_lse or not is_final else results[:1]
         if is_kept:
             self._compute_away(results, chunk, shards, held)
@@ -190,7 +200,7 @@ class RankTask:
 
         def make(places: list[Tensor]) -> None:
             output, *lse = places
-            if not lse:  # nobody asks for it
+            if not lse:  # the kernel writes the LSE, which is not sent
                 lse = [results.lse.new_empty(output.shape[:3])]
             self._compute_away(Partial(output, *lse), chunk, shards, held)
 
@@ -205,10 +215,12 @@ class RankTask:
         *,
         keep: bool,
     ) -> tuple[Partial, slice] | None:
-        """Compute the other pairs of the shard's queries; with all their keys into the answer.
+        """Compute the shard's queries with keys of other ranks.
+
+        If the results are final and not kept, they are written into ``answer``.
 
         Returns:
-            What is there, and for which rows of the shard; None if there is nothing.
+            The results and their rows of the shard, or ``None`` if there are no such steps.
         """
         steps, layout = self.layout.home_steps, self.layout
         query, into, rows = self._own_tokens(chunk, shards)[0], None, slice(None)
@@ -228,7 +240,7 @@ class RankTask:
     def _compute_away(
         self, results: Partial, chunk: HeadChunk, shards: Sequence[Tensor], held: Sequence[Tensor]
     ) -> None:
-        """Compute what the queries that came see."""
+        """Write the results of the received queries to ``results``."""
         query = HeldTokens.packed(held[0], self.layout.of_queries.held)
         steps = self.layout.away_steps
         key, value = self._held_keys(steps, chunk, shards, held)
@@ -237,7 +249,7 @@ class RankTask:
     def _compute_gradients(
         self, chunk: HeadChunk, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return gradients in the dtype of the query, as they travel."""
+        """Return the gradients of the held tokens, in the dtype of the query."""
         dtype = query.dtype
         if not (steps := self.layout.steps):
             return tuple(map(torch.zeros_like, (query, key, value)))
@@ -248,7 +260,7 @@ class RankTask:
         return tuple(gradient.to(dtype) for gradient in found)
 
     def _own_tokens(self, chunk: HeadChunk, shards: Sequence[Tensor]) -> list[HeldTokens]:
-        """Return query, key and value of the shard, of the head chunk's heads."""
+        """Return query, key and value of the shard for the heads of the chunk."""
         ranges = self.layout.queries, self.layout.keys, self.layout.keys
         return [
             HeldTokens([(tokens, shard[:, of_ranks[self.rank].start : of_ranks[self.rank].stop])])
@@ -262,7 +274,7 @@ class RankTask:
         shards: Sequence[Tensor],
         held: Sequence[Tensor],
     ) -> list[HeldTokens]:
-        """Return keys and values that steps see: of the shard if all are there."""
+        """Return keys and values for steps: this rank's shard if it has them all, else received."""
         if see_only(self.layout.keys, steps):
             return self._own_tokens(chunk, shards)[1:]
         return [HeldTokens.packed(tensor, self.layout.of_keys.held) for tensor in held[1:]]
@@ -281,14 +293,15 @@ class RankTask:
         own: Partial | None,
         home: tuple[Partial, slice] | None,
     ) -> None:
-        """Write what there is of a head chunk into the answer.
+        """Merge the partial outputs of a head chunk and write them into the answer.
 
         Args:
-            answer: Of all head chunks.
-            chunk: Which.
-            received: What came back: the output and perhaps the lse.
-            own: What was computed here with the shard alone, if anything.
-            home: What else was computed here for its queries; already there if it is final.
+            answer: Output and LSE of this rank's queries, all heads; written to.
+            chunk: The head chunk to merge.
+            received: Output, and LSE unless it is not required, that other ranks sent back.
+            own: Partial output of ``own_steps``, if any.
+            home: Partial output of ``home_steps`` and its rows of the shard, if any. It is already
+                in the answer if results are final.
         """
         heads, route = chunk.query_heads, self.layout.of_results
         if self.layout.is_final:
@@ -310,7 +323,7 @@ class RankTask:
 
 
 def _by_heads(found: Iterable[Piece], heads: Sequence[range]) -> dict[range, list[Piece]]:
-    """Sort pieces by the heads that they are of, given those of every rank."""
+    """Group pieces by their heads, given the heads of every rank."""
     sorted_pieces: dict[range, list[Piece]] = {of_rank: [] for of_rank in heads}
     for piece in found:
         sorted_pieces[heads[piece.rank]].append(piece)
@@ -318,7 +331,7 @@ def _by_heads(found: Iterable[Piece], heads: Sequence[range]) -> dict[range, lis
 
 
 def _new_results(held: Sequence[Tensor], num_rows: int) -> Partial:
-    """Make room for results for some queries of the heads of query, key and value."""
+    """Allocate output and LSE of ``num_rows`` queries, with the heads and dtype of ``held``."""
     query, _, value = held
     output = query.new_empty((*query.shape[:2], num_rows, value.shape[3]))
     return Partial(output, output.new_empty(output.shape[:3], dtype=lse_dtype(query.dtype)))
@@ -333,9 +346,15 @@ def _place(
     *,
     done: int | None = None,
 ) -> None:
-    """Write what came, each row of a head at most once; ``nothing`` to rows that did not.
+    """Copy results of which each row and head was received at most once into the shards.
 
-    Of the heads of rank ``done`` all rows are there.
+    Args:
+        targets: This rank's tensors, each ``[batch, heads, rows, ...]``; written to.
+        received: Results of other ranks, each ``[batch, heads of a rank, rows, ...]``.
+        heads: For each target, the heads of every rank.
+        route: The route by which this rank sent the tokens out.
+        nothing: Value for rows that no rank sent.
+        done: Rank whose heads are already complete in the targets, if any.
     """
     for target, of_ranks in zip(targets, heads, strict=True):
         for rank, (of_heads, ranges) in enumerate(zip(of_ranks, route.sends, strict=True)):
@@ -350,7 +369,7 @@ def _add_up(
     heads: Sequence[HeadsOfRanks],
     route: Route,
 ) -> None:
-    """Write the sums of what came for each row of a head."""
+    """Write the sum of the received gradients of each row and head into ``targets``."""
     once = [n for n, of_ranks in enumerate(heads) if len(set(of_ranks)) == len(of_ranks)]
     if once:
         came = [received[n] for n in once]

@@ -1,4 +1,4 @@
-"""Rows and heads from tensors to tensors: packing what is to be sent, placing what came."""
+"""Copies of rows between tensors, which pack send buffers and unpack received rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from cqs.partial import has_triton
 
 
 class RowCopy(NamedTuple):
-    """Some rows of some heads."""
+    """One copy: adjacent rows of adjacent heads from a source tensor to a target tensor."""
 
     tensor: int
-    """Which of the sources, and of the targets."""
+    """Index of the source, and of the target."""
     source_row: int
     target_row: int
     num_rows: int
@@ -25,12 +25,12 @@ CopySchedule = tuple[RowCopy, ...]
 
 
 def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: CopySchedule) -> None:
-    """Copy what ``moves`` say; on a GPU in one launch.
+    """Run all copies of a schedule; on a GPU with Triton in one kernel launch.
 
     Args:
-        sources: ``[batch, heads, rows, dim]``, or all without the last dimension.
-        targets: Likewise, of the same dtype; written to.
-        moves: No target row of a head is in two.
+        sources: Tensors ``[batch, heads, rows, dim]``, or all ``[batch, heads, rows]``.
+        targets: Tensors of the same dtype, device and number of dimensions; written to.
+        schedule: The copies. No two may write the same row of a head.
     """
     if not schedule:
         return

@@ -1,7 +1,7 @@
-"""Streams of a GPU that compute in turns, so that one begins while another ends.
+"""CUDA streams that run head chunks in turns.
 
-A kernel that keeps every multiprocessor busy has an end in which some have nothing left to do; on
-another stream the next one already begins there.
+At the end of a kernel some multiprocessors are idle (tail effect). The next kernel, on another
+stream, starts on them.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ import torch
 
 
 class StreamPool:
-    """Some streams, which begin after the current one and which it waits for in the end.
+    """CUDA streams that start after the current stream and that it waits for on exit.
 
-    What a stream allocates and frees is taken again by that stream alone.
+    The allocator reuses memory that was freed on one of the streams on the same stream only.
     """
 
     def __init__(self, device: torch.device, number: int) -> None:
-        """Use ``number`` streams; with one, the current one, as without a GPU."""
+        """Use ``number`` streams of a device; if it is 1 or there is no GPU, the current stream."""
         several = device.type == "cuda" and number > 1
         self._streams = _streams(device, number) if several else ()
 
@@ -39,11 +39,11 @@ class StreamPool:
 
     @contextmanager
     def at(self, turn: int) -> Iterator[None]:
-        """Launch on the stream whose turn it is; not within another turn."""
+        """Launch on stream ``turn`` (modulo their number); contexts must not be nested."""
         if not self._streams:
             yield
             return
-        # torch.cuda.stream() would look up what is known here, several times
+        # torch.cuda.stream() would look up the device and the previous stream on every call
         torch.cuda.set_stream(self._streams[turn % len(self._streams)])
         try:
             yield

@@ -1,4 +1,4 @@
-"""What carries rows between the ranks of a group."""
+"""Choice of the transport for a process group: peer-to-peer copies or messages."""
 
 import socket
 import zlib
@@ -18,15 +18,22 @@ if TYPE_CHECKING:
     from cqs.distributed.peer_memory import PeerMemory
 
 _peers: "WeakKeyDictionary[Any, PeerMemory | None]" = WeakKeyDictionary()
-"""Of groups on GPUs: ``None`` if their ranks do not reach each other's memory."""
+"""Peer memory of each process group on GPUs; ``None`` if P2P access is not available."""
 _hosts: "WeakKeyDictionary[Any, list[int]]" = WeakKeyDictionary()
-"""Of groups: the host of every rank."""
+"""For each process group, the host number of every rank."""
 
 
 def transport_of(group: Any, device: torch.device) -> Transport:
-    """Return what carries rows between the ranks of a group; every rank must call this.
+    """Return the transport of a process group; every rank must call this.
 
-    GPUs of one host fetch from each other's memory; others, and CPUs, send messages.
+    GPUs of one host use P2P copies if all pairs support them; all other ranks send messages.
+
+    Args:
+        group: The process group; ``None`` means the default group.
+        device: Device of this rank's tensors.
+
+    Raises:
+        RuntimeError: A rank has failed, or the first call on a group is captured in a CUDA graph.
     """
     group = group or dist.group.WORLD
     if device.type != "cuda":
@@ -38,36 +45,36 @@ def transport_of(group: Any, device: torch.device) -> Transport:
 
 
 def ranks_per_host(group: Any) -> int:
-    """Return how many ranks in a row are on one host, at least; every rank must call this."""
+    """Return the fewest consecutive ranks that share a host; every rank must call this."""
     return min(len(list(ranks)) for _, ranks in groupby(_hosts_of(group or dist.group.WORLD)))
 
 
 def count_sends(group: Any) -> int:
-    """Return how often this rank has sent: on all ranks as often, unless some failed alone."""
+    """Return the number of P2P sends of this rank; equal on all ranks unless one failed alone."""
     peers = _peers.get(group or dist.group.WORLD)
     return 0 if peers is None else peers.num_sends
 
 
 def reset_peak_peer_bytes(group: Any) -> None:
-    """Begin anew to look for the most that calls pack for other ranks."""
+    """Reset the peak of :func:`peak_peer_bytes`."""
     if (peers := _peers.get(group or dist.group.WORLD)) is not None:
         peers.peak_bytes = 0
 
 
 def peak_peer_bytes(group: Any) -> int:
-    """Return the most bytes that a call packed for other ranks, which PyTorch does not count."""
+    """Return the peak send buffer in bytes, which PyTorch's memory statistics do not include."""
     peers = _peers.get(group or dist.group.WORLD)
     return 0 if peers is None else peers.peak_bytes
 
 
 def release(group: Any, seconds: float) -> None:
-    """End what waits on this GPU for other ranks, so that the group can be left."""
+    """Release the streams that wait for other ranks, for at most ``seconds``, after an abort."""
     if (peers := _peers.get(group)) is not None:
         peers.release(seconds)
 
 
 def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
-    """Let GPUs reach each other's memory, or else open all connections of NCCL."""
+    """Connect the GPUs for P2P copies, or else open all connections of NCCL."""
     control = control_group(group)
     found = swap(control, [_has_driver()], [1] * control.size())
     if all(found) and len(set(_hosts_of(group))) == 1:
@@ -75,7 +82,8 @@ def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
 
         if (peers := connect_peers(group, device)) is not None:
             return peers
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # messages may concern some ranks
+    # Connects all ranks at once: later messages involve only some of them.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
     return None
 
 
@@ -95,7 +103,7 @@ def _has_driver() -> bool:
 
 
 def _host() -> int:
-    """Return a number of this host, as it has been since it was started."""
+    """Return a number that identifies this host since its last boot."""
     started = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname() + (started.read_text() if started.exists() else "")
     return zlib.crc32(name.encode())
