@@ -1,4 +1,4 @@
-"""Attention inside a torch.distributed group: every rank passes its shard and gets its shard."""
+"""Context-parallel attention for torch.distributed: each rank passes and receives its shard."""
 
 from cqs.distributed.attention import attention
 

@@ -1,4 +1,4 @@
-"""One cheap collective by which ranks find out that they do not ask for the same."""
+"""A collective on the CPU that compares the arguments of all ranks of a group."""
 
 import hashlib
 import json
@@ -14,17 +14,17 @@ import torch.distributed as dist
 from cqs.distributed.group_calls import calls_on
 
 _MOST_SHOWN = 300
-"""Characters of what a rank asked for."""
+"""Maximum number of characters of a value in an error message."""
 _control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
 
 class Shards(NamedTuple):
-    """What ranks learn of each other."""
+    """Shard lengths of all ranks, and the common seed."""
 
     seqlens_q: tuple[int, ...]
     seqlens_kv: tuple[int, ...]
     seed: int
-    """That of rank 0."""
+    """Random seed of rank 0, which all ranks use."""
 
 
 def agree(
@@ -36,25 +36,28 @@ def agree(
     seqlen_kv: int = 0,
     seed: int = 0,
 ) -> Shards:
-    """Compare requests; every rank of the group must call this. GPUs are not waited for.
+    """Compare the requests of all ranks; every rank of the group must call this.
+
+    The host does not wait for GPUs.
 
     Args:
         group: The process group.
-        request: What must be the same everywhere, by name, with what is called as ``"call"``;
-            ``None`` where this rank has an error.
-        error: What is wrong with this rank's arguments, if anything: the others wait for this rank,
-            so it must tell them.
-        seqlen_q: Queries of this rank's shard.
-        seqlen_kv: Its keys.
-        seed: What this rank would draw dropout from; less than 2^63.
+        request: Values that must be equal on all ranks, by name; ``"call"`` is the called
+            function. ``None`` if this rank has an error.
+        error: The error in this rank's arguments, if any. It is sent to the other ranks, which
+            would otherwise wait for this one.
+        seqlen_q: Number of queries in this rank's shard.
+        seqlen_kv: Number of keys in this rank's shard.
+        seed: Random seed of this rank for dropout, less than 2^63.
 
     Raises:
-        Exception: ``error``, if there is one.
-        ValueError: if another rank has an error or another request; names the rank.
+        Exception: This rank passed ``error``.
+        ValueError: Another rank has an error or a different request; the message names it.
         RuntimeError: Threads of this process have called on the group at the same time, or a rank
             has failed or does not answer within the timeout of the group.
     """
-    request = {name: repr(value) for name, value in (request or {}).items()}  # equal if they are
+    # equal values have equal text, which ranks can exchange
+    request = {name: repr(value) for name, value in (request or {}).items()}
     with calls_on(group).call():
         return _agree(group, request, error or calls_on(group).error, seqlen_q, seqlen_kv, seed)
 
@@ -76,12 +79,12 @@ def _agree(
 
 
 def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Return the numbers that all ranks pass, one after another.
+    """Gather integers from all ranks, in rank order; every rank must call this.
 
     Args:
-        control: Of all ranks.
-        own: Those of this rank.
-        lengths: How many there are of every rank.
+        control: Process group of all ranks that supports CPU tensors.
+        own: Integers of this rank, within int64.
+        lengths: For every rank, the number of its integers.
 
     Raises:
         RuntimeError: A rank has failed, or does not answer within the timeout of the group. All
@@ -99,15 +102,15 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def meet(control: Any) -> None:
-    """Wait until all ranks have come here."""
+    """Block until all ranks have called this; raises RuntimeError if one has failed."""
     swap(control, [0], [1] * control.size())
 
 
 def control_group(group: Any) -> Any:
-    """Return what takes tensors of the CPU between the ranks of a group.
+    """Return a process group of the same ranks for CPU tensors; made on the first call.
 
-    It meets by the store of the group: :func:`torch.distributed.new_group` names a group by how
-    many a rank knows, and hangs where those are not equally many.
+    It uses the group's store, because :func:`torch.distributed.new_group` hangs if the ranks have
+    created different numbers of groups.
     """
     group = group or dist.group.WORLD
     if "cpu:" in dist.get_backend_config(group):
@@ -118,14 +121,14 @@ def control_group(group: Any) -> Any:
 
 
 def make_control_group(group: Any) -> Any:
-    """Return a group of the same ranks, by gloo; every rank must call this, once."""
+    """Create a gloo process group of the same ranks; every rank must call this once."""
     store = dist.PrefixStore("cqs", group.get_group_store())
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     return dist.ProcessGroupGloo(store, rank, num_ranks, timeout_of(group))
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Return how long the ranks of a group on GPUs wait for each other."""
+    """Return the timeout of a process group on GPUs."""
     timeout: timedelta = group._get_backend(torch.device("cuda")).options._timeout
     return timeout
 
@@ -133,7 +136,7 @@ def timeout_of(group: Any) -> timedelta:
 def _explain(
     control: Any, num_ranks: int, request: dict[str, str], error: Exception | None
 ) -> None:
-    """Gather what was asked and raise the error that says whose differs."""
+    """Gather all requests and raise the error that names the rank which differs."""
     text = json.dumps([request, None if error is None else repr(error)]).encode()
     try:
         lengths = swap(control, [len(text)], [1] * num_ranks)

@@ -1,4 +1,4 @@
-"""The one call that training code needs: shards in, shards out, gradients too."""
+"""Differentiable context-parallel attention over the shards of a process group."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -48,52 +48,59 @@ def attention(
     backend: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute exact attention over a sequence that is spread over the ranks of a group.
+    """Compute exact attention over a sequence that is sharded over the ranks of a group.
 
-    Every rank of the group calls this with its shard, a contiguous part of the sequence: rank 0 has
-    the first tokens, the last rank the last. Shards may differ in length, and may be empty. Each
-    rank gets the answer for its own queries, and its own gradients. Positions stay where they are,
-    causal or not: there is no zig-zag.
+    Every rank of the group calls this function with its shard, a contiguous part of the sequence in
+    rank order. Shards may differ in length and may be empty. Each rank gets the output for its own
+    queries and the gradients of its own shard. Causal attention requires no zig-zag order.
 
-    Tokens travel once to whom the plan lets compute with them, partial results once back. The
-    result has the same bits in every run. A CUDA graph may capture calls on GPUs, if all ranks do.
+    Each rank sends its tokens once to the ranks that compute with them, and each partial output is
+    sent once to the query owner. The result is deterministic. CUDA graphs can capture the call if
+    all ranks capture it.
 
     Args:
-        query: ``[batch, num_heads, rows, head_dim]``, as for :func:`cqs.attention`.
-        key: ``[batch, num_kv_heads, rows of keys, head_dim]``.
-        value: ``[batch, num_kv_heads, rows of keys, value_dim]``.
-        group: A process group that this process has joined; ``None`` means the default group. One
-            thread at a time may call on it, forward or backward.
-        is_causal: As for :func:`cqs.attention`, over the whole sequence.
-        pattern: Likewise.
-        scale: Likewise.
-        dropout_p: Likewise: the same pairs are dropped as in one process with this seed.
-        seed: Likewise; of ``None`` all ranks take what rank 0 draws.
-        head_parallel: Into how many equal slices to cut the heads, each for ``ranks /
-            head_parallel`` ranks that share the sequence by a cyclic quorum set. 1 is quorums
-            alone; the number of ranks is what Ulysses does (Jacobs et al., arXiv 2309.14509).
-            ``"auto"`` looks at the numbers that are predicted to take hardly longer than the
-            fastest, and takes that for which a rank holds the fewest bytes; without gradients, up
-            to 512K keys, the least of them. The ranks of a host should follow one another.
-        num_stages: Into how many parts to cut the heads of a rank, at most: one part travels while
-            another is computed. ``None`` chooses by the work; key heads that are fewer, or are not
-            a multiple, take fewer.
-        interest_set: For ``ranks / head_parallel`` workers; see :func:`cqs.make_plan`.
-        backend: As for :func:`cqs.attention`.
-        return_lse: Likewise.
+        query: ``[batch, num_heads, rows, head_dim]``, on a device of the group; float64, float32,
+            bfloat16 or float16.
+        key: ``[batch, num_kv_heads, rows_kv, head_dim]``, dtype and device of ``query``;
+            ``num_heads`` must be a multiple of ``num_kv_heads``.
+        value: ``[batch, num_kv_heads, rows_kv, value_dim]``, dtype and device of ``query``.
+        group: A process group that this process has joined; ``None`` means the default group. Only
+            one thread at a time may call on it, forward or backward.
+        is_causal: Whether query i sees only keys up to ``i + seqlen_kv - seqlen_q``, counted
+            over the whole sequence.
+        pattern: Sparse pattern over the whole sequence, of :mod:`cqs.patterns`, or ``None``.
+        scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+        dropout_p: Probability in [0, 1) that a pair is dropped after the softmax. The dropout mask
+            equals that of :func:`cqs.attention` with the same seed.
+        seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
+        head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
+            each computed by ``ranks / head_parallel`` ranks with a cyclic quorum set. A degree of 1
+            uses quorums alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
+            ``"auto"`` picks, among the degrees predicted within 2 % of the fastest, the one with
+            the lowest peak memory; without gradients and up to 512K keys, the smallest. The ranks
+            of a host should be consecutive.
+        num_chunks: Maximum number of head chunks of a rank: one chunk is sent while another is
+            computed. ``None`` chooses it by the work. The number used divides the KV heads of a
+            rank.
+        interest_set: Interest set for ``ranks / head_parallel`` tasks; ``None`` takes the best
+            known. See :func:`cqs.make_plan`.
+        backend: Name of the kernels, as in :func:`cqs.attention`; ``None`` takes the best that
+            supports the tensors.
+        return_lse: Whether to return the log-sum-exp of the scores too.
 
     Returns:
-        ``output``, ``[batch, num_heads, rows, value_dim]``; with ``return_lse`` also ``lse``.
+        ``output``, ``[batch, num_heads, rows, value_dim]``, dtype and device of ``query``; with
+        ``return_lse`` also ``lse``, ``[batch, num_heads, rows]``, float32 (float64 for float64).
 
     Raises:
-        RuntimeError: if torch.distributed is not initialized, another rank has failed, threads
-            call on the group at the same time, or a CUDA graph is captured before a call with such
-            arguments.
-        TypeError: as for :func:`cqs.attention`, and for a ``group`` that is no process group.
-        ValueError: as for :func:`cqs.attention`; for a ``group`` without this process; and if
-            another rank has an error or other arguments, with the number of that rank, on every
-            rank.
-        NotImplementedError: as for :func:`cqs.attention`.
+        RuntimeError: torch.distributed is not initialized, another rank has failed, two threads
+            call on the group at the same time, or a CUDA graph is captured before a first call
+            with the same arguments.
+        TypeError: An argument has the wrong type or the tensors an unsupported dtype.
+        ValueError: Shapes, dtypes, devices or values do not fit, this process is not in ``group``,
+            or another rank has an error or other arguments. In the last case every rank raises,
+            and the message names that rank.
+        NotImplementedError: The backend does not support the tensors or the pattern.
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
@@ -110,7 +117,7 @@ def attention(
             )
         if pattern is not None:
             check_is_pattern(pattern)
-        head_dim = query.shape[3]  # before columns of zeros are added to a head_dim of 0
+        head_dim = query.shape[3]  # before a head_dim of 0 is padded with zeros
         query, key, value = problem.query, problem.key, problem.value
         request = {
             "call": "attention",
@@ -138,11 +145,12 @@ def attention(
             "is_captured": is_captured(query.device),
         }
     except Exception as wrong:
-        error = wrong  # the others wait for this rank, so it must tell them
+        error = wrong  # reported below, because the other ranks wait for this one
     calls = calls_on(group)
     with calls.call():
         answer = _attend(group, calls, problem, request, error)
-    if not answer.output.requires_grad:  # or the backward pass checks: other ranks wait for it
+    # With gradients the backward pass checks: other ranks wait for this one to run it.
+    if not answer.output.requires_grad:
         calls.check()
     return (answer.output, answer.lse) if return_lse else answer.output
 
@@ -154,14 +162,15 @@ def _attend(
     request: dict[str, Any] | None,
     error: Exception | None,
 ) -> Partial:
-    """Agree with the other ranks on a call, and make it.
+    """Compare the arguments with those of the other ranks, then compute attention.
 
     Args:
-        group: The process group.
-        calls: This process's calls on it, of which this one has begun.
-        problem: This rank's shards; ``None`` where the arguments are wrong.
-        request: The arguments of :func:`attention` that must be equal on all ranks, by name.
-        error: What is wrong with this rank's arguments, if anything.
+        group: The process group; ``None`` means the default group.
+        calls: This process's calls on the group; the current call is entered.
+        problem: This rank's shards; ``None`` if its arguments are invalid.
+        request: The arguments of :func:`attention` that must be equal on all ranks, by name;
+            ``None`` if this rank's arguments are invalid.
+        error: The error in this rank's arguments, if any.
     """
     if request is not None:
         request["calls since the group was made"] = calls.num_calls
@@ -210,15 +219,16 @@ def _attend(
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
         worker = Worker(part.scale, backend, part.dropout, bound)
-        worker.choose_backend(part.query, part.key, part.value)  # on all ranks alike
+        worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks or on none
         task = RankTask(transport, rank, layout, worker)
         with_lse, keep = request["return_lse"], request["requires_grad"]
         with Exchange(transport, len(layout.chunks), in_place=False) as exchange:
             attended = task.attend(part, exchange, with_lse=with_lse, keep=keep)
 
         def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
-            # Ranks on CPUs wait within a pass, GPUs do not: waiting for a thread that waits for
-            # other ranks might last until the timeout. Messages have the tag of their call.
+            # On CPUs a thread holds the lock while it waits for other ranks, so another thread
+            # could wait for it until the timeout; on GPUs nothing blocks within a pass. Messages
+            # carry the tag of their call, so overlapping CPU passes do not mix rows.
             with calls.call(waits=grad_output.is_cuda):
                 gradients = attended.differentiate(kept, grad_output)
             calls.check()
@@ -250,7 +260,7 @@ def _check_group(group: Any) -> None:
 def _check_head_parallel(
     head_parallel: int | str, num_ranks: int, problem: Problem, pattern: Pattern | None
 ) -> int | str:
-    """Return the number of slices of the heads or ``"auto"``, or raise TypeError or ValueError."""
+    """Return the head-parallel degree or ``"auto"``, or raise TypeError or ValueError."""
     differ = pattern is not None and pattern.heads[1] > 1
     if head_parallel == "auto":
         return 1 if differ else "auto"

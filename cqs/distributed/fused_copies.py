@@ -1,4 +1,4 @@
-"""All moves in a single kernel."""
+"""All copies of a schedule in a single Triton kernel."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,18 @@ _BLOCK_ROWS = 64
 
 
 def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: CopySchedule) -> None:
-    """Copy what ``moves`` say; see :func:`cqs.distributed.row_copies.move`.
+    """Run all copies of a schedule; called by :func:`cqs.distributed.row_copies.copy_rows`.
 
     Args:
-        sources: ``[batch, heads, rows, dim]`` with adjacent columns.
-        targets: Likewise.
-        moves: At least one.
+        sources: CUDA tensors ``[batch, heads, rows, dim]`` with a last stride of 1.
+        targets: CUDA tensors of the sources' dtype, batch and dim, with a last stride of 1.
+        schedule: The copies, at least one.
     """
     batch, *_, dim = targets[0].shape
     num_heads = max(each.num_heads for each in schedule)
     num_blocks = triton.cdiv(max(each.num_rows for each in schedule), _BLOCK_ROWS)
     device = targets[0].device
-    with torch.cuda.device_of(targets[0]):  # where Triton launches
+    with torch.cuda.device_of(targets[0]):  # Triton launches on the current device
         _move[(num_blocks, batch * num_heads, len(schedule))](
             tuple(sources),
             tuple(targets),
@@ -57,7 +57,7 @@ def _move(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy some rows of one head of one move, if there are any."""
+    """Copy up to ``BLOCK_ROWS`` rows of one batch and head of one copy of the schedule."""
     fields = schedule + tl.program_id(2) * 7
     number = tl.load(fields)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

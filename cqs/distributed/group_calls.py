@@ -1,4 +1,4 @@
-"""Calls of this process on one process group: one at a time, in one order on every rank."""
+"""Serialization of this process's calls on a process group, in one order on every rank."""
 
 import threading
 from collections.abc import Iterator
@@ -19,18 +19,19 @@ class GroupCalls:
     """
 
     def __init__(self) -> None:
-        """Begin without a call."""
+        """Track the calls of a new process group."""
         self._lock = threading.RLock()
         self._overlap = ""
         self.num_calls = 0
-        """Calls that all ranks have agreed on."""
+        """Number of calls whose arguments all ranks have found equal."""
 
     @contextmanager
     def call(self, *, waits: bool = True) -> Iterator[None]:
-        """Make a call, or a part of one.
+        """Hold the group for a call, or for a part of one; reentrant within a thread.
 
         Args:
-            waits: Whether a call that overlaps another thread's begins after it.
+            waits: Whether a call that overlaps another thread's call waits for its end. It runs
+                without the lock otherwise. The overlap is recorded in both cases.
         """
         locked = self._lock.acquire(blocking=False)
         if not locked:
@@ -44,7 +45,7 @@ class GroupCalls:
 
     @property
     def error(self) -> RuntimeError | None:
-        """The error of all calls since two threads called on the group at the same time."""
+        """Error of all calls after two threads called on the group at the same time, or None."""
         if not self._overlap:
             return None
         return RuntimeError(
@@ -54,7 +55,7 @@ class GroupCalls:
         )
 
     def check(self) -> None:
-        """Raise the error of all calls, if there is one."""
+        """Raise :attr:`error`, if there is one."""
         if self.error is not None:
             raise self.error
 
@@ -63,5 +64,5 @@ _calls: "WeakKeyDictionary[Any, GroupCalls]" = WeakKeyDictionary()
 
 
 def calls_on(group: Any) -> GroupCalls:
-    """Return the calls of this process on a group; ``None`` is the default group."""
+    """Return the calls of this process on a group; ``None`` means the default group."""
     return _calls.setdefault(group or dist.group.WORLD, GroupCalls())
