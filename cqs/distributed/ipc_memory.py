@@ -1,4 +1,4 @@
-"""Memory of GPUs that processes of one host read from each other, by CUDA's IPC."""
+"""Device memory that the processes of a host share by CUDA IPC."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,52 +10,60 @@ from torch import Tensor
 from cqs.distributed.agreement import meet, swap
 
 _LEAST_BYTES = 1 << 21
-"""Less shares its page with memory that is none of the other ranks' business."""
-_HANDLE_BYTES = 64
+"""Smallest allocation in bytes: a smaller one shares its page with other memory of the process."""
+_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class IpcMemory:
-    """Memory of this rank's GPU that the others read, and theirs.
+    """A buffer on this rank's GPU that its peers can access, and access to theirs.
 
-    It begins with numbers, which all ranks write.
+    Each buffer starts with flags, which all ranks write.
     """
 
     def __init__(
         self, device: torch.device, rank: int, num_ranks: int, first_numbers: Sequence[int]
     ) -> None:
-        """Have none.
+        """Start without a buffer; :meth:`take` allocates one.
 
         Args:
-            device: The GPU.
-            rank: Of this process.
-            num_ranks: In the group.
-            first_numbers: int32, with which memory begins when it is taken.
+            device: The GPU of this rank.
+            rank: Rank of this process in the group.
+            num_ranks: Number of ranks in the group.
+            first_numbers: Initial values of the flags at the start of the buffer, int32.
         """
         self._device, self.rank, self._first_numbers = device, rank, list(first_numbers)
         self.addresses = [0] * num_ranks
-        """Of every rank, in this process."""
+        """Device address of every rank's buffer, valid in this process; 0 if there is none."""
         self.own = torch.empty(0, dtype=torch.uint8)
-        """The bytes of this rank's memory."""
+        """This rank's buffer, ``uint8[num_bytes]`` on the GPU; empty if there is none."""
         self.is_captured = False
-        """Whether a CUDA graph may use it, and be replayed at any time."""
+        """Whether a CUDA graph uses the current buffer, and so may be replayed at any time."""
         self.captured: list[int] = []
-        """Addresses of what this rank had before, if graphs may use it: nobody lets go of that."""
+        """Addresses of this rank's earlier buffers that CUDA graphs may use; they are not freed."""
         self.is_released = False
-        """Whether numbers in it are not to be believed any more."""
+        """Whether the group was aborted, so that the flags are not valid any more."""
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of the numbers."""
+        """Size of the flags in bytes."""
         return 4 * len(self._first_numbers)
 
     @property
     def numbers(self) -> list[int]:
-        """What the numbers are; waits for the GPU."""
+        """Values of the flags; synchronizes with the GPU."""
         found: list[int] = self.own[: self.header_bytes].view(torch.int32).tolist()
         return found
 
     def take(self, control: Any, num_bytes: int) -> bool:
-        """Take memory, and open that of the other ranks; say whether all ranks could."""
+        """Allocate this rank's buffer and open those of the peers; every rank must call this.
+
+        Args:
+            control: Process group of all ranks for CPU tensors.
+            num_bytes: Size of the buffer in bytes.
+
+        Returns:
+            Whether all ranks succeeded; otherwise no rank has a buffer.
+        """
         num_bytes = max(num_bytes, _LEAST_BYTES)
         with torch.cuda.device(self._device):
             address, handle = _allocate(num_bytes)
@@ -63,7 +71,7 @@ class IpcMemory:
                 self.own = _as_bytes(address, num_bytes, self._device)
                 numbers = torch.tensor(self._first_numbers, dtype=torch.int32)
                 self.own[: self.header_bytes].view(torch.int32).copy_(numbers)
-                torch.cuda.synchronize()  # before others write
+                torch.cuda.synchronize()  # peers may write flags once they have the handle
             handles = swap(control, handle, [len(handle)] * control.size())
             self.addresses = [
                 _open(bytes(handles[other * len(handle) : (other + 1) * len(handle)]))
@@ -77,10 +85,13 @@ class IpcMemory:
         return False
 
     def grow(self, control: Any, num_bytes: int) -> None:
-        """Take more memory instead; all ranks do, when nobody uses it any more but CUDA graphs.
+        """Replace the buffer by a larger one; every rank must call this.
+
+        Only CUDA graphs may still use the old buffer; if they do, it is kept.
 
         Raises:
-            torch.OutOfMemoryError: if a rank has not as much; all have none then.
+            torch.OutOfMemoryError: A rank has too little device memory; no rank has a buffer then.
+            RuntimeError: A rank has failed.
         """
         torch.cuda.synchronize(self._device)
         if self.is_captured:
@@ -94,21 +105,21 @@ class IpcMemory:
             )
 
     def let_go(self, control: Any) -> None:
-        """Let go of all memory; all ranks do."""
+        """Close the peers' buffers and free this rank's; every rank must call this."""
         self.disconnect()
         meet(control)
         self.free()
 
     def disconnect(self) -> None:
-        """Let go of other ranks' memory."""
+        """Close the peers' buffers."""
         with torch.cuda.device(self._device):
             for rank, address in enumerate(self.addresses):
                 if rank != self.rank and address:
-                    driver.cuIpcCloseMemHandle(address)  # may fail if the rank has died
+                    driver.cuIpcCloseMemHandle(address)  # may fail if the rank has failed
                     self.addresses[rank] = 0
 
     def free(self) -> None:
-        """Let go of this rank's memory, which nobody may read any more."""
+        """Free this rank's buffer; no peer may access it any more."""
         address = self.addresses[self.rank]
         self._forget()
         if address:
@@ -121,21 +132,22 @@ class IpcMemory:
 
 
 def check(answer: tuple[Any, ...]) -> None:
-    """Raise RuntimeError if the driver did not do what it was asked to."""
+    """Raise RuntimeError if a CUDA driver call returned an error."""
     if answer[0]:
         raise RuntimeError(f"the CUDA driver failed: {answer[0].name}")
 
 
 def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
-    """Return memory that PyTorch did not allocate."""
+    """Return a uint8 tensor over device memory that PyTorch did not allocate."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, number)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (number,), (1,))
 
 
 def _allocate(num_bytes: int) -> tuple[int, bytes]:
-    """Return the address of memory, and what opens it in other processes.
+    """Allocate device memory and return its address and its IPC handle.
 
-    Both are zero if there is none.
+    The address is 0 and the handle all zeros if there is too little memory. The handle alone is all
+    zeros if the device does not support IPC.
     """
     error, address = driver.cuMemAlloc(num_bytes)
     if error:
@@ -148,7 +160,7 @@ def _allocate(num_bytes: int) -> tuple[int, bytes]:
 
 
 def _open(reserved: bytes) -> int:
-    """Return the address of another process's memory, zero if it cannot be reached."""
+    """Return the address of another process's buffer, or 0 if it cannot be accessed."""
     if not any(reserved):
         return 0
     handle = driver.CUipcMemHandle()

@@ -1,4 +1,4 @@
-"""What of a task a rank can compute before anything has come, and whose the results are."""
+"""Split of a task's steps by whether a rank holds their tokens and owns their queries."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,20 +7,20 @@ from cqs.scheduler import Step
 
 
 class SplitSteps(NamedTuple):
-    """Steps that together have the pairs of a task; what they count of a pattern is not known."""
+    """The steps of a task in three parts; their ``live_pairs`` ignore a pattern."""
 
     own: tuple[Step, ...]
-    """Pairs of which a rank has both tokens."""
+    """Steps whose queries and keys are both in the rank's shard."""
     home: tuple[Step, ...]
-    """Queries of its own, and keys of which it lacks some."""
+    """Steps with queries of the rank's shard and keys that it does not hold in full."""
     away: tuple[Step, ...]
-    """Queries of other ranks."""
+    """Steps with queries of other ranks."""
 
 
 def split_steps(steps: Iterable[Step], queries: range, keys: range) -> SplitSteps:
-    """Split steps by what a rank has: these queries and keys.
+    """Split steps by the tokens of a rank's shard, given as positions of its queries and keys.
 
-    A causal square stays whole: not its own, unless all of its tokens are.
+    A causal square is not split along its keys: it is ``own`` only if the shard has all of them.
 
     Example:
         >>> step = Step(0, range(4, 8), (range(0, 4),), range(4, 8), 26)
@@ -50,7 +50,7 @@ def split_steps(steps: Iterable[Step], queries: range, keys: range) -> SplitStep
 
 
 def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
-    """Return the keys of steps: ascending ranges, each key once."""
+    """Return the distinct keys of steps in ascending ranges."""
     found: list[range] = []
     blocks = (block.keys for step in steps for block in step.blocks())
     for keys in sorted(blocks, key=lambda keys: keys.start):
@@ -61,7 +61,7 @@ def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
 
 
 def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
-    """Return the keys that all of some rows of a step see, and their own causal square."""
+    """Return the keys that every one of the rows sees, and the causal square of the rows."""
     if step.causal_keys is None:
         return list(step.keys), None
     first, last = (
@@ -71,14 +71,14 @@ def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
 
 
 def see_only(keys: range, steps: Iterable[Step]) -> bool:
-    """Say whether steps need no other keys than these."""
+    """Return whether steps read no keys outside ``keys``."""
     return all(_lies_in(block.keys, keys) for step in steps for block in step.blocks())
 
 
 def _add(
     steps: list[Step], step: Step, rows: range, keys: Sequence[range], square: range | None
 ) -> None:
-    """Add a step unless it is empty; its pairs are counted as if there was no pattern."""
+    """Append a step unless it is empty; its live pairs are counted without a pattern."""
     joined: list[range] = []
     for each in sorted((each for each in keys if each), key=lambda each: each.start):
         if joined and joined[-1].stop == each.start:
@@ -92,7 +92,7 @@ def _add(
 
 
 def _cut(tokens: range, at: range) -> list[range]:
-    """Cut tokens at both ends of ``at``."""
+    """Split a range at both ends of ``at``."""
     marks = sorted({tokens.start, tokens.stop, *(e for e in (at.start, at.stop) if e in tokens)})
     return [range(a, b) for a, b in zip(marks, marks[1:], strict=False)]
 

@@ -1,7 +1,7 @@
-"""GPUs of a host that read each other's memory, beside whatever they compute.
+"""Transport by peer-to-peer (P2P) copies between the GPUs of a host.
 
-Copy engines fetch the rows, and streams wait for numbers in memory. A message of NCCL is a kernel
-at both ends: it takes multiprocessors from those that run meanwhile, or waits until they end.
+Copy engines fetch the rows, and CUDA streams wait for flags in device memory, so no multiprocessor
+is used. An NCCL message is a kernel at both ends, which competes with compute kernels for them.
 """
 
 import os
@@ -26,30 +26,35 @@ from cqs.distributed.ipc_memory import IpcMemory, check
 from cqs.distributed.transfer import Fill, Packet, PendingTransfer
 from cqs.scheduler.heads import FETCHED
 
-_ALIGNMENT = 512
+_ALIGNMENT = 512  # bytes, at which each packet starts in the send buffer
 _NUM_STREAMS = 2
 _ENDED, _SEEN, _NUM_ROWS = range(2 * _NUM_STREAMS, 2 * _NUM_STREAMS + 3)
-"""What numbers of passes say, after those of sends: that a rank has ended its pass, and that it has
-seen that this one has."""
+"""Rows of flags after those of the sends: "rank r has ended its pass" and "rank r has seen the end
+of this rank's pass". The last name is the number of rows."""
 _RELEASED = 1 << 30
-"""Later than any send."""
+"""Epoch above that of any send: it releases every stream that waits for an epoch."""
 _RELEASED_SECONDS = 60.0
-"""After which other ranks of an aborted group fetch no more."""
+"""Seconds after an abort in which other ranks may still copy from this rank."""
 _POLL_SECONDS = 0.01
 _WATCH_SECONDS = 1.0
 
 
 class PeerMemory:
-    """Carries packets: each rank packs them into memory of its own, from where others fetch.
+    """Transport in which each rank packs rows into its send buffer and its peers copy them.
 
-    What the sends of a turn pack has the same place on all ranks. Before all are numbers: the last
-    send of every rank that had something for this one, and the last of this rank's sends that it
-    has fetched. Whoever needs a number to be high enough waits on the GPU: for rows to be there, or
-    for room to be free. Lanes have numbers of their own, for numbers must rise.
+    The packets of one turn have the same offset in the send buffers of all ranks. Each buffer
+    starts with flags, ``int32[rows, num_ranks]``, that peers write and this rank's streams wait
+    for:
 
-    A pass ends when others have fetched all that it packed. The numbers of its sends are 0 again
-    then, and ranks tell each other so before they tell anything else: what a pass does is the same
-    each time, and may be replayed. So a rank that lags in one pass holds all others in the next.
+    - ready: the epoch of rank r's last send for this rank. This rank then copies the rows.
+    - fetched: the epoch of this rank's last send that rank r has copied. Its memory is free then.
+    - ended and seen: rank r has ended its pass, and has seen the end of this rank's pass.
+
+    Each stream has its own ready and fetched flags, because the epochs of a flag must increase.
+
+    A pass ends when the peers have copied everything that it packed. Its epochs are then reset to
+    0, and each rank announces its end before it sends again. Every pass therefore does the same
+    work and a CUDA graph can replay it. A rank that lags in one pass delays all others in the next.
     """
 
     num_streams = _NUM_STREAMS
@@ -57,28 +62,29 @@ class PeerMemory:
     chunk_rule = FETCHED
 
     def __init__(self, group: Any, device: torch.device, memory: IpcMemory) -> None:
-        """Begin without room; see :func:`connect_peers`."""
+        """Start without a send buffer for packets; use :func:`connect_peers` to construct."""
         self._group = weakref.ref(group)
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._device, self._memory = device, memory
         self._timeout = timeout_of(group)
         self.peak_bytes = 0
-        """The most that sends have needed."""
+        """Peak size of the send buffer that a call required, in bytes."""
         self.num_sends = 0
-        """Of all passes that were not captured."""
+        """Number of sends in all passes that were not captured in a CUDA graph."""
         self._is_captured = False
-        """Whether this pass is."""
+        """Whether a CUDA graph captures this pass."""
         self._number = 0
-        """Of the last send of the pass."""
+        """Epoch of the last send of this pass, from 1; 0 before the first."""
         self._unread: list[_Packed] = []
         self._opened: torch.cuda.Event | None = None
-        """When others may be told of the pass."""
+        """Event after which this pass may write flags of other ranks."""
         self._waited: dict[int, torch.cuda.Event] = {}
-        """When streams need no number of the pass any more."""
+        """For each stream index, the event after which it waits for no flag of this pass."""
         self._ended: torch.cuda.Event | None = None
-        """When the last pass had that was not captured."""
+        """Event at the end of the last pass that was not captured."""
         self._fetching = torch.cuda.Stream(device)
-        self._releasing = torch.cuda.Stream(device, priority=-1)  # streams have the lowest
+        # Higher priority than the compute streams, which have the lowest.
+        self._releasing = torch.cuda.Stream(device, priority=-1)
         self._streams = {self._fetching}
         self._unfinished: deque[torch.cuda.Event] = deque()
         self._progress = time.monotonic()
@@ -90,9 +96,9 @@ class PeerMemory:
         """Begin a pass; see :class:`cqs.distributed.transfer.Transport`.
 
         Raises:
-            RuntimeError: after :meth:`release`; if a CUDA graph is captured and there is no memory,
-                or the group is no more.
-            torch.OutOfMemoryError: if a rank has no room for numbers.
+            RuntimeError: The transport was released, the group was destroyed, or a CUDA graph is
+                captured before the first allocation.
+            torch.OutOfMemoryError: A rank has no device memory for the flags.
         """
         if not self._memory.own.nbytes:
             self._grow(self._memory.header_bytes)
@@ -121,9 +127,9 @@ class PeerMemory:
         """Send packets; see :class:`cqs.distributed.transfer.Transport`.
 
         Raises:
-            RuntimeError: after :meth:`release`; if a CUDA graph is captured that needs more memory
-                than any call before.
-            torch.OutOfMemoryError: if a rank has no room for what is packed.
+            RuntimeError: The transport was released, or a CUDA graph is captured that requires a
+                larger send buffer than all earlier calls.
+            torch.OutOfMemoryError: A rank has no device memory for the send buffer.
         """
         rooms = [_aligned(packet.places.most * packet.row_bytes) for packet in packets]
         header = _aligned(self._memory.header_bytes)
@@ -141,7 +147,8 @@ class PeerMemory:
             for rank in range(self._num_ranks)
             if any(packet.lengths[rank] for packet in packets)
         ]
-        # memory that is free on this stream may be in use on it until now
+        # The allocator may have given `received` memory that this stream still uses: the copies
+        # wait for the event `free`.
         received = [packet.received for packet in packets if not packet.route.stays]
         free = stream.record_event()
         with self._launching:
@@ -153,7 +160,7 @@ class PeerMemory:
             unread = self._make_room(packed, stream)
             self._waited[stream_index] = stream.record_event()
         fill([self._rows(f, p) for f, p in zip(firsts, packets, strict=True)])
-        with self._launching:  # where that fails, it is as if there had been no room
+        with self._launching:  # an error in fill() leaves the epoch unchanged
             self._check_released()
             self._unread = unread
             self._number += 1
@@ -169,11 +176,12 @@ class PeerMemory:
             return [_PendingCopy(event, self._fetching, received)]
 
     def release(self, seconds: float) -> None:
-        """End what waits for other ranks; what it was to fetch is garbage.
+        """Release all streams that wait for other ranks; rows not yet received are undefined.
 
         Args:
-            seconds: How long to wait for it. It goes on beyond, as ranks that are alive may yet
-                write a lower number, and replays of CUDA graphs may yet begin.
+            seconds: Seconds to wait until the streams are idle. A thread continues to write flags
+                afterwards, because live ranks may still write a lower epoch and replays of CUDA
+                graphs may still start.
         """
         with self._launching:
             self._memory.is_released = True
@@ -186,7 +194,7 @@ class PeerMemory:
         memory = self._memory
         has_replays = memory.is_captured or memory.captured
         end = time.monotonic() + (_RELEASED_SECONDS if has_replays else 0)
-        with torch.cuda.device(self._device):  # of a thread that has none yet
+        with torch.cuda.device(self._device):  # a new thread has no current device
             while True:
                 if all(stream.query() for stream in tuple(self._streams)):
                     is_idle.set()
@@ -199,7 +207,7 @@ class PeerMemory:
                 time.sleep(_POLL_SECONDS)
 
     def check_time(self) -> None:
-        """End the process with a message if nothing has come from other ranks for too long."""
+        """Abort the process with a message if no copy has completed within the group's timeout."""
         while self._unfinished and self._unfinished[0].query():
             self._unfinished.popleft()
             self._progress = time.monotonic()
@@ -215,7 +223,10 @@ class PeerMemory:
             os.abort()
 
     def _open_pass(self) -> None:
-        """Wait until all ranks have ended their last pass: only then may they be told anything."""
+        """Make the copy stream wait until all ranks have ended their last pass.
+
+        Flags of a rank may be written only then, because it resets them at the end of its pass.
+        """
         stream = torch.cuda.current_stream(self._device)
         if not self._is_captured:
             self._streams.add(stream)
@@ -228,12 +239,12 @@ class PeerMemory:
         self._opened = self._record_fetching()
 
     def _close_pass(self) -> torch.cuda.Event:
-        """Wait until all that was told has been fetched, clear its numbers, and say so.
+        """Wait on the copy stream for the peers' copies, reset the epochs, announce the end.
 
-        Lanes may still merge what came.
+        Other streams may still read received rows.
 
         Returns:
-            When that has happened.
+            The event at which this rank's pass has ended.
         """
         stream = self._fetching
         for event in self._waited.values():
@@ -245,28 +256,29 @@ class PeerMemory:
         with torch.cuda.device(self._device):
             check(driver.cuMemsetD32Async(own, 0, number, stream.cuda_stream))
         for rank in self._others:
-            self._wait(stream, rank, _SEEN, 1)  # or it might miss that another pass has ended
+            self._wait(stream, rank, _SEEN, 1)  # or the peer could miss the end of a pass
             self._tell(stream, self._rank, _SEEN, 0, of=rank)
             self._tell(stream, rank, _ENDED, 1)
         return self._record_fetching()
 
     def _record_fetching(self) -> torch.cuda.Event:
-        """Return when all is done that has been told to fetch; it must be before the time is up."""
+        """Return an event after all copies so far, which must complete within the timeout."""
         event: torch.cuda.Event = self._fetching.record_event()
         if not self._is_captured:
             self._unfinished.append(event)
         return event
 
     def _grow(self, num_bytes: int) -> None:
-        """Take more memory instead, for a pass that is opened after; all ranks do.
+        """Replace the send buffer by one of ``num_bytes`` bytes; every rank calls this.
 
-        A pass that is open ends in the old memory: CUDA graphs may still use that.
+        The open pass ends in the old buffer, which CUDA graphs may still use. The caller opens it
+        again in the new buffer.
         """
         if (group := self._group()) is None:
             raise RuntimeError("the group is no more")
         check_not_captured(self._device)
         control = control_group(group)
-        meet(control)  # raises if a rank has died
+        meet(control)  # raises if a rank has failed
         if self._memory.own.nbytes:
             with self._launching:
                 self._close_pass()
@@ -274,7 +286,7 @@ class PeerMemory:
 
     @property
     def _others(self) -> list[int]:
-        """The other ranks, the next one first."""
+        """The other ranks in ring order, starting after this rank."""
         return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
 
     def _check_released(self) -> None:
@@ -282,10 +294,14 @@ class PeerMemory:
             raise RuntimeError("the group was aborted")
 
     def _make_room(self, new: "_Packed", stream: torch.cuda.Stream) -> "list[_Packed]":
-        """Let the stream of a stream wait until what was packed at some place has been fetched.
+        """Make a stream wait until peers have copied earlier packets at the same place.
+
+        Args:
+            new: The packets to be written.
+            stream: The CUDA stream that will write them.
 
         Returns:
-            What is unread once the new has been packed.
+            The packets that may be unread after ``new`` has been written.
         """
         left = []
         for old in self._unread:
@@ -293,7 +309,7 @@ class PeerMemory:
                 for reader in old.readers:
                     self._wait(stream, reader, _fetched(old.stream_index), old.number)
                 old.streams.add(new.stream_index)
-            # who waits for the readers of the new waits for those of the old
+            # A wait for the readers of the new packets implies one for those of the old.
             is_covered = new.readers and _contains(new.places, old.places)
             if not is_covered and len(old.streams) < self.num_streams:
                 left.append(old)
@@ -306,7 +322,11 @@ class PeerMemory:
         stream_index: int,
         free: torch.cuda.Event,
     ) -> None:
-        """Have rows copied here as soon as they are packed, those of the next rank first."""
+        """Queue copies of the packets of all peers on the copy stream, in ring order.
+
+        Each copy starts when the peer's ready flag reaches the epoch. The ring order spreads the
+        copies over the peers, so that not all ranks read from one.
+        """
         fetching = self._fetching
         fetching.wait_event(free)
         for owner in self._others:
@@ -323,13 +343,13 @@ class PeerMemory:
             self._tell(fetching, owner, _fetched(stream_index), self._number)
 
     def _rows(self, first: int, packet: Packet) -> Tensor:
-        """Return this rank's memory from some byte on as the rows that a packet has for others."""
+        """Return the send buffer from byte ``first`` on as the packed rows of a packet."""
         number = sum(packet.lengths)
         found = self._memory.own[first : first + number * packet.row_bytes]
         return found.view(packet.sources[0].dtype).view(number, *packet.row_shape)
 
     def _wait(self, stream: torch.cuda.Stream, rank: int, row: int, number: int) -> None:
-        """Let a stream go on when a rank has told this one a number that is at least ``number``."""
+        """Make a stream wait until this rank's flag of a rank is at least ``number``."""
         address = self._memory.addresses[self._rank] + 4 * (row * self._num_ranks + rank)
         at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         check(driver.cuStreamWaitValue32(stream.cuda_stream, address, number, at_least))
@@ -337,14 +357,14 @@ class PeerMemory:
     def _tell(
         self, stream: torch.cuda.Stream, rank: int, row: int, number: int, *, of: int | None = None
     ) -> None:
-        """Tell a rank a number, after all that a stream does before.
+        """Write a flag of a rank after all earlier work of a stream.
 
         Args:
-            stream: Tells it.
-            rank: Which to tell.
-            row: What the number says.
-            number: The number.
-            of: Whose number it is; ``None`` means that of this rank.
+            stream: CUDA stream that writes the flag.
+            rank: Rank in whose memory the flag is.
+            row: Row of the flag: its meaning.
+            number: Epoch to write, or 0 or 1.
+            of: Rank that the flag is about; ``None`` means this rank.
         """
         place = row * self._num_ranks + (self._rank if of is None else of)
         address = self._memory.addresses[rank] + 4 * place
@@ -353,25 +373,33 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class _Packed:
-    """What others may not yet have fetched."""
+    """Packets of one send that peers may not have copied yet."""
 
     places: range
-    """Its bytes."""
+    """Byte offsets in the send buffer."""
     stream_index: int
     number: int
-    """Of the send."""
+    """Epoch of the send."""
     readers: list[int]
+    """Ranks that copy the packets."""
     streams: set[int] = field(default_factory=set)
-    """Those that go on only when it has been fetched."""
+    """Indices of the streams that already wait until the packets have been copied."""
 
 
 def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
-    """Connect GPUs that reach each other's memory; every rank of the group must call this.
+    """Connect the GPUs of a group for P2P copies; every rank of the group must call this.
 
-    A rank that waits longer for another than the group's time-out ends its process, as NCCL does.
+    A rank that waits for another longer than the group's timeout aborts its process, as NCCL does.
+
+    Args:
+        group: The process group; all of its ranks are on one host.
+        device: The GPU of this rank.
 
     Returns:
-        ``None`` on all ranks if one does not reach another.
+        The transport, or ``None`` on all ranks if a pair of GPUs does not support P2P access.
+
+    Raises:
+        RuntimeError: A rank has failed.
     """
     control = control_group(group)
     num_ranks = control.size()
@@ -382,7 +410,7 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
 
 
 class _PendingCopy(NamedTuple):
-    """Rows that a stream copies."""
+    """Rows that the copy stream is receiving."""
 
     event: torch.cuda.Event
     stream: torch.cuda.Stream
@@ -395,14 +423,14 @@ class _PendingCopy(NamedTuple):
         end = time.monotonic() + timeout.total_seconds()
         while not self.event.query() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        for tensor in self.received:  # if it comes yet, nobody else may have the memory
+        for tensor in self.received:  # a late copy must not write to memory that was reused
             tensor.record_stream(self.stream)
 
 
 def _watch(
     of: "weakref.ref[PeerMemory]", memory: IpcMemory, unfinished: deque[torch.cuda.Event]
 ) -> None:
-    """Check the time while there is a transport, then free what others have read."""
+    """Enforce the timeout while the transport exists, then free its send buffer."""
     _relax()
     while (transport := of()) is not None:
         transport.check_time()
@@ -411,7 +439,7 @@ def _watch(
     while unfinished and not unfinished[-1].query():
         time.sleep(_WATCH_SECONDS)
     if memory.is_captured:
-        return  # a graph may yet be replayed, by all ranks
+        return  # all ranks may still replay the graph
     memory.disconnect()
     if memory.is_released:
         time.sleep(_RELEASED_SECONDS)
@@ -421,14 +449,14 @@ def _watch(
 
 
 def _is_at_rest(memory: IpcMemory) -> bool:
-    """Whether other ranks have ended the last pass, and tell no more; waits for the GPU."""
+    """Return whether all peers have ended their last pass; synchronizes with the GPU."""
     num_ranks = len(memory.addresses)
     ended = memory.numbers[_ENDED * num_ranks : _SEEN * num_ranks]
     return all(ended[: memory.rank] + ended[memory.rank + 1 :])
 
 
 def _relax() -> None:
-    """Let this thread ask for events and streams while another captures a CUDA graph."""
+    """Allow this thread to query events and streams while another captures a CUDA graph."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
 
@@ -442,10 +470,10 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _told(stream_index: int) -> int:
-    """Return the row of numbers that say what is there."""
+    """Return the row of the ready flags of a stream."""
     return 2 * stream_index
 
 
 def _fetched(stream_index: int) -> int:
-    """Return the row of numbers that say what has been fetched."""
+    """Return the row of the fetched flags of a stream."""
     return 2 * stream_index + 1

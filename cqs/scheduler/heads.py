@@ -1,32 +1,33 @@
-"""How many heads a rank computes, and how many of them at one time."""
+"""Head-parallel degrees, and the number of head chunks of a rank."""
 
 import math
 from typing import NamedTuple
 
 
 class ChunkRule(NamedTuple):
-    """From which work on head chunks pay, in operations of a rank's forward pass."""
+    """Thresholds of :func:`choose_num_chunks`, in FLOPs of a rank's forward pass."""
 
     two: float
+    """FLOPs from which two chunks pay; with fewer, launch overhead is exposed."""
     four: float
-    """With less a GPU waits until they are launched."""
+    """FLOPs from which four chunks pay in a forward pass without gradients."""
     four_of_both: float
-    """Likewise if gradients follow."""
+    """FLOPs of the forward pass from which four chunks pay if a backward pass follows."""
     most_keys: float
-    """Held by a rank where four pay though gradients follow: the end of a kernel leaves most of a
-    GPU idle for part of a tile, and tiles are as long as there are keys."""
+    """Keys of a rank up to which four chunks pay if a backward pass follows. With more, the tail of
+    each kernel is longer, because the time of a tile grows with the number of keys."""
 
 
 FETCHED = ChunkRule(5e11, 8e12, 2e12, 65_536)
-"""Where GPUs reach each other's memory."""
+"""Thresholds for P2P copies between GPUs."""
 SENT = ChunkRule(2e12, 8e12, 8e12, math.inf)
-"""Where ranks send messages."""
+"""Thresholds for messages of torch.distributed."""
 
 
 def why_not_head_parallel(
     head_parallel: int, num_ranks: int, num_heads: int, num_kv_heads: int
 ) -> str | None:
-    """Say why the heads cannot be cut into so many slices, or return None if they can."""
+    """Return why a head-parallel degree is not supported, or None if it is."""
     if num_ranks % head_parallel:
         return f"it must divide the number of ranks, {num_ranks}"
     if num_heads % head_parallel:
@@ -37,7 +38,7 @@ def why_not_head_parallel(
 
 
 def possible_head_parallel(num_ranks: int, num_heads: int, num_kv_heads: int) -> list[int]:
-    """List the numbers of slices into which the heads can be cut, ascending.
+    """List the supported head-parallel degrees in ascending order.
 
     Example:
         >>> possible_head_parallel(12, num_heads=32, num_kv_heads=8)
@@ -60,24 +61,24 @@ def choose_num_chunks(
     with_gradients: bool,
     rule: ChunkRule = FETCHED,
 ) -> int:
-    """Return into how many parts a rank cuts its heads: a divisor of the number of key heads.
+    """Return the number of head chunks of a rank: a divisor of its number of KV heads.
 
-    Of S head chunks a part of 1/S of what travels is not hidden. Each takes the caller as long, and
-    has kernels with ends of their own. More than four make kernels too short.
+    With S chunks, 1/S of the communication is exposed, but each chunk adds launch overhead and a
+    kernel tail. With more than four, kernels become too short.
 
     Args:
-        most: At most so many; ``None`` chooses by the work.
-        flops: What a rank computes in the forward pass.
-        num_ranks: A single one has nothing that could travel meanwhile.
-        num_kv_heads: Of a rank.
-        num_keys: That a rank holds.
-        with_gradients: Whether a backward pass follows, in as many.
-        rule: By how rows travel.
+        most: Maximum number of chunks; ``None`` chooses 1, 2 or 4 by the work.
+        flops: FLOPs of a rank in the forward pass.
+        num_ranks: Number of ranks. One rank has no communication to overlap.
+        num_kv_heads: Number of KV heads of a rank.
+        num_keys: Number of keys that a rank holds.
+        with_gradients: Whether a backward pass follows, with the same number of chunks.
+        rule: Thresholds of the transport.
 
     Example:
         >>> options = {"num_ranks": 8, "num_kv_heads": 4}
         >>> [
-        ...     choose_num_stages(
+        ...     choose_num_chunks(
         ...         None, flops=flops, num_keys=num_keys, with_gradients=both, **options
         ...     )
         ...     for flops, num_keys in ((6e11, 2**15), (2e12, 2**15), (3e13, 2**17))
@@ -85,7 +86,7 @@ def choose_num_chunks(
         ... ]
         [2, 2, 2, 4, 4, 2]
         >>> options |= {"flops": 3e13, "num_keys": 2**17, "with_gradients": True}
-        >>> choose_num_stages(None, rule=SENT, **options)
+        >>> choose_num_chunks(None, rule=SENT, **options)
         4
     """
     if most is None:
