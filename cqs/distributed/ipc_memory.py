@@ -115,7 +115,7 @@ class IpcMemory:
         with torch.cuda.device(self._device):
             for rank, address in enumerate(self.addresses):
                 if rank != self.rank and address:
-                    driver.cuIpcCloseMemHandle(address)  # may fail if the rank has failed
+                    driver.cuIpcCloseMemHandle(address)  # fails if the peer has exited
                     self.addresses[rank] = 0
 
     def free(self) -> None:

@@ -53,8 +53,8 @@ class PeerMemory:
     Each stream has its own ready and fetched flags, because the epochs of a flag must increase.
 
     A pass ends when the peers have copied everything that it packed. Its epochs are then reset to
-    0, and each rank announces its end before it sends again. Every pass therefore does the same
-    work and a CUDA graph can replay it. A rank that lags in one pass delays all others in the next.
+    0, and no rank sends again before all peers have announced their end. Every pass thus does the
+    same work, so a CUDA graph can replay it. A rank that lags in one pass delays the next of all.
     """
 
     num_streams = _NUM_STREAMS

@@ -61,7 +61,7 @@ class RankTask:
             Output and LSE of this rank's queries, the kept tensors, and the backward function.
 
         Raises:
-            LostError: Another rank has failed or does not answer.
+            LostError: Another rank has failed or does not answer (messages only).
         """
         layout, routes = self.layout, self._routes
         tensors = problem.query, problem.key, problem.value

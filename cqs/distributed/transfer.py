@@ -128,7 +128,7 @@ class Transport(Protocol):
         host waits for the GPU only if the packets require a larger send buffer than any before.
 
         Args:
-            packets: The packets to send, one for each route, row shape and dtype.
+            packets: The packets to send in this turn.
             fill: Function that writes the rows for other ranks; called once the buffer has room.
             turn: Index of the buffer slot, from 0 to ``num_turns - 1``. Sends in one slot are
                 ordered: a send waits until the previous one has been read.
@@ -240,6 +240,6 @@ class Transfer:
 
     def settle(self, end: float) -> None:
         """Wait until the time ``end`` of ``time.monotonic()`` for tensors that will not be used."""
-        with suppress(RuntimeError):  # others have failed too
+        with suppress(RuntimeError):  # the other ranks may have failed too
             for each in self._pending:
                 each.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
