@@ -1,4 +1,4 @@
-"""The one call that most users need."""
+"""``cqs.attention``: exact attention on one device, on a Ray cluster, or in a memory budget."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -46,69 +46,76 @@ def attention(
     resume: str | os.PathLike[str] | None = None,
     progress: bool | Callable[[int, int], None] = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute exact attention as ``num_tasks`` tasks that never talk to each other.
+    """Compute exact attention as ``num_tasks`` independent tasks.
 
-    The result is that of ``torch.nn.functional.scaled_dot_product_attention(query, key, value,
+    The result equals ``torch.nn.functional.scaled_dot_product_attention(query, key, value,
     is_causal=is_causal, scale=scale, enable_gqa=True)`` up to rounding, with two differences:
-    causal attention of unequal lengths is aligned at the bottom right, and queries that see no key
-    give 0 (lse -inf). Sums run in float32 (float64 for float64). Inputs are never written to.
-    The output can be differentiated, once; the lse is a constant to autograd.
+
+    - Causal attention of unequal lengths is aligned at the bottom right.
+    - A query that attends to no key has output 0 and LSE -inf.
+
+    Sums are accumulated in float32 (float64 for float64 inputs). Inputs are never written to.
+    Autograd computes first derivatives of the output; it treats the LSE as a constant.
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``; float64, float32, bfloat16 or float16,
-            on the CPU or a GPU, of any strides. A batch of 1, of any of the three, is broadcast.
-        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``; ``num_heads`` must be a multiple of
-            ``num_kv_heads``, and consecutive query heads share one.
-        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-        is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
-        pattern: Which pairs attend, of :mod:`cqs.patterns`; with ``is_causal`` only those up to the
-            diagonal. What it hides is not computed, and what no backend can hide is refused.
+            on the CPU or a GPU, with any strides. Query, key or value with a batch of 1 is
+            broadcast.
+        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``, in the dtype and on the device of
+            ``query``. ``num_heads`` must be a multiple of ``num_kv_heads``; consecutive query heads
+            share a KV head (GQA).
+        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``, in the dtype and on the device of
+            ``query``.
+        is_causal: Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``.
+        pattern: Sparse pattern of :mod:`cqs.patterns`, the query-key pairs that attend. With
+            ``is_causal`` it is intersected with the causal mask. Masked blocks are not computed.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-        dropout_p: Chance, in [0, 1), that a probability is zeroed after the softmax; the rest is
-            divided by ``1 - dropout_p``. Which pairs are dropped depends on seed, batch, head and
-            the positions of query and key, not on how the work is cut or who does it.
-        seed: For dropout; at least 0, less than 2^63. ``None`` draws one from PyTorch's CPU
+        dropout_p: Probability, in [0, 1), that an attention weight is zeroed after the softmax; the
+            others are divided by ``1 - dropout_p``. The dropout mask is a function of seed, batch,
+            head and positions, independent of tasks, executor and kernels.
+        seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
-        interest_set: See :func:`cqs.make_plan`.
+        interest_set: Interest set modulo ``num_tasks``; see :func:`cqs.make_plan`.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``
-            takes the best that can (:data:`cqs.worker.backends.WHY_NOT`). A named backend computes
-            or explains, it never falls back.
-        executor: ``None`` or ``"local"``: this process. A :class:`cqs.Cluster`: its workers.
-            ``"ray"``: a private cluster for this call alone (it takes seconds to start).
-        return_lse: Also return the natural log of the softmax denominators.
-        verify: Recompute sampled rows in float64 and raise if they disagree.
-        memory_budget: Bytes, ``"8GiB"`` or ``"auto"``: compute tensors that are on the CPU, or in
-            files, on ``device`` without ever holding more there. Query, key and value may then
-            also be NumPy arrays, memory-mapped or not, or of :mod:`cqs.streaming`; they are read
-            as they are needed. In this process, with tasks of its own choice. The rest of the
-            arguments is for this alone.
-        device: Where to compute; ``None`` means a GPU if there is one.
-        out: Where the output goes: a CPU tensor, NumPy array or :class:`cqs.streaming.InFile`;
-            ``None`` makes a tensor. Records no gradients. It shares no byte, of memory or of a
-            file, with the inputs, and its elements share none.
-        resume: A new or empty directory for working files, which this call removes at the end.
-            After an error it stays, and the same call goes on where it was. Anything else at this
-            path is rejected unchanged. Needs an ``out`` in a file of its own.
-        progress: True draws a progress bar with the time left; a function is called with (pairs
-            done, pairs in all), of all heads.
+            selects the first of :data:`cqs.worker.backends.WHY_NOT` that supports the call. A
+            named backend never falls back to another; it raises.
+        executor: ``None`` or ``"local"`` computes in this process, a :class:`cqs.Cluster` on its
+            workers, and ``"ray"`` on a cluster that is started for this call (takes seconds).
+        return_lse: Whether to return the log-sum-exp as well.
+        verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
+        memory_budget: Most bytes of memory of ``device`` that the call may hold: an integer,
+            ``"8GiB"`` or ``"auto"``. Query, key and value are then read in parts: CPU tensors,
+            NumPy arrays, memory maps or objects of :mod:`cqs.streaming`. Not with ``num_tasks``,
+            ``interest_set`` or a cluster.
+        device: The device that computes; ``None`` means a GPU if there is one. Requires
+            ``memory_budget``.
+        out: Destination of the output: a CPU tensor, NumPy array or :class:`cqs.streaming.InFile`;
+            ``None`` allocates a CPU tensor. It must not overlap the inputs or itself, in memory or
+            in a file. Requires ``memory_budget``, and inputs that do not require gradients.
+        resume: Path of a new or empty directory for working files, which a successful call removes.
+            After an error it stays, and the same call continues from it. Requires
+            ``memory_budget`` and an ``out`` in a file that holds no input.
+        progress: True draws a progress bar. A function is called as ``progress(pairs_done,
+            pairs_total)``, live pairs of all heads. Requires ``memory_budget``.
 
     Returns:
-        ``output``, ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype and on the device of
-        ``query``, or ``out``; with ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``,
-        float32 (float64 for float64).
+        ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype and on the device of
+        ``query``, or ``out``. With ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``,
+        float32 (float64 for float64 inputs).
 
     Raises:
-        TypeError: for arguments of the wrong type and unsupported dtypes.
-        ValueError: for shapes, dtypes, devices or values that do not fit, a memory budget that is
-            too small for a tile, files that are cut short, and working files that are damaged or of
-            another computation.
-        OSError: if a file cannot be read or written, is changed meanwhile, the disk is full, or
-            another process uses the directory of ``resume``.
-        NotImplementedError: if the named backend cannot take the tensors, and for
-            ``"ray"`` where Ray is not installed; the message says why.
-        torch.OutOfMemoryError: if a GPU has too little memory; the message says what would fit.
-        cqs.verify.VerificationError: if ``verify`` finds a wrong row.
+        TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
+        ValueError: Shapes, dtypes, devices or options do not fit together; the memory budget is too
+            small for a tile; a file is too short; or working files are damaged or belong to another
+            computation.
+        OSError: A file cannot be read or written, or changes during the call; the disk is full; or
+            another process uses the ``resume`` directory.
+        NotImplementedError: No backend, or not the named one, supports the call; or the executor is
+            ``"ray"`` and Ray is not installed. The message gives the reason.
+        torch.OutOfMemoryError: The GPU has too little memory; the message proposes what would fit.
+        cqs.verify.VerificationError: ``verify`` found a row with an error larger than rounding
+            explains.
 
     Example:
         >>> import torch
@@ -153,7 +160,7 @@ def attention(
         return problem.make_plan(1 if num_tasks is None else num_tasks, interest_set)
 
     for _, part in problem.parts():
-        make_plan(part)  # before Ray starts, whatever is wrong with the options
+        make_plan(part)  # reports wrong options before Ray starts
     if executor is None or executor == "local":
         attend = keeping_operands(
             lambda problem: run_local(problem, make_plan(problem), backend=backend),

@@ -1,4 +1,4 @@
-"""Exact attention over sequences that do not fit on the device, within a budget of bytes."""
+"""Exact attention over sequences larger than device memory, within a memory budget."""
 
 from cqs.streaming.plan import Pass, StreamPlan, make_stream_plan
 from cqs.streaming.sources import InFile, OnDemand, open_tensor

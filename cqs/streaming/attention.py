@@ -1,4 +1,4 @@
-"""Attention and its gradients over sequences that are not on the device."""
+"""Attention and its gradients over tensors that are streamed through the device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +16,14 @@ from cqs.worker import HeldTokens, Worker
 
 @dataclass(frozen=True)
 class Streamed:
-    """An attention problem whose tensors are elsewhere, and what computes it."""
+    """An attention problem with tensors off the device, and the worker that computes it."""
 
     query: Source
+    """``[batch, num_heads, seqlen_q, head_dim]``."""
     key: Source
+    """``[batch, num_kv_heads, seqlen_kv, head_dim]``."""
     value: Source
+    """``[batch, num_kv_heads, seqlen_kv, value_dim]``."""
     worker: Worker
     device: torch.device
 
@@ -34,16 +37,17 @@ class Streamed:
         visited: Callable[[Visit], None] = lambda visit: None,
         finished: Callable[[Block], None] = lambda block: None,
     ) -> None:
-        """Compute the answer.
+        """Compute the output and the log-sum-exp.
 
         Args:
-            plan: Of the forward pass.
-            output: Where the output goes.
-            lse: Where the log-sum-exp goes: ``[batch, num_heads, seqlen_q, 1]``, float32 (float64
-                for float64).
-            start: See :func:`cqs.streaming.engine.stream`, as for the rest.
-            visited: Likewise.
-            finished: Likewise.
+            plan: Plan of the forward pass.
+            output: Destination of the output, ``[batch, num_heads, seqlen_q, value_dim]`` in the
+                dtype of the query.
+            lse: Destination of the log-sum-exp, ``[batch, num_heads, seqlen_q, 1]``, float32
+                (float64 for float64 inputs).
+            start: The position up to which results are final already.
+            visited: Called after each visit has been launched.
+            finished: Called after all results of a block have been written.
         """
         stream(
             plan,
@@ -60,12 +64,12 @@ class Streamed:
     def differentiate(
         self, plans: Sequence[StreamPlan], answer: Partial, grad_output: Tensor
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients, those of queries first, in the dtype of the query.
+        """Compute the gradients of query, key and value: CPU tensors in the inputs' dtype.
 
         Args:
-            plans: Of the two passes for gradients.
-            answer: What the forward pass computed, on the CPU.
-            grad_output: Gradient of its output.
+            plans: Plans of the passes ``QUERY_GRADIENTS`` and ``KEY_GRADIENTS``.
+            answer: Output and LSE of the forward pass, on the CPU.
+            grad_output: Gradient of the output, on the CPU, of the output's shape.
         """
         of_queries = Side(
             (
@@ -90,7 +94,7 @@ class Streamed:
 
 
 class _Attention:
-    """Blocks of queries to their answers."""
+    """Reduce blocks of queries to their output and LSE."""
 
     def __init__(self, plan: StreamPlan, worker: Worker):
         self._plan, self._worker = plan, worker
@@ -98,9 +102,9 @@ class _Attention:
         self._answer: Partial | None = None
 
     def add(self, visit: Visit, held: Sequence[Tensor], streamed: Sequence[Tensor]) -> None:
-        """Attend to some keys."""
+        """Attend to a chunk of keys and merge the partial output."""
         (query,) = held
-        if visit.is_first and visit.is_last:
+        if visit.is_first and visit.is_last:  # nothing to merge: no buffer for sums
             self._answer = self._attend(visit, query, streamed, query.dtype)
             return
         sums = lse_dtype(query.dtype)
@@ -112,7 +116,7 @@ class _Attention:
         self._merge.add(self._attend(visit, query, streamed, sums))
 
     def finish(self, held: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return output and lse."""
+        """Return the output and the LSE."""
         answer, self._answer = self._answer, None
         if answer is None:
             assert self._merge is not None
@@ -133,14 +137,14 @@ class _Attention:
 
 
 class _Gradients:
-    """Blocks to the gradients of their queries, or of their keys and values."""
+    """Reduce blocks to the gradients of their queries, or of their keys and values."""
 
     def __init__(self, plan: StreamPlan, worker: Worker):
         self._plan, self._worker = plan, worker
         self._sums: list[Tensor] = []
 
     def add(self, visit: Visit, held: Sequence[Tensor], streamed: Sequence[Tensor]) -> None:
-        """Add what some tokens of the other side contribute."""
+        """Add the contribution of a chunk of the other side."""
         mine = held if self._plan.holds_keys else held[:1]
         if visit.is_first:
             sums = lse_dtype(held[0].dtype)
@@ -172,10 +176,10 @@ def _prepare(
     of_queries: Sequence[Tensor],
     of_keys: Sequence[Tensor],
 ) -> tuple[Worker, tuple[Step, ...], list[HeldTokens]]:
-    """Return what a visit computes, and who, with the tensors in the order in which it wants them.
+    """Return the worker, steps and tensors of one visit, in the argument order of :class:`Worker`.
 
-    Where only the distance of tokens matters they are counted from the first: blocks that are
-    alike are then computed by the same lists of tiles.
+    Without pattern and dropout, positions are counted from the first token of the block and of the
+    chunk. Visits of equal geometry then share cached tile lists.
     """
     assert visit.tokens is not None
     queries, keys = plan.sides(visit.block.tokens, visit.tokens)

@@ -1,4 +1,4 @@
-"""How many bytes of a device may be used."""
+"""Parsing of the ``memory_budget`` argument."""
 
 import os
 import re
@@ -14,20 +14,21 @@ _UNITS = {"": 1} | {
     for infix, base in (("i", 1024), ("", 1000))
     for i, prefix in enumerate("kmgt", 1)
 }
+# Fractions of the free memory that "auto" takes.
 _SHARE_OF_GPU, _SHARE_OF_HOST = 0.9, 0.5
 
 
 def parse_budget(budget: Any, device: torch.device) -> int:
-    """Return a budget in bytes.
+    """Return a memory budget in bytes.
 
     Args:
-        budget: Bytes, or text such as ``"8GiB"`` or ``"500 MB"``, or ``"auto"``: nine tenths of
-            what is free on a GPU, half of what is available on the CPU.
-        device: Whose memory.
+        budget: An integer number of bytes, a string such as ``"8GiB"`` or ``"500 MB"``, or
+            ``"auto"``: 90 % of the free memory of a GPU, 50 % of the free memory of the host.
+        device: The device whose memory ``"auto"`` measures.
 
     Raises:
-        TypeError: if it is neither integer nor text.
-        ValueError: if it is not positive, or text that says no number of bytes.
+        TypeError: ``budget`` is neither an integer nor a string.
+        ValueError: ``budget`` is not positive, or a string that is not a number of bytes.
 
     Example:
         >>> parse_budget("1.5GiB", torch.device("cpu"))
@@ -46,6 +47,7 @@ def parse_budget(budget: Any, device: torch.device) -> int:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        # Blocks that PyTorch's allocator caches are free for PyTorch, not for the driver.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free + cached) * _SHARE_OF_GPU)
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The loop: tokens come, a block meets them, its result goes back, all three at a time."""
+"""The streaming loop: uploads, computation and downloads that overlap."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -13,24 +13,29 @@ from cqs.streaming.transfers import Transfers, make_transfers
 
 
 class Side(NamedTuple):
-    """Tensors of one side of the problem."""
+    """The tensors of the queries, or those of the keys and values."""
 
     sources: tuple[Source, ...]
-    """Each ``[batch, heads, tokens, columns]``."""
+    """Sources of ``[batch, heads, tokens, columns]`` each."""
     has_key_heads: bool
+    """Whether the sources have KV heads; otherwise they have query heads."""
 
 
 class Reduction(Protocol):
-    """What becomes of a block while tokens stream past."""
+    """The computation of a block's results from the chunks that are streamed past it."""
 
     def add(self, visit: Visit, held: Sequence[Tensor], streamed: Sequence[Tensor]) -> None:
-        """Launch what a visit computes; tensors are ``[1, heads, tokens, columns]``.
+        """Launch the computation of one visit.
 
-        ``streamed`` is empty where nothing meets the block.
+        Args:
+            visit: The block and the chunk.
+            held: Tensors of the block, ``[1, heads, tokens, columns]`` on the device.
+            streamed: Tensors of the chunk, ``[1, heads, tokens, columns]`` on the device; empty if
+                no live pair involves the block.
         """
 
     def finish(self, held: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the results of the block, ``[1, heads, tokens, columns]``, all its own."""
+        """Return the block's results, ``[1, heads, tokens, columns]``, in memory of their own."""
 
 
 def stream(
@@ -45,21 +50,24 @@ def stream(
     visited: Callable[[Visit], None] = lambda visit: None,
     finished: Callable[[Block], None] = lambda block: None,
 ) -> None:
-    """Carry out a plan.
+    """Execute a plan: upload blocks and chunks, reduce them, and download the results.
+
+    On a GPU the upload of the next visit and the download of the previous block overlap the
+    computation. Autocast is disabled.
 
     Args:
-        plan: What meets what, and when.
-        device: Where.
-        held: The side that blocks are of.
-        streamed: The other.
-        reduction: What is computed.
-        targets: Where each of its results goes.
-        start: What is final already.
-        visited: Called when a visit was launched.
-        finished: Called when the results of a block are where they go.
+        plan: The order of blocks and chunks, and their sizes.
+        device: The device that computes.
+        held: The side that is divided into blocks, which stay on the device.
+        streamed: The side that is divided into chunks, which are streamed past every block.
+        reduction: The computation.
+        targets: Destinations of the results of ``reduction.finish``, in its order.
+        start: The position up to which results are final already.
+        visited: Called after each visit has been launched.
+        finished: Called after all results of a block have been written to the targets.
     """
     with (
-        torch.autocast(device.type, enabled=False),  # dtypes are the caller's
+        torch.autocast(device.type, enabled=False),  # keep the dtypes of the sources
         closing(make_transfers(device)) as transfers,
     ):
         blocks = _Inbox(transfers, plan, held, min(plan.rows, plan.num_held), device)
@@ -102,7 +110,7 @@ def stream(
             reduction.add(current, own, others)
             visited(current)
             if current.is_last:
-                arrive()
+                arrive()  # one block's download is in progress at a time, as the plan counts it
                 leaving = current.block, send(current.block, reduction.finish(own))
             blocks.give_back()
             chunks.give_back()
@@ -113,7 +121,7 @@ def stream(
 
 
 class _Inbox:
-    """Room on the device for tokens of one side, several times: some come while others are used."""
+    """The device buffers of one side: one is filled while another is used."""
 
     def __init__(
         self,
@@ -123,7 +131,7 @@ class _Inbox:
         num_tokens: int,
         device: torch.device,
     ):
-        """Allocate room for so many tokens of a group of heads."""
+        """Allocate buffers for ``num_tokens`` tokens of a group of heads each."""
         self._transfers, self._side = transfers, side
         num_heads = plan.heads_at_once * (1 if side.has_key_heads else plan.group_size)
         self._room = [
@@ -137,11 +145,12 @@ class _Inbox:
         ]
         self._contents: list[Any] = [None] * plan.num_buffers
         self._arrived: list[Any] = [None] * plan.num_buffers
-        self._used: list[Any] = [transfers.mark()] * plan.num_buffers  # the room may be second-hand
+        # The allocator may return memory that launched kernels still use: wait for these too.
+        self._used: list[Any] = [transfers.mark()] * plan.num_buffers
         self._current = 0
 
     def order(self, block: Block, tokens: range) -> None:
-        """Let tokens of the heads of a block come, unless they are there."""
+        """Start the upload of tokens of a block's heads, unless a buffer contains them."""
         heads = block.kv_heads if self._side.has_key_heads else block.heads
         wanted = block.batch, heads, tokens
         if wanted in self._contents:
@@ -155,11 +164,11 @@ class _Inbox:
         self._contents[here] = wanted
 
     def take(self) -> list[Tensor]:
-        """Return the tokens ordered last, ``[1, heads, tokens, columns]``."""
+        """Return the tokens that were ordered last, ``[1, heads, tokens, columns]``."""
         self._transfers.wait(self._arrived[self._current])
         _, _, tokens = self._contents[self._current]
         return [room[None, :, : len(tokens)] for room in self._room[self._current]]
 
     def give_back(self) -> None:
-        """Note that what was launched so far is the last that uses what was taken."""
+        """Let the buffer be overwritten once everything launched so far has completed."""
         self._used[self._current] = self._transfers.mark()

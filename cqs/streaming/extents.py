@@ -1,4 +1,4 @@
-"""Which bytes of memory and of files hold a tensor, and whether two tensors share some of them."""
+"""The bytes of memory and of files that contain a tensor, and tests for overlap."""
 
 import mmap
 import os
@@ -11,27 +11,27 @@ from torch import Tensor
 
 _MEMORY = "memory"
 _ORIGIN = 2**62
-"""The address that stands for position 0, because NumPy accepts no array at address 0 or below."""
+"""Address of position 0, because NumPy does not accept arrays at address 0 or below."""
 _MOST_WORK = 10**6
-"""Steps of NumPy's search for a shared byte; strides that take more count as sharing one."""
+"""Limit of NumPy's search for a shared byte; beyond it, tensors count as overlapping."""
 _MAPS = Path("/proc/self/maps")
 
 
 class Extent(NamedTuple):
-    """The elements of a tensor in one space of bytes."""
+    """The positions of a tensor's elements in one address space."""
 
     space: Hashable
-    """The memory of the process, or a file."""
+    """Identifies the address space: the memory of the process, or a file."""
     elements: np.ndarray
-    """An array whose addresses are positions in that space. Its elements must not be read."""
+    """An array whose addresses are positions in the space. Its elements must not be read."""
 
     @property
     def repeats(self) -> bool:
-        """Whether two of the elements share bytes."""
+        """Whether two elements share bytes."""
         rows = self.elements
         while rows.ndim:
-            # Positions are linear in the indices. So if two elements share bytes, then so do one
-            # with index 0 and one with a larger index in the first dimension where they differ.
+            # Positions are linear in the indices. If two elements share bytes, two others do whose
+            # first differing index is 0 in one and positive in the other.
             if _share(rows[:1], rows[1:]):
                 return True
             rows = rows[0, ...] if len(rows) else rows[..., 0]
@@ -39,20 +39,25 @@ class Extent(NamedTuple):
 
 
 class _Mapping(NamedTuple):
-    """A part of this process's memory, as the operating system lists it."""
+    """One line of ``/proc/self/maps``: a mapping of this process's memory."""
 
     addresses: range
     is_writable: bool
     is_shared: bool
     """Whether writes reach the file."""
     file: tuple[str, int] | None
-    """Device and inode; ``None`` for memory without a file."""
+    """Device and inode; ``None`` for anonymous memory."""
     offset: int
-    """Position in the file of the first address."""
+    """Position of the first address in the file, in bytes."""
 
 
 def share_bytes(some: Sequence[Extent], others: Sequence[Extent]) -> bool:
-    """Return whether two tensors share a byte, given all extents of each."""
+    """Return whether two tensors share a byte.
+
+    Args:
+        some: All extents of the first tensor.
+        others: All extents of the second tensor.
+    """
     return any(
         one.space == other.space and _share(one.elements, other.elements)
         for one in some
@@ -61,14 +66,14 @@ def share_bytes(some: Sequence[Extent], others: Sequence[Extent]) -> bool:
 
 
 def extents_in_memory(tensor: Tensor, *, is_written: bool) -> list[Extent]:
-    """Return where the elements of a tensor are: in memory, and in files mapped there.
+    """Return the extents of a tensor in memory and in the files that are mapped there.
 
-    Only Linux lists what is mapped. Elsewhere memory is compared with memory, files with files.
+    Mapped files are known on Linux only. Elsewhere the result has the extent in memory alone.
 
     Args:
-        tensor: On the CPU, of any shape and strides.
-        is_written: Whether the tensor is written to. A write reaches a file through a shared
-            mapping alone; a read depends on the file through a private (copy-on-write) one too.
+        tensor: A CPU tensor of any shape and strides.
+        is_written: Whether the tensor is written to. Writes reach a file only through a shared
+            mapping; reads depend on the file through a private (copy-on-write) mapping too.
     """
     files = {
         (mapping.file, mapping.offset - mapping.addresses.start)
@@ -86,13 +91,13 @@ def extents_in_memory(tensor: Tensor, *, is_written: bool) -> list[Extent]:
 def extents_in_file(
     descriptor: int, offset: int, shape: Sequence[int], strides: Sequence[int], size: int
 ) -> list[Extent]:
-    """Return where the elements of a tensor are in an open file.
+    """Return the extents of a tensor in an open file, one for each identity of the file.
 
     Args:
         descriptor: An open file descriptor.
-        offset: Bytes before the first element.
+        offset: Position of the first element in the file, in bytes.
         shape: Shape of the tensor.
-        strides: Bytes between neighbours in each dimension.
+        strides: Stride of each dimension, in bytes.
         size: Bytes of an element.
     """
     elements = _elements(offset, shape, strides, size)
@@ -100,10 +105,10 @@ def extents_in_file(
 
 
 def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
-    """Return whether the first byte of an array is that byte of an open file.
+    """Return whether an array is mapped from an open file, with its first byte at ``offset``.
 
-    It is not if the file was replaced after it had been mapped. True where the system does not list
-    what is mapped.
+    False if the file was replaced after it had been mapped. True where the system does not list
+    mappings.
     """
     mapping = _mapping_at(array.ctypes.data)
     if mapping is None:
@@ -113,12 +118,12 @@ def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
 
 
 def is_read_only(tensor: Tensor) -> bool:
-    """Return whether a write to a CPU tensor would end the process, as far as is listed."""
+    """Return whether a write to a CPU tensor would crash the process, as far as known."""
     return not all(mapping.is_writable for mapping in _mappings_of(tensor))
 
 
 class _Place:
-    """What NumPy makes an array of at a position, without looking there."""
+    """An object that NumPy turns into an array at a position, without reading memory."""
 
     def __init__(self, position: int, shape: Sequence[int], strides: Sequence[int], size: int):
         self.__array_interface__ = {
@@ -142,7 +147,7 @@ def _share(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _mappings() -> list[_Mapping]:
-    """Return what is mapped into this process's memory; nothing where the system does not say."""
+    """Return the memory mappings of this process; empty except on Linux."""
     if not _MAPS.exists():
         return []
     found = []
@@ -154,7 +159,7 @@ def _mappings() -> list[_Mapping]:
                 range(start, stop),
                 b"w" in permissions,
                 b"s" in permissions,
-                # A System V segment may have inode 0: the device tells files from other memory.
+                # A System V segment may have inode 0, so the device identifies anonymous memory.
                 None if device == b"00:00" else (device.decode(), int(inode)),
                 int(offset, 16),
             )
@@ -163,7 +168,7 @@ def _mappings() -> list[_Mapping]:
 
 
 def _mappings_of(tensor: Tensor) -> list[_Mapping]:
-    """Return the mappings that hold the elements of a tensor, and those between elements."""
+    """Return the mappings between the first and the last byte of a tensor."""
     if not tensor.numel():
         return []
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -181,15 +186,15 @@ def _mapping_at(address: int) -> _Mapping | None:
 
 
 def _names_of(descriptor: int) -> list[Hashable]:
-    """Return what tells an open file from others: as ``stat`` names it, and as mappings do.
+    """Return the identities of an open file: by ``stat``, and in the list of mappings.
 
-    The two differ on file systems with subvolumes or layers.
+    The two differ on file systems with subvolumes (btrfs) or layers (overlayfs).
     """
     stat = os.fstat(descriptor)
     names: list[Hashable] = [(stat.st_dev, stat.st_ino)]
     try:
         page = mmap.mmap(descriptor, 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-    except (OSError, ValueError):  # an empty file, or one that nobody can have mapped
+    except (OSError, ValueError):  # an empty file, or one that cannot be mapped
         return names
     mapping = _mapping_at(np.frombuffer(page, np.uint8).ctypes.data)
     return names if mapping is None else [*names, mapping.file]

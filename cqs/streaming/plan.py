@@ -1,4 +1,4 @@
-"""What is computed when, and what is in a device's memory meanwhile, under a budget of bytes."""
+"""Streaming plans: the order of computation and its device memory, within a budget of bytes."""
 
 import math
 from collections.abc import Iterator
@@ -12,147 +12,157 @@ from cqs.scheduler.difference_covers import moduli_of_small_covers
 from cqs.scheduler.interest_sets import load_interest_set
 
 _TILE = 128
+"""Tokens of a kernel's tile; blocks and chunks are whole tiles."""
 _PROGRAMS = 132
-"""Tiles that a GPU computes at a time."""
+"""Tiles that a GPU computes at a time: the SMs of an H100 or H200."""
 _LAUNCH_SECONDS = 50e-6
+"""Launch overhead of one visit."""
 _MERGE_BANDWIDTH = 2.5e12
-"""Bytes per second at which results are merged on a GPU."""
+"""Bytes per second at which a GPU merges partial outputs."""
 _LIST_BYTES = 64
-"""For every tile, what tells a kernel the tokens that it meets: at most."""
+"""Upper bound on the bytes of the tile list, per tile of the block."""
 _LSES = 6
-"""Tensors like an lse that a merge holds at once."""
+"""Tensors of the size of an LSE that a merge holds at a time."""
 _DISTURBANCE = 0.1
-"""Seconds that a second of copying takes from computation beside it, or from others."""
+"""Cost, in seconds, of one second of copies that overlap computation."""
 _SAMPLE, _SAMPLE_OF_PATTERN = 64, 8
-"""Blocks that are looked at to predict what moves."""
+"""Blocks that are sampled to predict traffic, without and with a pattern."""
 _MOST_TASKS = 1000
+"""Largest quorum split that :meth:`StreamPlan.explain` compares with."""
 
 
 class Rates(NamedTuple):
-    """What a device can do; plans depend on the ratios alone."""
+    """Throughput and bandwidth of a device; the choice of a plan depends on their ratios."""
 
     flops: float
-    """Per second, of attention."""
+    """Throughput of attention, FLOP/s."""
     link: float
-    """Bytes per second, each way, between the device and where the sequence is."""
+    """Bandwidth between the device and the sequence's memory, bytes per second and direction."""
     is_gpu: bool
 
 
 GPU = Rates(550e12, 45e9, True)
-"""Of an H200 and our kernels, from pinned memory over PCIe."""
+"""An H200 with the ``triton`` backend, and pinned host memory over PCIe."""
 CPU = Rates(0.2e12, 5e9, False)
 
 
 class Pass(Enum):
-    """What is computed, and so which side is held on the device while the other streams past."""
+    """A pass over the problem. It determines the side that the device holds in blocks."""
 
     FORWARD = "forward"
-    """Queries are held; keys and values stream past."""
+    """Blocks of queries are held; keys and values are streamed."""
     QUERY_GRADIENTS = "gradients of queries"
-    """Likewise, with the queries their output, its gradient and lse."""
+    """Blocks of Q, O, dO and LSE are held; keys and values are streamed."""
     KEY_GRADIENTS = "gradients of keys and values"
-    """Keys and values are held; queries, with the same, stream past."""
+    """Blocks of keys and values are held; Q, O, dO and LSE are streamed."""
 
 
 class Position(NamedTuple):
-    """Up to where results are final."""
+    """A position in the order of a plan; all results before it are final."""
 
     group: int
-    """Number of the group of heads; groups before it are done."""
+    """Index of the group of heads; earlier groups are done."""
     row: int
-    """Tokens of the held side that are done in this group."""
+    """Number of tokens of the held side that are done in this group."""
 
 
 START = Position(0, 0)
 
 
 class Block(NamedTuple):
-    """Some tokens that are held, of a group of heads; their result becomes final in one go."""
+    """Tokens of the held side, for one group of heads. All their results become final together."""
 
     batch: int
+    """Index of the batch element."""
     heads: range
-    """Of the queries."""
+    """Query heads."""
     kv_heads: range
+    """KV heads that the query heads share."""
     tokens: range
+    """Tokens of the held side."""
     end: Position
-    """Up to where results are final with it."""
+    """The position up to which results are final once this block is done."""
 
 
 class Visit(NamedTuple):
-    """Tokens stream past a block."""
+    """The computation of one chunk of the streamed side with one block."""
 
     block: Block
     tokens: range | None
-    """Of the other side; None where none meet the block at all."""
+    """Tokens of the streamed side; None if the block has no live pairs."""
     is_first: bool
+    """Whether this is the first visit of the block."""
     is_last: bool
+    """Whether this is the last visit of the block."""
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Blocks of one side are held on the device while what they meet of the other streams past.
+    """The order of computation of one pass: blocks are held while chunks are streamed past them.
 
-    Heads are computed in groups, as few at a time as keep the device busy: the fewer there are, the
-    more tokens fit, and the fewer times the others come by. Every other block takes its chunks
-    backwards, so that its first ones are those that are still there.
+    The heads are divided into groups. Fewer heads at a time leave room for larger blocks, and so
+    the other side is streamed fewer times; too few leave the GPU idle. Every second block takes its
+    chunks in reverse order, because the last chunk of the block before is still on the device.
     """
 
     seqlen_q: int
     seqlen_kv: int
     shape: AttentionShape
+    """Batch, heads, head dimensions and itemsize of the tensors."""
     is_causal: bool
     pattern: Any
-    """A bound pattern, or ``None``."""
+    """A pattern bound to the two lengths, or ``None``."""
     budget: int
-    """Bytes."""
+    """Memory budget in bytes."""
     rates: Rates
+    """Throughput and bandwidth of the device."""
     which: Pass
     heads_at_once: int
-    """Key heads of a group."""
+    """KV heads of a group; divides the number of KV heads."""
     rows: int
     """Tokens of a block."""
     chunk: int
-    """Tokens that stream past at a time."""
+    """Tokens of a chunk."""
     has_single_calls: bool = False
-    """Whether kernels on a GPU compute one rectangle, or causal square, at a time."""
+    """Whether the GPU backend computes one rectangle, or one causal square, per call."""
 
     @property
     def holds_keys(self) -> bool:
-        """Whether the blocks are of keys."""
+        """Whether blocks consist of keys and values rather than queries."""
         return self.which == Pass.KEY_GRADIENTS
 
     @property
     def num_held(self) -> int:
-        """Tokens of the side that is held."""
+        """Number of tokens of the held side."""
         return self.seqlen_kv if self.holds_keys else self.seqlen_q
 
     @property
     def num_streamed(self) -> int:
-        """Tokens of the other."""
+        """Number of tokens of the streamed side."""
         return self.seqlen_q if self.holds_keys else self.seqlen_kv
 
     @property
     def num_groups(self) -> int:
-        """Groups of heads, of all batch elements."""
+        """Number of groups of heads in all batch elements."""
         return self.shape.batch * (self.shape.kv_heads // self.heads_at_once)
 
     @property
     def group_size(self) -> int:
-        """Query heads of a key head."""
+        """Number of query heads per KV head."""
         return self.shape.num_heads // self.shape.kv_heads
 
     @property
     def num_buffers(self) -> int:
-        """How many times there is room for what comes in: one fills while another is used."""
+        """Number of input buffers per side; on a GPU one is filled while the other is used."""
         return 2 if self.rates.is_gpu else 1
 
     @property
     def merges(self) -> bool:
-        """Whether a block meets the other side in several chunks."""
+        """Whether the streamed side has several chunks, so that partial outputs are merged."""
         return self.chunk < self.num_streamed
 
     def blocks(self, start: Position = START) -> Iterator[Block]:
-        """Yield the blocks in order, from a position on."""
+        """Yield the blocks in order, beginning at a position."""
         groups_per_batch = self.shape.kv_heads // self.heads_at_once
         row = start.row
         for group in range(start.group, self.num_groups):
@@ -167,9 +177,10 @@ class StreamPlan:
             row = 0
 
     def visits(self, start: Position = START) -> Iterator[Visit]:
-        """Yield what is computed, in order, from a position on."""
+        """Yield the visits in order, beginning at a position."""
         for block in self.blocks(start):
             chunks = list(self.chunks(block.tokens))
+            # By the block's index, not by a count: a resumed run must use the same order.
             if block.tokens.start // self.rows % 2:
                 chunks.reverse()
             for i, tokens in enumerate(chunks):
@@ -178,7 +189,7 @@ class StreamPlan:
                 yield Visit(block, None, True, True)
 
     def chunks(self, held: range) -> Iterator[range]:
-        """Yield the chunks that meet some tokens which are held."""
+        """Yield the chunks that have live pairs with some tokens of the held side, ascending."""
         met = self._met(held)
         for first in range(met.start // self.chunk * self.chunk, met.stop, self.chunk):
             tokens = range(first, min(first + self.chunk, self.num_streamed))
@@ -186,14 +197,18 @@ class StreamPlan:
                 yield tokens
 
     def sides(self, held: range, streamed: range) -> tuple[range, range]:
-        """Return queries and keys."""
+        """Return the token ranges of the two sides as ``(queries, keys)``."""
         return (streamed, held) if self.holds_keys else (held, streamed)
 
     def steps(self, queries: range, keys: range) -> tuple[Step, ...]:
-        """Return what some queries compute with some keys."""
+        """Return the steps that compute a rectangle of the score matrix, causal or not.
+
+        With ``is_causal`` these are at most two: the rows that the diagonal crosses, and the rows
+        that attend to all of ``keys``. A pattern is not considered.
+        """
         if not self.is_causal:
             return (_step(queries, [keys]),)
-        ahead = self.seqlen_kv - self.seqlen_q
+        ahead = self.seqlen_kv - self.seqlen_q  # query i attends to keys up to i + ahead
         first_seeing, first_full = keys.start - ahead, keys.stop - 1 - ahead
         steps = []
         if rows := _common(queries, first_seeing, first_full):
@@ -204,7 +219,7 @@ class StreamPlan:
         return tuple(steps)
 
     def count(self, held: range, streamed: range) -> int:
-        """Return the number of pairs of some tokens, of one head."""
+        """Return the number of live pairs of some tokens, for one query head."""
         queries, keys = self.sides(held, streamed)
         if self.pattern is not None:
             return int(self.pattern.count(queries, keys))
@@ -212,31 +227,31 @@ class StreamPlan:
 
     @cached_property
     def live_pairs(self) -> int:
-        """Number of pairs of one head."""
+        """Number of live pairs of one query head."""
         return self.count(range(self.num_held), range(self.num_streamed))
 
     def pairs_until(self, position: Position) -> int:
-        """Return the number of pairs that are done at a position, of all heads."""
+        """Return the number of live pairs that precede a position, over all query heads."""
         rows = self.count(range(position.row), range(self.num_streamed))
         of_head = position.group * self.live_pairs + rows
         return of_head * self.heads_at_once * self.group_size
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes that are held on the device at once."""
+        """Predicted peak memory on the device, in bytes."""
         rows, chunk = min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
         held = self.num_buffers * (self._bytes_of_held(rows) + self._bytes_of_streamed(chunk))
         return held + self._bytes_of_results(rows, chunk) + _LIST_BYTES * -(-rows // _TILE)
 
     @cached_property
     def bytes_moved(self) -> int:
-        """What goes to the device, about."""
+        """Approximate number of bytes sent to the device."""
         loaded = self._bytes_of_streamed(self._num_loaded)
         return self.num_groups * (self._bytes_of_held(self.num_held) + loaded)
 
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations: two products of matrices forward, three and four backward."""
+        """FLOPs of live pairs: two matrix products forward, three or four in a backward pass."""
         columns = self.shape.head_dim, self.shape.value_columns
         of_pair = {
             Pass.FORWARD: sum(columns),
@@ -254,6 +269,7 @@ class StreamPlan:
         if not rates.is_gpu:
             return computing + moving
         heads = shape.kv_heads if self.holds_keys else shape.num_heads
+        # Wave quantisation: the tiles of a visit fill whole waves of programs.
         tiles = heads * -(-rows // _TILE)
         computing *= -(-tiles // _PROGRAMS) * _PROGRAMS / max(tiles, 1)
         blocks = -(-self.num_held // self.rows)
@@ -265,11 +281,11 @@ class StreamPlan:
 
     @property
     def cost(self) -> float:
-        """What the choice is made by: seconds, and a little for what moves beside computation."""
+        """The quantity that planning minimises: predicted seconds plus a charge for traffic."""
         return self.seconds + _DISTURBANCE * self.bytes_moved / self.rates.link
 
     def explain(self) -> str:
-        """Say what was chosen, and why."""
+        """Return a description of the plan, its predictions, and the quorum split beside it."""
         held, streamed = ("keys", "queries") if self.holds_keys else ("queries", "keys")
         blocks, chunks = -(-self.num_held // self.rows), -(-self.num_streamed // self.chunk)
         lines = [
@@ -289,10 +305,11 @@ class StreamPlan:
         return "\n".join(lines)
 
     def _quorum_split(self) -> tuple[int, float, float] | None:
-        """Return the least number of tasks that fit, what they move, and their time on a device.
+        """Return number of tasks, bytes sent and predicted seconds of the smallest quorum split.
 
-        A task holds m / W of all tokens, and returns as large a share of partial results, which
-        are merged where the answer is.
+        Each of its W tasks fits in the budget: it reads m / W of all tokens, for quorums of m token
+        groups, and returns partial outputs for as many, which the host merges. None if no W up to
+        ``_MOST_TASKS`` fits.
         """
         tokens = self.shape.query_bytes(self.seqlen_q) + self.shape.key_bytes(self.seqlen_kv)
         results = self.shape.result_bytes(self.seqlen_q)
@@ -307,7 +324,7 @@ class StreamPlan:
         return None
 
     def _met(self, held: range) -> range:
-        """Return the tokens of the other side that some meet, unless a pattern says less."""
+        """Return the tokens of the streamed side with live pairs, without regard to a pattern."""
         if not self.is_causal:
             return range(self.num_streamed)
         ahead = self.seqlen_kv - self.seqlen_q
@@ -327,13 +344,13 @@ class StreamPlan:
         return self._shape_of_group.key_bytes(tokens)
 
     def _bytes_with_results(self, rows: int) -> int:
-        """Return the bytes of queries, outputs, their gradients and lse."""
+        """Return the bytes of Q, O, dO and LSE of a group, for ``rows`` queries."""
         shape = self._shape_of_group
         output = shape.num_heads * rows * shape.value_columns * shape.itemsize
         return shape.query_bytes(rows) + shape.result_bytes(rows) + output
 
     def _bytes_of_results(self, rows: int, chunk: int) -> int:
-        """Return the bytes of what is computed, from scratch to what waits for its way back."""
+        """Return the bytes of scratch, sums, and results that wait for their download."""
         shape = self._shape_of_group
         lse = shape.num_heads * shape.sum_itemsize
         wider = shape.sum_itemsize // shape.itemsize
@@ -341,9 +358,9 @@ class StreamPlan:
             queries, keys = (chunk, rows) if self.holds_keys else (rows, chunk)
             mine = shape.key_bytes(rows) if self.holds_keys else shape.query_bytes(rows)
             results = (1 + wider) * mine + 2 * lse * queries
-            if not self.rates.is_gpu:  # its kernels compute all gradients, of two steps at once
+            if not self.rates.is_gpu:  # CPU kernels compute dQ, dK and dV, of two steps at a time
                 results += (2 + wider) * (shape.query_bytes(queries) + shape.key_bytes(keys))
-            elif self.has_single_calls:  # all gradients: those of calls, their sums, and scratch
+            elif self.has_single_calls:  # dQ, dK and dV of each call, their sums, and scratch
                 results += (1 + 3 * wider) * (shape.query_bytes(queries) + shape.key_bytes(keys))
             return results
         of_calls = 3 * shape.result_bytes(rows) * self.has_single_calls
@@ -354,9 +371,10 @@ class StreamPlan:
 
     @cached_property
     def _num_loaded(self) -> int:
-        """Tokens that stream past for a group, but those that are still there from before.
+        """Number of tokens streamed to the device for one group of heads.
 
-        Where there are many blocks, as if all were like some of them.
+        Chunks that are still on the device from the block before do not count. With many blocks
+        this is an estimate from an evenly spaced sample of them.
         """
         if not self.merges:
             return self.num_streamed
@@ -368,7 +386,7 @@ class StreamPlan:
         return max(met * num_blocks // max(len(chosen), 1) - kept, min(met, self.num_streamed))
 
     def _num_met(self, first: int) -> int:
-        """Return the tokens of the chunks that a block meets."""
+        """Return the number of tokens in the chunks that one block visits."""
         held = range(first, min(first + self.rows, self.num_held))
         if self.pattern is not None:
             return sum(map(len, self.chunks(held)))
@@ -395,23 +413,26 @@ def make_stream_plan(
     heads_at_once: int | None = None,
     has_single_calls: bool = False,
 ) -> StreamPlan:
-    """Plan attention of any length in a budget of device memory; touches no data.
+    """Choose the group, block and chunk sizes of least predicted cost within a memory budget.
+
+    No tensor is read. For each number of KV heads and each chunk size (halved from the whole length
+    to one tile), blocks are as large as the budget permits.
 
     Args:
-        seqlen_q: Queries.
-        seqlen_kv: Keys.
-        shape: Of the tensors.
-        budget: Bytes that may be held on the device at once.
-        is_causal: See :func:`cqs.attention`.
-        pattern: Bound to these lengths, or ``None``.
-        rates: Of the device.
-        which: Pass.
-        heads_at_once: Key heads of a group; ``None`` chooses.
-        has_single_calls: Whether kernels on a GPU compute one rectangle, or causal square, at a
-            time. Their results and scratch are then counted as well: an upper bound.
+        seqlen_q: Number of queries.
+        seqlen_kv: Number of keys.
+        shape: Batch, heads, head dimensions and itemsize of the tensors.
+        budget: Most bytes that may be held on the device at a time.
+        is_causal: Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``.
+        pattern: A pattern bound to these lengths, or ``None``.
+        rates: Throughput and bandwidth of the device.
+        which: The pass to plan.
+        heads_at_once: KV heads of a group, a divisor of their number; ``None`` chooses it.
+        has_single_calls: Whether the GPU backend computes one rectangle, or one causal square, per
+            call. An upper bound on the results and scratch of its calls is then counted too.
 
     Raises:
-        ValueError: if not even a tile of queries and keys fits.
+        ValueError: The budget is too small for one tile of queries and keys.
     """
     possible = [n for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0]
     least: StreamPlan | None = None
@@ -452,7 +473,7 @@ def make_stream_plan(
 
 
 def _with_most_rows(plan: StreamPlan) -> StreamPlan:
-    """Return the plan with the largest blocks that fit, all about equally large."""
+    """Return the plan with the fewest blocks that fit, of nearly equal size (binary search)."""
     few, many = 1, _round_up(plan.num_held) // _TILE
     while few < many:  # in tiles
         middle = (few + many + 1) // 2
@@ -465,7 +486,7 @@ def _with_most_rows(plan: StreamPlan) -> StreamPlan:
 
 
 def _round_up(tokens: int) -> int:
-    """Return the tokens of whole tiles, at least one."""
+    """Round a number of tokens up to whole tiles, at least one."""
     return max(-(-tokens // _TILE), 1) * _TILE
 
 

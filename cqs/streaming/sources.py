@@ -1,4 +1,4 @@
-"""Where sequences are that do not fit: host memory, files, functions that make them."""
+"""Tensors that are read and written in parts: in host memory, in files, or made on demand."""
 
 import json
 import os
@@ -26,6 +26,7 @@ from cqs.streaming.extents import (
 )
 
 Shape = tuple[int, int, int, int]
+"""Batch elements, heads, tokens and columns."""
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -36,7 +37,7 @@ _SAFETENSORS_DTYPES = {
 
 
 class Source(Protocol):
-    """``[batch, heads, seqlen, dim]``, of which some rows of one head are read at a time."""
+    """A ``[batch, heads, seqlen, dim]`` tensor that is read by rows of one head."""
 
     @property
     def shape(self) -> Shape:
@@ -44,28 +45,28 @@ class Source(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """The dtype of the elements."""
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
-        """Fill ``[rows, dim]`` on the CPU, adjacent in memory."""
+        """Copy rows of one head into ``into``, a contiguous CPU tensor ``[rows, dim]``."""
 
     def part(self, batches: slice, heads: slice) -> "Source":
-        """Return some batch elements and heads, counted from 0 again."""
+        """Return a view of some batch elements and heads, which are indexed from 0."""
 
     def extents(self, *, is_written: bool) -> list[Extent]:
-        """Return which bytes of memory and of files hold the elements, as far as is known."""
+        """Return the bytes of memory and of files that contain the elements, as far as known."""
 
 
 class Target(Protocol):
-    """``[batch, heads, seqlen, dim]``, of which some rows of one head are written at a time."""
+    """A ``[batch, heads, seqlen, dim]`` tensor that is written by rows of one head."""
 
     def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
-        """Take ``[rows, dim]`` from the CPU, adjacent in memory."""
+        """Write ``values``, a contiguous CPU tensor ``[rows, dim]``, to rows of one head."""
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """A tensor on the CPU."""
+    """A CPU tensor ``[batch, heads, seqlen, dim]`` as a source and target."""
 
     tensor: Tensor
 
@@ -77,60 +78,66 @@ class InMemory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """The dtype of the elements."""
         return self.tensor.dtype
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
-        """Copy rows out."""
+        """Copy rows of one head into ``into``, a CPU tensor ``[rows, dim]``."""
         into.copy_(self.rows_in_place(batch, head, rows))
 
     def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
-        """Copy rows in."""
+        """Copy ``values``, a CPU tensor ``[rows, dim]``, to rows of one head."""
         self.rows_in_place(batch, head, rows).copy_(values)
 
     def part(self, batches: slice, heads: slice) -> "InMemory":
-        """Return some batch elements and heads."""
+        """Return a view of some batch elements and heads, which are indexed from 0."""
         return InMemory(self.tensor[batches, heads])
 
     def extents(self, *, is_written: bool) -> list[Extent]:
-        """Return which bytes of memory hold the elements, and of files mapped there."""
+        """Return the bytes of memory, and of files mapped there, that contain the elements."""
         return extents_in_memory(self.tensor, is_written=is_written)
 
     def rows_in_place(self, batch: int, head: int, rows: range) -> Tensor:
-        """Return rows in place."""
+        """Return a view ``[rows, dim]`` of rows of one head."""
         return self.tensor[batch, head, rows.start : rows.stop]
 
 
 class OpenFile:
-    """A file that is open until it is closed, at the latest when nothing refers to the object."""
+    """A file descriptor that is closed by ``close()``, or when the object is collected."""
 
     def __init__(self, path: Path, flags: int):
-        """Open it with flags of ``os.open``."""
+        """Open ``path`` with flags of ``os.open``; raises OSError if it cannot be opened."""
         self.descriptor = os.open(path, flags, 0o666)
         self.close = weakref.finalize(self, os.close, self.descriptor)
 
 
 @dataclass(frozen=True)
 class InFile:
-    """A tensor in a file, which is read and written without being mapped: it takes no memory.
+    """A tensor in a file, accessed by ``pread`` and ``pwrite`` without a memory map.
 
-    Its rows lie in C order; heads and batch elements anywhere.
+    The rows of one head are contiguous in C order; heads and batch elements have any strides. The
+    constructor opens the file and raises:
+
+    - ValueError: A number is negative, or ``path`` is not a regular file with all elements.
+    - OSError: The file cannot be opened.
     """
 
     path: Path
     shape: Shape
+    """Batch elements, heads, tokens and columns."""
     dtype: torch.dtype
     offset: int
-    """Bytes before the first element."""
+    """Position of the first element in the file, in bytes."""
     strides: tuple[int, int]
-    """Bytes between batch elements and between heads."""
+    """Distances between batch elements and between heads, in bytes."""
     is_writable: bool = False
+    """Whether the file is opened for writing too."""
 
     opened: OpenFile | None = field(default=None, repr=False, compare=False)
-    """What other parts of the tensor have opened; ``None`` opens ``path``."""
+    """The open file that parts of one tensor share; ``None`` opens ``path``."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless all elements lie in a regular file."""
+        """Raise ValueError unless the file is regular and contains all elements."""
         batch, heads, *_ = self.shape
         if min(*self.shape, *self.strides, self.offset) < 0:
             raise ValueError(
@@ -141,25 +148,29 @@ class InFile:
             return
         check_input_file(self.path)
         needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
-        # Opened here, not when it is first read: another file may have its name by then.
+        # _descriptor opens the file now: at the first read another file may have this path.
         if (size := os.fstat(self._descriptor).st_size) < needed:
             raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
 
     @property
     def fingerprint(self) -> tuple[str, int, int, int, int, int]:
-        """Path, offset and strides; size and modification time, which change with the content."""
+        """Path, offset, strides, file size in bytes and modification time in nanoseconds."""
         found = os.fstat(self._descriptor)
         place = str(self.path.resolve()), self.offset, *self.strides
         return *place, found.st_size, found.st_mtime_ns
 
     @property
     def identity(self) -> tuple[int, int]:
-        """What the file keeps when it is renamed: device and inode."""
+        """Device and inode of the file, which do not change when it is renamed."""
         found = os.fstat(self._descriptor)
         return found.st_dev, found.st_ino
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
-        """Read rows; raises OSError if the file has become too short."""
+        """Read rows of one head into ``into``, a contiguous CPU tensor ``[rows, dim]``.
+
+        Raises:
+            OSError: The file cannot be read, or was truncated.
+        """
         view, place = bytes_of(into), self._place(batch, head, rows.start)
         while view:
             count = os.preadv(self._descriptor, [view], place)
@@ -168,30 +179,34 @@ class InFile:
             view, place = view[count:], place + count
 
     def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
-        """Write rows; raises OSError if the disk is full."""
+        """Write ``values``, a contiguous CPU tensor ``[rows, dim]``, to rows of one head.
+
+        Raises:
+            OSError: The file is not writable, or the disk is full.
+        """
         view, place = bytes_of(values), self._place(batch, head, rows.start)
         while view:
             count = os.pwrite(self._descriptor, view, place)
             view, place = view[count:], place + count
 
     def flush(self) -> None:
-        """Wait until the disk has what was written to the file; raises OSError if it cannot."""
+        """Call ``fsync``; raises OSError if written data could not reach the disk."""
         os.fsync(self._descriptor)
 
     def part(self, batches: slice, heads: slice) -> "InFile":
-        """Return some batch elements and heads of the same open file."""
+        """Return some batch elements and heads, indexed from 0, of the same open file."""
         first, shape = _cut(self.shape, batches, heads)
         offset = self._place(*first, 0)
         return replace(self, shape=shape, offset=offset, opened=self._file)
 
     def extents(self, *, is_written: bool) -> list[Extent]:
-        """Return which bytes of the file hold the elements."""
+        """Return the bytes of the file that contain the elements."""
         size = self.dtype.itemsize
         strides = (*self.strides, self.shape[3] * size, size)
         return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
 
     def is_mapped_as(self, array: np.ndarray) -> bool:
-        """Return whether an array is mapped from this place of the file, as far as is known."""
+        """Return whether ``array`` is mapped from this position of the file, as far as known."""
         return is_mapped_from(array, self._descriptor, self.offset)
 
     def _place(self, batch: int, head: int, row: int) -> int:
@@ -209,13 +224,13 @@ class InFile:
 
 @dataclass(frozen=True)
 class OnDemand:
-    """A tensor that a function makes, some rows of one head at a time.
+    """A tensor whose rows a function computes when they are read.
 
     Args:
-        function: Called as ``function(batch, head, rows)``, the rows a range; returns
-            ``[len(rows), dim]`` on the CPU, the same whenever it is asked for the same rows.
-        shape: Of the whole.
-        dtype: Of what the function returns.
+        function: Called as ``function(batch, head, rows)`` with ``rows`` a range. It returns a CPU
+            tensor ``[len(rows), dim]``, and equal rows at every call.
+        shape: Batch elements, heads, tokens and columns of the whole tensor.
+        dtype: The dtype of the rows that ``function`` returns.
     """
 
     function: Callable[[int, int, range], Tensor]
@@ -223,7 +238,12 @@ class OnDemand:
     dtype: torch.dtype
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
-        """Have rows made."""
+        """Compute rows of one head into ``into``, a CPU tensor ``[rows, dim]``.
+
+        Raises:
+            TypeError: The function did not return a tensor.
+            ValueError: The function returned another shape or dtype.
+        """
         found = self.function(batch, head, rows)
         if not isinstance(found, Tensor):
             raise TypeError(f"the function must return a tensor, got {type(found).__name__}")
@@ -244,21 +264,21 @@ class OnDemand:
         return replace(self, function=function, shape=shape)
 
     def extents(self, *, is_written: bool) -> list[Extent]:
-        """Return nothing, because only the function knows."""
+        """Return no extents: the memory behind the function is unknown."""
         return []
 
 
 def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
-    """Return what reads a tensor of the user.
+    """Wrap a user's tensor as a source.
 
     Args:
-        name: What errors call it.
-        tensor: A CPU tensor, a NumPy array, memory-mapped or not, :class:`InFile` or
-            :class:`OnDemand`.
+        name: Name of the argument in error messages.
+        tensor: A CPU tensor, a NumPy array (memory-mapped or not), :class:`InFile` or
+            :class:`OnDemand`, ``[batch, heads, seqlen, dim]``.
 
     Raises:
-        TypeError: if it is none of these.
-        ValueError: if it is on a GPU or has not four dimensions.
+        TypeError: ``tensor`` has another type.
+        ValueError: ``tensor`` is on a GPU, or does not have four dimensions.
     """
     if isinstance(tensor, InMemory | InFile | OnDemand):
         return tensor
@@ -266,7 +286,7 @@ def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
         return found
     if isinstance(tensor, np.ndarray):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is read-only, which out= checks
+            warnings.simplefilter("ignore")  # about read-only arrays, which as_target rejects
             tensor = torch.from_numpy(tensor)
     if not isinstance(tensor, Tensor):
         raise TypeError(
@@ -283,7 +303,7 @@ def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
 
 
 def share_files(target: InMemory | InFile, source: Source) -> bool:
-    """Return whether writes to a tensor are in a file of another, in whatever part of it."""
+    """Return whether writes to ``target`` change a file that contains ``source``, at any offset."""
     if not isinstance(source, InFile):
         return False
     files = {extent.space for extent in source.extents(is_written=False)}
@@ -293,18 +313,18 @@ def share_files(target: InMemory | InFile, source: Source) -> bool:
 def as_target(
     out: Any, shape: Shape, dtype: torch.dtype, sources: Sequence[Source] = ()
 ) -> InMemory | InFile:
-    """Return what writes the output to where the user wants it.
+    """Wrap a user's ``out`` argument as a target.
 
     Args:
-        out: As for :func:`as_source`, but a function.
-        shape: That it must have.
-        dtype: Likewise.
-        sources: What is read meanwhile.
+        out: A CPU tensor, a NumPy array (memory-mapped or not) or :class:`InFile`.
+        shape: The shape that ``out`` must have.
+        dtype: The dtype that ``out`` must have.
+        sources: The tensors that are read while ``out`` is written.
 
     Raises:
-        TypeError: if it is of another kind.
-        ValueError: if it cannot be written to, its shape or dtype is another, some of its elements
-            share memory, or it shares memory or a file with a source.
+        TypeError: ``out`` has another type.
+        ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, or shares
+            bytes of memory or of a file with a source.
     """
     target = as_source("out", out)
     if isinstance(target, OnDemand):
@@ -327,16 +347,16 @@ def as_target(
 
 
 def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
-    """Find a tensor in a file, without reading it.
+    """Open a tensor in a file; only the header is read.
 
     Args:
         source: ``FILE.npy``, ``FILE.safetensors`` or ``FILE.safetensors:NAME``.
-        name: Of the tensor in a safetensors file, where ``source`` has none.
+        name: Name of the tensor in a safetensors file if ``source`` does not contain one.
 
     Raises:
-        ValueError: if the file is of neither kind, is cut short, or has no such tensor of four
-            dimensions in C order.
-        OSError: if it cannot be read.
+        ValueError: The file is neither a .npy nor a safetensors file, is too short, or does not
+            contain such a tensor of four dimensions in C order.
+        OSError: The file cannot be read.
     """
     path, _, given = str(source).partition(".safetensors:")
     if given or path.endswith(".safetensors"):
@@ -354,28 +374,27 @@ def map_array(path: str | Path, name: str, mode: Literal["r", "c"]) -> np.memmap
     """Map the array of a .npy file into memory.
 
     Args:
-        path: The file.
-        name: What errors call the array.
-        mode: ``"r"`` for an array that cannot be written to, ``"c"`` for one whose changes do not
-            reach the file.
+        path: Path of the .npy file.
+        name: Name of the array in error messages.
+        mode: ``"r"`` maps it read-only, ``"c"`` copy-on-write (changes do not reach the file).
 
     Raises:
-        ValueError: if the file is not a regular one, or holds no array.
-        OSError: if it cannot be read.
+        ValueError: The file is not a regular file, or does not contain an array.
+        OSError: The file cannot be read.
     """
     check_input_file(path)
     try:
         return np.lib.format.open_memmap(path, mode=mode)
     except OSError:
         raise
-    except Exception as error:  # NumPy's reader fails in many ways on headers of other programs
+    except Exception as error:  # NumPy raises errors of many types for malformed headers
         raise ValueError(f"cannot read {name} from '{path}': {error}") from error
 
 
 def _in_safetensors(path: Path, name: str) -> InFile:
     check_input_file(path)
     try:
-        with safe_open(path, framework="numpy") as file:  # which checks all that the header says
+        with safe_open(path, framework="numpy") as file:  # validates the header
             if name not in file.keys():
                 raise KeyError(name)
         with open(path, "rb") as content:
@@ -392,9 +411,9 @@ def _in_safetensors(path: Path, name: str) -> InFile:
 
 
 def _file_of(mapped: np.memmap) -> InFile | None:
-    """Return where the elements of a memory map are in its file, unless that cannot be told.
+    """Return the tensor in the file of a memory map, or None if the two may differ.
 
-    What is mapped copy-on-write may differ from the file, and another file may have its name now.
+    A copy-on-write map may have been changed, and the path may now name another file.
     """
     whole = mapped
     while isinstance(whole.base, np.memmap):
@@ -428,11 +447,11 @@ def _file_of(mapped: np.memmap) -> InFile | None:
 
 
 def _cut(shape: Shape, batches: slice, heads: slice) -> tuple[tuple[int, int], Shape]:
-    """Return the first batch element and head of a part, and its shape."""
+    """Return the first batch element and head of a part, and the shape of the part."""
     rows, columns = range(shape[0])[batches], range(shape[1])[heads]
     return (rows.start, columns.start), (len(rows), len(columns), shape[2], shape[3])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU whose elements are adjacent."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return tensor.view(torch.uint8).numpy().data.cast("B")

@@ -1,4 +1,4 @@
-"""Rows of heads from where a sequence is to a device, and back, beside what the device computes."""
+"""Copies of rows between their source, the device and their target, overlapped with kernels."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,87 +10,108 @@ from torch import Tensor
 from cqs.streaming.sources import InMemory, Source, Target
 
 _PIECE_BYTES = 16 * 2**20
+"""Bytes of one pinned staging buffer."""
 _NUM_PIECES = 4
+"""Staging buffers of each direction."""
 
 
 class Transfers(Protocol):
-    """Copies to and from a device. What it calls a mark says how far the device has come."""
+    """Copies to and from a device. A mark is passed when the work launched before it is done."""
 
     def mark(self) -> Any:
-        """Return a mark of all that was launched."""
+        """Return a mark that is passed when everything launched so far has completed."""
 
     def upload(
         self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
     ) -> Any:
-        """Copy rows of some heads to ``[heads, rows, dim]`` once a mark is passed; return another.
+        """Copy rows to the device. May return before the copy has completed.
 
-        The caller may go on before the copy is done.
+        Args:
+            source: The tensor to read.
+            batch: Batch element.
+            heads: Heads to copy.
+            rows: Tokens to copy.
+            target: ``[heads, rows, dim]`` on the device, in the dtype of ``source``.
+            after: The mark after which ``target`` may be overwritten, or None.
+
+        Returns:
+            A mark that is passed when the copy has completed.
         """
 
     def wait(self, mark: Any) -> None:
-        """Have the device go on once a mark is passed."""
+        """Make work that is launched from now on wait for a mark."""
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
     ) -> Callable[[], None]:
-        """Copy ``[heads, rows, dim]`` back once a mark is passed; what is returned waits for it.
+        """Copy rows to a target. May return before the copy has completed.
 
-        The caller may go on before, but must not write to the tensor.
+        Args:
+            tensor: ``[heads, rows, dim]`` on the device; must not be written to afterwards.
+            after: The mark after which ``tensor`` is complete.
+            target: The tensor to write.
+            batch: Batch element.
+            heads: Heads to write.
+            rows: Tokens to write.
+
+        Returns:
+            A function that waits until the rows are written, and raises the error of the copy.
         """
 
     def close(self) -> None:
-        """Wait for all copies, those too that nobody will use."""
+        """Wait for all copies, including those whose results are unused."""
 
 
 class SameMemory:
-    """The device is the CPU."""
+    """Synchronous copies, for computation on the CPU."""
 
     def mark(self) -> None:
-        """Everything is done already."""
+        """Return None, because every operation has completed when it returns."""
 
     def upload(
         self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
     ) -> None:
-        """Read rows straight into the tensor."""
+        """Read rows into the tensor."""
         for head, into in zip(heads, target, strict=True):
             source.read(batch, head, rows, into)
 
     def wait(self, mark: Any) -> None:
-        """Go on."""
+        """Do nothing."""
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
     ) -> Callable[[], None]:
-        """Write rows."""
+        """Write rows to the target."""
         for head, values in zip(heads, tensor, strict=True):
             target.write(batch, head, rows, values)
         return lambda: None
 
     def close(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing."""
 
 
 class OverLink:
-    """A GPU: rows that are not in pinned memory go through some pinned pieces of it, in turn.
+    """Copies between host and GPU. Pageable memory is copied through pinned staging buffers.
 
-    Results go back on a thread of their own: to touch new memory takes longer than to copy it.
+    Downloads run on a separate thread, because the first write to newly allocated host memory (page
+    faults) takes longer than the copy itself.
     """
 
     def __init__(self, device: torch.device):
-        """Allocate the pieces."""
+        """Allocate staging buffers and create the CUDA streams and the download thread."""
         self._device = device
         self._up, self._down = _CopyStream(device), _CopyStream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cqs-download")
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event on the stream that computes."""
+        """Record an event on the current stream, which computes."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def upload(
         self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
     ) -> torch.cuda.Event:
-        """Copy beside the computation."""
+        """Copy rows on the upload stream."""
         stream_index = self._up
         if after is not None:
             stream_index.stream.wait_event(after)
@@ -110,20 +131,21 @@ class OverLink:
         return arrived
 
     def wait(self, mark: Any) -> None:
-        """Let the stream that computes wait."""
+        """Make the current stream wait for an event."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
     ) -> Callable[[], None]:
-        """Copy beside the computation, a piece while the one before is written."""
-        leaving = [tensor]  # taken out on the thread: freed before it says that it is done
+        """Copy rows on the download stream; copies overlap writes to the target."""
+        # The thread pops the tensor, so that its memory is freed before the future completes.
+        leaving = [tensor]
         return self._thread.submit(
             self._download, leaving, after, target, batch, heads, rows
         ).result
 
     def close(self) -> None:
-        """End the thread and both ways."""
+        """Wait for the download thread and for both streams."""
         self._thread.shutdown()
         for stream_index in (self._up, self._down):
             stream_index.stream.synchronize()
@@ -155,6 +177,7 @@ class OverLink:
                 with torch.cuda.stream(stream_index.stream):
                     piece.copy_(values[first : first + len(part)], non_blocking=True)
                 waiting.append((head, part, piece, stream_index.give_back()))
+                # take() reuses a buffer once its copy is done: write its rows before that.
                 if len(waiting) == _NUM_PIECES - 1:
                     _write(target, batch, *waiting.pop(0))
         for each in waiting:
@@ -162,7 +185,7 @@ class OverLink:
 
 
 class _CopyStream:
-    """One way over the link: a stream, and pinned pieces that take turns."""
+    """A CUDA stream for copies in one direction, with a ring of pinned staging buffers."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
@@ -174,7 +197,7 @@ class _CopyStream:
         self._next = 0
 
     def take(self, rows: range, like: Tensor) -> Tensor:
-        """Return a piece that nothing uses, as ``[rows, dim]``."""
+        """Wait for the next staging buffer of the ring and return it as ``[rows, dim]``."""
         if (event := self._used[self._next]) is not None:
             event.synchronize()
         num_bytes = len(rows) * like.shape[1] * like.element_size()
@@ -182,7 +205,7 @@ class _CopyStream:
         return piece.view(like.dtype).view(len(rows), like.shape[1])
 
     def give_back(self) -> torch.cuda.Event:
-        """Note that what the stream has to do is the last that uses the piece."""
+        """Record an event after the copies of the buffer that was taken, and return it."""
         event: torch.cuda.Event = self.stream.record_event()
         self._used[self._next] = event
         self._next = (self._next + 1) % _NUM_PIECES
@@ -190,7 +213,7 @@ class _CopyStream:
 
 
 def make_transfers(device: torch.device) -> Transfers:
-    """Return what copies to and from a device."""
+    """Return the copies for a device: asynchronous for a GPU, synchronous for the CPU."""
     return OverLink(device) if device.type == "cuda" else SameMemory()
 
 
@@ -202,6 +225,6 @@ def _write(
 
 
 def _cut(rows: range, like: Tensor) -> list[range]:
-    """Cut rows into parts that fit a piece."""
+    """Cut rows into parts that fit a staging buffer."""
     length = max(_PIECE_BYTES // (like.shape[1] * like.element_size()), 1)
     return [rows[i : i + length] for i in range(0, len(rows), length)]
