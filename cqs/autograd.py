@@ -1,4 +1,4 @@
-"""Gradients through an attention problem, whoever computes it."""
+"""Autograd integration that all executors share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,28 +13,35 @@ from cqs.partial import Partial
 from cqs.problem import Problem
 
 Kept = tuple[Tensor, ...]
+"""Tensors that the forward pass saves for the backward pass."""
 
 
 class Attended(NamedTuple):
-    """An answer, and how to differentiate it."""
+    """The result of a forward pass, and its backward pass."""
 
     answer: Partial
+    """Output and LSE."""
     kept: Kept
-    """What the backward pass needs: saved as autograd saves, so that checkpoints drop it."""
+    """Inputs of the backward pass. Saved by autograd, so activation checkpointing can drop them."""
     differentiate: Callable[[Kept, Tensor], Gradients]
-    """Computes the gradients from what was kept and the gradient of the output."""
+    """Computes the gradients from ``kept`` and the gradient of the output."""
 
 
 def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended]) -> Partial:
-    """Compute ``attend(problem).answer`` so that its output can be differentiated, once.
+    """Compute attention and record its backward pass for autograd.
+
+    Autograd treats the LSE as a constant. A second derivative raises NotImplementedError. Autocast
+    is disabled.
 
     Args:
-        problem: The checked problem. One whose pattern differs by head is computed in parts.
-        attend: Computes a problem all of whose heads have one pattern. The lse is a constant to
-            autograd.
+        problem: The checked problem. Per-head patterns are computed in parts.
+        attend: Computes the forward pass of a problem with a single pattern.
+
+    Returns:
+        Output and LSE.
     """
     tensors = problem.query, problem.key, problem.value
-    with torch.autocast(problem.query.device.type, enabled=False):  # dtypes are the caller's
+    with torch.autocast(problem.query.device.type, enabled=False):  # keep the inputs' dtypes
         if problem.differs_by_head:
             rows: dict[int | None, list[Partial]] = {}
             for (row, _), part in problem.parts():
@@ -50,16 +57,18 @@ def keeping_operands(
     forward: Callable[[Problem], Partial],
     backward: Callable[[Problem, Partial, Tensor], Gradients],
 ) -> Callable[[Problem], Attended]:
-    """Return what attends by ``forward`` and keeps the problem's tensors and its answer.
+    """Return a forward pass that saves query, key, value, output and LSE for ``backward``.
 
     Args:
-        forward: Computes the answer.
-        backward: Computes the gradients from the answer and the gradient of its output.
+        forward: Computes output and LSE of a problem.
+        backward: Computes the gradients from the problem, its output and LSE, and the gradient of
+            the output.
     """
 
     def attend(problem: Problem) -> Attended:
         tensors = problem.query, problem.key, problem.value
         answer = forward(problem)
+        # The closure must not refer to the tensors: autograd alone decides how long they live.
         nothing = problem.query.new_empty(0)
         options = replace(problem, query=nothing, key=nothing, value=nothing)
 
@@ -78,10 +87,10 @@ def _join(answers: Sequence[Partial], dim: int) -> Partial:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention and its gradients.
+    """The autograd function of attention.
 
-    Links are empty tensors made of query, key and value: what derives the gradients by those meets
-    the links, without their memory being kept.
+    The links are empty slices of query, key and value. They connect the gradients to these in the
+    graph of a double backward, which then raises an error, without saving the inputs' memory.
     """
 
     @staticmethod
@@ -104,14 +113,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # which may be read once
+        saved = ctx.saved_tensors  # read once: activation checkpointing recomputes it per access
         links, kept = saved[:3], saved[3:]
         compute = partial(ctx.differentiate, kept)
         return *_Gradients.apply(*links, grad_output, compute), *(None,) * 5
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients as a function of their own, which says that it has no derivative."""
+    """The gradients of attention as an autograd function whose backward pass raises an error."""
 
     @staticmethod
     def forward(

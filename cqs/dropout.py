@@ -1,4 +1,4 @@
-"""Which pairs dropout keeps: a function of seed and position, whoever computes the pair."""
+"""The dropout mask: a function of seed, batch, head and positions, independent of tasks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,64 +8,65 @@ import torch
 from torch import Tensor
 
 _SMALLEST = -(2**63)
+"""The smallest int64: XOR with it maps the order of unsigned integers to that of signed ones."""
 
 
 class DropoutWords(NamedTuple):
-    """Random 64-bit words of queries and keys, from which every pair draws its lot.
+    """Random 64-bit words of queries and keys, which determine a random number of every pair.
 
-    The lot is the upper half of ``multiplier * key + increment`` modulo 2^64: for each query a
-    member of a family of hashes whose values are pairwise independent (Dietzfelbinger, "Universal
+    The number is the upper half of ``multiplier * key + increment`` modulo 2^64. For each query
+    this is a hash from a family with pairwise independent values (Dietzfelbinger, "Universal
     hashing and k-wise independent random variables via integer arithmetic without primes", 1996).
     """
 
     multiplier: Tensor
-    """int64 ``[batch, num_heads, queries]``."""
+    """Words of the queries, int64 ``[batch, num_heads, queries]``."""
     increment: Tensor
-    """Likewise."""
+    """Further words of the queries, int64 ``[batch, num_heads, queries]``."""
     key: Tensor
-    """int64 ``[keys]``."""
+    """Words of the keys, int64 ``[keys]``."""
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """After the softmax each probability is zeroed with this chance, or else scaled up.
+    """Dropout of attention weights after the softmax; the weights that stay are scaled up.
 
-    Which ones depends on seed, batch, head and the positions of query and key in the whole
-    sequence: not on tasks, devices or kernels.
+    The dropout mask is a function of seed, batch, head and the positions of query and key in the
+    whole sequence. It does not depend on tasks, devices or kernels.
     """
 
     probability: float
-    """In [0, 1)."""
+    """Probability that a weight is zeroed, in [0, 1)."""
     seed: int
-    """Less than 2^63."""
+    """Random seed, in [0, 2^63)."""
     first_batch: int = 0
-    """Where the tensors at hand are some of a larger batch: the number of their first element."""
+    """Index, in the whole batch, of the first batch element of the tensors at hand."""
     first_head: int = 0
-    """Likewise."""
+    """Index, among all query heads, of the first head of the tensors at hand."""
 
     def moved(self, batch: int, head: int) -> "Dropout":
-        """Return the same dropout for tensors that begin so many batch elements and heads later."""
+        """Return the dropout of tensors whose indices begin ``batch`` and ``head`` later."""
         return replace(
             self, first_batch=self.first_batch + batch, first_head=self.first_head + head
         )
 
     @property
     def threshold(self) -> int:
-        """Lots below it, of 2^32, are dropped."""
+        """Pairs with a random number below it, in [0, 2^32), are dropped."""
         return min(round(self.probability * 2**32), 2**32 - 1)
 
     @property
     def scale(self) -> float:
-        """Factor on the probabilities that stay."""
+        """Factor on the attention weights that stay."""
         return 1 / (1 - self.probability)
 
     def words(self, like: Tensor, queries: Sequence[range], keys: Sequence[range]) -> DropoutWords:
-        """Return the words of queries and keys at these positions.
+        """Return the random words of queries and keys.
 
         Args:
-            like: ``[batch, num_heads, ...]``, on the device that they go to.
-            queries: Positions, ascending.
-            keys: Likewise.
+            like: A tensor ``[batch, num_heads, ...]`` on the device of the result.
+            queries: Positions of the queries, ascending.
+            keys: Positions of the keys, ascending.
         """
         device = like.device
         batches = self.first_batch + torch.arange(like.shape[0], device=device).view(-1, 1, 1)
@@ -83,22 +84,24 @@ class Dropout:
         )
 
     def kept(self, words: DropoutWords) -> Tensor:
-        """Say which pairs stay.
+        """Return the dropout mask, true for pairs that stay.
+
+        Args:
+            words: The words of queries and keys. Those of queries may lack leading dimensions.
 
         Returns:
-            bool ``[batch, num_heads, queries, keys]``, or without the dimensions that the words of
-            queries do not have.
+            bool ``[batch, num_heads, queries, keys]``, without the dimensions that the words lack.
         """
         lots = words.multiplier.unsqueeze(-1) * words.key
-        lots.add_(words.increment.unsqueeze(-1)).bitwise_xor_(_SMALLEST)  # as if without a sign
+        lots.add_(words.increment.unsqueeze(-1)).bitwise_xor_(_SMALLEST)  # unsigned comparison
         return lots >= self.threshold * 2**32 + _SMALLEST
 
 
 def _draw(state: Tensor | int, number: Tensor) -> Tensor:
-    """Return the word of a number in the sequence that starts at a state.
+    """Return element ``number`` of the SplitMix64 sequence that starts at ``state``, int64.
 
-    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), in
-    the arithmetic of int64, which wraps.
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. int64
+    arithmetic wraps around, as the unsigned arithmetic of the paper does.
     """
     word = state + (number + 1) * _signed(0x9E3779B97F4A7C15)
     word = (word ^ _shift(word, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -107,11 +110,11 @@ def _draw(state: Tensor | int, number: Tensor) -> Tensor:
 
 
 def _shift(word: Tensor, bits: int) -> Tensor:
-    """Shift to the right without regard to the sign."""
+    """Shift right logically: zeros enter from the left."""
     shifted: Tensor = (word >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
 
 def _signed(word: int) -> int:
-    """Return the int64 of the same bits."""
+    """Reinterpret an unsigned 64-bit integer as int64."""
     return word - 2**64 if word >= 2**63 else word

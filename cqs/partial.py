@@ -1,4 +1,4 @@
-"""Partial results: what travels from worker to tiler, and how they combine."""
+"""Partial outputs and the tiler, which merges them by their log-sum-exps."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -9,30 +9,36 @@ import torch
 from torch import Tensor
 
 _BLOCK = 4096
-"""Keys whose weighted values one matrix product adds up."""
+"""Keys per matrix product of :func:`weighted_sum`."""
 
 
 class Partial(NamedTuple):
-    """Attention of some queries over some keys."""
+    """A partial output: attention of some queries over some keys."""
 
     output: Tensor
     """``[batch, num_heads, seqlen_q, value_dim]``, normalised by its own softmax denominator."""
     lse: Tensor
-    """``[batch, num_heads, seqlen_q]``, float32 (float64 for float64 outputs): the natural log of
-    that denominator; -inf (and output 0) where a query sees no key."""
+    """``[batch, num_heads, seqlen_q]``, float32 (float64 for float64 outputs): the natural
+    logarithm of the softmax denominator. A query that attends to no key has -inf and output 0."""
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the accumulation dtype: float64 for float64, float32 for anything narrower."""
+    """Return the dtype of sums and LSEs: float64 for float64, float32 for narrower dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
-    """Compute ``weights @ value`` in blocks of keys, because libraries may add key after key.
+    """Compute ``weights @ value`` in blocks of 4096 keys.
+
+    BLAS libraries may accumulate one key after another; blocks keep the rounding error small.
 
     Args:
         weights: ``[..., seqlen_q, seqlen_kv]``.
-        value: ``[..., seqlen_kv, value_dim]`` of the same dtype; leading dimensions broadcast.
+        value: ``[..., seqlen_kv, value_dim]``, in the dtype of ``weights``. Leading dimensions
+            broadcast.
+
+    Returns:
+        ``[..., seqlen_q, value_dim]``.
     """
     blocks = zip(weights.split(_BLOCK, dim=-1), value.split(_BLOCK, dim=-2), strict=True)
     products = (block @ of_keys for block, of_keys in blocks)
@@ -43,16 +49,20 @@ def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
 
 
 class RunningMerge:
-    """Attention over a growing set of keys: partials over disjoint keys, merged one by one.
+    """Merge partial outputs over disjoint keys one by one (online softmax).
 
-    With ``M = max(lse_i)`` it keeps ``S = sum(exp(lse_i - M))`` and ``A = sum(exp(lse_i - M) *
-    output_i)``, and ends with ``output = A / S`` and ``lse = M + log(S)``: exact up to rounding,
-    whatever the division of the keys. No exponential of a score is ever formed, so nothing
-    overflows. Sums run in the dtype of the lse, in the order of :meth:`add`.
+    With ``M = max(lse_i)`` it maintains ``S = sum(exp(lse_i - M))`` and ``A = sum(exp(lse_i - M) *
+    output_i)``; the result is ``output = A / S`` and ``lse = M + log(S)``. This is exact up to
+    rounding for every division of the keys. All exponents are at most 0, so nothing overflows. Sums
+    have the dtype of the LSE and are formed in the order of :meth:`add`.
     """
 
     def __init__(self, answer: Partial):
-        """Begin to merge into ``answer``, whose tensors are overwritten."""
+        """Start with no keys.
+
+        Args:
+            answer: The destination of the result; overwritten, from the first :meth:`add` on.
+        """
         self._answer = answer
         self._largest = answer.lse.fill_(-torch.inf)
         self._sum = torch.zeros_like(answer.lse)
@@ -62,9 +72,12 @@ class RunningMerge:
         self._is_empty = True
 
     def add(self, partial: Partial, rows: slice = slice(None)) -> None:
-        """Merge in a partial of all queries, or of the ``rows`` it answers; it is not written to.
+        """Merge one partial output.
 
-        A query that saw no key in ``partial`` carries ``lse = -inf`` there and gains nothing.
+        Args:
+            partial: Partial output of the queries ``rows``; not written to. Rows with LSE -inf do
+                not change the result.
+            rows: The query rows of ``partial``; all by default.
         """
         output, lse = partial
         total, largest, sums = (
@@ -72,7 +85,7 @@ class RunningMerge:
             self._largest[:, :, rows],
             self._sum[:, :, rows],
         )
-        if self._is_empty and total.shape == self._total.shape:
+        if self._is_empty and total.shape == self._total.shape:  # a copy instead of a merge
             total.copy_(output)
             largest.copy_(lse)
             sums.copy_(lse != -torch.inf)
@@ -88,7 +101,7 @@ class RunningMerge:
         self._is_empty = False
 
     def finish(self) -> Partial:
-        """Return the answer; rows that saw no key anywhere give output 0 and lse -inf."""
+        """Return the result. Rows that attend to no key have output 0 and LSE -inf."""
         output, lse = self._answer
         if self._is_empty:
             self._total.zero_()
@@ -100,14 +113,18 @@ class RunningMerge:
 
 
 def merge_partials(partials: Sequence[Partial]) -> Partial:
-    """Combine attention over disjoint key sets into attention over their union.
+    """Merge partial outputs over disjoint sets of keys into the output over their union.
 
     Args:
-        partials: At least one; all answer the same queries and share shapes, dtypes and device.
-            None is written to.
+        partials: At least one partial output, all of the same queries and of equal shapes, dtypes
+            and device. None is written to.
+
+    Returns:
+        The merged output and LSE, in the dtypes of the first partial output.
 
     Raises:
-        ValueError: if there is no partial or two disagree; the message names the second.
+        ValueError: ``partials`` is empty, or one differs from the first in shape, dtype or device;
+            the message gives its index.
 
     Example:
         >>> halves = [Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)),
@@ -126,16 +143,18 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
 
 
 def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
-    """Merge partials over disjoint keys into ``answer``, in their order.
+    """Merge partial outputs over disjoint sets of keys into ``answer``, in their order.
+
+    On a GPU one Triton kernel merges all of them, except in float64.
 
     Args:
-        answer: Overwritten; rows that saw no key anywhere get output 0 and lse -inf.
-        parts: Partials, and the rows of the answer that each has.
+        answer: The destination. Rows that attend to no key get output 0 and LSE -inf.
+        parts: Partial outputs, each with its query rows in ``answer``.
     """
     if parts and merges_at_once(answer):
         from cqs import fused_merge
 
-        with torch.cuda.device_of(answer.output):  # where Triton launches
+        with torch.cuda.device_of(answer.output):  # Triton launches on the current device
             fused_merge.merge_rows(answer, parts)
         return
     merge = RunningMerge(answer)
@@ -145,20 +164,20 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
 
 
 def merges_at_once(answer: Partial) -> bool:
-    """Say whether a single kernel merges all partials of ``answer``, best when all are there."""
+    """Return whether a single Triton kernel merges all partial outputs of ``answer``."""
     return answer.output.is_cuda and answer.output.dtype != torch.float64 and has_triton()
 
 
 @cache
 def has_triton() -> bool:
-    """Say whether Triton, which not every PyTorch brings, is installed."""
+    """Return whether Triton is installed; some PyTorch builds come without it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def check_partial(partial: Partial, expected: Partial, name: str) -> None:
     """Raise ValueError unless ``partial`` has the shapes, dtypes and device of ``expected``.
 
-    Its output may also be of the dtype of the lse, unrounded.
+    Its output may also have the dtype of the LSE, because partial outputs may stay unrounded.
     """
     for field, got, want in zip(Partial._fields, partial, expected, strict=True):
         has_dtype = got.dtype in (want.dtype, expected.lse.dtype)

@@ -1,4 +1,4 @@
-"""The public door: one attention problem, checked once and trusted inside."""
+"""Validation of the arguments of attention: a checked problem is not checked again."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -17,13 +17,13 @@ from cqs.scheduler import AttentionShape, Plan, make_plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float
 
 GPU_TILE = 128
-"""Tokens of a tile of the fast kernels."""
+"""Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors and options that fit together."""
+    """The tensors and options of one attention call, validated by :func:`check_problem`."""
 
     query: Tensor
     """``[batch, num_heads, seqlen_q, head_dim]``."""
@@ -32,31 +32,35 @@ class Problem:
     value: Tensor
     """``[batch, num_kv_heads, seqlen_kv, value_dim]``."""
     is_causal: bool
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
     scale: float
+    """Factor on the scores."""
     dropout: Dropout | None = None
+    """``None`` for a dropout probability of 0."""
     pattern: Pattern | None = None
-    """``None`` where :attr:`is_causal` says everything."""
+    """``None`` for dense attention, causal or not. False :attr:`is_causal` if there is one."""
 
     @property
     def bound_pattern(self) -> BoundPattern | None:
-        """The pattern at the lengths of the tensors; all heads must have the same."""
+        """The pattern bound to the lengths of the tensors, for a problem without per-head ones."""
         if self.pattern is None:
             return None
         return self.pattern.bind(self.query.shape[2], self.key.shape[2])
 
     @property
     def differs_by_head(self) -> bool:
-        """Whether heads, or batch elements, have patterns of their own."""
+        """Whether the pattern is given per head or per batch element."""
         return self.pattern is not None and self.pattern.heads != (1, 1)
 
     def parts(self) -> Iterator[tuple[tuple[slice, slice], "Problem"]]:
-        """Cut the problem where its pattern differs: by batch element, in it by head.
+        """Divide the problem into parts that each have a single pattern.
 
-        Neighbours of one pattern stay together, heads as far as they have all queries of their key
-        heads.
+        Adjacent batch elements of equal patterns form one part, and adjacent heads too if they are
+        all the query heads of their KV heads, or belong to a single KV head.
 
         Yields:
-            The batch elements and heads of a part, and the part: all of it if there is no pattern.
+            Slices of batch elements and query heads, and the problem of this part. Without a
+            pattern there is one part.
         """
         for (row, heads), (_, kv_heads) in self.cuts():
             batch, head = row.start or 0, heads.start or 0
@@ -73,13 +77,13 @@ class Problem:
             )
 
     def cuts(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-        """Yield the batch elements and heads of each part, and them and its key heads."""
+        """Yield ``(batch elements, query heads), (batch elements, KV heads)`` of each part."""
         for row in self._rows_of_parts():
             for heads, kv_heads in self._heads_of_parts(row.start or 0):
                 yield (row, heads), (row, kv_heads)
 
     def _rows_of_parts(self) -> Iterator[slice]:
-        """Yield batch elements that are computed together."""
+        """Yield the batch elements of each part."""
         batches, num_heads = (1, 1) if self.pattern is None else self.pattern.heads
         if self.pattern is None or batches == 1:
             yield slice(None)
@@ -95,7 +99,7 @@ class Problem:
             first = stop
 
     def _heads_of_parts(self, batch: int) -> Iterator[tuple[slice, slice]]:
-        """Yield heads that are computed together, and their key heads."""
+        """Yield the query heads and the KV heads of each part of a batch element."""
         num_heads = 1 if self.pattern is None else self.pattern.heads[1]
         if self.pattern is None or num_heads == 1:
             yield slice(None), slice(None)
@@ -115,7 +119,7 @@ class Problem:
 
     @property
     def shape(self) -> AttentionShape:
-        """What the scheduler needs to know to predict costs."""
+        """Batch, heads, head dimensions and itemsize, the inputs of the cost model."""
         return AttentionShape(
             batch=self.query.shape[0],
             num_heads=self.query.shape[1],
@@ -127,7 +131,7 @@ class Problem:
         )
 
     def make_plan(self, num_tasks: int, interest_set: Iterable[int] | None = None) -> Plan:
-        """Plan this problem; see :func:`cqs.make_plan`."""
+        """Divide this problem into tasks; see :func:`cqs.make_plan`."""
         return make_plan(
             self.query.shape[2],
             self.key.shape[2],
@@ -139,7 +143,7 @@ class Problem:
         )
 
     def empty_answer(self) -> Partial:
-        """Allocate the answer: output in the dtype and device of the query, and its lse."""
+        """Allocate the output, in the dtype and on the device of the query, and the LSE."""
         shape = (*self.query.shape[:3], self.value.shape[3])
         return Partial(
             self.query.new_empty(shape),
@@ -158,18 +162,21 @@ def check_problem(
     dropout_p: float = 0.0,
     seed: int | None = None,
 ) -> Problem:
-    """Check what the user passed; fill in the default scale and, to drop out, a random seed.
+    """Validate the arguments of an attention call and fill in defaults (scale, dropout seed).
 
-    A batch of 1 is expanded to that of the other tensors, without a copy; autograd adds up its
-    gradients. A causal problem with a pattern becomes one of their intersection, and the patterns
-    ``causal()`` and ``sliding_window(None, None)`` become no pattern.
+    - A batch of 1 is expanded without a copy; autograd sums its gradients.
+    - A pattern together with ``is_causal`` becomes the intersection of both.
+    - The patterns ``causal()`` and ``sliding_window(None, None)`` become dense attention.
+    - A head_dim of 0 is padded to 1.
+
+    The arguments are those of :func:`cqs.attention`.
 
     Raises:
-        TypeError: if an argument is of the wrong type or the tensors of an unsupported dtype.
-        ValueError: if shapes, dtypes, devices or the pattern's lengths do not fit together,
-            ``scale`` is not finite or ``dropout_p`` not in [0, 1).
-        NotImplementedError: for patterns that combine into nothing known, for devices other than
-            CPU and CUDA, and for derivatives other than autograd's backward pass.
+        TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
+        ValueError: Shapes, dtypes, devices or the pattern's lengths do not fit together; ``scale``
+            is not finite; or ``dropout_p`` is not in [0, 1).
+        NotImplementedError: The pattern cannot be intersected with the causal mask; the device is
+            neither CPU nor CUDA; or forward-mode or functorch derivatives are requested.
     """
     tensors = {"query": query, "key": key, "value": value}
     query, key, value = (_as_plain(name, tensor) for name, tensor in tensors.items())
@@ -216,7 +223,7 @@ def check_problem(
     is_causal, pattern = check_pattern(
         pattern, as_bool("is_causal", is_causal), batch, num_heads, query.shape[2], key.shape[2]
     )
-    if not query.shape[3]:  # all scores are 0, as of columns of zeros
+    if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
     query, key, value = (
         tensor if len(tensor) == batch else tensor.expand(batch, -1, -1, -1)
@@ -232,18 +239,18 @@ def check_problem(
 
 
 def _as_plain(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds its values, because kernels and messages read memory.
+    """Return a tensor that stores its values in memory, which kernels and transports read.
 
     Raises:
-        TypeError: ``tensor`` is no tensor, is sparse or nested, or is of a subclass that computes
-            by ``__torch_dispatch__``, such as a DTensor.
+        TypeError: ``tensor`` is not a tensor, is sparse or nested, or belongs to a subclass with
+            ``__torch_dispatch__``, such as DTensor.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        # Autograd's zeros have no memory at all.
+        # Autograd's zero tensors have no memory, and a negative bit is not applied in memory.
         return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -264,12 +271,23 @@ def check_pattern(
     seqlen_q: int,
     seqlen_kv: int,
 ) -> tuple[bool, Pattern | None]:
-    """Return whether attention is causal and nothing else, and otherwise its pattern, if any.
+    """Validate a pattern and intersect it with the causal mask.
+
+    Args:
+        pattern: A pattern, or ``None`` for dense attention.
+        is_causal: Whether to intersect the pattern with the causal mask.
+        batch: Number of batch elements.
+        num_heads: Number of query heads.
+        seqlen_q: Number of queries.
+        seqlen_kv: Number of keys.
+
+    Returns:
+        Whether attention is dense and causal, and the pattern, ``None`` if it is dense.
 
     Raises:
-        TypeError: if ``pattern`` is none.
-        ValueError: if it is for other lengths, heads or batch elements.
-        NotImplementedError: for patterns that combine into nothing known.
+        TypeError: ``pattern`` is not a pattern.
+        ValueError: ``pattern`` is for other lengths, heads or batch elements.
+        NotImplementedError: ``pattern`` cannot be intersected with the causal mask.
     """
     if pattern is None or pattern == sliding_window(None, None):
         return is_causal, None
@@ -284,12 +302,12 @@ def check_pattern(
     if is_causal:
         pattern = pattern & causal()
     for batch_element, head in product(*map(range, pattern.heads)):
-        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # raises if it cannot
+        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # validates the lengths
     return False, pattern
 
 
 def check_is_pattern(pattern: Pattern) -> None:
-    """Raise TypeError unless ``pattern`` is one."""
+    """Raise TypeError unless ``pattern`` is a :class:`cqs.patterns.Pattern`."""
     if not isinstance(pattern, Pattern):
         raise TypeError(
             "pattern must be one of cqs.patterns, per_head([[...], ...]) of several or "
@@ -311,5 +329,5 @@ def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:
 
 
 def draw_seed() -> int:
-    """Draw a seed for dropout from PyTorch's generator."""
+    """Draw a dropout seed in [0, 2^63 - 1) from PyTorch's CPU generator."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))

@@ -164,7 +164,7 @@ class _Gradients:
         worker.add_gradients(self._sums, steps, *tensors)
 
     def finish(self, held: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the gradients."""
+        """Return the gradients in the dtype of the block."""
         sums, self._sums = self._sums, []
         return [each.to(held[0].dtype) for each in sums]
 

@@ -262,7 +262,7 @@ class StreamPlan:
 
     @cached_property
     def seconds(self) -> float:
-        """Predicted time."""
+        """Predicted time in seconds, by the cost model."""
         rates, shape = self.rates, self._shape_of_group
         rows, chunk = min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
         computing, moving = self.flops / rates.flops, self.bytes_moved / rates.link
@@ -276,6 +276,7 @@ class StreamPlan:
         visits = blocks * -(-self.num_streamed // self.chunk) * (0.5 if self.is_causal else 1)
         merged = self.merges * 5 * heads * rows * shape.value_columns * shape.sum_itemsize
         computing += self.num_groups * visits * (_LAUNCH_SECONDS + merged / _MERGE_BANDWIDTH)
+        # Nothing overlaps the upload of the first visit and the download of the last results.
         first = self._bytes_of_held(rows) + self._bytes_of_streamed(chunk)
         return max(computing, moving) + (first + shape.result_bytes(rows)) / rates.link
 
@@ -285,7 +286,7 @@ class StreamPlan:
         return self.seconds + _DISTURBANCE * self.bytes_moved / self.rates.link
 
     def explain(self) -> str:
-        """Return a description of the plan, its predictions, and the quorum split beside it."""
+        """Describe the plan and its predictions, and compare it with the quorum split."""
         held, streamed = ("keys", "queries") if self.holds_keys else ("queries", "keys")
         blocks, chunks = -(-self.num_held // self.rows), -(-self.num_streamed // self.chunk)
         lines = [

@@ -255,7 +255,7 @@ class OnDemand:
         into.copy_(found.detach())
 
     def part(self, batches: slice, heads: slice) -> "OnDemand":
-        """Return some batch elements and heads."""
+        """Return a view of some batch elements and heads, which are indexed from 0."""
         (batch, head), shape = _cut(self.shape, batches, heads)
 
         def function(i: int, j: int, rows: range) -> Tensor:
