@@ -113,7 +113,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: activation checkpointing recomputes it per access
+        saved = ctx.saved_tensors  # read once: activation checkpointing permits one access
         links, kept = saved[:3], saved[3:]
         compute = partial(ctx.differentiate, kept)
         return *_Gradients.apply(*links, grad_output, compute), *(None,) * 5

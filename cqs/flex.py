@@ -1,4 +1,4 @@
-"""FlexAttention's interface: block masks become patterns, score functions run block by block."""
+"""FlexAttention's interface: block masks become patterns, score functions run per rectangle."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,40 +42,47 @@ def flex_attention(
     backend: str | None = None,
     executor: "str | Cluster | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what ``torch.nn.attention.flex_attention.flex_attention`` computes, in tasks.
+    """Compute ``torch.nn.attention.flex_attention.flex_attention`` as independent tasks.
 
-    A block mask becomes a pattern (:func:`cqs.patterns.from_block_mask`), and
-    :func:`cqs.attention` computes what it leaves. Code that uses the same mask again and again
-    saves that step with ``cqs.attention(..., pattern=from_block_mask(block_mask))``.
+    A block mask is converted to a pattern (:func:`cqs.patterns.from_block_mask`), and
+    :func:`cqs.attention` computes its live pairs. To convert a mask once for many calls, use
+    ``cqs.attention(..., pattern=from_block_mask(block_mask))``.
 
-    With a ``score_mod`` PyTorch's own FlexAttention computes each rectangle that a task owns,
-    compiled on a GPU, and the partial results merge; the function gets positions in the whole
-    sequence, and tensors that it captures get gradients. This runs in this process alone. Where
-    partial results merge, half-precision inputs are converted to float32, which is slower on a GPU.
+    With a ``score_mod``, PyTorch's FlexAttention computes every rectangle of a task, compiled on a
+    GPU, and the partial outputs are merged. The function receives positions in the whole sequence;
+    tensors that it captures receive gradients. If partial outputs are merged, half-precision inputs
+    are converted to float32, which is slower on a GPU.
 
     Args:
-        query: ``[batch, num_heads, seqlen_q, head_dim]``.
-        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
-        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-        score_mod: ``score_mod(score, batch, head, query, key)`` returns the score to take instead.
-        block_mask: Of ``create_block_mask``, for these lengths.
+        query: ``[batch, num_heads, seqlen_q, head_dim]``; float64, float32, bfloat16 or float16,
+            on the CPU or a GPU.
+        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``, in the dtype and on the device of
+            ``query``.
+        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``, in the dtype and on the device of
+            ``query``.
+        score_mod: A function ``score_mod(score, batch, head, query_index, key_index)`` that returns
+            the modified score.
+        block_mask: A mask made by ``create_block_mask`` for these lengths.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         enable_gqa: Whether ``num_heads`` may be a multiple of ``num_kv_heads``.
-        return_lse: Also return the natural log of the softmax denominators.
-        num_tasks: Number of tasks; as for :func:`cqs.attention`.
-        backend: As for :func:`cqs.attention`; not with a ``score_mod``.
-        executor: Likewise.
+        return_lse: Whether to return the log-sum-exp as well.
+        num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
+        backend: Backend name, as in :func:`cqs.attention`. Not with a ``score_mod``.
+        executor: Executor, as in :func:`cqs.attention`. With a ``score_mod`` only this process
+            computes.
 
     Returns:
-        ``output``, ``[batch, num_heads, seqlen_q, value_dim]``; with ``return_lse`` also ``lse``,
-        ``[batch, num_heads, seqlen_q]``, which is differentiable with a ``score_mod`` alone.
+        ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype of ``query``. With
+        ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``, float32 (float64 for float64
+        inputs), differentiable only with a ``score_mod``.
 
     Raises:
-        TypeError: as for :func:`cqs.attention`, or if ``block_mask`` is none.
-        ValueError: as for :func:`cqs.attention`, or for a block mask of other lengths, and for
-            fewer key heads without ``enable_gqa``.
-        NotImplementedError: as for :func:`cqs.attention`, or for a ``score_mod`` with a backend or
-            an executor.
+        TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
+        ValueError: Shapes, dtypes or devices do not fit together; ``block_mask`` is for other
+            lengths, batch or heads; or ``num_heads`` and ``num_kv_heads`` differ without
+            ``enable_gqa``.
+        NotImplementedError: A ``score_mod`` is combined with a backend or an executor, or no
+            backend supports the call.
 
     Example:
         >>> from torch.nn.attention.flex_attention import create_block_mask
@@ -130,10 +137,10 @@ def flex_attention(
 
 
 def _unrounded(problem: Problem) -> Problem:
-    """Return the problem in the dtype of sums: FlexAttention returns outputs in its inputs' dtype.
+    """Return the problem with its tensors in the accumulation dtype.
 
-    Half-precision partial outputs, and gradients of rectangles, would be rounded before they are
-    merged, and the result once more.
+    FlexAttention returns outputs in the dtype of its inputs. In half precision, partial outputs and
+    the gradients of rectangles would be rounded before they are merged.
     """
     dtype = lse_dtype(problem.query.dtype)
     query, key, value = (each.to(dtype) for each in (problem.query, problem.key, problem.value))
@@ -155,15 +162,16 @@ def _check_block_mask(mask: "BlockMask", problem: Problem) -> None:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A block mask, to be cut anywhere."""
+    """The contents of a block mask, from which masks of rectangles are made."""
 
     full: Tensor
-    """Which blocks are full ``[batch or 1, heads or 1, rows, columns]``."""
+    """Blocks without masked pairs, bool ``[batch or 1, heads or 1, block rows, block columns]``."""
     partial: Tensor
-    """Likewise, in which the mask function decides."""
+    """Blocks in which ``mask_mod`` decides, bool, of the shape of :attr:`full`."""
     sizes: tuple[int, int]
-    """Queries and keys of a block."""
+    """Number of queries and keys of a block."""
     mask_mod: Callable[..., Tensor]
+    """The mask function, of batch, head, query and key indices."""
 
     @classmethod
     def of(cls, mask: "BlockMask") -> "_Blocks":
@@ -179,7 +187,7 @@ class _Blocks:
         return cls(layouts[0], layouts[1], (block_q, block_kv), mask.mask_mod)
 
     def cut(self, queries: range, keys: range) -> "BlockMask | None":
-        """Return the block mask of a rectangle, ``None`` if it hides all of it."""
+        """Return the block mask of a rectangle, ``None`` if all of it is masked out."""
         rows, columns = (
             slice(tokens.start // size, -(-tokens.stop // size))
             for tokens, size in zip((queries, keys), self.sizes, strict=True)
@@ -208,14 +216,14 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What FlexAttention is asked for, in positions of the whole sequence."""
+    """The score function and mask of a call, in positions of the whole sequence."""
 
     score_mod: Callable[..., Tensor]
     blocks: _Blocks | None
     kernel_options: dict[str, str]
 
     def attend(self, problem: Problem, queries: range, keys: range) -> Partial | None:
-        """Compute a rectangle; return None if it is masked out."""
+        """Compute the partial output of a rectangle; return None if it is masked out."""
         block_mask = None if self.blocks is None else self.blocks.cut(queries, keys)
         if self.blocks is not None and block_mask is None:
             return None
@@ -228,7 +236,7 @@ class _Scores:
         attend = _compiled() if problem.query.is_cuda else _attend_eagerly
         output, others = attend(
             *(
-                # A copy, because compiled code is specialised on where a slice begins in memory.
+                # A copy, because torch.compile specialises code on a slice's storage offset.
                 tensor[:, :, tokens.start : tokens.stop].clone()
                 for tensor, tokens in (
                     (problem.query, queries),
@@ -247,13 +255,13 @@ class _Scores:
 
 
 def _first(tokens: range, like: Tensor) -> Tensor:
-    """Return the first position as a tensor: a number would be compiled in."""
+    """Return the first position as a tensor: torch.compile would specialise on an integer."""
     return torch.tensor(tokens.start, device=like.device)
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    # A function of our own: its compiled variants do not count towards the limit of the caller's.
+    # A wrapper, so that its variants do not count towards the recompile limit of flex_attention.
     def flex_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         return torch_flex.flex_attention(query, key, value, **options)
 
@@ -262,18 +270,18 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _attend_eagerly(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """Compute on a CPU, where every shape of a rectangle would be traced anew to no gain."""
+    """Compute without compilation on a CPU, where each rectangle's shape would be retraced."""
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         return torch_flex.flex_attention(query, key, value, **options)
 
 
 def _merge(problem: Problem, parts: Sequence[tuple[range, Partial]]) -> Partial:
-    """Merge partial results differentiably, in their order.
+    """Merge partial outputs in their order, with operations that autograd differentiates.
 
     Args:
         problem: The checked problem.
-        parts: Queries, and their partial result over some keys.
+        parts: Partial outputs over disjoint keys, each with its query rows.
     """
     edges = {0, problem.query.shape[2]}
     edges |= {edge for queries, _ in parts for edge in (queries.start, queries.stop)}
@@ -286,10 +294,10 @@ def _merge(problem: Problem, parts: Sequence[tuple[range, Partial]]) -> Partial:
 def _merge_rows(
     problem: Problem, parts: Sequence[tuple[range, Partial]], start: int, stop: int
 ) -> Partial:
-    """Merge for queries that each partial result has all or none of.
+    """Merge the query rows from ``start`` to ``stop``; each partial output has all or none of them.
 
-    By ``output = sum(exp(lse_i - M) * output_i) / S`` with ``M = max(lse_i)`` and ``S =
-    sum(exp(lse_i - M))``, as :class:`cqs.partial.RunningMerge`.
+    The formulas are those of :class:`cqs.partial.RunningMerge`: ``output = sum(exp(lse_i - M) *
+    output_i) / S`` with ``M = max(lse_i)`` and ``S = sum(exp(lse_i - M))``.
     """
     shape = (*problem.query.shape[:2], stop - start)
     found = [

@@ -61,7 +61,7 @@ class RunningMerge:
         """Start with no keys.
 
         Args:
-            answer: The destination of the result; overwritten, from the first :meth:`add` on.
+            answer: The destination of the result. Its tensors are overwritten.
         """
         self._answer = answer
         self._largest = answer.lse.fill_(-torch.inf)
@@ -93,7 +93,7 @@ class RunningMerge:
             if self._is_empty:
                 self._total.zero_()
             larger = torch.maximum(largest, lse)
-            shift = larger.masked_fill(larger == -torch.inf, 0)
+            shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
             old, new = torch.exp(largest - shift), torch.exp(lse - shift)
             total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
             sums.mul_(old).add_(new)

@@ -38,7 +38,7 @@ class Problem:
     dropout: Dropout | None = None
     """``None`` for a dropout probability of 0."""
     pattern: Pattern | None = None
-    """``None`` for dense attention, causal or not. False :attr:`is_causal` if there is one."""
+    """``None`` for dense attention, causal or not. With a pattern :attr:`is_causal` is False."""
 
     @property
     def bound_pattern(self) -> BoundPattern | None:
@@ -110,6 +110,7 @@ class Problem:
             pattern, stop = self.pattern.head(batch, first), first + 1
             while stop < num_heads and self.pattern.head(batch, stop) == pattern:
                 stop += 1
+            # GQA: a part is within one KV head, or consists of whole groups of query heads.
             if first % group_size:
                 stop = min(stop, first + group_size - first % group_size)
             elif stop - first > group_size:

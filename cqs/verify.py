@@ -1,4 +1,4 @@
-"""Recompute sampled rows of an answer in float64."""
+"""Verification of a result: sampled rows are recomputed in float64."""
 
 from typing import NamedTuple, Self
 
@@ -12,45 +12,46 @@ from cqs.problem import Problem
 _NOT_FINITE = "; some scores or values are not finite, which reaches rows that do not see them"
 
 _FEW = 8
-"""Roundings of a value beside those of the sums: scale, exponential, merge, split float32."""
+"""Bound on the roundings outside sums: scale, exponential, merge, split of float32 operands."""
 _STATISTICAL = 8
-"""Errors of a sum of n terms stay below this times the square root of n, in units of rounding."""
+"""The error of a sum of n terms is below ``_STATISTICAL * sqrt(n)`` unit roundoffs."""
 _MOST = 700.0
-"""Errors of scores from here on are bounded through logarithms: float64 overflows at exp(710)."""
+"""Score errors above this are bounded by logarithms, because exp(710) overflows in float64."""
 
 
 class VerificationError(ArithmeticError):
-    """A sampled row of the answer is further from the exact one than rounding explains."""
+    """A sampled row deviates from the exact result by more than rounding explains."""
 
 
 class _Errors(NamedTuple):
-    """Bounds of rounding errors of some rows of one head; see docs/mathematics.md."""
+    """Bounds on the rounding errors of sampled rows of one head; see docs/mathematics.md."""
 
     lse: Tensor
-    """``[rows]``, absolute."""
+    """Absolute error of the LSE, float64 ``[rows]``."""
     weights: Tensor
-    """``[rows, seqlen_kv]``, absolute, of the softmax weights of a row; at most 1."""
+    """Absolute error of the softmax weights, at most 1, float64 ``[rows, seqlen_kv]``."""
     sums: Tensor
-    """``[rows, 1]``, relative, of the sum of weighted values and of its roundings."""
+    """Relative error of the weighted sum of values, float64 ``[rows, 1]``."""
     largest_weight: Tensor
-    """``[rows, 1]``."""
+    """Largest softmax weight of each row, float64 ``[rows, 1]``."""
     tiny: float
-    """Absolute error of a number below the smallest normal ones."""
+    """Absolute error of a subnormal number."""
 
     @classmethod
     def of(cls, problem: Problem, log_weights: Tensor, magnitudes: Tensor, visible: Tensor) -> Self:
-        """Bound the errors of rows in the dtypes of a problem.
+        """Compute the error bounds of sampled rows.
 
         Args:
-            problem: Its dtype and head_dim count.
-            log_weights: float64 ``[rows, seqlen_kv]``, the logarithms of the softmax weights.
-            magnitudes: float64 ``[rows, seqlen_kv]``, ``scale * abs(query) @ abs(key)``, 0 for
-                pairs that are masked out.
-            visible: bool ``[rows, seqlen_kv]``.
+            problem: The problem, which determines dtype and head_dim.
+            log_weights: Natural logarithms of the softmax weights, float64 ``[rows, seqlen_kv]``.
+            magnitudes: ``abs(scale) * abs(query) @ abs(key)``, 0 for pairs that are masked out,
+                float64 ``[rows, seqlen_kv]``.
+            visible: The attention mask, bool ``[rows, seqlen_kv]``.
         """
         dtype = torch.finfo(problem.query.dtype)
         accumulation = torch.finfo(lse_dtype(problem.query.dtype))
-        own_share = 2 if problem.query.dtype == torch.float64 else 1  # this check rounds as well
+        # For float64 inputs the check itself rounds as much as the result does.
+        own_share = 2 if problem.query.dtype == torch.float64 else 1
         unit, unit_of_dtype = own_share * accumulation.eps / 2, own_share * dtype.eps / 2
         num_keys = visible.sum(dim=-1, keepdim=True).double()
         largest = torch.cat([torch.zeros_like(num_keys), magnitudes], dim=-1).amax(-1, keepdim=True)
@@ -75,14 +76,14 @@ class _Errors(NamedTuple):
     def bound_output(
         self, weights: Tensor, factors: Tensor | float, magnitudes: Tensor, visible: Tensor
     ) -> Tensor:
-        """Return the largest error of each output, ``[rows, value_dim]``.
+        """Return bounds on the absolute errors of the output, float64 ``[rows, value_dim]``.
 
         Args:
-            weights: float64 ``[rows, seqlen_kv]``, after dropout.
-            factors: float64 ``[rows, seqlen_kv]``, by which dropout multiplies the softmax weights,
-                or 1 without dropout.
-            magnitudes: float64 ``[seqlen_kv, value_dim]``, of the values.
-            visible: bool ``[rows, seqlen_kv]``.
+            weights: Attention weights after dropout, float64 ``[rows, seqlen_kv]``.
+            factors: Factors of dropout on the softmax weights, float64 ``[rows, seqlen_kv]``, or 1
+                without dropout.
+            magnitudes: Absolute values of the finite values, float64 ``[seqlen_kv, value_dim]``.
+            visible: The attention mask, bool ``[rows, seqlen_kv]``.
         """
         of_weights = (factors * self.weights + weights * self.sums) @ magnitudes
         in_sum = self.largest_weight * (visible.double() @ (1 + magnitudes))
@@ -91,22 +92,23 @@ class _Errors(NamedTuple):
 
 @torch.no_grad()
 def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: int = 0) -> None:
-    """Raise unless sampled query rows agree with float64 attention, for every batch and head.
+    """Compare sampled query rows with float64 attention, for every batch element and head.
 
-    The bound of each entry follows from an error analysis in head_dim, the number of visible keys,
-    and the magnitudes of scores and values; docs/mathematics.md derives it.
+    The error bound of each entry is a function of head_dim, the number of visible keys, and the
+    magnitudes of scores and values; docs/mathematics.md derives it.
 
-    Where the exact answer is NaN or infinite, so must this one be; a NaN that the row does not see
-    is no excuse. An infinite value whose weight may round to zero may also give NaN.
+    Where the exact result is NaN or infinite, ``answer`` must be so too; a NaN at a masked key does
+    not excuse a NaN in the output. An infinite value whose weight may underflow to 0 may give NaN.
 
     Args:
-        problem: What was asked.
-        answer: The answer to check.
-        num_rows: How many rows to sample; the first and the last are always among them.
-        seed: Seed of the sample.
+        problem: The attention problem.
+        answer: The output and LSE to check, of the shapes of :meth:`Problem.empty_answer`.
+        num_rows: Number of rows to sample, with replacement; the first and last rows are added.
+        seed: Random seed of the sample.
 
     Raises:
-        VerificationError: with batch, head, row, error and bound of the first row that disagrees.
+        VerificationError: A row deviates by more than its bound. The message gives batch, head,
+            row, error and bound of the first such row.
     """
     if problem.differs_by_head:
         for where, part in problem.parts():
@@ -149,6 +151,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             exact = weighted_sum(weights, finite)
             if not value.isfinite().all():
                 exact = exact + _sum_of_infinite(weights, value - finite, visible)
+                # Kernels may flush a subnormal weight to 0, and 0 * inf is NaN.
                 faint = weights.masked_fill(weights < torch.finfo(problem.query.dtype).tiny, 0)
                 may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
                 exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
@@ -174,11 +177,11 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
 
 
 def visible_rows(problem: Problem, rows: Tensor) -> Tensor:
-    """Say which keys some queries see, bool ``[len(rows), seqlen_kv]``.
+    """Return rows of the attention mask, bool ``[len(rows), seqlen_kv]``, true for live pairs.
 
     Args:
-        problem: What was asked.
-        rows: Query indices, int64 ``[len(rows)]``, on the device of the answer.
+        problem: The attention problem, without per-head patterns.
+        rows: Query indices, int64 ``[len(rows)]``; the mask is on their device.
     """
     seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
     if problem.bound_pattern is not None:
@@ -191,13 +194,16 @@ def visible_rows(problem: Problem, rows: Tensor) -> Tensor:
 
 
 def _is_finite(problem: Problem, scores: Tensor, value: Tensor) -> bool:
-    """Say whether scores, as kernels accumulate them, and values are finite, hidden ones too."""
+    """Return whether all scores, as kernels accumulate them, and values are finite.
+
+    Masked pairs count too.
+    """
     largest = torch.finfo(lse_dtype(problem.query.dtype)).max
     return bool((scores.abs() <= largest).all() and value.isfinite().all())
 
 
 def _sum_of_infinite(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Compute ``weights @ value`` over visible keys alone, where ``0 * inf`` and NaN are NaN."""
+    """Compute ``weights @ value`` over the visible keys only, so that masked NaNs do not count."""
     rows = zip(weights, visible, strict=True)
     return torch.stack([(row[sees].unsqueeze(-1) * value[sees]).sum(dim=0) for row, sees in rows])
 

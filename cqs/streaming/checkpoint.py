@@ -1,4 +1,4 @@
-"""What a computation needs to be resumed: working files in a directory of its own."""
+"""The resume directory: working files from which an interrupted computation continues."""
 
 import errno
 import fcntl
@@ -25,45 +25,47 @@ from cqs.streaming.sources import InFile, OpenFile, bytes_of
 _LOCK, _STATE, _NEW_STATE, _BLOCKS, _LSE = FILES = (
     "cqs-resume.lock", "state", "state.new", "blocks", "lse",
 )  # fmt: skip
-"""The files of a working directory. The lock tells it from directories of others."""
+"""The files of a resume directory. The lock file identifies it as one."""
 _CHOICES = ("heads_at_once", "rows", "chunk")
+"""Attributes of a plan that are saved; the others follow from the call."""
 _MOST_NAMED = 5
+"""Changed results that an error message lists."""
 _SECONDS_BETWEEN_SAVES = 1.0
-"""A save waits for the disk, which takes longer than to compute a small block."""
+"""Least interval of saves: fsync takes longer than the computation of a small block."""
 _PIECE_BYTES = 2**20
-"""Bytes of results that are read at a time to compute their digest."""
+"""Bytes of results that are read at a time to compute a digest."""
 _RECORD = np.dtype(
     [(name, "<i8") for name in ("batch", "head", "start", "stop")]
     + [(name, "<u8") for name in ("output", "lse")]
 )
-"""One head of a finished block: its rows, and the digests of both results."""
+"""Record of one head of a finished block: its rows, and the digests of output and LSE."""
 
 
 class WorkingDirectory:
-    """A directory that holds the working files of one computation, for one process at a time.
+    """The resume directory of one computation, used by one process at a time.
 
-    As a context manager it makes the directory, or accepts one that an earlier run has made and
-    left, and locks it. At the end it removes the files and the directory, except after an error
-    when some results are final: then both stay for the next run. It never changes files of others.
+    As a context manager it creates the directory, or opens that of an earlier run, and locks it. On
+    exit it removes the files and the directory, unless an error occurred and some results are
+    final; then both stay for the next run. It never changes files that it did not create.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Take the path of the directory; nothing is made yet."""
+        """Store the absolute path of the directory, which is not created yet."""
         self.path = Path(os.path.realpath(path))
 
     def __enter__(self) -> "WorkingDirectory":
-        """Make the directory, or go on with an empty one or that of an earlier run; lock it.
+        """Create the directory, or open an empty one or that of an earlier run, and lock it.
 
         Raises:
-            ValueError: The path exists, is no empty directory, and no earlier run has made it.
+            ValueError: The path exists, and is neither an empty directory nor that of a run.
             BlockingIOError: Another process or thread uses the directory.
-            OSError: The directory cannot be made.
+            OSError: The directory cannot be created.
         """
         lock = self.path / _LOCK
         try:
             self.path.mkdir()
         except FileExistsError:
-            # A run that is killed leaves an empty directory before it has made the lock.
+            # A run that was killed before it created the lock file leaves an empty directory.
             is_empty = self.path.is_dir() and not any(self.path.iterdir())
             if not is_empty and not lock.is_file():
                 raise ValueError(
@@ -75,7 +77,7 @@ class WorkingDirectory:
             self._lock = OpenFile(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._is_in_place():
-                raise FileNotFoundError  # its owner has just removed it, and another made a new one
+                raise FileNotFoundError  # the owner removed it between our open and our lock
         except (BlockingIOError, FileNotFoundError):
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
@@ -91,7 +93,7 @@ class WorkingDirectory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove the files and the directory unless they serve the next run; release the lock."""
+        """Remove the files and the directory unless the run can be resumed; release the lock."""
         if not self.is_owned:
             return
         try:
@@ -104,36 +106,36 @@ class WorkingDirectory:
                     if not any(self.path.iterdir()):
                         self.path.rmdir()
         finally:
-            # Closing alone would leave the lock to processes that were forked meanwhile.
+            # Closing alone does not unlock: processes forked meanwhile share the open file.
             fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
             self._lock.close()
 
     @property
     def is_owned(self) -> bool:
-        """Whether this process has entered the directory, not one that it was forked from."""
+        """Whether this process entered the directory, and not a process that forked it."""
         return os.getpid() == self._process
 
     def check_in_place(self) -> None:
-        """Raise OSError if the path no longer leads to the directory that was locked."""
+        """Raise OSError if the path no longer names the directory that was locked."""
         if not self._is_in_place():
             raise OSError(f"'{self.path}' was moved or removed while it was in use")
 
     def _is_in_place(self) -> bool:
-        """Return whether the path still leads to the directory that this process has locked."""
+        """Return whether the path still names the directory that this process has locked."""
         try:
             return os.path.samestat(os.fstat(self._lock.descriptor), os.stat(self.path / _LOCK))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def forget(self) -> None:
-        """Have the next run begin anew."""
+        """Remove the saved state, so that the next run starts from the beginning."""
         (self.path / _STATE).unlink(missing_ok=True)
 
     def read(self) -> dict[str, Any] | None:
-        """Return what was saved last; ``None`` if nothing was.
+        """Return the state that was saved last, ``None`` if there is none.
 
         Raises:
-            ValueError: The file is damaged.
+            ValueError: The state file is damaged: its digest does not match.
         """
         path = self.path / _STATE
         if not path.exists():
@@ -146,7 +148,7 @@ class WorkingDirectory:
         return found
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Replace what was saved last, at once and for the disk."""
+        """Replace the saved state atomically: write a new file, fsync it, rename it."""
         content = json.dumps(state).encode()
         (self.path / _NEW_STATE).unlink(missing_ok=True)
         with open(self.path / _NEW_STATE, "xb") as file:
@@ -157,12 +159,12 @@ class WorkingDirectory:
 
     @property
     def output(self) -> Path | None:
-        """The file that an earlier run has begun to fill; ``None`` if the next begins anew."""
+        """Path of the output file of an interrupted run, ``None`` without a saved state."""
         state = self.read()
         return None if state is None else Path(state["request"]["output"][0])
 
     def has_made(self, path: Path) -> bool:
-        """Return whether a file is the output of the earlier run, under whatever name."""
+        """Return whether ``path`` is the output file of an interrupted run, even if renamed."""
         state = self.read()
         if state is None or not path.is_file():
             return False
@@ -170,31 +172,31 @@ class WorkingDirectory:
         return bool(state.get("file") == [found.st_dev, found.st_ino])
 
     def damaged(self, path: Path) -> ValueError:
-        """Return the error for a file that is missing or not as it was."""
+        """Return the error for a working file that is missing or damaged."""
         return ValueError(
             f"'{path}' is missing or damaged: restore it, or remove '{self.path}' to begin anew"
         )
 
 
 class _Unsaved(NamedTuple):
-    """What became final since the last save."""
+    """Progress since the last save."""
 
     records: bytes
-    """Of the blocks, to be appended."""
+    """Records of the blocks that became final, to be appended to the file of blocks."""
     state: Mapping[str, Any]
-    """How far the computation has come, without the blocks."""
+    """The state to save, without number and digest of the records."""
 
 
 class Checkpoint:
-    """How far a computation has come, and digests of all results that are final."""
+    """The saved progress of a computation, with digests of all final results."""
 
     def __init__(self, directory: WorkingDirectory, request: Mapping[str, Any], output: InFile):
-        """Take what is computed.
+        """Describe the computation; no file is read or written yet.
 
         Args:
-            directory: Holds the working files; entered.
-            request: What is computed, from which files; of types that JSON has.
-            output: ``[batch, num_heads, seqlen_q, value_dim]``.
+            directory: The entered resume directory.
+            request: Options and input files of the computation, of JSON types.
+            output: Destination of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
         """
         self._directory, self._request, self._output = directory, request, output
         self._blocks, self._lse = directory.path / _BLOCKS, directory.path / _LSE
@@ -205,14 +207,18 @@ class Checkpoint:
         self._next_save = -math.inf
 
     def load(self, plans: Sequence[StreamPlan]) -> tuple[list[StreamPlan], int, Position]:
-        """Return the plans to follow, and the part and position to go on at.
+        """Load the progress of an interrupted run, or create the files of a new one.
 
         Args:
-            plans: One for each part of the problem. A run that is resumed follows its own.
+            plans: The plan of each part of the problem, for the current memory budget.
+
+        Returns:
+            The plans to follow (those of the interrupted run, if any), and the index of the part
+            and the position from which to continue.
 
         Raises:
-            ValueError: A working file is damaged, or belongs to another computation or to inputs
-                that have changed; final results differ; or a plan takes more than the budget.
+            ValueError: A working file is damaged, or belongs to another computation or to changed
+                inputs; final results have changed; or a plan exceeds the memory budget.
             OSError: A file cannot be read or written.
         """
         state = self._directory.read()
@@ -242,13 +248,13 @@ class Checkpoint:
         position: Position,
         block: tuple[int, range, range],
     ) -> None:
-        """Note that everything up to a position in a part is final; save it once a second.
+        """Record a finished block, and save if the last save was a second or more ago.
 
         Args:
-            plans: As they are followed.
-            part: Number.
-            position: In it.
-            block: Batch element, query heads and rows that became final last.
+            plans: The current plan of each part.
+            part: Index of the part that is computed.
+            position: The position in this part up to which results are final.
+            block: Batch element, query heads and query rows of the block.
         """
         batch, heads, rows = block
         records = np.array(
@@ -285,6 +291,7 @@ class Checkpoint:
         if unsaved is None or not self._directory.is_owned:
             return
         self._directory.check_in_place()
+        # The order matters: results, then their records, then the state that refers to both.
         self._output.flush()
         self.lse.flush()
         with open(self._blocks, "r+b") as file:
@@ -300,24 +307,24 @@ class Checkpoint:
 
     @cached_property
     def lse(self) -> InFile:
-        """``[batch, num_heads, seqlen_q, 1]``, in a working file."""
+        """The LSE, ``[batch, num_heads, seqlen_q, 1]``, in a working file."""
         _, heads, tokens, _ = self._lse_shape
         of_head = tokens * self._lse_dtype.itemsize
         strides = heads * of_head, of_head
         return InFile(self._lse, self._lse_shape, self._lse_dtype, 0, strides, is_writable=True)
 
     def _begin(self) -> None:
-        """Make the files that grow, in which nothing is final."""
+        """Create the files of blocks and LSEs, without final results."""
         for path, size in ((self._blocks, 0), (self._lse, self._lse_bytes)):
             path.unlink(missing_ok=True)
             with open(path, "xb") as file:
                 file.truncate(size)
         directory = OpenFile(self._directory.path, os.O_RDONLY)
-        os.fsync(directory.descriptor)  # a state that is saved later refers to these files
+        os.fsync(directory.descriptor)  # the state file must not reach the disk before these
         directory.close()
 
     def _check_results(self, num_records: int, digest: str) -> None:
-        """Raise ValueError unless the results that are final are as they were written."""
+        """Raise ValueError if a final result no longer matches its digest."""
         size = num_records * _RECORD.itemsize
         for path, least in ((self._blocks, size), (self._lse, self._lse_bytes)):
             if not path.is_file() or path.stat().st_size < least:
@@ -350,7 +357,7 @@ class Checkpoint:
 
 
 def _digest(results: InFile, batch: int, head: int, rows: range) -> int:
-    """Return the digest of some rows as they are in their file, a piece at a time."""
+    """Return the XXH3 digest of rows of one head in their file, read 1 MiB at a time."""
     columns = results.shape[3]
     length = max(_PIECE_BYTES // max(columns * results.dtype.itemsize, 1), 1)
     pieces = [rows[first : first + length] for first in range(0, len(rows), length)]

@@ -1,4 +1,4 @@
-"""Attention within a budget, from whatever holds the tensors to whatever takes the answer."""
+"""Attention within a memory budget: the implementation of ``memory_budget=``."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -46,9 +46,10 @@ from cqs.worker.backends import ATTEND_SHARES, choose_backend
 
 _NAMES = ("query", "key", "value")
 _LEAST_SHARE = 16
-"""An allocation that fails is tried again with half the budget, down to one part in so many."""
+"""After an out-of-memory error the budget is halved, down to ``1 / _LEAST_SHARE`` of it."""
 
 Progress = bool | Callable[[int, int], None]
+"""Whether to draw a progress bar, or a function of live pairs done and in total."""
 
 
 def attend_within(
@@ -69,10 +70,12 @@ def attend_within(
     backend: str | None = None,
     verify: bool = False,
 ) -> Partial:
-    """Compute attention of tensors that are not on the device; see :func:`cqs.attention`.
+    """Compute attention within a memory budget; arguments and errors as :func:`cqs.attention`.
 
-    The answer is on the CPU, its output ``out`` if that is given. A caller that has entered the
-    working directory itself passes it as ``resume``.
+    ``resume`` may also be a :class:`WorkingDirectory` that the caller has entered.
+
+    Returns:
+        Output (``out``, if given) and LSE, on the CPU.
     """
     tensors = (query, key, value)
     sources: Sequence[Source] = tuple(map(as_source, _NAMES, tensors))
@@ -117,16 +120,18 @@ def attend_within(
 
 @dataclass(frozen=True)
 class _Run:
-    """How the passes of a call are carried out.
+    """The execution of one call.
 
-    A problem whose tensors are elsewhere has others in their place, without memory. Its parts, each
-    of heads of one pattern, are computed one after another.
+    Tensors that are not in memory are represented in the problem by expanded tensors without
+    memory. The parts of the problem, each with a single pattern, are computed one after another.
     """
 
     device: torch.device
+    """The device that computes."""
     budget: int
+    """Memory budget in bytes."""
     backend: str
-    """That of all visits: plans count on what it holds."""
+    """Backend of all visits; plans depend on its memory use."""
     reporter: "_Reporter"
 
     def attend(
@@ -136,15 +141,15 @@ class _Run:
         out: Any = None,
         directory: WorkingDirectory | None = None,
     ) -> Partial:
-        """Compute the answer."""
+        """Compute output and LSE, into ``out`` if given, and resume from ``directory`` if given."""
         parts = [self._in_strips(part) for _, part in problem.parts()]
         shape = (*problem.query.shape[:3], problem.value.shape[3])
         dtype = problem.query.dtype
         output = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
         target = InMemory(output) if out is None else as_target(out, shape, dtype, sources)
-        # A file that takes the output too changes all the time.
+        # A file that the output is written to changes during the run.
         watched = [source for source in sources if not share_files(target, source)]
-        # Taken once: to load a checkpoint takes long enough for an input to change meanwhile.
+        # Taken before the checkpoint is loaded, which takes long enough for an input to change.
         prints = _fingerprints(watched)
         plans = [self._plan(part, Pass.FORWARD, self.budget) for part in parts]
         first, start, checkpoint = 0, START, None
@@ -189,7 +194,7 @@ class _Run:
         return Partial(output, found.squeeze(-1))
 
     def attend_and_keep(self, problem: Problem) -> Attended:
-        """Compute the answer, and say how to differentiate it."""
+        """Compute output and LSE, and return them with their backward pass."""
         tensors = problem.query, problem.key, problem.value
         answer = self.attend(problem, [InMemory(tensor.detach()) for tensor in tensors])
         query, key, value = (_stand_in(tensor.shape, tensor.dtype) for tensor in tensors)
@@ -206,7 +211,7 @@ class _Run:
         position: Position,
         finish: Callable[[StreamPlan, Block], None],
     ) -> None:
-        """Compute heads of one pattern, and go on with less memory where there is too little."""
+        """Compute one part; after an out-of-memory error continue with a smaller plan."""
 
         def finished(block: Block) -> None:
             nonlocal position
@@ -225,7 +230,7 @@ class _Run:
                 plan = self._with_less(problem, plan, error)
 
     def _differentiate(self, problem: Problem, kept: Kept, grad_output: Tensor) -> Gradients:
-        """Compute the gradients from what was kept."""
+        """Compute the gradients from the tensors that the forward pass saved."""
         *tensors, output, lse = (tensor.detach() for tensor in kept)
         query, key, value = map(InMemory, tensors)
         problem, budget = self._in_strips(problem), self.budget
@@ -239,9 +244,9 @@ class _Run:
                 budget = self._with_less(problem, plans[0], error).budget
 
     def _in_strips(self, problem: Problem) -> Problem:
-        """Return a problem with a pattern if the reference computes it; or say who cannot.
+        """Give dense problems of the ``reference`` backend an equivalent pattern.
 
-        It holds all scores of a call, and calls for a pattern are small.
+        This backend stores all scores of a call, and calls for a pattern are small.
         """
         if self.backend != "reference" or problem.pattern is not None:
             return problem
@@ -266,20 +271,20 @@ class _Run:
         )
 
     def _with_less(self, problem: Problem, plan: StreamPlan, error: Exception) -> StreamPlan:
-        """Return a plan for half the memory, if an allocation has failed; or raise ``error``."""
+        """Return a plan for half the memory after an out-of-memory error, else raise ``error``."""
         budget = min(plan.budget, plan.peak_bytes) // 2
         if not _is_shortage(error) or budget * _LEAST_SHARE < self.budget:
             raise error
         torch.cuda.empty_cache()
         try:
             return self._plan(problem, plan.which, budget, plan.heads_at_once)
-        except ValueError:  # not even a tile fits
+        except ValueError:  # the budget is too small for a tile
             raise error from None
 
     def _request(
         self, problem: Problem, fingerprints: Sequence[Any], target: InFile
     ) -> dict[str, Any]:
-        """Say what a checkpoint is of, in types that JSON has."""
+        """Return the identity of the computation for its checkpoint, in JSON types."""
         return {
             "format": 3,
             "shapes": [list(each.shape) for each in (problem.query, problem.key, problem.value)],
@@ -311,7 +316,7 @@ def _choose_backend(problem: Problem, device: torch.device, backend: str | None)
 
 
 def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> None:
-    """Recompute sampled rows, a key head at a time; see :func:`cqs.verify.verify_rows`."""
+    """Verify sampled rows, one KV head in memory at a time; see :func:`cqs.verify.verify_rows`."""
     group_size = problem.query.shape[1] // problem.key.shape[1]
     for batch, kv_head in product(*map(range, problem.key.shape[:2])):
         heads = range(kv_head * group_size, (kv_head + 1) * group_size)
@@ -351,7 +356,7 @@ def _read_whole(source: Source) -> Tensor:
 
 
 def _as_tensor(argument: Any, source: Source) -> Tensor:
-    """Return an argument as autograd knows it, or what stands for one that is not in memory."""
+    """Return the tensor of an argument, or a stand-in without memory if it is not in memory."""
     if isinstance(argument, Tensor):
         return argument
     if isinstance(source, InMemory):
@@ -360,7 +365,7 @@ def _as_tensor(argument: Any, source: Source) -> Tensor:
 
 
 def _of_shape(name: str, source: Source, tensor: Tensor) -> Source:
-    """Return a source of the shape of a checked tensor, which may be an expanded one."""
+    """Return a source of the shape of a checked tensor, whose batch may have been expanded."""
     if isinstance(source, InMemory):
         return InMemory(tensor.detach())
     if source.shape != tuple(tensor.shape):
@@ -372,7 +377,7 @@ def _of_shape(name: str, source: Source, tensor: Tensor) -> Source:
 
 
 def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor without memory that has a shape and dtype."""
+    """Return an expanded tensor of one element, on the CPU."""
     return torch.empty((1, 1, 1, 1), dtype=dtype, device="cpu").expand(shape)
 
 
@@ -393,7 +398,7 @@ def _choose_device(device: "torch.device | str | None") -> torch.device:
 
 
 def _is_shortage(error: Exception) -> bool:
-    """Say whether an allocation has failed; PyTorch has no type of error for the CPU."""
+    """Return whether an allocation failed; PyTorch has no error type for that on the CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -402,7 +407,7 @@ def _fingerprints(sources: Sequence[Source]) -> list[Any]:
 
 
 def _num_pairs(problem: Problem) -> int:
-    """Return the number of pairs of all heads."""
+    """Return the number of live pairs of all query heads."""
     lengths = problem.query.shape[2], problem.key.shape[2]
     total = 0
     for _, part in problem.parts():
@@ -413,7 +418,7 @@ def _num_pairs(problem: Problem) -> int:
 
 
 class _Reporter:
-    """Says how many pairs are done, of all heads."""
+    """Reports the live pairs that are done, over all query heads."""
 
     def __init__(self, progress: Progress, total: int):
         if not isinstance(progress, bool) and not callable(progress):
@@ -424,11 +429,11 @@ class _Reporter:
         self._before = self._done = 0
 
     def begin(self, plan: StreamPlan, position: Position) -> None:
-        """Go on at a position of a part, which may be behind: a block is begun again."""
+        """Set progress to a position of a part; may go back, because a block is restarted."""
         self._move(self._before + plan.pairs_until(position))
 
     def advance(self, plan: StreamPlan, visit: Visit) -> None:
-        """Count a visit."""
+        """Count the live pairs of a visit and call the progress function."""
         if visit.tokens is None:
             return
         of_head = plan.count(visit.block.tokens, visit.tokens)
@@ -437,11 +442,11 @@ class _Reporter:
             self._callback(self._done, self._total)
 
     def end_part(self, plan: StreamPlan) -> None:
-        """Go on with other heads."""
+        """Count all live pairs of a part as done."""
         self._before += plan.pairs_until(Position(plan.num_groups, 0))
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the progress bar."""
         self._bar.close()
 
     def _move(self, done: int) -> None:
