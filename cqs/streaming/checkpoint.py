@@ -282,10 +282,10 @@ class Checkpoint:
             self.save()
 
     def save(self) -> None:
-        """Save for the disk what was added since the last save, in the process that began it.
+        """Write the progress since the last save to disk; does nothing in forked processes.
 
-        What a save that fails or is interrupted has left is not saved later: a file system may
-        report once that it has lost data, and call them written the next time.
+        Progress of a failed save is discarded, because a file system may report lost data only
+        once: the next fsync may succeed although the data were not written.
         """
         unsaved, self._unsaved = self._unsaved, None
         if unsaved is None or not self._directory.is_owned:
