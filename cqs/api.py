@@ -113,7 +113,7 @@ def attention(
             another process uses the ``resume`` directory.
         NotImplementedError: No backend, or not the named one, supports the call; or the executor is
             ``"ray"`` and Ray is not installed. The message gives the reason.
-        torch.OutOfMemoryError: The GPU has too little memory; the message proposes what would fit.
+        torch.OutOfMemoryError: The GPU has too little memory; the message proposes a remedy.
         cqs.verify.VerificationError: ``verify`` found a row with an error larger than rounding
             explains.
 

@@ -30,8 +30,8 @@ class Extent(NamedTuple):
         """Whether two elements share bytes."""
         rows = self.elements
         while rows.ndim:
-            # Positions are linear in the indices. If two elements share bytes, two others do whose
-            # first differing index is 0 in one and positive in the other.
+            # Positions are linear in the indices. So if two elements share bytes, two others share
+            # bytes as well: their first differing index is 0 in one and positive in the other.
             if _share(rows[:1], rows[1:]):
                 return True
             rows = rows[0, ...] if len(rows) else rows[..., 0]

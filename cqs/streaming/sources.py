@@ -224,7 +224,7 @@ class InFile:
 
 @dataclass(frozen=True)
 class OnDemand:
-    """A tensor whose rows a function computes when they are read.
+    """A tensor with rows that a function computes when they are read.
 
     Args:
         function: Called as ``function(batch, head, rows)`` with ``rows`` a range. It returns a CPU
