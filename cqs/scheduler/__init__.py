@@ -1,4 +1,4 @@
-"""Who computes what: integers only, no torch, no ray."""
+"""Assign query-key pairs to tasks, in integer arithmetic without torch or Ray."""
 
 from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
 from cqs.scheduler.interest_sets import check_interest_set, load_interest_set

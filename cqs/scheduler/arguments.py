@@ -1,4 +1,4 @@
-"""Numbers from the user, also those of numpy, as plain Python ones; bools are no numbers."""
+"""Convert arguments to Python numbers. NumPy scalars are accepted; bools are not numbers."""
 
 import math
 import operator
@@ -8,11 +8,17 @@ from typing import Any
 
 
 def as_integer(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
-    """Return an integer of at least ``least`` and at most ``most``.
+    """Return ``value`` as an ``int`` between ``least`` and ``most``, both inclusive.
+
+    Args:
+        name: Name of the argument, for the error message.
+        value: An ``int`` or an object with ``__index__``, such as a NumPy integer.
+        least: Smallest value allowed.
+        most: Largest value allowed.
 
     Raises:
-        TypeError: if ``value`` is no integer.
-        ValueError: if it is less or more.
+        TypeError: ``value`` is not an integer, or is a bool.
+        ValueError: ``value`` is out of range.
     """
     number = to_integer(value, f"{name} must be an integer")
     if number < least:
@@ -23,12 +29,12 @@ def as_integer(name: str, value: Any, least: int, most: int = sys.maxsize) -> in
 
 
 def as_text(number: int) -> str:
-    """Write an integer; of a very large one, which Python refuses to write, its size."""
+    """Format an integer, or its number of bits if Python would reject it as too long."""
     return str(number) if number.bit_length() < 1024 else f"{number.bit_length()} bits"
 
 
 def to_integer(value: Any, rule: str) -> int:
-    """Return an integer, or raise TypeError with the rule that ``value`` breaks."""
+    """Return ``value`` as an ``int``, or raise TypeError with the text of ``rule``."""
     try:
         if not _is_bool(value):
             return operator.index(value)
@@ -38,7 +44,10 @@ def to_integer(value: Any, rule: str) -> int:
 
 
 def to_float(value: Any, rule: str) -> float:
-    """Return a real number, or raise TypeError with the rule that ``value`` breaks."""
+    """Return ``value`` as a ``float``, or raise TypeError with the text of ``rule``.
+
+    Integers beyond the range of a float become infinity.
+    """
     if _is_bool(value) or not issubclass(type(value), Real):
         raise TypeError(f"{rule}, got {value!r}")
     try:
@@ -48,12 +57,12 @@ def to_float(value: Any, rule: str) -> float:
 
 
 def as_bool(name: str, value: Any, rule: str = "a bool") -> bool:
-    """Return a bool, or raise TypeError."""
+    """Return ``value`` as a ``bool``, or raise TypeError unless it is a scalar bool."""
     if not _is_bool(value) or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} must be {rule}, got {value!r}")
     return bool(value)
 
 
 def _is_bool(value: Any) -> bool:
-    """Say whether ``value`` is a bool or of dtype bool; numpy and torch are not imported here."""
+    """Return whether ``value`` is a bool or has dtype bool, without importing NumPy or torch."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

@@ -1,4 +1,4 @@
-"""What a task costs: arithmetic, traffic and memory, from its ranges alone."""
+"""Predict FLOPs, traffic and peak memory of a task from its token ranges."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -7,30 +7,32 @@ from cqs.scheduler.arguments import as_integer
 from cqs.scheduler.task import Step, Task
 
 _LSE_ITEMSIZE = 4
-"""The log of the softmax denominator travels as float32 (float64 for float64 inputs)."""
+"""Bytes of an LSE: float32. For float64 inputs the LSE is float64, see ``sum_itemsize``."""
 _QUERY_WORDS, _KEY_WORD = 16, 8
-"""Bytes from which dropout draws the lots of a query's pairs, and of a key's."""
+"""Bytes of random state that dropout stores per query (of each head) and per key."""
 _MERGED_BY_A_KERNEL = ("cudnn", "flash")
-"""Backends of GPUs, where partial results merge without a float32 copy."""
+"""GPU backends whose merge kernel needs no float32 copy of the partial outputs."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Everything about the tensors that a cost depends on, besides their lengths."""
+    """Shape and element size of the attention tensors, without the sequence lengths."""
 
     num_heads: int
+    """Number of query heads."""
     head_dim: int
+    """Head dimension of queries and keys."""
     batch: int = 1
     num_kv_heads: int | None = None
-    """``None``: as many as ``num_heads``."""
+    """Number of KV heads; ``None`` means ``num_heads``."""
     value_dim: int | None = None
-    """``None``: ``head_dim``."""
+    """Head dimension of values and outputs; ``None`` means ``head_dim``."""
     itemsize: int = 2
     """Bytes per element of query, key, value and output: 2 for float16 and bfloat16."""
     has_dropout: bool = False
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError unless all are integers of at least 1, batch 0."""
+        """Raise TypeError or ValueError unless ``batch`` is at least 0 and the rest at least 1."""
         for field in fields(self):
             if field.name == "has_dropout":
                 continue
@@ -40,73 +42,80 @@ class AttentionShape:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of KV heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def value_columns(self) -> int:
-        """Columns of values and outputs."""
+        """Head dimension of values and outputs."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def sum_itemsize(self) -> int:
-        """Bytes of an element where sums are formed, and of an lse."""
+        """Bytes per element of accumulators and of the LSE: 4, or 8 for float64 inputs."""
         return max(_LSE_ITEMSIZE, self.itemsize)
 
     @property
     def sums_apart(self) -> bool:
-        """Whether sums are wider than the tensors."""
+        """Whether accumulators have a wider dtype than the tensors."""
         return self.itemsize < _LSE_ITEMSIZE
 
     def query_bytes(self, num_queries: int) -> int:
-        """Return the bytes of so many queries."""
+        """Return the bytes of ``num_queries`` query tokens, over all heads and the batch."""
         return self.batch * self.num_heads * num_queries * self.head_dim * self.itemsize
 
     def key_bytes(self, num_keys: int) -> int:
-        """Return the bytes of so many keys and values."""
+        """Return the bytes of the keys and values of ``num_keys`` tokens."""
         columns = self.head_dim + self.value_columns
         return self.batch * self.kv_heads * num_keys * columns * self.itemsize
 
     def result_bytes(self, num_queries: int) -> int:
-        """Return the bytes of outputs and lse of so many queries."""
+        """Return the bytes of the output and LSE of ``num_queries`` query tokens."""
         row_bytes = self.value_columns * self.itemsize + self.sum_itemsize
         return self.batch * self.num_heads * num_queries * row_bytes
 
 
 @dataclass(frozen=True)
 class TaskCost:
-    """Prediction for one task's forward pass."""
+    """Predicted cost of one task's forward pass."""
 
     flops: int
     """Multiplications and additions of the two matrix products over live pairs."""
     bytes_in: int
-    """Queries, keys and values that the task must receive."""
+    """Bytes of the queries, keys and values that the task receives."""
     bytes_out: int
-    """Partial outputs and their lse that the task returns."""
+    """Bytes of the partial outputs and LSEs that the task returns."""
     peak_bytes: int
-    """Most bytes held at once, without a kernel's own scratch: inputs, results, and what the
-    backend needs besides. ``triton``: nothing, but for the words of dropout. Backends that compute
-    a step at a time: its gathered keys and values or, if that is more, the two partial results
-    that merge where a causal square joins a rectangle. ``reference``: also the scores, the weights
-    and what it converts. With a pattern: the result in float32, and what the calls or launches
-    take that it is cut into."""
+    """Peak memory in bytes: inputs, partial outputs, and buffers of the backend. Scratch memory
+    inside kernels is not counted. The buffers depend on the backend:
+
+    - ``triton``: none, except the random state of dropout.
+    - Backends that compute one step at a time: the gathered keys and values of a step or, if
+      larger, the two partial outputs that merge a rectangle with its causal square.
+    - ``reference``: also scores, weights and converted values.
+    - Any backend with a pattern: the output in float32, and the buffers of the kernel calls that
+      the backend splits the task into.
+    """
 
 
 def predict_cost(
     task: Task, shape: AttentionShape, backend: str | None = None, pattern: Any = None
 ) -> TaskCost:
-    """Predict what ``task`` costs with tensors of the given ``shape``.
+    """Predict FLOPs, traffic and peak memory of ``task`` for tensors of the given ``shape``.
 
-    FLOPs count ``2 * (head_dim + value_dim)`` per live pair, head and batch element, the usual
-    ``4 * N * N * d`` of full attention.
+    FLOPs count ``2 * (head_dim + value_dim)`` per live pair, head and batch element. For dense
+    non-causal attention this is the usual ``4 * N * N * d``.
 
     Args:
-        task: What is computed.
-        shape: Of the tensors.
-        backend: Name of the one that computes; ``None`` stands for a library's, and with a pattern
-            for one that needs nothing beside inputs and results.
-        pattern: The one of the task's plan, bound to its lengths. A backend that is named is then
-            asked how it would cut the task, which imports torch.
+        task: The task to predict.
+        shape: Heads, head dimensions, batch and element size of the tensors.
+        backend: Name of the backend, such as ``"triton"``. ``None`` assumes a backend that
+            computes one step at a time; with a pattern, one without buffers of its own.
+        pattern: The pattern of the task's plan, bound to the plan's lengths, or ``None``. With a
+            pattern and a backend, torch is imported to ask how the backend splits the task.
+
+    Returns:
+        The predicted cost of the forward pass.
 
     Example:
         >>> from cqs.scheduler import make_plan
@@ -137,7 +146,7 @@ def predict_cost(
 
 
 def _dense_bytes(task: Task, shape: AttentionShape, backend: str | None) -> int:
-    """Return the most bytes that a task without a pattern holds beside its inputs."""
+    """Return the peak bytes of a task without a pattern, excluding its inputs."""
     sums_apart = shape.sums_apart and backend not in _MERGED_BY_A_KERNEL
     sum_bytes = shape.value_columns * _LSE_ITEMSIZE if sums_apart else 0
     returned = peak = 0
@@ -155,11 +164,11 @@ def _dense_bytes(task: Task, shape: AttentionShape, backend: str | None) -> int:
 
 
 def _reference_bytes(step: Step, shape: AttentionShape) -> int:
-    """Return what the reference holds beside its arguments and results in its larger call.
+    """Return the bytes that the reference allocates in the larger of a step's two calls.
 
-    All in the accumulation dtype: scores and weights, the output, and the values if they must be
-    converted or repeated for each query head. Dropout adds a boolean mask, and its inverse before
-    there is an output.
+    Scores, weights and output are in the accumulation dtype, and so are values that must be
+    converted or repeated for each query head. Dropout adds a boolean mask, and its inverse until
+    the output is allocated.
     """
     num_queries = len(step.queries)
     num_keys = max(sum(map(len, step.keys)), len(step.causal_keys or ()))
@@ -176,7 +185,7 @@ def _reference_bytes(step: Step, shape: AttentionShape) -> int:
 
 
 def _must_gather(step: Step, task: Task) -> bool:
-    """Say whether the keys of a step lie in more than one of the groups held."""
+    """Return whether the keys of a step must be copied together from several held ranges."""
     if len(step.keys) != 1:
         return bool(step.keys)
     (keys,) = step.keys

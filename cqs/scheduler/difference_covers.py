@@ -1,11 +1,11 @@
-"""Difference covers of the integers modulo W: checked, constructed, searched.
+"""Check, construct and search difference covers of the integers modulo W.
 
-A set I covers Z_W when every integer modulo W is a difference of two of its elements. Such a set of
-size m costs every task m / W of the tokens, so small covers are worth the trouble:
+A set covers Z_W if every integer modulo W is a difference of two of its elements. With a cover of
+m elements every task reads m / W of the tokens, so smaller covers reduce traffic and memory:
 
 - :func:`singer_cover`: every nonzero difference exactly once, for W = q^2 + q + 1, q a prime power;
-- :func:`ruler_cover`: for every W, at most sqrt(1.5 W) + 6 elements, no search;
-- :func:`search_cover`: annealing towards a size the caller names.
+- :func:`ruler_cover`: for every W, at most sqrt(1.5 W) + 6 elements, without a search;
+- :func:`search_cover`: simulated annealing for a given size.
 """
 
 import math
@@ -17,7 +17,11 @@ from itertools import accumulate
 
 
 def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
-    """List the integers modulo ``modulus`` that are no difference of two elements of ``cover``.
+    """Return the residues that are not a difference of two elements of ``cover``, ascending.
+
+    Args:
+        cover: Integers, taken modulo ``modulus``.
+        modulus: Positive integer W.
 
     Example:
         >>> missing_differences((0, 1, 3), 7)
@@ -25,7 +29,7 @@ def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
         >>> missing_differences((0, 1, 2), 7)
         [3, 4]
     """
-    # A set of residues is an integer with a bit for each; a shift adds one number to all of them.
+    # Bit i of an integer stands for residue i, so a shift adds one number to all residues.
     elements = {element % modulus for element in cover}
     bits = sum(1 << element for element in elements)
     reached = 0
@@ -36,9 +40,9 @@ def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
 
 
 def prune_cover(cover: Iterable[int], modulus: int) -> tuple[int, ...]:
-    """Drop elements of a difference cover, largest first, while it stays one; 0 is kept."""
+    """Remove redundant elements of a difference cover, largest first, and keep the smallest."""
     kept = sorted({element % modulus for element in cover})
-    counts = [0] * modulus  # of each residue: the ordered pairs of elements that differ by it
+    counts = [0] * modulus  # counts[d]: ordered pairs of elements whose difference is d
     for a in kept:
         for b in kept:
             counts[(a - b) % modulus] += 1
@@ -59,9 +63,9 @@ def prune_cover(cover: Iterable[int], modulus: int) -> tuple[int, ...]:
 def ruler_cover(modulus: int) -> tuple[int, ...]:
     """Construct a difference cover of at most ``sqrt(1.5 * modulus) + 6`` elements.
 
-    The marks of a Wichmann ruler measure every length up to L, hence every residue modulo any
+    The marks of a Wichmann ruler measure every length up to L, and so every residue modulo any
     ``modulus <= 2 L + 1`` (Colbourn and Ling, "Quorums from difference covers", Information
-    Processing Letters 75, 2000). Elements that this modulus does not need are dropped.
+    Processing Letters 75, 2000). Elements that are redundant for ``modulus`` are removed.
 
     Example:
         >>> ruler_cover(12)
@@ -108,9 +112,9 @@ def singer_order(modulus: int) -> int | None:
 
 @cache
 def moduli_of_small_covers(limit: int) -> tuple[int, ...]:
-    """List 1, 3 and those below ``limit`` that have perfect difference sets.
+    """Return 1, 3 and the moduli below ``limit`` that have perfect difference sets.
 
-    So many tasks hold the fewest tokens for their number.
+    With these numbers of tasks, every task reads the fewest tokens possible for its number.
 
     Example:
         >>> moduli_of_small_covers(32)
@@ -122,12 +126,12 @@ def moduli_of_small_covers(limit: int) -> tuple[int, ...]:
 def singer_cover(modulus: int) -> tuple[int, ...]:
     """Construct the perfect difference set of q + 1 elements for ``modulus == q*q + q + 1``.
 
-    Write the field of q^3 elements as powers of a primitive element x. The exponents i below
-    ``modulus`` for which x^i lies in a plane through 0 (here: has trace 0 over the field of q
-    elements) form the set (Singer, Transactions of the AMS 43, 1938).
+    Let x be a primitive element of the field of q^3 elements. The set consists of the exponents i
+    below ``modulus`` for which x^i has trace 0 over the field of q elements, that is, lies in a
+    plane through 0 (Singer, Transactions of the AMS 43, 1938).
 
     Raises:
-        ValueError: if ``modulus`` is not of that form with q a prime power.
+        ValueError: ``modulus`` is not ``q*q + q + 1`` for any prime power q.
 
     Example:
         >>> singer_cover(13)
@@ -138,8 +142,8 @@ def singer_cover(modulus: int) -> tuple[int, ...]:
         raise ValueError(f"modulus must be q*q + q + 1 with q a prime power, got {modulus}")
     prime, exponent = prime_power(q) or (q, 1)
     field = _Field.with_primitive_x(prime, 3 * exponent)
-    # The trace y + y^q + y^(q^2) is linear: its digits are products of those of y with columns of
-    # the traces of 1, x, x^2 ..., so the loop only multiplies by x.
+    # The trace y + y^q + y^(q^2) is linear. Its digits are dot products of the digits of y with
+    # the traces of 1, x, x^2 ..., so the loop below only multiplies by x.
     conjugates = [field.power(field.x, q**conjugate) for conjugate in range(3)]
     powers = [field.one] * 3
     traces = []
@@ -158,11 +162,20 @@ def singer_cover(modulus: int) -> tuple[int, ...]:
 def search_cover(
     modulus: int, size: int, *, seed: int = 0, max_moves: int = 200_000
 ) -> tuple[int, ...] | None:
-    """Search a difference cover of ``size`` elements by simulated annealing, or return None.
+    """Search for a difference cover of ``size`` elements by simulated annealing.
 
-    Deterministic for a given ``seed``. A move replaces one element; its cost is the number of
-    residues left uncovered. Finds optimal covers of a few dozen tasks within seconds; None proves
-    nothing.
+    A move replaces one element, and the objective is the number of uncovered residues. Optimal
+    covers for a few dozen tasks take seconds. The result depends only on the arguments.
+
+    Args:
+        modulus: Number of residues to cover, W.
+        size: Number of elements of the cover.
+        seed: Random seed.
+        max_moves: Number of moves after which the search stops.
+
+    Returns:
+        A sorted cover that contains 0, or ``None`` if the search found none. ``None`` does not
+        prove that no such cover exists.
 
     Example:
         >>> cover = search_cover(13, 4)
@@ -210,7 +223,7 @@ def search_cover(
 
 
 def _translates_with_0_and_1(cover: Sequence[int], modulus: int) -> list[tuple[int, ...]]:
-    """List the translates of ``cover`` that contain 0 and 1, each sorted."""
+    """Return the translates of ``cover`` that contain 0 and 1, each sorted."""
     elements = set(cover)
     return [
         tuple(sorted((element - shift) % modulus for element in elements))
@@ -241,7 +254,7 @@ class _Field:
 
     @classmethod
     def with_primitive_x(cls, prime: int, degree: int) -> "_Field":
-        """Find the first polynomial modulo which x has order ``prime**degree - 1``: a field."""
+        """Return the field of the first polynomial modulo which x is a primitive element."""
         order = prime**degree - 1
         maximal = [order // factor for factor in _prime_factors(order)]
         for code in range(1, prime**degree):

@@ -1,4 +1,4 @@
-"""Of how many token groups a task needs the queries, and of how many the keys."""
+"""Count the token groups that a task receives, for the cost model of communication."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -10,29 +10,39 @@ from cqs.scheduler.quorum import pair_offsets
 
 
 class GroupNeeds(NamedTuple):
-    """Of how many groups a task needs what; its own is one of each."""
+    """Numbers of token groups that one task reads and returns.
+
+    Every count includes 1 for the task's own group, which has the task's index.
+    """
 
     queries: float
+    """Number of groups that the task reads queries of; half a group counts 0.5."""
     keys: float
+    """Number of groups that the task reads keys and values of."""
     query_results: float
-    """How often what was computed for its own group is there: for its queries..."""
+    """Number of tasks that return results for the queries of the task's own group."""
     key_results: float
-    """... and for its keys."""
+    """Number of tasks that return results for the keys of the task's own group."""
     home: float
-    """What part of its own queries it matches with keys of others."""
+    """Fraction of its own queries that the task pairs with keys of other groups."""
     own_keys: float
-    """1 if it matches queries of others with its own keys and with more, else 0."""
+    """1 if the task pairs queries of other groups with its own keys and with others, else 0."""
 
 
 @lru_cache(maxsize=256)
 def group_needs(
     interest_set: tuple[int, ...], num_tasks: int, is_causal: bool
 ) -> tuple[GroupNeeds, ...]:
-    """Return what tasks need.
+    """Return the group counts of all tasks that may differ.
 
-    If attention is causal they differ by which of their groups come before others; some of each
-    kind are looked at. Of a pair that two tasks share each needs half of the queries. Takes
-    O(num_tasks log num_tasks): 6 s for 2^18 tasks.
+    Non-causal tasks are all alike, so one entry is returned. Causal tasks differ in the order of
+    their groups, and one entry is returned for each order sampled. If two tasks share a pair of
+    groups, each reads half of the queries. Takes O(num_tasks log num_tasks): 6 s for 2^18 tasks.
+
+    Args:
+        interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
+        num_tasks: Number of tasks and of token groups.
+        is_causal: Whether attention is causal.
     """
     partners, shared = pair_offsets(interest_set, num_tasks)
     if not is_causal:
@@ -46,16 +56,16 @@ def group_needs(
         return (GroupNeeds(num_queries, num_keys, num_queries, num_keys, home, own_keys),)
 
     def needs(index: int, offset: int, *, without_own: bool = False) -> tuple[float, float]:
-        """Return what part of a group's queries meets keys of other groups, and of its keys.
+        """Return the fractions of a group's queries and keys that the task pairs across groups.
 
-        With ``without_own`` the task's own group does not count as another.
+        With ``without_own``, pairs with the task's own group are not counted.
         """
         group = (index + offset) % num_tasks
         others = partners.get(offset, ())
         if without_own and others and others[0] == 0:
             others = others[1:]
         lowest = highest = group
-        if others:  # ascending; those from ``wrapped`` on are the groups that begin anew at 0
+        if others:  # ascending; offsets from ``wrapped`` on wrap around to group 0
             wrapped = bisect_left(others, num_tasks - index)
             lowest = (index + others[wrapped % len(others)]) % num_tasks
             highest = (index + others[wrapped - 1]) % num_tasks
@@ -83,6 +93,6 @@ def group_needs(
 
 
 def _sees_own_keys_and_more(pairs: Iterable[tuple[int, int]]) -> float:
-    """Return 1 if queries of other groups see keys of group 0 and of others."""
+    """Return 1.0 if queries of other groups see keys of group 0 and of others, else 0.0."""
     seen = {b for a, b in pairs if a}
     return float(0 in seen and len(seen) > 1)

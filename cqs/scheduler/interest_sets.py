@@ -1,4 +1,4 @@
-"""Which interest set serves a number of tasks, and where it comes from."""
+"""Load and check the interest set of a number of tasks."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -13,31 +13,31 @@ from cqs.scheduler.difference_covers import (
     singer_order,
 )
 
-# Beside the package in a source tree, inside it in an installed wheel.
+# The folder is next to the package in a source tree, and inside it in an installed wheel.
 _FOLDERS = (
     Path(__file__).resolve().parents[2] / "interest_sets",
     Path(__file__).resolve().parents[1] / "interest_sets",
 )
 
 MAX_NUM_TASKS = 2**18
-"""Largest number of tasks. A plan and its interest set are made within a second or two."""
+"""Largest number of tasks; making its interest set and plan takes 1 to 2 s."""
 _MAX_SIZE = 4096
-"""Largest number of elements. An interest set for so many tasks needs 650; ownership looks at
-all pairs of elements."""
+"""Largest number of elements. The time of :func:`~cqs.scheduler.quorum.pair_offsets` is quadratic
+in it; 650 elements are enough for ``MAX_NUM_TASKS``."""
 
 
 def check_interest_set(interest_set: Iterable[int], num_tasks: int) -> tuple[int, ...]:
-    """Return ``interest_set`` sorted, or say why it cannot serve ``num_tasks``.
+    """Return ``interest_set`` sorted if it is a difference cover modulo ``num_tasks``.
 
     Args:
-        interest_set: At most 4,096 integers.
+        interest_set: At most 4,096 distinct integers in ``range(num_tasks)``, including 0.
         num_tasks: Number of tasks and of token groups, from 1 to 262,144.
 
     Raises:
-        TypeError: if ``interest_set`` is no collection or an element no integer.
-        ValueError: if ``num_tasks`` is out of range, if there are too many elements, if one is
-            out of range or repeated, if 0 is missing, or if a difference is; the message names the
-            smallest.
+        TypeError: ``interest_set`` is not a collection, or an element is not an integer.
+        ValueError: ``num_tasks`` is out of range; an element is out of range or repeated; there
+            are too many elements; 0 is missing; or a residue is not a difference of two elements
+            (the message gives the smallest).
 
     Example:
         >>> check_interest_set([3, 0, 1], 7)
@@ -64,8 +64,8 @@ def list_elements(interest_set: Iterable[int]) -> tuple[int, ...]:
     """Return the elements of a collection of at most 4,096 integers.
 
     Raises:
-        TypeError: ``interest_set`` is no collection, or an element is no integer.
-        ValueError: There are too many elements.
+        TypeError: ``interest_set`` is not a collection, or an element is not an integer.
+        ValueError: ``interest_set`` has more than 4,096 elements.
     """
     if not isinstance(interest_set, Iterable) or getattr(interest_set, "shape", None) == ():
         raise TypeError(f"interest_set must be a collection of integers, got {interest_set!r}")
@@ -80,11 +80,14 @@ def list_elements(interest_set: Iterable[int]) -> tuple[int, ...]:
 
 @cache
 def load_interest_set(num_tasks: int) -> tuple[int, ...]:
-    """Return the best known interest set for any number of tasks, verified.
+    """Return the best known interest set for ``num_tasks``, after checking it.
 
-    A stored set if there is one (all of 3..111, optimal or the best published, and more beyond),
-    else the perfect set of a projective plane if ``num_tasks == q*q + q + 1`` for a prime power
-    q, else a constructed set of at most ``sqrt(1.5 * num_tasks) + 6`` elements.
+    The first of these sources that applies is used:
+
+    1. A stored set: every number from 3 to 111, optimal or the best published, and some larger.
+    2. The perfect difference set of a projective plane, if ``num_tasks == q*q + q + 1`` for a prime
+       power q.
+    3. A constructed set of at most ``sqrt(1.5 * num_tasks) + 6`` elements.
 
     Args:
         num_tasks: Number of tasks and of token groups, from 1 to 262,144.
@@ -93,8 +96,8 @@ def load_interest_set(num_tasks: int) -> tuple[int, ...]:
         A sorted difference cover of the integers modulo ``num_tasks`` that contains 0.
 
     Raises:
-        TypeError: if ``num_tasks`` is no integer.
-        ValueError: if it is out of range, or if a stored file is damaged.
+        TypeError: ``num_tasks`` is not an integer.
+        ValueError: ``num_tasks`` is out of range, or a stored file is damaged.
 
     Example:
         >>> load_interest_set(7), load_interest_set(1)
