@@ -1,4 +1,4 @@
-"""What may attend to what: patterns of any length in a few integers, with exact counts."""
+"""Sparse attention patterns in closed form, with exact counts of live pairs at any length."""
 
 from cqs.patterns.acsr import acsr
 from cqs.patterns.bigbird import bigbird

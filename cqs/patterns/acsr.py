@@ -1,4 +1,4 @@
-"""Rows of one arithmetic progression each, found to be a few affine pieces."""
+"""Patterns with one arithmetic progression of keys per row, converted to affine pieces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,18 +14,21 @@ from cqs.uncompiled import uncompiled
 
 @uncompiled
 def acsr(start: Any, step: Any, count: Any) -> Pattern:
-    """Query i sees the keys ``start[i] + step[i] * c`` for ``0 <= c < count[i]``.
+    """Return the pattern in which query i sees keys ``start[i] + step[i] * c``, c < ``count[i]``.
 
-    The affine-compressed-sparse-row format of SPLAT (Gupta et al., arXiv 2407.16847), for sequences
-    of ``len(start)`` queries; row i is query i. Rows are analysed, in time linear in their number,
-    into pieces of adjacent rows of one step whose first keys, and whose last, move on with the row
-    or stay: a window, dilated or not, has three such pieces at most, blocks have one each. Rows
-    without a rule cost a piece each.
+    This is the affine-compressed-sparse-row format of SPLAT (Gupta et al., arXiv 2407.16847), for
+    sequences of ``len(start)`` queries. Adjacent rows with the same step are joined into one piece
+    if their first and last keys are constant or advance by one per row. A window takes at most
+    three pieces and a block takes one; an irregular row takes one each. Takes O(rows).
 
     Args:
-        start: First key of every row, at least 0.
-        step: Distance between keys, at least 1.
-        count: Number of keys, at least 0.
+        start: First key of every row, ``[seqlen_q]``, integers of at least 0.
+        step: Distance between the keys of every row, ``[seqlen_q]``, integers of at least 1.
+        count: Number of keys of every row, ``[seqlen_q]``, integers of at least 0.
+
+    Raises:
+        TypeError: An argument is not a one-dimensional array of integers.
+        ValueError: A value is out of range, or the arguments differ in length.
 
     Example:
         >>> acsr([0, 1, 0], [1, 1, 2], [1, 1, 2]).to_mask(3).astype(int).tolist()
@@ -65,7 +68,7 @@ class _Row(NamedTuple):
 class _Rows(Pattern):
     num_rows: int
     num_keys: int
-    """One more than the last key that any row sees."""
+    """Largest key index of any row, plus 1."""
     pieces: tuple[Piece, ...]
 
     @property
@@ -73,7 +76,7 @@ class _Rows(Pattern):
         return self.num_rows, max(self.num_rows, self.num_keys)
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Say whether there is a query for every row, and every key that one sees."""
+        """Return whether the lengths have one query per row and every key of the rows."""
         return lengths[0] == self.num_rows and lengths[1] >= self.num_keys
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
@@ -90,7 +93,7 @@ class _Rows(Pattern):
 
 
 def _as_pieces(rows: list[_Row]) -> Iterator[Piece]:
-    """Yield a piece for each run of rows, as long as it can be, that one piece can say."""
+    """Yield one piece for each longest run of rows that a single piece can represent."""
     first = previous = None
     ways: set[str] = set()
     for row in rows:
@@ -108,9 +111,9 @@ def _as_pieces(rows: list[_Row]) -> Iterator[Piece]:
 
 
 def _ways(first: _Row, row: _Row) -> set[str]:
-    """Say in which ways a row continues a run that begins with ``first``.
+    """Return the rules by which ``row`` continues a run that begins with ``first``.
 
-    In a diagonal run first and last keys each move on with the row, or stay in one cell.
+    In a diagonal run, the first and the last key each advance by one per row or stay in one cell.
     """
     if row.step != first.step or not row.num_keys:
         return set()

@@ -1,4 +1,4 @@
-"""BigBird: a window, global tokens and random keys, all in blocks."""
+"""BigBird: a window, global and random blocks."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,23 +25,25 @@ def bigbird(
     random_blocks: int = 3,
     seed: int = 0,
 ) -> Pattern:
-    """Blocks near the diagonal, blocks that see and are seen by all, and random ones.
+    """Return the BigBird pattern: a window, global blocks and random blocks.
 
-    The pattern of BigBird (Zaheer et al., arXiv 2007.14062). A block of queries sees the
-    ``window_blocks // 2`` blocks on either side of its own and the first ``global_blocks``, whose
-    queries see everything, and ``random_blocks`` others, all different, or as many as are left.
-    Not causal.
+    The pattern (Zaheer et al., arXiv 2007.14062) is non-causal. A block of queries sees its own
+    block, ``window_blocks // 2`` blocks on either side, the global blocks, and up to
+    ``random_blocks`` distinct others. Queries of global blocks see every key.
 
-    Random blocks are drawn by counting: number n of row r is a function of ``seed``, r and n and of
-    how many blocks there are to draw from. So they are the same on every machine, and depend on the
-    length. They are listed, one entry each; all else is four pieces.
+    Random blocks come from a counter-based generator: they are the same on every machine, and
+    depend on ``seed`` and the sequence lengths.
 
     Args:
-        block: Tokens of a block; blocks are counted from the first key.
-        window_blocks: Blocks of the window, the query's own among them.
-        global_blocks: Global blocks, at the beginning.
-        random_blocks: Random blocks of each row of blocks.
-        seed: From 0 to 2**63 - 1.
+        block: Tokens per block, at least 1; blocks are counted from the first key.
+        window_blocks: Number of blocks in the window, including the query's own.
+        global_blocks: Number of global blocks, at the start of the sequence.
+        random_blocks: Number of random blocks for each block of queries.
+        seed: Random seed, from 0 to 2**63 - 1.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        ValueError: An argument is out of range.
     """
     return _BigBird(
         as_integer("block", block, 1),
@@ -75,12 +77,12 @@ class _BigBird(Pattern):
         return BoundPattern(*lengths, tuple(pieces), self._random_blocks(lengths, side))
 
     def _random_blocks(self, lengths: Lengths, side: int) -> BlockList:
-        """Draw from the columns that are neither global nor in the window of their row."""
+        """Return random blocks outside the global columns and the window of each row."""
         shift = lengths.seqlen_kv - lengths.seqlen_q
         grid = Grid(*lengths, self.block, -(shift % self.block))
         first_row = (grid.origin + shift) // self.block
         most = min(self.random_blocks, grid.num_columns)
-        # Drawing compares each number with those drawn before it in its row.
+        # Each draw is compared with all earlier draws of its row, hence the quadratic term.
         check_num_blocks(grid.num_rows * max(most, 1, most * most // 256))
         rows = np.arange(max(first_row, self.global_blocks), first_row + grid.num_rows)
         start = np.maximum(rows - side, self.global_blocks)
@@ -101,13 +103,13 @@ class _BigBird(Pattern):
 
 
 def _draw(rows: Integers, choices: Integers, number: int, seed: int) -> Integers:
-    """Draw ``number`` different integers below ``choices`` for every row, -1 where none are left.
+    """Draw ``number`` distinct integers below ``choices`` for every row.
 
-    Floyd's method: the n-th is uniform up to a bound that grows by one, and becomes the bound if it
-    was drawn before (Bentley and Floyd, Communications of the ACM 30, 1987).
+    Floyd's algorithm: the n-th draw is uniform up to a bound that grows by one, and is replaced by
+    the bound if it was drawn before (Bentley and Floyd, Communications of the ACM 30, 1987).
 
     Returns:
-        ``[min(number, largest of choices), len(rows)]``
+        int64 array ``[min(number, max(choices)), len(rows)]``; -1 where no integer is left.
     """
     most = min(number, int(choices.max(initial=0)))
     drawn = np.full((most, len(rows)), -1)
@@ -123,7 +125,7 @@ def _draw(rows: Integers, choices: Integers, number: int, seed: int) -> Integers
 
 
 def _mix(state: Words) -> Words:
-    """Return word ``state`` of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return the output of SplitMix64 for a state (Steele, Lea and Flood, OOPSLA 2014)."""
     word = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -16,28 +16,28 @@ from cqs.scheduler.arguments import as_integer
 from cqs.uncompiled import uncompiled
 
 _LEAST_HIDING = -9984.0
-"""Added to a score, this or less masks a pair out: -10,000, the least negative such constant in
-common use, as bfloat16 rounds it."""
+"""Largest value of an additive mask that masks a pair out: -10,000, the least negative constant in
+common use, rounded to bfloat16."""
 _BLOCK = 128
-"""Rows of a kernel's tile: finer layouts are gathered into blocks of so many tokens."""
+"""Tokens of a kernel's tile; smaller blocks are gathered into blocks of this size."""
 
 
 @uncompiled
 def from_mask(mask: Any) -> Pattern:
-    """A query sees the keys where ``mask`` is True, or where an additive mask is 0.
+    """Return the pattern of a boolean or additive mask, for sequences of its lengths.
 
-    For sequences of exactly these lengths: row i is query i. Kept as blocks of 128: empty and full
-    ones cost nothing, others a bit per pair. A query that sees no key gives 0.
+    The mask is stored in blocks of 128 x 128 pairs: one bit per pair of a block that is neither
+    empty nor full. The output of a query that sees no key is 0.
 
     Args:
-        mask: ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` where 1 stands
-            for all; an array of numpy or torch. Boolean, True where a query sees a key; or floating
-            point, 0 where a query sees a key and at most -10,000 (-inf, or the least number of a
-            dtype) elsewhere.
+        mask: ``[seqlen_q, seqlen_kv]`` or ``[batch, heads, seqlen_q, seqlen_kv]``, a NumPy array or
+            a tensor on any device. A batch or head dimension of 1 applies to all. Boolean masks
+            are True where a query sees a key; floating-point masks are 0 there, and at most
+            -10,000 (or -inf) elsewhere.
 
     Raises:
-        TypeError: The mask is neither boolean nor floating point.
-        ValueError: The mask has another number of dimensions, or adds anything else to a score.
+        TypeError: ``mask`` is neither boolean nor floating point.
+        ValueError: ``mask`` does not have 2 or 4 dimensions, or has another value.
     """
     array = _as_visible(as_array(mask))
     if array.ndim not in (2, 4):
@@ -56,15 +56,18 @@ def from_mask(mask: Any) -> Pattern:
 
 @uncompiled
 def block_sparse(layout: Any, block: int) -> Pattern:
-    """A query sees the keys of the blocks that ``layout`` marks.
+    """Return the pattern of a block layout, for sequences of as many blocks.
 
-    For sequences of as many blocks as the layout has, the last of which may be ragged; query i is
-    in row ``i // block``.
+    The last block of queries and of keys may be partial. Query i is in row ``i // block``.
 
     Args:
         layout: ``[rows, columns]``, ``[heads, rows, columns]`` or ``[batch, heads, rows,
-            columns]``, live where not 0; an array of numpy or torch, or lists.
-        block: Tokens of a block, both ways.
+            columns]``: a NumPy array, tensor or nested list, nonzero where a block is live.
+        block: Queries and keys per block, at least 1.
+
+    Raises:
+        TypeError: ``block`` is not an integer.
+        ValueError: ``block`` is less than 1, or ``layout`` does not have 2, 3 or 4 dimensions.
 
     Example:
         >>> block_sparse([[1, 0], [1, 1]], 2).to_mask(3).astype(int).tolist()
@@ -85,18 +88,18 @@ def block_sparse(layout: Any, block: int) -> Pattern:
 
 @uncompiled
 def from_block_mask(block_mask: Any) -> Pattern:
-    """The pattern of a FlexAttention ``BlockMask``, for sequences of its lengths.
+    """Return the pattern of a FlexAttention ``BlockMask``, for sequences of its lengths.
 
-    Full blocks are taken as they are; the mask function is evaluated in partial blocks alone, on
-    index tensors that broadcast, on the device of the mask.
+    ``mask_mod`` is evaluated for partial blocks only, on broadcastable index tensors on the device
+    of the block mask.
 
     Args:
-        block_mask: Read through ``seq_lengths``, ``BLOCK_SIZE``, ``kv_num_blocks``,
-            ``kv_indices``, ``full_kv_num_blocks``, ``full_kv_indices`` (both may be None) and
-            ``mask_mod``.
+        block_mask: An object with the attributes ``seq_lengths``, ``BLOCK_SIZE``,
+            ``kv_num_blocks``, ``kv_indices``, ``full_kv_num_blocks``, ``full_kv_indices`` (the last
+            two may be ``None``) and ``mask_mod``.
 
     Raises:
-        TypeError: if it has none of these.
+        TypeError: ``block_mask`` is not a ``BlockMask``.
     """
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(f"block_mask must be a BlockMask of FlexAttention, got {block_mask!r}")
@@ -131,10 +134,10 @@ def from_block_mask(block_mask: Any) -> Pattern:
 
 @dataclass(frozen=True, repr=False)
 class Listed(Pattern):
-    """A block list, for the lengths of its grid."""
+    """Pattern of a block list, for the lengths of its grid."""
 
     origin: str
-    """The call that made it."""
+    """Name of the function that made the pattern."""
     blocks: BlockList
 
     @property
@@ -143,7 +146,7 @@ class Listed(Pattern):
         return self.blocks.grid.seqlen_q, self.blocks.grid.seqlen_kv
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Say whether these are the lengths of the grid."""
+        """Return whether these are the lengths of the grid."""
         return lengths == self.default_lengths
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
@@ -170,7 +173,7 @@ class _BlockSparse(Pattern):
         return rows * self.block, columns * self.block
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Say whether the lengths have as many blocks as the layout."""
+        """Return whether the lengths have as many blocks as the layout."""
         return self._num_blocks(lengths) == self.shape
 
     def _num_blocks(self, lengths: tuple[int, int]) -> tuple[int, ...]:
@@ -195,7 +198,7 @@ class _BlockSparse(Pattern):
 
 
 def bind_layout(lengths: Lengths, rows: Integers, columns: Integers, block: int) -> BoundPattern:
-    """Return the bound pattern of these blocks, on a grid of 128 if it fits."""
+    """Return the bound pattern of blocks at ``rows`` and ``columns``, on a 128 grid if it fits."""
     if block < _BLOCK and _BLOCK % block == 0:
         blocks = _gather(Grid(*lengths, _BLOCK), rows, columns, block)
     else:
@@ -206,7 +209,7 @@ def bind_layout(lengths: Lengths, rows: Integers, columns: Integers, block: int)
 
 
 def _gather(grid: Grid, rows: Integers, columns: Integers, block: int) -> BlockList:
-    """Gather small blocks into those of a grid; bits say which are live."""
+    """Gather small live blocks into partial and full blocks of ``grid``."""
     times = grid.block // block
     ids, place = np.unique(rows // times * grid.num_columns + columns // times, return_inverse=True)
     live = np.zeros((len(ids), times, times), dtype=bool)
@@ -218,7 +221,7 @@ def _gather(grid: Grid, rows: Integers, columns: Integers, block: int) -> BlockL
 
 
 def listed_blocks(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:
-    """Mark the blocks that a block mask lists ``[batch, heads, rows, columns]``."""
+    """Return a boolean layout ``[batch, heads, rows, columns]`` of a ``BlockMask``'s block list."""
     numbers, indices = as_array(numbers), as_array(indices).astype(np.int64)
     listed = np.arange(indices.shape[-1]) < numbers[..., None]
     layout = np.zeros((*indices.shape[:-1], max(columns, indices.shape[-1])), dtype=bool)
@@ -231,7 +234,7 @@ def listed_blocks(numbers: Any, indices: Any, rows: int, columns: int) -> NDArra
 def _evaluate(
     block_mask: Any, batch: int, head: int, queries: NDArray[Any], keys: NDArray[Any]
 ) -> NDArray[np.bool_]:
-    """Evaluate the mask function of a block mask ``[len(queries), len(keys)]``."""
+    """Return ``mask_mod`` of a block mask as a boolean array ``[len(queries), len(keys)]``."""
     make: Callable[[Any], Any] = getattr(block_mask.kv_num_blocks, "new_tensor", np.asarray)
     allowed = block_mask.mask_mod(
         make(batch), make(head), make(queries[:, None]), make(keys[None, :])
@@ -240,7 +243,7 @@ def _evaluate(
 
 
 def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return where a mask, boolean or added to the scores, lets a query see a key."""
+    """Convert a boolean or additive mask to a boolean one, True where a query sees a key."""
     if mask.dtype == bool:
         return mask
     if mask.dtype.kind != "f":
@@ -256,15 +259,15 @@ def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _per_head(array: NDArray[Any], one: Callable[[NDArray[Any]], Pattern]) -> Pattern:
-    """Make a pattern of each matrix of ``[..., rows, columns]``."""
+    """Return the per-head pattern of an array ``[..., rows, columns]``."""
     matrices = array.reshape((1, 1, *array.shape)) if array.ndim == 2 else array
     return per_head([[one(matrix) for matrix in row] for row in matrices])
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """Return an array of numpy or torch, on any device, or lists, as one of numpy.
+    """Convert lists, NumPy arrays or tensors on any device to a NumPy array.
 
-    What numpy has no type for, bfloat16 say, becomes float32.
+    Tensors of dtypes that NumPy lacks, such as bfloat16, become float32.
     """
     if isinstance(values, range):
         values = as_list("an array", values)

@@ -1,4 +1,4 @@
-"""Patterns of one or two affine pieces: windows, strides, diagonal blocks."""
+"""Patterns of one or two affine pieces: windows, strides and diagonal blocks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ def bind_pieces(lengths: Lengths, pieces: Iterable[Piece]) -> BoundPattern:
 
 
 def causal() -> Pattern:
-    """A query sees the keys up to its own position, ``j <= p``.
+    """Return the causal pattern: a query at position p sees the keys ``j <= p``.
 
-    Query i of ``seqlen_q`` is at position ``p = i + seqlen_kv - seqlen_q``, here and below.
+    Query i is at position ``p = i + seqlen_kv - seqlen_q``, aligned at the bottom right.
 
     Example:
         >>> causal().to_mask(2, 3).astype(int).tolist()
@@ -28,10 +28,18 @@ def causal() -> Pattern:
 
 
 def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
-    """A query sees the keys ``p - left <= j <= p + right``; ``None`` sets no limit.
+    """Return a sliding window: a query at position p sees the keys ``p - left .. p + right``.
 
-    So ``left + right + 1`` keys where the sequence has them, and the window is causal if ``right``
-    is 0. ``sliding_window(None, None)`` is attention to everything.
+    Query i is at position ``p = i + seqlen_kv - seqlen_q``. The window is causal if ``right`` is 0.
+    ``sliding_window(None, None)`` allows every pair.
+
+    Args:
+        left: Number of keys before the query's position, at least 0; ``None`` sets no limit.
+        right: Number of keys after the query's position, at least 0; ``None`` sets no limit.
+
+    Raises:
+        TypeError: ``left`` or ``right`` is neither an integer nor ``None``.
+        ValueError: ``left`` or ``right`` is negative.
 
     Example:
         >>> sliding_window(2, 0).count(range(100, 200), range(100, 200))
@@ -42,10 +50,15 @@ def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
 
 
 def dilated(left: int, right: int, step: int) -> Pattern:
-    """A query sees every ``step``-th key around it: ``j = p + step * n``, ``-left <= n <= right``.
+    """Return a dilated window: a query sees keys ``p + step * n`` for ``-left <= n <= right``.
 
-    The dilated sliding window of Longformer (Beltagy et al., arXiv 2004.05150). It is ``step``
-    ordinary windows in sequences of every ``step``-th token.
+    This is the dilated sliding window of Longformer (Beltagy et al., arXiv 2004.05150). Query i is
+    at position ``p = i + seqlen_kv - seqlen_q``.
+
+    Args:
+        left: Number of keys before the query's position, at least 0.
+        right: Number of keys after the query's position, at least 0.
+        step: Distance between neighbouring keys, in tokens, at least 1.
 
     Example:
         >>> dilated(1, 1, 2).to_mask(5)[2].astype(int).tolist()
@@ -57,10 +70,11 @@ def dilated(left: int, right: int, step: int) -> Pattern:
 
 
 def strided(stride: int) -> Pattern:
-    """A query sees the ``stride`` keys up to its own, and before those every ``stride``-th.
+    """Return strided attention: the last ``stride`` keys, and every ``stride``-th key before.
 
-    Causal: ``0 <= p - j < stride`` or ``p - j`` a positive multiple of ``stride``. The union of
-    the two heads of strided attention (Child et al., arXiv 1904.10509).
+    The pattern is causal: a query at position p sees key j if ``0 <= p - j < stride`` or ``p - j``
+    is a positive multiple of ``stride``. This is the union of the two heads of strided attention
+    (Child et al., arXiv 1904.10509). Query i is at position ``p = i + seqlen_kv - seqlen_q``.
 
     Example:
         >>> strided(3).to_mask(8)[7].astype(int).tolist()
@@ -70,11 +84,19 @@ def strided(stride: int) -> Pattern:
 
 
 def fixed(stride: int, columns: int) -> Pattern:
-    """A query sees its own block of ``stride`` keys, and the last ``columns`` keys of all before.
+    """Return fixed attention: a query's own block, and summary columns of all earlier blocks.
 
-    Causal: ``j <= p`` in the block of p, or j in an earlier block with ``j % stride >= stride -
-    columns``. The union of the two heads of fixed attention (Child et al., arXiv 1904.10509), where
-    the columns summarise their block. Blocks are counted from the first key.
+    The pattern is causal: a query at position p sees key j if ``j <= p`` in the block of p, or if
+    j is in an earlier block and ``j % stride >= stride - columns``. This is the union of the two
+    heads of fixed attention (Child et al., arXiv 1904.10509).
+
+    Args:
+        stride: Tokens per block, at least 1; blocks are counted from the first key.
+        columns: Number of summary columns at the end of each block, from 0 to ``stride``.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        ValueError: An argument is out of range.
 
     Example:
         >>> fixed(4, 1).to_mask(8)[5].astype(int).tolist()
@@ -87,9 +109,10 @@ def fixed(stride: int, columns: int) -> Pattern:
 
 
 def block_diagonal(size: int) -> Pattern:
-    """A query sees all keys of its own block of ``size``: ``j // size == p // size``.
+    """Return diagonal blocks: a query at position p sees keys with ``j // size == p // size``.
 
-    Not causal; ``block_diagonal(size) & causal()`` is. Blocks are counted from the first key.
+    The pattern is non-causal; ``block_diagonal(size) & causal()`` is causal. Blocks of ``size``
+    tokens are counted from the first key.
 
     Example:
         >>> block_diagonal(2).to_mask(3).astype(int).tolist()

@@ -1,4 +1,4 @@
-"""Patterns that name tokens: global tokens, Longformer, packed documents."""
+"""Patterns made from token positions: global tokens, Longformer, packed documents."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +13,19 @@ from cqs.scheduler.arguments import as_bool, as_integer, to_integer
 from cqs.uncompiled import uncompiled
 
 _MOST = 2**20
-"""Numbers in a row; more are better said otherwise, and may be an endless range."""
+"""Largest number of elements of a list argument, which may be an endless iterator."""
 
 
 @uncompiled
 def global_tokens(indices: int | Iterable[int]) -> Pattern:
-    """Some tokens see every key, and every query sees them.
+    """Return the pattern in which some tokens see every key and are seen by every query.
 
-    Not causal. A pair attends if the position of the query or the key is among ``indices``; those
-    beyond the sequence do nothing. G runs of adjacent tokens make at most about G * G pieces.
+    The pattern is non-causal. A pair is live if the position of its query or key is in ``indices``.
+    G runs of adjacent tokens make at most about G * G pieces.
 
     Args:
-        indices: Positions, in any order; a number n stands for the first n.
+        indices: Positions in any order, or a number n for the first n positions. Positions beyond
+            the sequence have no effect.
 
     Example:
         >>> global_tokens(1).to_mask(3).astype(int).tolist()
@@ -35,14 +36,13 @@ def global_tokens(indices: int | Iterable[int]) -> Pattern:
 
 @uncompiled
 def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
-    """A sliding window of ``window // 2`` keys on either side, and global tokens.
+    """Return the Longformer pattern: a sliding window and global tokens.
 
-    The pattern of Longformer (Beltagy et al., arXiv 2004.05150), whose window of w has w / 2 tokens
-    on each side of the query's own. Not causal.
+    The pattern (Beltagy et al., arXiv 2004.05150) is non-causal.
 
     Args:
-        window: Number of keys around each query, besides its own.
-        global_tokens: As in :func:`global_tokens`: positions, or the number of the first.
+        window: Number of keys around each query, half on either side, without the query's own.
+        global_tokens: Positions in any order, or a number n for the first n positions.
 
     Example:
         >>> longformer(2, 1).to_mask(5).astype(int)[3].tolist()
@@ -54,23 +54,24 @@ def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
 
 @uncompiled
 def documents(cu_seqlens: Any, cu_seqlens_kv: Any = None, *, is_causal: bool = True) -> Pattern:
-    """Documents packed one after another; a query sees the keys of its own.
+    """Return the pattern of packed documents: a query sees only keys of its own document.
 
-    The block-diagonal mask of packed sequences, as of variable-length FlashAttention. Queries and
-    keys after the last document belong to none: they see nothing and nobody sees them.
+    This is the block-diagonal mask of variable-length FlashAttention. Queries and keys after the
+    last document are masked out.
 
     Args:
-        cu_seqlens: Cumulative lengths: where the queries of each document begin, and where those of
-            the last end. Integers that begin with 0 and never decrease; also an array.
-        cu_seqlens_kv: The same for the keys, of as many documents. ``None`` means that queries and
-            keys are the same tokens; then a problem must have as many queries as keys.
-        is_causal: Whether a query sees only the keys up to its own position, which is counted from
-            the end of its document: the last query of a document sees all its keys. ``& causal()``
-            and ``is_causal=True`` of :func:`cqs.attention` mean the same.
+        cu_seqlens: Cumulative numbers of queries of the documents, ``[num_documents + 1]``:
+            integers that begin with 0 and do not decrease, as a sequence, array or tensor.
+        cu_seqlens_kv: Cumulative numbers of keys of the documents, ``[num_documents + 1]``.
+            ``None`` means that queries and keys are the same tokens, so ``seqlen_q`` must equal
+            ``seqlen_kv``.
+        is_causal: Whether a query sees only keys up to its own position. Positions are aligned at
+            the end of each document: its last query sees all its keys. ``& causal()`` and
+            ``is_causal=True`` of :func:`cqs.attention` have the same effect.
 
     Raises:
-        TypeError: Cumulative lengths are no integers, or ``is_causal`` is no bool.
-        ValueError: Cumulative lengths do not begin with 0, decrease, or are of unequal number.
+        TypeError: Cumulative lengths are not integers, or ``is_causal`` is not a bool.
+        ValueError: Cumulative lengths do not begin with 0, decrease, or differ in number.
 
     Example:
         >>> documents([0, 2, 3]).to_mask(3).astype(int).tolist()
@@ -98,7 +99,7 @@ def _cumulative(name: str, lengths: Any) -> tuple[int, ...]:
 @dataclass(frozen=True, repr=False)
 class _GlobalTokens(Pattern):
     runs: tuple[tuple[int, int], ...]
-    """First token, last + 1; ascending, apart."""
+    """(first token, last + 1) of every run, ascending and not adjacent."""
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
         queries, keys = lengths.queries(), lengths.keys()
@@ -120,29 +121,29 @@ class _GlobalTokens(Pattern):
 class _Documents(Pattern):
     ends: tuple[int, ...]
     ends_kv: tuple[int, ...] | None
-    """``None`` where queries and keys are the same tokens."""
+    """``None`` if queries and keys are the same tokens."""
     is_causal: bool
 
     @property
     def default_lengths(self) -> tuple[int, int] | None:  # type: ignore[override]
-        """The lengths without tokens after the last document, where they may be unequal."""
+        """Number of queries and of keys of all documents; ``None`` without ``cu_seqlens_kv``."""
         return None if self.ends_kv is None else (self.ends[-1], self.ends_kv[-1])
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Say whether the lengths are equal, or those of documents of queries and keys."""
+        """Return whether the lengths are equal or, with ``cu_seqlens_kv``, hold all documents."""
         if self.ends_kv is None:
             return lengths[0] == lengths[1]
         return lengths[0] >= self.ends[-1] and lengths[1] >= self.ends_kv[-1]
 
     def offsets(self) -> set[int]:
-        """Return the position of query 0 in each document, counted from its last query and key."""
+        """Return the differences between the ends of keys and of queries of the documents."""
         if self.ends_kv is None:
             return set()
         ends = zip(self.ends[1:], self.ends_kv[1:], strict=True)
         return {stop_kv - stop for stop, stop_kv in ends}
 
     def intersected(self, other: Pattern) -> Pattern | None:
-        """Let ``& causal()`` be causal within each document, whatever its lengths."""
+        """Return documents with a causal mask for ``& causal()``, else ``None``."""
         return replace(self, is_causal=True) if other == causal() else None
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
@@ -170,17 +171,17 @@ class _Documents(Pattern):
 
 
 def _to_the_end(start: int, stop: int, length: int) -> Axis:
-    """Return tokens of a document in cells that count from its end, where its diagonal ends."""
+    """Return a document's tokens with cells counted from its end, where its diagonal ends."""
     return Axis(overlap(range(start, stop), range(length)), stop)
 
 
 def _cells(axis: Axis, start: int, stop: int) -> Axis:
-    """Keep the cells ``start .. stop - 1`` of an axis: its tokens at these positions."""
+    """Return the part of an axis with cells ``start .. stop - 1``: tokens at these positions."""
     return axis.within_cells(start, stop - 1)
 
 
 def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
-    """Join positions, or the first so many, into runs of adjacent tokens."""
+    """Join positions, or the first n for a number n, into runs of adjacent tokens."""
     if isinstance(indices, range) and indices.step == 1:
         as_integer(name, indices.start, 0)
         return ((indices.start, indices.stop),) if indices else ()
@@ -198,7 +199,7 @@ def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
 
 
 def as_list(name: str, values: Any, most: int = _MOST) -> list[Any]:
-    """Return the elements of an iterable, not too many; of an array, as Python numbers."""
+    """Return up to ``most`` elements of an iterable or array as a list of Python numbers."""
     try:
         elements = values.tolist() if hasattr(values, "tolist") else values
         found = list(islice(elements, most + 1))

@@ -1,11 +1,15 @@
-"""Which task computes which part of a pattern, so that none has many live pairs above the mean.
+"""Balance the live pairs of a pattern across tasks.
 
-Groups of equal length are not equal work here, as they are where every pair is live. First each
-pair of groups goes to a task whose quorum holds both: the one that owns it in a plan without a
-pattern, unless that one is full. Then tasks above the mean pass on strips of rows. First to those
-whose quorums hold both groups, who pass on others in turn: any two quorums have a group in common,
-and all who hold it may compute it against itself. What is left goes to tasks that must hold a
-group beyond their quorum, again by way of others if fewer groups are held so.
+With a pattern, groups of equal length do not hold equal work. Balancing has four phases:
+
+1. Assign every pair of groups to a task whose quorum holds both: the owner in a plan without a
+   pattern, unless that task is full.
+2. Move strips of rows from tasks above the mean to tasks whose quorums hold both groups. A move may
+   pass through other tasks, which give away other strips: any two quorums share a group, and every
+   task that holds a group may compute it against itself.
+3. Move the remaining excess to tasks that must hold a group outside their quorum, also through
+   other tasks if this adds fewer groups.
+4. Even out single rows that exceed the tolerance.
 """
 
 from collections import defaultdict
@@ -19,22 +23,22 @@ from cqs.scheduler.shares import Shares, elements, set_of
 from cqs.scheduler.strips import Count, Strip, live_strips
 
 _TOLERANCE = 100
-"""The busiest task may have this part more than the mean: one in a hundred."""
+"""The busiest task may exceed the mean by one part in this number, that is, by 1 %."""
 
 
 class _Load(NamedTuple):
-    """Numbers of live pairs that decide who passes on work, and how much."""
+    """Thresholds of the balancing, in live pairs."""
 
     limit: int
-    """A task with more passes some on."""
+    """A task with more live pairs gives some away."""
     goal: int
-    """Until it has this, between mean and limit; no task takes more."""
+    """Target of givers and receivers, between the mean and ``limit``."""
     least: int
-    """Smaller strips stay where they are, and a task that lacks less takes none."""
+    """Size of the smallest strip that is moved, and the smallest deficit that is filled."""
 
 
 class _Hop(NamedTuple):
-    """A strip, or some of its rows, passed on from one task to another."""
+    """Move of a strip, or of some of its rows, from task ``giver`` to task ``receiver``."""
 
     giver: int
     strip: Strip
@@ -48,18 +52,18 @@ def level_work(
     tile: int,
     count: Count,
 ) -> tuple[tuple[Strip, ...], ...]:
-    """Share out all live pairs among as many tasks as there are query groups.
+    """Assign every live pair to one of ``len(query_groups)`` tasks, with balanced work.
 
     Args:
         query_groups: ``num_tasks`` ranges that tile the queries.
-        key_groups: Ranges that tile the keys; number i is of token group ``i % num_tasks``.
+        key_groups: Ranges that tile the keys; range i belongs to token group ``i % num_tasks``.
         interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
-        tile: Cut a group only at multiples of so many rows, if it has twice as many.
-        count: Counts the live pairs of a range of queries and a range of keys.
+        tile: Number of rows at whose multiples groups of at least ``2 * tile`` rows are cut.
+        count: Returns the number of live pairs of a range of queries and a range of keys.
 
     Returns:
-        For every task the strips that it owns, of one key group each. Over all tasks every
-        live pair lies in exactly one.
+        The strips of every task, with one key group each. Every live pair lies in exactly one
+        strip of one task.
     """
     shares = Shares(query_groups, key_groups, interest_set, tile, count)
     strips = list(live_strips(query_groups, key_groups, count))
@@ -74,11 +78,11 @@ def level_work(
 
 
 def _assign(shares: Shares, strips: list[Strip], limit: int) -> None:
-    """Give every strip to a holder of its groups; first those without a choice, then the largest.
+    """Assign every strip to a task whose quorum holds its groups.
 
-    Of several holders it goes to the one that it lifts least beyond the limit; among equals to the
-    owner in a plan without a pattern, or where fewest groups are to be held newly, or to the one
-    with the least work.
+    Strips with a single candidate are assigned first, then the largest. Candidates are compared by
+    their excess over ``limit``, then in this order: the owner in a plan without a pattern, the
+    fewest newly held groups, the least work.
     """
 
     def order(part: tuple[Strip, int]) -> tuple[bool, int]:
@@ -98,7 +102,7 @@ def _assign(shares: Shares, strips: list[Strip], limit: int) -> None:
 
 
 def _level(shares: Shares, load: _Load, within_quorums: bool) -> None:
-    """Let tasks beyond the limit pass on work, the busiest first."""
+    """Move work away from tasks above the limit, the busiest first."""
     live_pairs = shares.live_pairs
     givers = [index for index, total in enumerate(live_pairs) if total > load.limit]
     for giver in sorted(givers, key=lambda giver: -live_pairs[giver]):
@@ -114,10 +118,19 @@ def _level(shares: Shares, load: _Load, within_quorums: bool) -> None:
 
 
 def _find_hops(shares: Shares, giver: int, load: _Load, within_quorums: bool) -> list[_Hop]:
-    """Return the hops that take work from one task to one that lacks some, the last hop first.
+    """Return the cheapest path of moves from ``giver`` to a task below the goal, last move first.
 
-    The fewest hops and newly held groups in all; among equals the largest strips, to tasks that
-    lack most. Empty if there is no way. Within quorums: only to holders of both groups.
+    This is Dijkstra's algorithm on tasks with the costs of ``Shares.cost``; sets of tasks are bit
+    masks. Ties are resolved by the largest strip, then by the largest deficit.
+
+    Args:
+        shares: The strips of every task.
+        giver: The task that gives work away.
+        load: Thresholds in live pairs.
+        within_quorums: Whether a strip may move only to tasks whose quorums hold both groups.
+
+    Returns:
+        The moves, or an empty list if no path exists.
     """
     live_pairs = shares.live_pairs
     able = [index for index, total in enumerate(live_pairs) if total <= load.limit]
@@ -161,7 +174,7 @@ def _find_hops(shares: Shares, giver: int, load: _Load, within_quorums: bool) ->
 
 
 def _settle(shares: Shares, limit: int) -> None:
-    """Even out what is left where single rows are more than is tolerated."""
+    """Move half the difference from the busiest to the least busy task until none exceeds limit."""
     live_pairs = shares.live_pairs
     while max(live_pairs) > limit:
         giver, receiver = live_pairs.index(max(live_pairs)), live_pairs.index(min(live_pairs))

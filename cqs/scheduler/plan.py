@@ -1,4 +1,4 @@
-"""The plan: token groups, W mutually exclusive tasks, and what they promise."""
+"""Plans: the token groups and the W disjoint tasks of an attention problem."""
 
 import json
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ from cqs.scheduler.task import Step, Task, join_ranges
 from cqs.scheduler.validate import validate_pattern_tasks, validate_tasks
 
 _JSON_VERSION = 2
-"""Of :meth:`Plan.to_json`: the number changes with the names of the fields."""
+"""Version of the format of :meth:`Plan.to_json`; it changes with the names of the fields."""
 _MAX_WITH_PATTERN = 1024
-"""Largest number of tasks of a plan with a pattern, which looks at all pairs of groups."""
+"""Largest number of tasks of a plan with a pattern: balancing examines all pairs of groups."""
 MAX_LISTED = 4096
-"""Largest number of tasks whose tasks are listed together: 20 s and 3 GB, and both are four times
-as much for twice as many."""
+"""Largest number of tasks for which :attr:`Plan.tasks` lists all of them. This takes 20 s and 3 GB;
+twice as many tasks take four times the time and memory."""
 
 
 def make_plan(
@@ -38,36 +38,40 @@ def make_plan(
     tile: int = 1,
     pattern: Any = None,
 ) -> "Plan":
-    """Cut exact attention into ``num_tasks`` tasks of equal work that never talk to each other.
+    """Divide exact attention into ``num_tasks`` independent tasks of equal work.
 
-    Nothing but integers is touched: building a plan takes O(num_tasks) whatever the sequence
-    length, and a task, O(num_tasks) too, is made when it is asked for. With a pattern live pairs
-    are counted and levelled at the first task, in O(num_tasks^2) counts.
+    Planning uses integers only. A plan takes O(num_tasks), independent of the sequence length, and
+    so does each task, which is made on first access. With a pattern, the first access to a task
+    counts and balances the live pairs, in O(num_tasks^2) counts.
 
     Args:
         seqlen_q: Number of queries, at least 0.
-        seqlen_kv: Number of keys and values; ``None`` means ``seqlen_q``.
+        seqlen_kv: Number of keys and values, at least 0; ``None`` means ``seqlen_q``.
         num_tasks: Number of tasks and of token groups, from 1 to 262,144, or to 1,024 with a
-            pattern. Any number will do; some are cheaper than others (7, 13, 21, 31, 57 ... hold
-            the fewest tokens for their number).
-        is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``: aligned at the bottom
-            right, as in flash attention.
+            pattern. With 7, 13, 21, 31, 57, ... tasks, each task reads the fewest tokens for its
+            number.
+        is_causal: Whether query i sees only keys up to ``i + seqlen_kv - seqlen_q``: a causal mask
+            aligned at the bottom right, as in FlashAttention.
         interest_set: A difference cover of the integers modulo ``num_tasks`` that contains 0;
-            ``None`` takes the best known.
-        tile: Cut only at multiples of so many tokens, where a group has as many: a kernel that
-            works on tiles then meets no ragged ones, and shares of work differ by up to a tile of
-            tokens.
-        pattern: A :class:`cqs.patterns.Pattern`, the same for all heads: only the pairs that it
-            allows are computed, and of ``is_causal`` those that both do. Then no task is more
-            than one part in a hundred above the mean, or a row, or a tile of rows, where that is
-            more; some may be less.
+            ``None`` means the best known one.
+        tile: Number of tokens at whose multiples groups are cut, if they have at least as many.
+            Kernels that compute tiles of this size then get whole tiles, and group sizes differ by
+            up to one tile.
+        pattern: A :class:`cqs.patterns.Pattern`, the same for all heads. Only pairs that it allows
+            are computed; with ``is_causal``, only pairs that the causal mask allows too. No task
+            exceeds the mean by more than 1 % or, if larger, one row or one tile of rows; tasks may
+            have less than the mean.
+
+    Returns:
+        The plan. Repeated calls with the same arguments may return the same object.
 
     Raises:
-        TypeError: if a number is no integer, ``is_causal`` no bool or ``pattern`` no pattern.
-        ValueError: if a length is negative, ``tile`` less than 1, ``num_tasks`` out of range,
-            ``interest_set`` no difference cover, or ``pattern`` not for these lengths or different
-            from head to head.
-        NotImplementedError: if no exact result of ``pattern & causal()`` is known.
+        TypeError: A number is not an integer, ``is_causal`` is not a bool, or ``pattern`` is not a
+            pattern.
+        ValueError: A length is negative, ``tile`` is less than 1, ``num_tasks`` is out of range,
+            ``interest_set`` is not a difference cover, or ``pattern`` does not fit the lengths or
+            differs between heads.
+        NotImplementedError: ``pattern & causal()`` has no exact representation.
 
     Example:
         >>> plan = make_plan(14, num_tasks=7)
@@ -97,12 +101,15 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes what. Made by :func:`make_plan`; six numbers and a pattern say everything.
+    """Assignment of all live pairs to tasks, made by :func:`make_plan`.
 
-    Groups are contiguous. Causal attention needs no zig-zag: of the pairs (p, q) and (q, p) one is
-    live and both have the same owner. With fewer queries than keys, causal queries line up with
-    the last keys, and the keys before them (seen by every query) are cut into W prefix groups of
-    their own, so that both parts are shared out evenly. So it is with any pattern.
+    The fields define the plan; groups and tasks are computed from them. Token groups are
+    contiguous. Causal attention requires no zigzag order: of the group pairs (p, q) and (q, p)
+    exactly one is live, and the same task owns both.
+
+    With fewer queries than keys, causal queries are aligned with the last keys. The keys before
+    them are visible to every query and are cut into W prefix groups, so that both parts are
+    balanced. Plans with a pattern are cut in the same way.
     """
 
     seqlen_q: int
@@ -112,33 +119,37 @@ class Plan:
     interest_set: tuple[int, ...]
     tile: int = 1
     pattern: Any = None
-    """A :class:`cqs.patterns.Pattern`. Of the pairs of a step only those that it allows are
-    computed; ``is_causal`` is False, the pattern says it all."""
+    """A :class:`cqs.patterns.Pattern` or ``None``. Only pairs that it allows are computed. It
+    includes the causal mask, so ``is_causal`` is False."""
 
     @cached_property
     def token_groups(self) -> tuple[range, ...]:
         """The queries of each group: ``num_tasks`` ranges that tile ``range(seqlen_q)``.
 
-        Sizes differ by at most one ``tile``, but for causal queries that see no key (``seqlen_q >
-        seqlen_kv``): those come first, belong to group 0 and are no work.
+        Sizes differ by at most one ``tile``. If ``seqlen_q > seqlen_kv``, the first causal queries
+        see no key; they are added to group 0 and cause no work.
         """
         first, *rest = self._live_queries
         return range(0, first.stop), *rest
 
     @cached_property
     def key_groups(self) -> tuple[range, ...]:
-        """The keys, cut into ranges that tile ``range(seqlen_kv)``; entry i is of group ``i % W``.
+        """Ranges that tile ``range(seqlen_kv)``; range i belongs to token group ``i % num_tasks``.
 
-        W ranges, or 2 W for causal attention or a pattern with more keys than queries: the prefix
-        groups, then the groups along the diagonal.
+        There are ``num_tasks`` ranges, or ``2 * num_tasks`` for causal attention or a pattern with
+        more keys than queries: the prefix groups, then the groups along the diagonal.
         """
         prefix = self._cut(0, self._num_prefix) if self._num_prefix else ()
         return *prefix, *self._cut(self._num_prefix, self.seqlen_kv)
 
     def task(self, index: int) -> Task:
-        """Return a task, ``0 <= index < num_tasks``.
+        """Return one task. Takes O(num_tasks): 10 ms for 10,000 tasks, 0.5 s for 262,144.
 
-        Takes O(num_tasks): 10 ms for 10,000 tasks, 0.5 s for 262,144.
+        Args:
+            index: Index of the task, in ``range(num_tasks)``.
+
+        Raises:
+            ValueError: ``index`` is out of range.
         """
         if not 0 <= index < self.num_tasks:
             raise ValueError(f"index must be in range({self.num_tasks}), got {index}")
@@ -159,7 +170,8 @@ class Plan:
             seen_by_half: tuple[list[int], list[int]] = ([], [])
             if pair and self.is_causal and query_group in pair:
                 half = pair.index(query_group)
-                if len(self._live_queries[query_group]) >= 2 - half:  # a row for this half
+                # A group of one row has an empty first half.
+                if len(self._live_queries[query_group]) >= 2 - half:
                     seen_by_half[half].extend(self._seen(query_group, [pair[1 - half]]))
             has_diagonal = self.is_causal and query_group == index
             new = self._make_steps(query_group, seen, seen_by_half, has_diagonal)
@@ -172,10 +184,10 @@ class Plan:
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks, in order of their index: O(W^2) integers in all, whatever the sequence length.
+        """All tasks, ordered by index: O(num_tasks^2) integers, independent of sequence length.
 
         Raises:
-            ValueError: if ``num_tasks`` is more than 4,096. Make single tasks by :meth:`task`.
+            ValueError: ``num_tasks`` is more than 4,096. :meth:`task` returns single tasks.
         """
         if self.num_tasks > MAX_LISTED:
             raise ValueError(
@@ -186,7 +198,7 @@ class Plan:
 
     @cached_property
     def live_pairs(self) -> int:
-        """Number of (query, key) pairs of the whole problem."""
+        """Number of live (query, key) pairs of the whole problem."""
         if self.pattern is not None:
             return self._count(range(self.seqlen_q), range(self.seqlen_kv))
         if not self.is_causal:
@@ -196,29 +208,41 @@ class Plan:
 
     @cached_property
     def responsibility_ratio(self) -> float:
-        """Live pairs of the whole over those of the busiest task: the speed-up in sight.
+        """Live pairs of the whole problem divided by those of the busiest task.
 
-        ``num_tasks`` up to the rounding of group sizes; 1.0 where nothing is live. Looks at all
-        :attr:`tasks`, and raises ValueError as they do.
+        This is the ideal speedup: ``num_tasks`` up to the rounding of group sizes, or 1.0 if there
+        are no live pairs.
+
+        Raises:
+            ValueError: ``num_tasks`` is more than 4,096, so :attr:`tasks` cannot be listed.
         """
         return self._ratio(task.live_pairs for task in self.tasks)
 
     def predict_cost(
         self, index: int, shape: AttentionShape, backend: str | None = None
     ) -> TaskCost:
-        """Predict FLOPs, bytes in and out and peak bytes of one task's forward pass."""
+        """Predict FLOPs, traffic and peak memory of one task's forward pass.
+
+        Args:
+            index: Index of the task, in ``range(num_tasks)``.
+            shape: Heads, head dimensions, batch and element size of the tensors.
+            backend: Name of the backend, see :func:`cqs.scheduler.predict_cost`.
+
+        Raises:
+            ValueError: ``index`` is out of range.
+        """
         return predict_cost(self.task(index), shape, backend, self._bound_pattern)
 
     def validate(self) -> None:
-        """Prove that every live pair is owned exactly once and nothing dead is owned.
+        """Check that exactly one task computes each live pair, and that none computes masked pairs.
 
-        Looks at the tasks alone, in O(W^2 log W) and as much memory, without an N x N array: 2 s
-        and 0.4 GB for 1,000 tasks. With a pattern steps have dead pairs too, but a live one in
-        each of their ranges of keys.
+        The check uses :attr:`tasks` only, without an N x N array. It takes O(W^2 log W) time and
+        memory: 2 s and 0.4 GB for 1,000 tasks. With a pattern, steps may cover masked pairs, but
+        each of their key ranges must have a live pair.
 
         Raises:
-            ValueError: if not so; the message names the first offending rows. Also if there are too
-                many tasks to list all :attr:`tasks`.
+            ValueError: A live pair is computed never or twice, or a masked pair is computed (the
+                message gives the first rows); or ``num_tasks`` is more than 4,096.
         """
         if self.pattern is not None:
             validate_pattern_tasks(self.tasks, self.seqlen_q, self.seqlen_kv, self._count)
@@ -226,16 +250,16 @@ class Plan:
         validate_tasks(self.tasks, self.seqlen_q, self.seqlen_kv, self.is_causal)
 
     def to_json(self, *, list_tasks: bool = False) -> str:
-        """Write the plan as one JSON object; :meth:`from_json` reads it back.
+        """Return the plan as the text of a JSON object, which :meth:`from_json` reads.
 
-        Of a pattern only how it prints is written, with a digest where it is made from arrays.
+        A pattern is written as its ``repr``, with a digest if the pattern is made from arrays.
 
         Args:
-            list_tasks: Whether to write also what the numbers of the plan imply, for readers
-                without this package: token groups, responsibility ratio and tasks, O(W^2) integers.
+            list_tasks: Whether to include token groups, responsibility ratio and tasks, for readers
+                without this package. These are O(W^2) integers.
 
         Raises:
-            ValueError: if there are too many tasks to list all :attr:`tasks`.
+            ValueError: ``list_tasks`` is set and ``num_tasks`` is more than 4,096.
         """
         written = self._numbers()
         if list_tasks:
@@ -248,20 +272,19 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, pattern: Any = None) -> "Plan":
-        """Read a plan that :meth:`to_json` wrote.
+        """Read a plan from the text of :meth:`to_json`.
 
-        Costs what :func:`make_plan` does, besides reading ``text``. Tasks that are listed are made
-        anew one by one, up to the first that differs.
+        The plan is made by :func:`make_plan`. Listed tasks are compared with the tasks of that plan
+        one by one, up to the first difference.
 
         Args:
             text: A JSON object.
-            pattern: The plan's :attr:`pattern`; ``None`` if it has none.
+            pattern: The :attr:`pattern` of the plan that was written, or ``None`` if it had none.
 
         Raises:
-            TypeError: if ``pattern`` is no pattern.
-            ValueError: if ``text`` is no JSON object with a plan's fields, each once, if it was
-                written with another ``pattern``, or if its groups and tasks are not those that its
-                numbers and the pattern lead to.
+            TypeError: ``pattern`` is not a pattern.
+            ValueError: ``text`` is not a JSON object with each field of a plan once; it was written
+                with another ``pattern``; or its groups and tasks contradict its numbers.
         """
         if pattern is not None:
             pattern = _check_pattern(pattern)
@@ -301,7 +324,7 @@ class Plan:
         )
 
     def _numbers(self) -> dict[str, Any]:
-        """Return what defines the plan, as JSON has it."""
+        """Return the fields that define the plan, as JSON values."""
         return {
             "version": _JSON_VERSION,
             "num_tasks": self.num_tasks,
@@ -319,7 +342,7 @@ class Plan:
     def _implies(
         self, *, token_groups: Any = None, responsibility_ratio: Any = None, tasks: Any = None
     ) -> bool:
-        """Say whether the numbers of the plan lead to what is listed, as JSON has it."""
+        """Return whether listed groups, ratio and tasks (JSON values) are those of this plan."""
         return (
             isinstance(tasks, list)
             and len(tasks) == self.num_tasks
@@ -329,12 +352,12 @@ class Plan:
         )
 
     def _ratio(self, live_pairs: Iterable[int]) -> float:
-        """Return the responsibility ratio of tasks with so many live pairs."""
+        """Return the responsibility ratio of tasks with these numbers of live pairs."""
         return self.live_pairs / max(live_pairs) if self.live_pairs else 1.0
 
     @property
     def _num_prefix(self) -> int:
-        """Keys before the first query, which every causal query sees."""
+        """Number of keys before the first query's position, which every causal query sees."""
         has_diagonal = self.is_causal or self.pattern is not None
         return max(self.seqlen_kv - self.seqlen_q, 0) if has_diagonal else 0
 
@@ -345,13 +368,13 @@ class Plan:
 
     @property
     def _count(self) -> Count:
-        """Counts live pairs of the pattern."""
+        """The function that counts live pairs of the bound pattern."""
         count: Count = self._bound_pattern.count
         return count
 
     @cached_property
     def _shares(self) -> tuple[tuple[Strip, ...], ...]:
-        """What every task owns of the pattern."""
+        """The strips of every task of a plan with a pattern."""
         groups = self._live_queries, self.key_groups
         return level_work(*groups, self.interest_set, self.tile, self._count)
 
@@ -365,7 +388,7 @@ class Plan:
         return self._make_task(index, steps, {i for strip in strips for i in strip.key_groups})
 
     def _make_task(self, index: int, steps: list[Step], key_groups: set[int]) -> Task:
-        """Return the task of these steps, whose keys are of these ``key_groups``."""
+        """Return the task with these steps; ``key_groups`` are indices of their key groups."""
         query_groups = sorted({step.query_group for step in steps})
         held_keys = [i for i in sorted(key_groups) if self.key_groups[i]]
         return Task(
@@ -382,11 +405,11 @@ class Plan:
         return self._cut(dead, self.seqlen_q)
 
     def _on_diagonal(self, group: int) -> int:
-        """Index among ``key_groups`` of the keys that line up with the queries of ``group``."""
+        """Return the index among ``key_groups`` of the keys aligned with the queries of a group."""
         return len(self.key_groups) - self.num_tasks + group
 
     def _cut(self, start: int, stop: int) -> tuple[range, ...]:
-        """Cut ``range(start, stop)`` into a range per group; sizes differ by a tile at most."""
+        """Cut ``range(start, stop)`` into one range per group; sizes differ by at most a tile."""
         length, parts = stop - start, self.num_tasks
         tile = self.tile if length >= parts * self.tile else 1
         num_tiles = -(-length // tile)
@@ -394,7 +417,7 @@ class Plan:
         return tuple(map(range, marks[:-1], marks[1:]))
 
     def _seen(self, query_group: int, groups: list[int]) -> list[int]:
-        """Indices of the ``key_groups`` of ``groups`` that every query of ``query_group`` sees."""
+        """Return the indices of key groups of ``groups`` that ``query_group`` sees entirely."""
         if not self.is_causal:
             return groups
         prefix = groups if self._num_prefix else []
@@ -407,7 +430,7 @@ class Plan:
         seen_by_half: tuple[list[int], list[int]],
         has_diagonal: bool,
     ) -> list[Step]:
-        """Make the step of one query group, or one for each half of its rows if they differ."""
+        """Return the steps of a query group: one, or one per half of its rows if these differ."""
         queries = self._live_queries[query_group]
         causal_keys = self.key_groups[self._on_diagonal(query_group)] if has_diagonal else range(0)
         if any(seen_by_half):
@@ -433,7 +456,7 @@ class Plan:
         ]
 
     def _runs(self, indices: list[int]) -> tuple[range, ...]:
-        """Join the ``key_groups`` of these indices into as few ranges as possible."""
+        """Return the key groups with these indices, joined into as few ranges as possible."""
         runs: list[range] = []
         indices = sorted(indices)
         first = 0
@@ -446,7 +469,7 @@ class Plan:
 
 
 def _check_pattern(pattern: Any, is_causal: bool = False) -> Any:
-    """Return ``pattern``, or of causal attention what both allow, or raise TypeError."""
+    """Return ``pattern``, intersected with the causal mask if ``is_causal``."""
     from cqs.patterns import Pattern, causal
 
     if not isinstance(pattern, Pattern):
@@ -455,7 +478,7 @@ def _check_pattern(pattern: Any, is_causal: bool = False) -> Any:
 
 
 def _listed_task(task: Task) -> dict[str, Any]:
-    """Return a task as JSON has it."""
+    """Return a task as JSON values."""
     return {
         "index": task.index,
         "held_groups": list(task.held_groups),
@@ -467,7 +490,7 @@ def _listed_task(task: Task) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a JSON object, or raise ValueError if one is there twice."""
+    """Return the fields of a JSON object, or raise ValueError if one is repeated."""
     found = dict(fields)
     if len(found) != len(fields):
         raise ValueError(f"not a plan: a field is there twice: {[name for name, _ in fields]}")
@@ -475,11 +498,11 @@ def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _compare_patterns(written: str | None, pattern: Any) -> None:
-    """Raise ValueError unless a plan was written with ``pattern``."""
+    """Raise ValueError unless ``written`` is the ``repr`` of ``pattern``."""
     given = None if pattern is None else repr(pattern)
     if written != given:
         raise ValueError(f"the pattern of the plan is {written}, got {given}: pass the same")
 
 
 _remembered_plan = lru_cache(maxsize=8)(Plan)
-"""The layers of a model ask for the same plan again and again."""
+"""Cache of plans: the layers of a model request the same plan repeatedly."""

@@ -1,20 +1,25 @@
-"""Cyclic quorums and ownership: which task computes which pair of token groups."""
+"""Cyclic quorums, and the owner of every pair of token groups."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 
 class PairOffsets(NamedTuple):
-    """What task 0 owns; task w owns the same, every index moved on by w."""
+    """Pairs of token groups that task 0 owns. Task w owns the same pairs, shifted by w modulo W."""
 
     partners: dict[int, tuple[int, ...]]
-    """Query group -> key groups, over the ordered pairs that one task owns alone."""
+    """Query group -> key groups (ascending) of the ordered pairs that task 0 does not share."""
     shared: tuple[int, int] | None
-    """For an even number of tasks: the two groups at distance W / 2, shared by two tasks."""
+    """The two groups at distance W / 2, which two tasks share; ``None`` if W is odd."""
 
 
 def quorum(index: int, interest_set: tuple[int, ...], num_tasks: int) -> tuple[int, ...]:
-    """List the token groups of one task's quorum, ascending.
+    """Return the token groups of one task's quorum, ascending.
+
+    Args:
+        index: Index of the task, in ``range(num_tasks)``.
+        interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
+        num_tasks: Number of tasks and of token groups.
 
     Example:
         >>> quorum(5, interest_set=(0, 1, 3), num_tasks=7)
@@ -25,18 +30,18 @@ def quorum(index: int, interest_set: tuple[int, ...], num_tasks: int) -> tuple[i
 
 @lru_cache(maxsize=64)
 def pair_offsets(interest_set: tuple[int, ...], num_tasks: int) -> PairOffsets:
-    """Choose for every distance the one pair of quorum members that owns it.
+    """Choose one pair of interest-set elements for every distance modulo ``num_tasks``.
 
     Distances d and W - d belong to the same unordered pairs of groups, so one choice (a, b) with
     a - b = +-d serves both directions. The diagonal is the pair (0, 0). Takes O(m^2) for m
-    elements: O(num_tasks) for the sets of :func:`~cqs.scheduler.load_interest_set`.
+    elements, which is O(num_tasks) for the sets of :func:`~cqs.scheduler.load_interest_set`.
     """
     chosen: dict[int, tuple[int, int]] = {}
     for i, a in enumerate(interest_set):
         for b in interest_set[:i]:
             chosen.setdefault(min((a - b) % num_tasks, (b - a) % num_tasks), (b, a))
         if len(chosen) == num_tasks // 2:
-            break  # all distances: a set with many more elements than it needs has most of them
+            break  # all distances found; the later elements of a large set are redundant
     shared = chosen.pop(num_tasks // 2, None) if num_tasks % 2 == 0 else None
     partners: dict[int, list[int]] = {0: [0]}
     for a, b in chosen.values():
@@ -48,14 +53,14 @@ def pair_offsets(interest_set: tuple[int, ...], num_tasks: int) -> PairOffsets:
 def owned_pairs(
     index: int, interest_set: tuple[int, ...], num_tasks: int
 ) -> tuple[tuple[int, int], ...]:
-    """List the (query group, key group) pairs that one task owns alone.
+    """Return the (query group, key group) pairs that one task owns alone.
 
-    Over all tasks every ordered pair of groups appears exactly once, except, for an even
-    ``num_tasks``, the pairs at distance ``num_tasks / 2``: two tasks hold each of those and
-    share it (:func:`shared_pair`).
+    Over all tasks every ordered pair of groups appears exactly once. If ``num_tasks`` is even,
+    pairs at distance ``num_tasks / 2`` are excluded: two tasks share each of them, see
+    :func:`shared_pair`.
 
     Args:
-        index: Index in ``range(num_tasks)``.
+        index: Index of the task, in ``range(num_tasks)``.
         interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
         num_tasks: Number of tasks and of token groups.
 
@@ -79,12 +84,20 @@ def owned_pairs(
 def shared_pair(
     index: int, interest_set: tuple[int, ...], num_tasks: int
 ) -> tuple[int, int] | None:
-    """Return the pair of groups (p, q) that this task shares with task ``w + W / 2``.
+    """Return the pair of groups (p, q) that a task shares with task ``index + num_tasks / 2``.
 
-    The task computes the rows of p against the keys of q; the other task sees the same pair as
-    (q, p) and so computes exactly the rest. Of causal attention one of the two is empty: there the
-    task computes the first half of the rows of p against the keys of q, and the second half of
-    the rows of q against the keys of p. None for an odd ``num_tasks``.
+    The task computes queries of p against keys of q; the other task gets the pair (q, p) and
+    computes the rest. With causal attention one of the two rectangles is masked out. The task then
+    computes the first half of the rows of p against the keys of q, and the second half of the rows
+    of q against the keys of p.
+
+    Args:
+        index: Index of the task, in ``range(num_tasks)``.
+        interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
+        num_tasks: Number of tasks and of token groups.
+
+    Returns:
+        The pair (p, q), or ``None`` if ``num_tasks`` is odd.
 
     Example:
         >>> shared_pair(0, (0, 1, 2), 4), shared_pair(2, (0, 1, 2), 4), shared_pair(0, (0, 1), 3)

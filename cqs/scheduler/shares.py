@@ -1,4 +1,4 @@
-"""What every task owns of a pattern, and what it would cost it to own more."""
+"""Assignment of the strips of a pattern to tasks, while it is being balanced."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
@@ -9,9 +9,9 @@ from cqs.scheduler.strips import Count, Strip, cut_strip
 
 
 class Shares:
-    """Strips of one key group each, by owner.
+    """The strips that each task owns, with one key group each, and the groups that each task holds.
 
-    Sets of token groups and of tasks are integers, a bit for each.
+    Sets of token groups and of tasks are bit masks: bit i of an integer stands for element i.
     """
 
     def __init__(
@@ -22,13 +22,13 @@ class Shares:
         tile: int,
         count: Count,
     ):
-        """Begin with nothing owned; the arguments are those of ``level_work``."""
+        """Start with no strips. The arguments are documented at ``level_work``."""
         self.num_tasks = len(query_groups)
         self.strips: list[list[Strip]] = [[] for _ in query_groups]
         self.live_pairs = [0] * self.num_tasks
         self._held = [0] * self.num_tasks
         self._holding = [0] * self.num_tasks
-        """For each group the tasks that hold it."""
+        """Bit mask of the tasks that hold each group."""
         self._ranked: dict[int, list[Strip]] = {}
         self._query_groups, self._key_groups = query_groups, key_groups
         self._quorum_size, self._tile, self._count = len(interest_set), tile, count
@@ -44,15 +44,16 @@ class Shares:
         ]
 
     def holders(self, strip: Strip) -> list[int]:
-        """List the tasks whose quorum holds both groups of a strip."""
+        """Return the tasks whose quorums hold both groups of a strip."""
         distance = (strip.key_groups[0] - strip.query_group) % self.num_tasks
         offsets = self._holder_offsets[distance]
         return [(strip.query_group - offset) % self.num_tasks for offset in offsets]
 
     def plain_parts(self, strip: Strip) -> list[tuple[Strip, int]]:
-        """Name the owner of a strip in a plan without a pattern; if two share it, cut it in two.
+        """Return (part, owner) pairs of a strip, as in a plan without a pattern.
 
-        Unless there is as much work across the diagonal: then each takes one of the two.
+        A strip shared by two tasks is cut into halves. If the mirrored strip across the diagonal
+        has the same number of live pairs, each task gets one whole strip instead.
         """
         lap, group = divmod(strip.key_groups[0], self.num_tasks)
         offsets = self._owner_offsets[(group - strip.query_group) % self.num_tasks]
@@ -65,20 +66,20 @@ class Shares:
         return [(part, owner) for part, owner in zip(parts, owners, strict=True) if part]
 
     def groups(self, strip: Strip) -> int:
-        """Return the token groups that a strip needs."""
+        """Return the bit mask of the token groups that a strip requires."""
         return 1 << strip.query_group | 1 << strip.key_groups[0] % self.num_tasks
 
     def num_new(self, index: int, groups: int) -> int:
-        """Return how many of some groups a task does not hold yet."""
+        """Return how many groups of the bit mask ``groups`` a task does not hold yet."""
         return (groups & ~self._held[index]).bit_count()
 
     def cost(self, index: int, num_new: int) -> int:
-        """Return 1, and 1 for each group to hold newly; many for one more than in a quorum."""
+        """Return the cost of a move: 1, plus 1 per new group, plus W per group beyond a quorum."""
         beyond = self._held[index].bit_count() + num_new - self._quorum_size
         return 1 + num_new + (self.num_tasks * max(beyond, 0) if num_new else 0)
 
     def ranked(self, index: int) -> list[Strip]:
-        """List the largest strip that a task owns of every two groups, the largest first."""
+        """Return a task's largest strip of every pair of groups, the largest first."""
         if index not in self._ranked:
             largest: dict[int, Strip] = {}
             for strip in sorted(self.strips[index], key=lambda strip: -strip.live_pairs):
@@ -87,9 +88,10 @@ class Shares:
         return self._ranked[index]
 
     def receivers(self, strip: Strip, num_new: int, within_quorums: bool) -> int:
-        """Return the tasks that would hold at most so many groups newly for a strip.
+        """Return the bit mask of the tasks that could take a strip with ``num_new`` new groups.
 
-        Within quorums only those whose quorum holds both groups.
+        The mask may have bits beyond the number of tasks. With ``within_quorums`` it contains only
+        tasks whose quorums hold both groups.
         """
         query_group, key_group = strip.query_group, strip.key_groups[0] % self.num_tasks
         quorums = set_of(self.holders(strip)) if within_quorums else -1
@@ -99,16 +101,16 @@ class Shares:
         return quorums & (one | other if num_new else one & other)
 
     def add(self, index: int, strip: Strip) -> None:
-        """Give a strip to a task."""
+        """Add a strip to a task."""
         self.strips[index].append(strip)
         self.live_pairs[index] += strip.live_pairs
         self._hold(index, self._held[index] | self.groups(strip))
 
     def pass_on(self, giver: int, strip: Strip, receiver: int, most: int) -> int:
-        """Pass on the first rows of a strip that have at most so many live pairs.
+        """Move the first rows of a strip, with at most ``most`` live pairs, to another task.
 
         Returns:
-            How many; 0 if a single row, or tile of rows, has more.
+            The number of live pairs moved; 0 if the first row or tile of rows has more.
         """
         passed, rest = self._cut(strip, most)
         if passed is None:
@@ -128,19 +130,19 @@ class Shares:
         self._ranked.pop(index, None)
 
     def _cut(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
-        """Cut off the first rows with at most so many live pairs, at a tile."""
+        """Cut off the first rows with at most ``most`` live pairs, at a multiple of the tile."""
         group = self._query_groups[strip.query_group]
         unit = self._tile if len(group) >= 2 * self._tile else 1
         return cut_strip(strip, most, unit, self._key_groups[strip.key_groups[0]], self._count)
 
 
 def set_of(numbers: Iterable[int]) -> int:
-    """Return an integer with a bit for each of some numbers."""
+    """Return the bit mask of a set of numbers."""
     return reduce(or_, (1 << number for number in numbers), 0)
 
 
 def elements(numbers: int) -> Iterator[int]:
-    """List the numbers whose bits are set, ascending."""
+    """Yield the numbers whose bits are set, ascending."""
     while numbers:
         lowest = numbers & -numbers
         yield lowest.bit_length() - 1

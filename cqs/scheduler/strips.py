@@ -1,4 +1,4 @@
-"""Strips: query rows of one group and whole key groups, which plans of patterns are made of."""
+"""Strips: query rows of one group with whole key groups, the units of plans with a pattern."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,25 +7,33 @@ from operator import attrgetter
 from typing import NamedTuple
 
 Count = Callable[[range, range], int]
-"""Number of live pairs of a range of queries and a range of keys."""
+"""Function that returns the number of live pairs of a range of queries and a range of keys."""
 
 
 class Strip(NamedTuple):
-    """Some query rows of one group and the key groups that they are matched with."""
+    """Query rows of one group, and the key groups that they are paired with."""
 
     query_group: int
+    """Token group of the queries."""
     queries: range
+    """The query rows."""
     key_groups: tuple[int, ...]
     """Indices among the key groups of the plan, ascending."""
     live_pairs: int
+    """Number of live pairs of the strip."""
 
 
 def live_strips(
     query_groups: Sequence[range], key_groups: Sequence[range], count: Count
 ) -> Iterator[Strip]:
-    """List every query group against every single key group where a pair is live.
+    """Yield a strip for every query group and single key group that have a live pair.
 
-    Halves the score matrix again and again, so empty and full parts cost one count each.
+    The score matrix is halved recursively, so each empty or fully live part costs one count.
+
+    Args:
+        query_groups: Ranges that tile the queries.
+        key_groups: Ranges that tile the keys.
+        count: Returns the number of live pairs of a range of queries and a range of keys.
     """
 
     def tokens(rows: range, columns: range) -> tuple[range, range]:
@@ -60,17 +68,17 @@ def live_strips(
 def cut_strip(
     strip: Strip, most: int, unit: int, keys: range, count: Count
 ) -> tuple[Strip | None, Strip | None]:
-    """Cut off the first rows of a strip of one key group, as many as hold ``most`` live pairs.
+    """Cut off as many rows from the start of a strip as have at most ``most`` live pairs.
 
     Args:
-        strip: What to cut.
+        strip: The strip, with one key group.
         most: Largest number of live pairs to cut off.
-        unit: Cut at a multiple of so many rows of the strip.
-        keys: The tokens of its key group.
-        count: Of the pattern.
+        unit: Number of rows, counted from the strip's first row, at whose multiples to cut.
+        keys: The keys of the strip's key group.
+        count: Returns the number of live pairs of a range of queries and a range of keys.
 
     Returns:
-        The strip cut off and the rest; None for one that is empty.
+        The first part and the rest; ``None`` for an empty part.
     """
     if strip.live_pairs <= most:
         return strip, None
@@ -88,17 +96,18 @@ def cut_strip(
 def join_strips(
     strips: Iterable[Strip], key_groups: Sequence[range], count: Count
 ) -> Iterator[Strip]:
-    """Join what one task owns into strips of any key groups, no two with a row in common.
+    """Join the strips of one task into strips of several key groups, no two with a common row.
 
-    Rows are cut where their set of live key groups changes, and trimmed to those that see a key.
+    Rows are cut where their set of live key groups changes. Rows without a live pair are removed
+    from both ends of a strip.
 
     Args:
-        strips: Of one key group each, without a common pair.
-        key_groups: The tokens of every key group.
-        count: Of the pattern.
+        strips: Strips of one task, with one key group each and without a common pair.
+        key_groups: The keys of every key group of the plan.
+        count: Returns the number of live pairs of a range of queries and a range of keys.
 
     Yields:
-        Strips by ascending query groups and rows.
+        Strips ordered by query group and row.
     """
     by_query_group = attrgetter("query_group")
     for query_group, group in groupby(sorted(strips, key=by_query_group), by_query_group):
@@ -125,14 +134,14 @@ def join_strips(
 
 
 def _live_pairs_of(strip: Strip, queries: range, key_groups: Sequence[range], count: Count) -> int:
-    """Return the number of live pairs in some rows of a strip of one key group."""
+    """Return the number of live pairs of the rows ``queries`` of a strip with one key group."""
     if queries == strip.queries:
         return strip.live_pairs
     return count(queries, key_groups[strip.key_groups[0]])
 
 
 def _seeing(strip: Strip, key_groups: Sequence[range], count: Count) -> range:
-    """Return the rows of a strip from the first that sees a key to the last."""
+    """Return the rows of a strip from the first to the last that has a live pair."""
 
     def is_live(start: int, stop: int) -> bool:
         return any(count(range(start, stop), key_groups[index]) for index in strip.key_groups)

@@ -1,4 +1,4 @@
-"""A task: what one task holds and computes, as ranges of tokens."""
+"""Tasks: the token ranges that one task reads and computes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,45 +7,48 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """A rectangle of the score matrix, of which a causal square or a pattern leaves out pairs."""
+    """A rectangle of the score matrix. A causal mask or a pattern may mask out some pairs."""
 
     queries: range
     keys: range
     is_causal: bool
-    """True: as many keys as queries, query i sees the keys 0..i of the block."""
+    """Whether the block is a causal square: query i of the block sees its keys 0..i."""
 
     @property
     def num_pairs(self) -> int:
-        """Number of (query, key) pairs, before a pattern leaves out any."""
+        """Number of (query, key) pairs, before a pattern masks out any."""
         if self.is_causal:
             return len(self.queries) * (len(self.queries) + 1) // 2
         return len(self.queries) * len(self.keys)
 
 
 class Step(NamedTuple):
-    """Some query rows of one group and all the keys that a task matches them with.
+    """Query rows of one token group together with all keys that a task pairs them with.
 
-    A step has one result per query row: a softmax over ``keys`` and ``causal_keys`` together. In a
-    plan with a pattern, over those of ``keys`` that the row sees.
+    A step has one partial output per query row: a softmax over ``keys`` and ``causal_keys``
+    together. With a pattern, the softmax covers only keys that the pattern allows for the row.
     """
 
     query_group: int
+    """Token group of the queries."""
     queries: range
+    """The query rows."""
     keys: tuple[range, ...]
-    """Ascending, disjoint, not adjacent; each is seen by every query of the step, or with a pattern
-    by some."""
+    """Key ranges, ascending, disjoint and not adjacent. Every query of the step sees all of these
+    keys; with a pattern, every range has at least one live pair."""
     causal_keys: range | None
-    """As many keys as queries; query i sees the first i + 1 of them. None with a pattern."""
+    """As many keys as queries, or ``None``: query i sees the first i + 1 keys. Always ``None`` with
+    a pattern."""
     live_pairs: int
-    """Number of (query, key) pairs that attention computes."""
+    """Number of live (query, key) pairs of the step."""
 
     @property
     def is_split(self) -> bool:
-        """Whether a rectangle and a causal square, two calls, make up the result."""
+        """Whether the step has both full keys and a causal square, which take two kernel calls."""
         return bool(self.keys) and self.causal_keys is not None
 
     def blocks(self) -> tuple[Block, ...]:
-        """The rectangles of this step."""
+        """Return the rectangles of this step; the causal square comes last."""
         full = tuple(Block(self.queries, keys, False) for keys in self.keys)
         if self.causal_keys is None:
             return full
@@ -54,36 +57,37 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One task's share of a plan: a pure function of the groups it holds."""
+    """One task of a plan. Its partial outputs depend only on the token groups that it holds."""
 
     index: int
+    """Index of the task, in ``range(num_tasks)``."""
     held_groups: tuple[int, ...]
-    """Token groups of which this task needs queries, keys or both; ascending."""
+    """Token groups of which this task reads queries, keys or both; ascending."""
     held_queries: tuple[range, ...]
-    """Query ranges to send, each a whole group as the plan cuts them; ascending."""
+    """Query ranges that the task reads, each the live queries of a whole group; ascending."""
     held_keys: tuple[range, ...]
-    """Key and value ranges to send, likewise."""
+    """Key and value ranges that the task reads, each a whole key group; ascending."""
     steps: tuple[Step, ...]
-    """What to compute; one partial result each."""
+    """Steps that the task computes; each has one partial output."""
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The rectangles this task owns, all with at least one live pair."""
+        """The rectangles that this task computes, each with at least one live pair."""
         return tuple(block for step in self.steps for block in step.blocks())
 
     @cached_property
     def live_pairs(self) -> int:
-        """Number of (query, key) pairs this task computes."""
+        """Number of live (query, key) pairs that this task computes."""
         return sum(step.live_pairs for step in self.steps)
 
     @property
     def held_tokens(self) -> int:
-        """Number of tokens whose query, key and value this task needs, the larger side."""
+        """Number of queries that this task reads, or of keys if it reads more keys."""
         return max(sum(map(len, self.held_queries)), sum(map(len, self.held_keys)))
 
 
 def join_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
-    """Sort disjoint ranges, join those that touch and drop the empty.
+    """Sort disjoint ranges, join adjacent ones and drop empty ones.
 
     Example:
         >>> join_ranges([range(6, 9), range(0, 2), range(2, 4), range(5, 5)])

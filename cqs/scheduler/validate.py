@@ -1,4 +1,4 @@
-"""The proof that tasks cover attention exactly once, from their blocks alone."""
+"""Check that tasks compute every live pair exactly once, from their blocks alone."""
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -8,15 +8,21 @@ from cqs.scheduler.task import Block, Step, Task
 
 
 def validate_tasks(tasks: Iterable[Task], seqlen_q: int, seqlen_kv: int, is_causal: bool) -> None:
-    """Raise unless every live pair lies in exactly one block and every block is live.
+    """Raise unless every live pair lies in exactly one block and no block has masked pairs.
 
-    The query axis is cut wherever a block begins or ends; between two cuts the same blocks apply
-    to every row, and their key ranges must tile what those rows see: all keys, or for causal rows
-    r.. the keys up to the diagonal, closed by a causal square.
+    The query axis is cut wherever a block begins or ends, so the same blocks apply to every row
+    between two cuts. Their key ranges must tile the keys that those rows see: all keys or, with a
+    causal mask, the keys up to the diagonal, of which a causal square is the last range.
+
+    Args:
+        tasks: All tasks of a plan without a pattern.
+        seqlen_q: Number of queries.
+        seqlen_kv: Number of keys.
+        is_causal: Whether attention is causal, aligned at the bottom right.
 
     Raises:
-        ValueError: if they do not, the message names the rows and the keys; or if a step says a
-            wrong number of live pairs.
+        ValueError: A pair is computed twice, never, or although it is masked out (the message gives
+            rows and keys); or the number of live pairs of a step is wrong.
     """
     steps = [step for task in tasks for step in task.steps]
     blocks = [block for step in steps for block in step.blocks()]
@@ -35,19 +41,21 @@ def validate_tasks(tasks: Iterable[Task], seqlen_q: int, seqlen_kv: int, is_caus
 def validate_pattern_tasks(
     tasks: Iterable[Task], seqlen_q: int, seqlen_kv: int, count: Count
 ) -> None:
-    """Raise unless every live pair of a pattern lies in exactly one block and every block is live.
+    """Raise unless every live pair of a pattern lies in exactly one block and every block has one.
 
-    Between two cuts of the query axis, as above, key ranges must not overlap, and between them must
-    be no live pair. Hence the numbers of the steps, each proved right, add up to all live pairs.
+    The query axis is cut wherever a block begins or ends. Between two cuts the key ranges of the
+    blocks must not overlap, and the gaps between them must have no live pair. The live pairs of
+    the steps, which are also checked, therefore add up to those of the pattern.
 
     Args:
-        tasks: Of one plan with a pattern.
+        tasks: All tasks of a plan with a pattern.
         seqlen_q: Number of queries.
         seqlen_kv: Number of keys.
-        count: Counts the live pairs of a range of queries and a range of keys.
+        count: Returns the number of live pairs of a range of queries and a range of keys.
 
     Raises:
-        ValueError: as :func:`validate_tasks` does.
+        ValueError: A live pair is computed twice or never; a block has no live pair, is causal or
+            exceeds the lengths; or the number of live pairs of a step is wrong.
     """
     steps = [step for task in tasks for step in task.steps]
     blocks = [block for step in steps for block in step.blocks()]
@@ -75,7 +83,11 @@ def validate_pattern_tasks(
 def _rows_and_blocks(
     blocks: list[Block], seqlen_q: int, cuts: Iterable[int] = ()
 ) -> Iterator[tuple[range, list[Block]]]:
-    """Cut the queries wherever a block begins or ends, and at ``cuts``; list the blocks of each."""
+    """Yield row ranges, cut at the ends of blocks and at ``cuts``, with the blocks that span them.
+
+    Raises:
+        ValueError: A block begins before query 0 or ends after query ``seqlen_q``.
+    """
     starting: dict[int, list[Block]] = {}
     for block in blocks:
         starting.setdefault(block.queries.start, []).append(block)
@@ -91,7 +103,7 @@ def _rows_and_blocks(
 
 
 def _check_live_pairs(step: Step, live_pairs: int) -> None:
-    """Check the number of live pairs that a step says it has."""
+    """Raise ValueError unless ``step.live_pairs`` is ``live_pairs``."""
     if step.live_pairs != live_pairs:
         raise ValueError(f"{step} holds {live_pairs} live pairs")
 
@@ -99,12 +111,13 @@ def _check_live_pairs(step: Step, live_pairs: int) -> None:
 def _check_rows(
     rows: range, blocks: list[Block], seqlen_kv: int, diagonal: int, is_causal: bool
 ) -> None:
-    """Check that ``blocks``, all spanning ``rows``, tile the keys that these rows see."""
+    """Raise ValueError unless ``blocks``, all spanning ``rows``, tile the keys of these rows."""
     pieces = []
     for block in blocks:
         pieces.append((block.keys.start, block.keys.stop, block.is_causal))
         if block.is_causal and (not is_causal or block.queries != rows):
-            # A square cut by other blocks: rows below its first see part of it fully.
+            # Other blocks cut this causal square. All of ``rows`` see its keys before their own
+            # diagonal, so it becomes a rectangle followed by a smaller square.
             offset = block.keys.start - block.queries.start
             pieces[-1:] = [
                 (block.keys.start, rows.start + offset, False),

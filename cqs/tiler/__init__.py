@@ -1,4 +1,4 @@
-"""Partial results into the answer: torch, no ray, no task."""
+"""Merge the partial outputs of tasks into the result. Uses torch, without Ray."""
 
 from cqs.tiler.gradient_sum import GradientSum
 from cqs.tiler.tiler import Tiler

@@ -1,4 +1,4 @@
-"""What tasks contribute to the gradients, into their sum."""
+"""Sum the gradient contributions of tasks."""
 
 from torch import Tensor
 
@@ -7,29 +7,37 @@ from cqs.scheduler import Plan
 
 
 class GradientSum:
-    """Adds up the contributions of a plan's tasks.
+    """Sums the gradient contributions of a plan's tasks.
 
-    They are added in the order of the tasks; one that arrives before its turn waits. So the bits
-    of the sum depend neither on the order of arrival nor on who computed what.
+    Contributions are added in task order; one that arrives early is kept until its turn. The sum is
+    therefore bitwise identical for every order of arrival and every assignment to workers.
     """
 
     def __init__(self, plan: Plan, gradients: Gradients):
-        """Prepare to add to ``gradients``, one row for each token of the plan."""
+        """Start with the values in ``gradients``, to which contributions are added in place.
+
+        Args:
+            plan: The plan whose tasks will be added.
+            gradients: Gradients of query, key and value, ``[batch, heads, seqlen, head_dim]``, with
+                the lengths of the plan.
+        """
         self._plan = plan
         self._gradients = gradients
         self._waiting: dict[int, tuple[list[Tensor], list[tuple[Tensor, Tensor]]]] = {}
         self._next = 0
 
     def add(self, index: int, queries: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> None:
-        """Take the contribution of one task.
+        """Add the contribution of one task, or keep it until all tasks before it are added.
 
         Args:
-            index: The task.
-            queries: Gradients of each of the task's ``held_queries``.
-            keys: Gradients of keys and values of each of its ``held_keys``.
+            index: Index of the task.
+            queries: Query gradients, one tensor ``[batch, num_heads, rows, head_dim]`` for each
+                range of the task's ``held_queries``.
+            keys: Key and value gradients, one pair of tensors ``[batch, num_kv_heads, rows, dim]``
+                for each range of the task's ``held_keys``.
 
         Raises:
-            ValueError: if the task was added before.
+            ValueError: The task was added before.
         """
         if index in self._waiting or index < self._next:
             raise ValueError(f"task {index} was added before")
@@ -39,10 +47,10 @@ class GradientSum:
             self._next += 1
 
     def finish(self) -> Gradients:
-        """Return the sum.
+        """Return the gradients, summed over all tasks.
 
         Raises:
-            RuntimeError: if a task is missing.
+            RuntimeError: A task is missing; the message gives the first.
         """
         if self._next < self._plan.num_tasks:
             raise RuntimeError(f"no gradients of task {self._next}")

@@ -1,4 +1,4 @@
-"""Partial results into the answer, each group of queries as soon as it is complete."""
+"""Merge partial outputs into the result, each query group as soon as it is complete."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -10,24 +10,25 @@ from cqs.scheduler import Plan
 
 
 class Tiler:
-    """Collects the partials of a plan's tasks and writes the exact answer.
+    """Merges the partial outputs of a plan's tasks into the exact result.
 
-    Each query group has one accumulator, from its first partial to its last: for half-precision
-    answers a float32 copy of the group, never of the whole. On a GPU the partials of a group wait
-    for the last, and one kernel merges them. Partials merge in the order of their tasks; one that
-    arrives before its turn waits. So the bits of the answer depend neither on the
-    order of arrival nor on who computed what.
+    Partial outputs are merged in task order; one that arrives early is kept until its turn. The
+    result is therefore bitwise identical for every order of arrival and assignment to workers.
+
+    On a CPU each incomplete query group has an accumulator; for half-precision outputs it is a
+    float32 copy of the group, never of the whole output. On a GPU the partial outputs of a group
+    are kept until the last arrives, and one kernel merges them.
     """
 
     def __init__(self, plan: Plan, output: Tensor, lse: Tensor):
-        """Prepare to fill ``output`` and ``lse``.
+        """Start with no partial outputs; rows of groups without a task are filled at once.
 
         Args:
             plan: The plan whose tasks will be added.
-            output: ``[batch, num_heads, plan.seqlen_q, value_dim]``; overwritten. May be a view of
-                a memory-mapped file.
-            lse: ``[batch, num_heads, plan.seqlen_q]``, float32 (float64 for float64 outputs);
-                overwritten.
+            output: The result, ``[batch, num_heads, plan.seqlen_q, value_dim]``; overwritten. It
+                may be a view of a memory-mapped file.
+            lse: The result's LSE, ``[batch, num_heads, plan.seqlen_q]``, float32 (float64 for
+                float64 outputs); overwritten.
         """
         self._plan = plan
         self._answer = Partial(output, lse)
@@ -35,7 +36,7 @@ class Tiler:
         self._merges: dict[int, RunningMerge] = {}
         self._waiting: dict[tuple[int, int], Partial] = {}
         self._turns: dict[int, deque[tuple[tuple[int, int], slice]]] = defaultdict(deque)
-        """Query group -> the (task, step) still to be merged, in order, and their rows of it."""
+        """Query group -> ((task, step), rows within the group) still to be merged, in order."""
         for task in plan.tasks:
             for i, step in enumerate(task.steps):
                 start = plan.token_groups[step.query_group].start
@@ -46,14 +47,20 @@ class Tiler:
                 merge_rows(self._rows(queries), [])
 
     def add(self, index: int, partials: Sequence[Partial]) -> tuple[range, ...]:
-        """Take the partials of one task, one per step, and finish every group they complete.
+        """Add the partial outputs of one task and complete query groups where possible.
+
+        Args:
+            index: Index of the task, in ``range(plan.num_tasks)``.
+            partials: One partial output per step of the task, with the shape, dtype and device of
+                the step's rows of ``output`` and ``lse``.
 
         Returns:
-            The query ranges that became final.
+            The query ranges that are now final.
 
         Raises:
-            ValueError: if there is no such task, if it was added before, or if a partial has not
-                the shape, dtype or device of its rows of the answer. Nothing is taken then.
+            ValueError: ``index`` is out of range, the task was added before, the number of partial
+                outputs is wrong, or one has the wrong shape, dtype or device. Nothing is added
+                then.
         """
         if not 0 <= index < self._plan.num_tasks:
             raise ValueError(f"index must be in range({self._plan.num_tasks}), got {index}")
@@ -76,14 +83,14 @@ class Tiler:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The tasks that have not been added, ascending."""
+        """Indices of the tasks that have not been added, ascending."""
         return tuple(w for w in range(self._plan.num_tasks) if w not in self._added)
 
     def finish(self) -> Partial:
-        """Return the answer.
+        """Return the result: the output and its LSE.
 
         Raises:
-            RuntimeError: if a task is missing; the message names all that are.
+            RuntimeError: A task is missing; the message gives all missing tasks.
         """
         if self.missing:
             raise RuntimeError(f"no partial results of tasks {list(self.missing)}")
@@ -93,7 +100,7 @@ class Tiler:
         return Partial(*(part[:, :, queries.start : queries.stop] for part in self._answer))
 
     def _merge_at_once(self, group: int) -> None:
-        """Merge the partials of a group if all have arrived."""
+        """Merge the partial outputs of a group if all have arrived."""
         turns = self._turns[group]
         if all(task_and_step in self._waiting for task_and_step, _ in turns):
             parts = [(self._waiting.pop(task_and_step), rows) for task_and_step, rows in turns]
@@ -101,7 +108,7 @@ class Tiler:
             turns.clear()
 
     def _merge_in_turn(self, group: int) -> None:
-        """Merge the partials of a group up to the first that has not arrived."""
+        """Merge the partial outputs of a group up to the first that has not arrived."""
         turns = self._turns[group]
         while turns and turns[0][0] in self._waiting:
             task_and_step, rows = turns.popleft()
