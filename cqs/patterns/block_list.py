@@ -1,4 +1,4 @@
-"""Irregular masks: which blocks of queries and keys are live, and the bits of those not full."""
+"""Irregular masks as lists of live blocks, with one bit per pair of partial blocks."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -16,10 +16,10 @@ from cqs.patterns.runs import KeyRun, clip, key_runs
 from cqs.patterns.views import View
 
 _BITS_SET = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
-"""Of every byte: ``np.bitwise_count`` needs numpy 2."""
+"""Number of set bits of every byte, because ``np.bitwise_count`` requires NumPy 2."""
 
 _MAX_BYTES = 2**32
-"""Of the bits of all partial blocks."""
+"""Largest number of bytes for the bits of all partial blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +58,8 @@ class BlockList:
         """Return the list of a mask that ``strip`` gives for one row of blocks after another.
 
         Args:
-            grid: Where to cut.
-            strip: Given queries, returns their rows of the mask ``[len(queries), seqlen_kv]``.
+            grid: The grid of the list.
+            strip: Returns the mask of some queries, boolean ``[len(queries), seqlen_kv]``.
         """
         parts = [empty_list(grid)]
         block, columns = grid.block, grid.num_columns
@@ -107,7 +107,7 @@ class BlockList:
         return cls(grid, ids[live], index[live], bits)
 
     def __post_init__(self) -> None:
-        """Let nobody write into what others may share and compare."""
+        """Make the arrays read-only, because lists are shared and compared by value."""
         for name in ("ids", "bit_index", "bits"):
             array = getattr(self, name).view()
             array.flags.writeable = False
@@ -124,7 +124,7 @@ class BlockList:
 
     @cached_property
     def digest(self) -> bytes:
-        """What equal lists share, in every process, and others do not."""
+        """Digest of the contents, equal for equal lists in every process."""
         digest = blake2b(repr(self.grid).encode())
         for array in (self.ids, self.bit_index, self.bits):
             digest.update(array.tobytes())
@@ -162,7 +162,7 @@ class BlockList:
         return total + int(live.sum())
 
     def allows(self, query: int, key: int) -> bool:
-        """Say whether a query sees a key."""
+        """Return whether a query sees a key."""
         queries, keys = range(query, query + 1), range(key, key + 1)
         return self.count_pairs(queries, keys) == 1
 
@@ -172,7 +172,7 @@ class BlockList:
         return unpacked.view(bool)
 
     def key_runs(self, queries: range) -> Iterator[KeyRun]:
-        """List what a tile of queries visits: full blocks joined, partial ones one by one."""
+        """Yield the keys that a tile of queries sees: joined full blocks, single partial ones."""
         grid = self.grid
         if not clip(queries, range(grid.seqlen_q)):
             return
@@ -199,11 +199,11 @@ class BlockList:
                 yield KeyRun(inside, Axis(range(start, stop)))
 
     def views(self, queries: range, keys: range) -> Iterator[View]:
-        """Cut what lies within a rectangle into views: full blocks joined, partial ones with bits.
+        """Yield the pairs within a rectangle as views: joined full blocks, partial ones with bits.
 
         Args:
-            queries: Of step 1.
-            keys: Likewise.
+            queries: Query indices, a range of step 1.
+            keys: Key indices, a range of step 1.
         """
         for run in self.key_runs(queries):
             tokens = run.keys.tokens
@@ -314,7 +314,7 @@ class BlockList:
         """Combine two lists of one grid bit by bit.
 
         Args:
-            other: Of the same grid.
+            other: A list of the same grid.
             operation: ``np.bitwise_and`` or ``np.bitwise_or``.
             invert: Whether to take the complement of ``other``.
         """
@@ -334,7 +334,7 @@ class BlockList:
         return BlockList(self.grid, self.ids[order], self.bit_index[order], self.bits)
 
     def _states(self, ids: Integers) -> tuple[NDArray[np.bool_], Integers]:
-        """Say which blocks are live, and where their bits are, -1 if they have none."""
+        """Return which blocks are live, and the indices of their bits, -1 without bits."""
         place = np.searchsorted(self.ids, ids)
         place = np.minimum(place, max(len(self.ids) - 1, 0))
         live = self.ids[place] == ids if len(self.ids) else np.zeros(len(ids), dtype=bool)

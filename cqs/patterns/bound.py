@@ -1,4 +1,4 @@
-"""A pattern at given lengths: what the scheduler counts and the kernels visit."""
+"""Patterns at given lengths, which the scheduler counts and the kernels compute."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,30 +18,30 @@ from cqs.scheduler.arguments import to_integer
 from cqs.uncompiled import uncompiled
 
 _FEW_PIECES = 16
-"""So many are all counted; of more those near a rectangle are looked up first."""
+"""Up to this number all pieces are counted; beyond, those near a rectangle are selected first."""
 
 
 @dataclass(frozen=True)
 class BoundPattern:
-    """The pairs of ``seqlen_q`` queries and ``seqlen_kv`` keys that attend, each named once."""
+    """The live pairs of ``seqlen_q`` queries and ``seqlen_kv`` keys, as disjoint parts."""
 
     seqlen_q: int
     seqlen_kv: int
     pieces: tuple[Piece, ...]
-    """Tidy, and no two have a pair in common."""
+    """Tidy pieces without a common pair."""
     blocks: BlockList | None = None
-    """Irregular pairs that are in no piece."""
+    """Irregular pairs that are in no piece, or ``None``."""
 
     @uncompiled
     def count(self, queries: range, keys: range) -> int:
-        """Return the number of pairs within a rectangle, exactly.
+        """Return the exact number of live pairs within a rectangle.
 
-        Constant time for each piece, whatever its size; for a block list, linear in the number of
-        its blocks in these rows.
+        Takes constant time per piece and, for a block list, time linear in its blocks in these
+        rows.
 
         Args:
-            queries: Query indices, of step 1; those outside the sequence count nothing.
-            keys: Key indices, likewise.
+            queries: Query indices, a range of step 1; indices outside the sequence add nothing.
+            keys: Key indices, a range of step 1; indices outside the sequence add nothing.
         """
         queries, keys = check_tokens("queries", queries), check_tokens("keys", keys)
         total = sum(piece.count_pairs(queries, keys) for piece in self._near(queries, keys))
@@ -68,26 +68,29 @@ class BoundPattern:
 
     @property
     def num_pairs(self) -> int:
-        """Number of pairs in all."""
+        """Number of live pairs."""
         return self.count(range(self.seqlen_q), range(self.seqlen_kv))
 
     @property
     def density(self) -> float:
-        """Share of all pairs that attend; 0 where there are none."""
+        """Fraction of live pairs, from 0 to 1; 0 if there are no pairs."""
         return self.num_pairs / max(self.seqlen_q * self.seqlen_kv, 1)
 
     def allows(self, query: int, key: int) -> bool:
-        """Say whether query ``query`` sees key ``key``; False outside the sequence."""
+        """Return whether query ``query`` sees key ``key``; False outside the sequence."""
         query = to_integer(query, "query must be an integer")
         key = to_integer(key, "key must be an integer")
         return any(part.allows(query, key) for part in self._parts)
 
     def key_runs(self, queries: range) -> Iterator[KeyRun]:
-        """List what a tile of queries visits, in runs that have no pair in common.
+        """Yield the keys that a tile of queries sees, as runs without a common pair.
 
         Args:
-            queries: The tile. A tile of step s visits pieces of step s as one run each; see
-                :attr:`pieces` for the steps.
+            queries: Query indices of the tile, ascending. A tile of step s takes one run for each
+                piece of step s.
+
+        Raises:
+            ValueError: ``queries`` does not ascend.
         """
         if queries.step < 1:
             raise ValueError(f"queries must ascend, got {queries}")
@@ -97,11 +100,11 @@ class BoundPattern:
             yield from self.blocks.key_runs(queries)
 
     def views(self, queries: range, keys: range) -> Iterator[View]:
-        """Cut what lies within a rectangle into affine views that have no pair in common.
+        """Yield the live pairs within a rectangle as affine views without a common pair.
 
         Args:
-            queries: Query indices, of step 1, within the sequence.
-            keys: Key indices, likewise.
+            queries: Query indices within the sequence, a range of step 1.
+            keys: Key indices within the sequence, a range of step 1.
         """
         for piece in self.pieces:
             if meets(queries, piece.queries.tokens) and meets(keys, piece.keys.tokens):
@@ -114,7 +117,7 @@ class BoundPattern:
     def transposed(self) -> "BoundPattern":
         """Return the pattern with queries and keys exchanged.
 
-        Its key runs are the queries that see a tile of keys, for gradients of keys and values.
+        Its key runs give the queries that see a tile of keys, for key and value gradients.
         """
         pieces = tuple(piece.transposed() for piece in self.pieces)
         blocks = None if self.blocks is None else self.blocks.transposed()
@@ -135,7 +138,7 @@ class BoundPattern:
 
 
 def check_tokens(name: str, tokens: Any) -> range:
-    """Return a range of step 1 that is not negative in length, or raise TypeError or ValueError."""
+    """Return ``tokens``, or raise TypeError or ValueError unless it is a range of step 1."""
     if not isinstance(tokens, range):
         raise TypeError(f"{name} must be a range, got {tokens!r}")
     if tokens.step != 1:
@@ -170,7 +173,7 @@ def intersect(one: BoundPattern, other: BoundPattern) -> BoundPattern:
 def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     """Return the pairs of the first pattern that are not in the second.
 
-    Where the second has blocks, what is left of the first's pieces becomes blocks.
+    If the second has blocks, the remaining pieces of the first are converted to blocks.
     """
     pieces = tuple(algebra.subtract(one.pieces, other.pieces))
     lists = _on_one_grid(one, other)
@@ -185,9 +188,10 @@ def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
 
 
 def _on_one_grid(one: BoundPattern, other: BoundPattern) -> tuple[BlockList, BlockList] | None:
-    """Return the block lists of two patterns on one grid, empty for None; or None for none at all.
+    """Return the block lists of two patterns on a common grid, or ``None`` if neither has one.
 
-    Lists of different grids, or of larger blocks, are cut anew, along blocks of the usual size.
+    Lists of different grids, or of blocks above the default size, are converted to the default
+    grid.
     """
     grids = {each.blocks.grid for each in (one, other) if each.blocks is not None}
     if not grids:
@@ -202,7 +206,7 @@ def _on_one_grid(one: BoundPattern, other: BoundPattern) -> tuple[BlockList, Blo
 
 
 def _as_blocks(pieces: tuple[Piece, ...], where: BlockList) -> BlockList:
-    """Return what pieces hold of the blocks of a list."""
+    """Return the pairs of pieces within the blocks of a list."""
     return BlockList.from_pieces(where.grid, pieces, where.ids)
 
 

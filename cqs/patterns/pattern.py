@@ -1,4 +1,4 @@
-"""What may attend to what: the interface of every pattern, and how patterns combine."""
+"""The base class of patterns, and combinations of patterns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,62 +18,60 @@ from cqs.uncompiled import uncompiled
 
 
 class Lengths(NamedTuple):
-    """The score matrix that a pattern is bound to, and its axes by position.
+    """Sequence lengths that a pattern is bound to, and the axes of its score matrix.
 
-    Query i sits at position ``i + seqlen_kv - seqlen_q``, key j at position j: sequences are
-    aligned at their ends, as causal attention is elsewhere. Queries at negative positions lie
-    before the first key.
+    Query i is at position ``i + seqlen_kv - seqlen_q`` and key j at position j: sequences are
+    aligned at their ends. Queries at negative positions are before the first key.
     """
 
     seqlen_q: int
     seqlen_kv: int
 
     def queries(self, origin: int = 0, step: int = 1, width: int | None = None) -> Axis:
-        """Return all queries in cells that begin at position ``origin``; ``None``: without gaps."""
+        """Return all queries, in cells from position ``origin``; ``width`` defaults to ``step``."""
         origin -= self.seqlen_kv - self.seqlen_q
         return Axis(range(self.seqlen_q), origin, step, step if width is None else width)
 
     def keys(self, origin: int = 0, step: int = 1, width: int | None = None) -> Axis:
-        """Return all keys in cells that begin at position ``origin``; ``None``: without gaps."""
+        """Return all keys, in cells from position ``origin``; ``width`` defaults to ``step``."""
         return Axis(range(self.seqlen_kv), origin, step, step if width is None else width)
 
 
 class Pattern(ABC):
-    """Which queries may attend to which keys, for sequences of any length or of one.
+    """The set of live query-key pairs, for any sequence length or for fixed lengths.
 
-    Immutable, hashable, picklable, compared by value; equal patterns print alike in every process,
-    others differently: as the call that makes them or, if made from arrays, with a digest in angle
-    brackets. Patterns combine: ``a | b`` (either), ``a & b`` (both), ``a - b`` (the first but not
-    the second).
+    Patterns are immutable, hashable, picklable and compared by value. The ``repr`` of equal
+    patterns is equal in every process; patterns made from arrays include a digest. Patterns combine
+    with ``a | b`` (either), ``a & b`` (both) and ``a - b`` (the first but not the second).
 
-    Unless a pattern says otherwise it speaks of positions, and query i of ``seqlen_q`` is at
-    position ``i + seqlen_kv - seqlen_q``.
+    Unless documented otherwise, a pattern refers to positions: query i is at position
+    ``i + seqlen_kv - seqlen_q``.
     """
 
     depends_on_length: ClassVar[bool] = False
-    """Whether a pair that attends at one length may not at another."""
+    """Whether a pair may be live at one length and masked out at another."""
 
     heads: tuple[int, int] = (1, 1)
-    """Number of batch elements and of heads that have a pattern of their own; 1: all share it."""
+    """Numbers of batch elements and of heads with patterns of their own; 1 means one for all."""
 
     depth: int = 0
-    """Levels of combinations."""
+    """Number of nested combinations."""
 
     default_lengths: tuple[int, int] | None = None
-    """Of a pattern made from arrays: the lengths they are for. Such a pattern counts query indices
-    instead of positions where no lengths are given."""
+    """``(seqlen_q, seqlen_kv)`` of a pattern made from arrays, else ``None``. Without given
+    lengths, such a pattern refers to query indices instead of positions."""
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Say whether the pattern can be bound to these lengths, ``(seqlen_q, seqlen_kv)``."""
+        """Return whether the pattern supports these lengths, ``(seqlen_q, seqlen_kv)``."""
         return True
 
     @property
     def has_positions(self) -> bool:
-        """Whether the pattern speaks of the positions of queries, not of their indices."""
+        """Whether the pattern refers to positions of queries instead of their indices."""
         return self.default_lengths is None
 
     def offsets(self) -> set[int]:
-        """Return what documents of unequal lengths take for the position of query 0."""
+        """Return the offsets between key and query positions that packed documents use."""
         return set()
 
     def intersected(self, other: "Pattern") -> "Pattern | None":
@@ -82,7 +80,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        """Return the pieces at these lengths."""
+        """Return the bound pattern at these lengths."""
 
     def head(self, batch: int, head: int) -> "Pattern":
         """Return the pattern of one head of one batch element."""
@@ -90,13 +88,16 @@ class Pattern(ABC):
 
     @uncompiled
     def bind(self, seqlen_q: int, seqlen_kv: int | None = None) -> BoundPattern:
-        """Return the pattern of ``seqlen_q`` queries and ``seqlen_kv`` keys (``None``: as many).
+        """Return the pattern at given sequence lengths.
+
+        Args:
+            seqlen_q: Number of queries, from 0 to 2**62.
+            seqlen_kv: Number of keys, from 0 to 2**62; ``None`` means ``seqlen_q``.
 
         Raises:
-            ValueError: if a length is negative or above 2**62, or not the one that the pattern is
-                made for; or if the pattern has more than 65,536 pieces or lists more than
-                16,777,216 blocks.
-            NotImplementedError: if it combines patterns of which no exact result is known.
+            ValueError: A length is out of range or not supported by the pattern, or the pattern
+                has more than 65,536 pieces or 16,777,216 blocks at these lengths.
+            NotImplementedError: The pattern combines two patterns without an exact result.
 
         Example:
             >>> from cqs.patterns import causal
@@ -109,20 +110,25 @@ class Pattern(ABC):
         return bound
 
     def count(self, queries: range, keys: range) -> int:
-        """Return the number of pairs within a rectangle of positions, exactly.
+        """Return the exact number of live pairs within a rectangle.
+
+        Args:
+            queries: Query positions, a range of step 1.
+            keys: Key positions, a range of step 1.
 
         Raises:
-            ValueError: if the pattern depends on the lengths: then count in what :meth:`bind`
-                returns.
+            TypeError: An argument is not a range.
+            ValueError: A range has another step, or the pattern depends on the lengths: use
+                ``bind(...).count`` instead.
         """
         queries, keys = check_tokens("queries", queries), check_tokens("keys", keys)
         return self._at_positions(max(queries.stop, keys.stop, 0)).count(queries, keys)
 
     def allows(self, query: int, key: int) -> bool:
-        """Say whether the query at position ``query`` sees the key at position ``key``.
+        """Return whether the query at position ``query`` sees the key at position ``key``.
 
         Raises:
-            ValueError: if the pattern depends on the lengths.
+            ValueError: The pattern depends on the lengths: use ``bind(...).allows`` instead.
         """
         query = to_integer(query, "query must be an integer")
         key = to_integer(key, "key must be an integer")
@@ -134,7 +140,7 @@ class Pattern(ABC):
         return self.bind(*(self.default_lengths or (length,)))
 
     def density(self, seqlen_q: int, seqlen_kv: int | None = None) -> float:
-        """Return the share of all pairs that attend; 0 where there are none."""
+        """Return the fraction of live pairs, from 0 to 1; 0 if there are no pairs."""
         return self.bind(seqlen_q, seqlen_kv).density
 
     def to_mask(self, seqlen_q: int, seqlen_kv: int | None = None) -> Any:
@@ -142,7 +148,7 @@ class Pattern(ABC):
         return self.bind(seqlen_q, seqlen_kv).to_mask()
 
     def draw(self, seqlen_q: int, seqlen_kv: int | None = None, axes: Any = None) -> Any:
-        """Draw the mask, see :func:`cqs.plotting.plot_density`."""
+        """Plot the mask, see :func:`cqs.plotting.plot_density`."""
         from cqs.plotting import plot_density
 
         return plot_density(self, seqlen_q, seqlen_kv, axes)
@@ -160,7 +166,7 @@ class Pattern(ABC):
 _DEEPEST = 100
 _OPERATIONS = {"|": unite, "&": intersect, "-": subtract}
 _remembered = lru_cache(maxsize=32)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
-"""The layers of a model and the tasks of a plan ask for the same again and again."""
+"""Cache of bound patterns, which layers and tasks request repeatedly."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,7 +178,7 @@ class Combination(Pattern):
     right: Pattern
 
     def __post_init__(self) -> None:
-        """Refuse what Python cannot print, hash or bind within its recursion limit."""
+        """Raise ValueError at nesting depths that would exceed Python's recursion limit."""
         depth = 1 + max(self.left.depth, self.right.depth)
         if depth > _DEEPEST:
             raise ValueError(f"patterns must be combined at most {_DEEPEST} levels deep")
@@ -180,27 +186,27 @@ class Combination(Pattern):
 
     @property
     def depends_on_length(self) -> bool:  # type: ignore[override]
-        """Whether one of the two does."""
+        """Whether either pattern depends on the lengths."""
         return self.left.depends_on_length or self.right.depends_on_length
 
     @property
     def default_lengths(self) -> tuple[int, int] | None:  # type: ignore[override]
-        """The lengths that one of the two is for, if possible such as suit both."""
+        """Default lengths of either pattern, preferably ones that both support."""
         sides = self.left.default_lengths, self.right.default_lengths
         found = [lengths for lengths in sides if lengths]
         return next(filter(self.suits, found), found[0] if found else None)
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Say whether both can."""
+        """Return whether both patterns support these lengths."""
         return self.left.suits(lengths) and self.right.suits(lengths)
 
     @property
     def has_positions(self) -> bool:
-        """Whether one of the two does."""
+        """Whether either pattern refers to positions of queries."""
         return self.left.has_positions or self.right.has_positions
 
     def offsets(self) -> set[int]:
-        """Return those of both."""
+        """Return the offsets of both patterns."""
         return self.left.offsets() | self.right.offsets()
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
@@ -228,10 +234,10 @@ class Combination(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class PerHead(Pattern):
-    """A pattern for every head of every batch element; :attr:`heads` says of how many."""
+    """One pattern per batch element and head; :attr:`heads` gives the numbers of both."""
 
     patterns: tuple[tuple[Pattern, ...], ...]
-    """One row for each batch element, or one for all; in it one for each head, or one for all."""
+    """``patterns[batch][head]``; a single row or column applies to all."""
 
     @property
     def heads(self) -> tuple[int, int]:  # type: ignore[override]
@@ -239,23 +245,23 @@ class PerHead(Pattern):
         return len(self.patterns), len(self.patterns[0])
 
     def head(self, batch: int, head: int) -> Pattern:
-        """Return the pattern of one head; indices count for nothing where all share one."""
+        """Return the pattern of one head; an index is ignored where all share one pattern."""
         batches, heads = self.heads
         return self.patterns[batch if batches > 1 else 0][head if heads > 1 else 0]
 
     def bind(self, seqlen_q: int, seqlen_kv: int | None = None) -> BoundPattern:
-        """Refuse: each head has a bound pattern of its own."""
+        """Raise ValueError, because each head has a bound pattern of its own."""
         raise ValueError(f"{self!r} differs by head: bind what .head(batch, head) returns")
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
         return self.bind(*lengths)
 
     def count(self, queries: range, keys: range) -> int:
-        """Return the number of pairs within a rectangle, over all of :attr:`heads`."""
+        """Return the number of live pairs within a rectangle, summed over :attr:`heads`."""
         return sum(each.count(queries, keys) for row in self.patterns for each in row)
 
     def density(self, seqlen_q: int, seqlen_kv: int | None = None) -> float:
-        """Return the share of all pairs of all heads that attend."""
+        """Return the fraction of live pairs, averaged over :attr:`heads`."""
         densities = [each.density(seqlen_q, seqlen_kv) for row in self.patterns for each in row]
         return sum(densities) / len(densities)
 
@@ -271,11 +277,14 @@ class PerHead(Pattern):
 
 
 def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
-    """Return the pattern of ``patterns[batch][head]``; a single one stands for all heads.
+    """Return a pattern that differs between heads.
+
+    Args:
+        patterns: ``patterns[batch][head]``; a single row or column applies to all.
 
     Raises:
-        TypeError: if an element is no pattern, or one that differs by head itself.
-        ValueError: if there is none, or rows are of unequal length.
+        TypeError: An element is not a pattern, or differs between heads itself.
+        ValueError: There is no pattern, or the rows differ in length.
     """
     rows = tuple(map(tuple, patterns))
     for each in chain(*rows):
@@ -287,12 +296,12 @@ def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
 
 
 def content_digest(content: bytes) -> str:
-    """Return what tells patterns of other content apart when they print."""
+    """Return a short hexadecimal digest that identifies array contents in a ``repr``."""
     return blake2b(content, digest_size=6).hexdigest()
 
 
 def _combine(operator: str, left: Pattern, right: Pattern) -> Pattern:
-    """Combine two patterns head by head; one that all heads share goes with each."""
+    """Combine two patterns head by head; a pattern shared by all heads is repeated."""
     if not isinstance(right, Pattern):
         return NotImplemented
     numbers = [sorted({a, b} - {1}) or [1] for a, b in zip(left.heads, right.heads, strict=True)]
