@@ -47,10 +47,10 @@ def unite(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
 
 
 def tidy_all(pieces: Iterable[Piece]) -> list[Piece]:
-    """Tidy every piece and drop the empty.
+    """Tidy every piece and drop empty ones.
 
     Raises:
-        ValueError: if there are too many.
+        ValueError: There are more than 65,536 pieces.
     """
     return [found for piece in _listed(pieces) if (found := tidy(piece)) is not None]
 

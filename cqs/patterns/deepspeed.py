@@ -1,8 +1,8 @@
-"""DeepSpeed's sparse attention: its configurations, read as patterns.
+"""Convert configurations of DeepSpeed's sparse attention to patterns.
 
-The layouts are those of ``deepspeed.ops.sparse_attention.sparsity_config``, block by block, but as
-affine pieces: only random blocks are listed. Like them a "unidirectional" one is so by blocks:
-blocks on the diagonal are whole unless the pattern is combined with :func:`~cqs.patterns.causal`.
+The layouts are those of ``deepspeed.ops.sparse_attention.sparsity_config``, written as affine
+pieces and lists of random blocks. As in DeepSpeed, "unidirectional" attention is causal by blocks:
+diagonal blocks are full unless the pattern is combined with :func:`~cqs.patterns.causal`.
 """
 
 import random
@@ -62,21 +62,20 @@ _NOT_IN_FILES = {"bigbird": ("attention",), "bslongformer": ("attention",)}
 
 
 def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> Pattern:
-    """The pattern of a DeepSpeed ``SparsityConfig``, for self-attention of any length.
+    """Return the pattern of a DeepSpeed ``SparsityConfig``, for self-attention of any length.
 
     Args:
-        config: An object of one of the six classes, known by its class name and attributes; or the
-            ``"sparse_attention"`` section of a configuration file, or the whole file, as a dict.
-            Keys that its mode does not read are ignored, as DeepSpeed does. The name of a class is
-            a mode too: then the dict gives what its constructor takes.
-        num_heads: Number of heads; ``None`` takes that of the object. A file has none, and needs
-            one if layouts differ by head.
-        seed: Random blocks are those that DeepSpeed draws right after ``random.seed(seed)``.
+        config: An object of one of DeepSpeed's six classes, or a dict: a configuration file or its
+            ``"sparse_attention"`` section. Keys that the mode does not use are ignored, as in
+            DeepSpeed. If ``"mode"`` is a class name, the dict holds constructor arguments.
+        num_heads: Number of heads; ``None`` means the object's. Required with a dict if layouts
+            differ between heads.
+        seed: Random seed; random blocks equal those of DeepSpeed after ``random.seed(seed)``.
 
     Raises:
-        TypeError: if it is none of these, or a parameter is of another type.
-        ValueError: if a parameter has a value with which DeepSpeed raises an error. Limits that
-            depend on the number of blocks are checked where the pattern is bound to a length.
+        TypeError: ``config`` is of another type, or a parameter has the wrong type.
+        ValueError: A parameter has a value that DeepSpeed rejects. Limits that depend on the number
+            of blocks are checked when the pattern is bound to a length.
 
     Example:
         >>> from_deepspeed({"mode": "fixed", "block": 64}).density(4096)

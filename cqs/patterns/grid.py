@@ -1,4 +1,4 @@
-"""The score matrix cut into square blocks."""
+"""Grids that cut the score matrix into square blocks."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 
 MAX_BLOCKS = 2**24
-"""Most blocks of a list: 0.1 GB for each array with an entry for every block."""
+"""Largest number of blocks of a list: 0.1 GB for each array with an entry per block."""
 
 
 def check_num_blocks(number: int) -> None:
-    """Raise ValueError if a pattern would list more blocks than it may."""
+    """Raise ValueError if ``number`` exceeds ``MAX_BLOCKS``."""
     if number > MAX_BLOCKS:
         raise ValueError(
             f"a pattern must list at most {MAX_BLOCKS} blocks, got {number}: take larger blocks or "
@@ -28,7 +28,7 @@ class Grid:
     seqlen_kv: int
     block: int = 128
     origin: int = 0
-    """The query that the first row of blocks begins with, more than ``-block`` and at most 0."""
+    """First query of the first row of blocks, more than ``-block`` and at most 0."""
 
     @property
     def num_rows(self) -> int:
@@ -50,12 +50,12 @@ class Grid:
         return range(column * self.block, min((column + 1) * self.block, self.seqlen_kv))
 
     def corner(self, block: int) -> tuple[int, int]:
-        """Return where the block of a number begins: a query, which may be negative, and a key."""
+        """Return the first query, which may be negative, and the first key of a block."""
         row, column = divmod(block, self.num_columns)
         return self.origin + row * self.block, column * self.block
 
     def spans(self, ids: Integers) -> tuple[Integers, Integers, Integers, Integers]:
-        """Return first query, last + 1, first key, last + 1 of the blocks of these numbers."""
+        """Return first query, last + 1, first key, last + 1 of blocks, ``[num_blocks]`` each."""
         rows, columns = ids // self.num_columns, ids % self.num_columns
         start, key_start = self.origin + rows * self.block, columns * self.block
         return (
@@ -66,7 +66,7 @@ class Grid:
         )
 
     def areas(self, ids: Integers) -> Integers:
-        """Return how many pairs of the score matrix these blocks hold."""
+        """Return the number of pairs of each block within the score matrix, ``[num_blocks]``."""
         start, stop, key_start, key_stop = self.spans(ids)
         area: Integers = (stop - start) * (key_stop - key_start)
         return area

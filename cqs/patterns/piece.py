@@ -21,18 +21,18 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 FAR = 2**62
-"""Beyond every distance between two tokens."""
+"""Larger than every distance between two tokens; stands for no bound."""
 
 
 class Axis(NamedTuple):
-    """Tokens of one side: those of ``tokens`` that lie in a cell.
+    """Queries or keys of a piece: the elements of ``tokens`` that lie in a cell.
 
     Token ``origin + step * cell + offset`` is in ``cell`` if ``0 <= offset < width``; tokens
     between two cells belong to none.
     """
 
     tokens: range
-    """Of step 1."""
+    """Token indices, a range of step 1."""
     origin: int = 0
     step: int = 1
     width: int = 1
@@ -137,7 +137,7 @@ class Piece(NamedTuple):
         return self.count_pairs(self.queries.tokens, self.keys.tokens)
 
     def within(self, queries: range, keys: range) -> "Piece":
-        """Return what lies within a rectangle; not tidy."""
+        """Return the part of the piece within a rectangle, which may not be tidy."""
         return self._replace(
             queries=self.queries._replace(tokens=overlap(self.queries.tokens, queries)),
             keys=self.keys._replace(tokens=overlap(self.keys.tokens, keys)),
@@ -149,7 +149,7 @@ class Piece(NamedTuple):
         return Piece(keys, queries, -high, -low, -inner_high, -inner_low)
 
     def allows(self, query: Any, key: Any) -> Any:
-        """Say whether a query sees a key; both are integers, or integer arrays that broadcast."""
+        """Return whether a query sees a key; integers, or integer arrays that broadcast."""
         rows, columns = self.queries, self.keys
         a, u = (query - rows.origin) // rows.step, (query - rows.origin) % rows.step
         b, v = (key - columns.origin) // columns.step, (key - columns.origin) % columns.step
@@ -199,7 +199,7 @@ def _triangle(side: int) -> int:
 
 
 def meets(one: range, other: range) -> bool:
-    """Say whether two ranges of step 1 have a token in common."""
+    """Return whether two ranges of step 1 have a common token."""
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 

@@ -1,4 +1,4 @@
-"""Key runs: what a tile of queries visits, exactly."""
+"""Key runs: the keys that a tile of queries sees."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -19,12 +19,12 @@ class KeyRun(NamedTuple):
     keys: Axis
     low: int = -FAR
     high: int = FAR
-    """``-FAR`` and ``FAR`` where nothing bounds the distance: the run is full without both."""
+    """``-FAR`` and ``FAR`` mean no bound; a run without bounds is full."""
     bits: int | None = None
-    """Of a partial block: its index in the bits of the block list; ``keys`` are in that block."""
+    """Index of a partial block in the bits of its block list, or ``None``; ``keys`` are in it."""
 
     def allows(self, query: Any, key: Any) -> Any:
-        """Say whether a query of the run sees a key, bits aside; integers or integer arrays."""
+        """Return whether a query sees a key, ignoring ``bits``; integers or integer arrays."""
         tokens, origin, step, width = self.keys
         return (
             ((tokens.start <= key) & (key < tokens.stop) & ((key - origin) % step < width))
@@ -34,16 +34,16 @@ class KeyRun(NamedTuple):
 
 
 def key_runs(piece: Piece, queries: range) -> Iterator[KeyRun]:
-    """List what a tile of queries sees in a piece, in runs that have no pair in common.
+    """Yield the keys of a piece that a tile of queries sees, as runs without a common pair.
 
-    One run where the step of ``queries`` is a multiple of the step of the piece, which is 1 for a
-    plain piece: so visit a dilated window residue by residue. Otherwise a run for every residue of
-    the tile or, if that is less, those of every query cell that the tile meets. No pair is missing
-    or named twice; a run may hold none only if the tile's step is not that of the piece.
+    There is one run if the step of ``queries`` is a multiple of the step of the piece (1 for a
+    plain piece), so a dilated window is best visited residue by residue. Otherwise there are runs
+    for every residue of the tile or, if fewer, for every query cell. A run may be empty only if
+    the tile's step is not that of the piece.
 
     Args:
         piece: A tidy piece.
-        queries: The tile, ascending, of any step.
+        queries: Query indices of the tile, ascending, of any step.
     """
     rows = piece.queries
     queries = clip(queries, rows.tokens)
@@ -67,7 +67,7 @@ def key_runs(piece: Piece, queries: range) -> Iterator[KeyRun]:
 
 
 def _offsets_matter(piece: Piece) -> bool:
-    """Say whether a cell of keys is seen by some queries of a cell only."""
+    """Return whether only some queries of a cell see a given key offset."""
     return piece.inner_low > 1 - piece.queries.width or piece.inner_high < piece.keys.width - 1
 
 

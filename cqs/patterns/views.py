@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from cqs.patterns.piece import FAR, Axis, Piece, count_band, plain_piece, tidy
 
 _TILE = 128
-"""Rows that a kernel takes at once, on either side."""
+"""Queries and keys of a kernel's tile."""
 
 
 class View(NamedTuple):
-    """Some queries and keys: query i sees key j if ``low <= j - i <= high``.
+    """Queries and keys of which query i sees key j if ``low <= j - i <= high``.
 
-    The ranges slice the tensors without a copy, and what is left is dense, causal or windowed
-    attention between the slices. Steps of the two sides may differ.
+    The ranges slice the tensors without a copy; attention between the slices is dense, causal or
+    windowed. The two ranges may have different steps.
     """
 
     queries: range
@@ -24,8 +24,8 @@ class View(NamedTuple):
     low: int = -FAR
     high: int = FAR
     bits: NDArray[np.uint8] | None = None
-    """Of a partial block: uint8 ``[len(queries), ceil(len(keys) / 8)]``, a bit per pair, high bits
-    first; a pair must be in the band and have its bit set. Otherwise None."""
+    """Mask of a partial block, or ``None``: uint8 ``[len(queries), ceil(len(keys) / 8)]``, one bit
+    per pair, high bits first. A live pair is in the band and has its bit set."""
 
     @property
     def is_full(self) -> bool:
@@ -36,7 +36,7 @@ class View(NamedTuple):
         return self.low <= nearest and farthest <= self.high
 
     def moved(self, rows: int, columns: int) -> "View":
-        """Return the view with so much added to every query, and to every key."""
+        """Return the view with ``rows`` added to every query and ``columns`` to every key."""
         queries, keys, low, high, bits = self
         apart = columns - rows
         low, high = (low if low <= -FAR else low + apart), (high if high >= FAR else high + apart)
@@ -57,20 +57,20 @@ class View(NamedTuple):
 def views(piece: Piece) -> Iterator[View]:
     """Cut a tidy piece into affine views that have no pair in common.
 
-    There are up to four ways, and the one with the fewest tiles to visit is taken:
+    Of up to four methods, the one that visits the fewest tiles is used:
 
-    ================  ==========================================  ===================  =========
-    cut into          possible where                              best for             TFLOP/s
-    ================  ==========================================  ===================  =========
-    pairs of residues    steps are equal, or there is no band        dilated, strided     645 (405)
-    residues of keys     queries fill their cells, offsets are free  summary columns      300 (198)
+    ===================  ==========================================  ================  =========
+    cut into             possible if                                 best for          TFLOP/s
+    ===================  ==========================================  ================  =========
+    pairs of residues    steps are equal, or there is no band        dilated, strided  645 (405)
+    residues of keys     queries fill their cells, offsets are free  summary columns   300 (198)
     residues of queries  keys fill their cells, offsets are free     their transpose
-    pairs of cells    always                                      diagonal blocks      430 (265)
-    ================  ==========================================  ===================  =========
+    pairs of cells       always                                      diagonal blocks   430 (265)
+    ===================  ==========================================  ================  =========
 
-    A residue is all tokens at one offset of their cells. A plain piece is a view already. The rates
-    are useful ones of an H200 at 65,536 tokens, forward and backward, of every 8th key, of
-    ``fixed(128, 8)`` with its blocks, and of blocks of 512; cuDNN's dense ones are 658 (544).
+    A residue is the set of tokens at one offset of their cells. A plain piece is a single view.
+    Throughput counts live pairs only: one H200, 65,536 tokens, forward (backward), for every 8th
+    key, ``fixed(128, 8)`` and blocks of 512. Dense attention with cuDNN reaches 658 (544).
 
     Example:
         >>> from cqs.patterns import dilated
@@ -85,7 +85,7 @@ def views(piece: Piece) -> Iterator[View]:
 
 
 def ways_to_cut(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Iterator[View]]]]:
-    """Name the possible ways, with the tiles that each visits: about, and one more per tile row."""
+    """Yield the possible methods of cutting with their approximate numbers of visited tiles."""
     rows, columns = piece.queries, piece.keys
     (a, a_last), (b, b_last) = rows.cells(), columns.cells()
     num_rows, num_columns = a_last - a + 1, b_last - b + 1
@@ -150,10 +150,10 @@ def _view(
 
     Args:
         piece: The piece.
-        queries: Some of its queries.
-        keys: Some of its keys.
-        low_apart: Distance of key and query in cells of one number where the band begins.
-        high_apart: Where it ends.
+        queries: Some queries of the piece.
+        keys: Some keys of the piece.
+        low_apart: Distance from query to key in cells of equal number, at the start of the band.
+        high_apart: Distance from query to key in cells of equal number, at the end of the band.
     """
     if queries and keys:
         step = piece.keys.step
