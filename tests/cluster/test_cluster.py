@@ -95,7 +95,7 @@ def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session, short_wait):
         seen = ray_session.get([actor.handle.visible.remote() for actor in actors])
         assert sorted(seen) == ["0", "1", "2", "3"]
         cluster.attention(*tensors(problem), num_tasks=7, verify=True)
-        with pytest.raises(ValueError, match=r"num_tasks=1 needs 1 free GPUs.*0 of 4"):
+        with pytest.raises(ValueError, match=r"num_workers=1 needs 1 free GPUs.*0 of 4"):
             cqs.Cluster(num_workers=1)
 
 
@@ -242,18 +242,18 @@ def test_a_closed_cluster_refuses(ray_session):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"num_tasks": 0}, ValueError, "num_tasks must be at least 1, got 0"),
-        ({"num_tasks": 2.0}, TypeError, "num_tasks must be an integer, got 2.0"),
-        ({"num_tasks": True}, TypeError, "num_tasks must be an integer, got True"),
-        ({"num_tasks": 5}, ValueError, "num_tasks=5 needs 5 free GPUs"),
-        ({"num_tasks": 99, "use_gpus": False}, ValueError, "needs 99 free CPUs"),
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
+        ({"num_workers": True}, TypeError, "num_workers must be an integer, got True"),
+        ({"num_workers": 5}, ValueError, "num_workers=5 needs 5 free GPUs"),
+        ({"num_workers": 99, "use_gpus": False}, ValueError, "needs 99 free CPUs"),
         ({"cpus_per_worker": -1}, ValueError, "cpus_per_worker must be at least 1, got -1"),
         ({"max_attempts": 0}, ValueError, "max_attempts must be at least 1, got 0"),
         ({"stall_timeout": 0}, ValueError, "stall_timeout must be positive, got 0"),
         ({"start_timeout": "1"}, TypeError, "start_timeout must be a number of seconds, got '1'"),
         ({"address": 6379}, TypeError, "address must be a string, got 6379"),
         ({"address": "auto"}, ValueError, "connected already.*'auto'"),
-        ({"num_tasks": np.True_}, TypeError, "num_tasks must be an integer, got np.True_"),
+        ({"num_workers": np.True_}, TypeError, "num_workers must be an integer, got np.True_"),
         ({"stall_timeout": float("nan")}, ValueError, "stall_timeout must be positive, got nan"),
         ({"use_gpus": 1}, TypeError, "use_gpus must be a bool or None, got 1"),
     ],

@@ -728,7 +728,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
         class Greedy(TaskActor):
             def run(self, task, *arguments):
                 mark = pathlib.Path("MARK")
-                if task.worker == 3 and not mark.exists():
+                if task.index == 3 and not mark.exists():
                     mark.touch()
                     hoard = []
                     while len(hoard) < 36:  # 9 GiB, if nobody stops it
