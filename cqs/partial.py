@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_BLOCK = 4096
+SUM_BLOCK = 4096
 """Keys per matrix product of :func:`weighted_sum`."""
 
 
@@ -40,7 +40,7 @@ def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     Returns:
         ``[..., seqlen_q, value_dim]``.
     """
-    blocks = zip(weights.split(_BLOCK, dim=-1), value.split(_BLOCK, dim=-2), strict=True)
+    blocks = zip(weights.split(SUM_BLOCK, dim=-1), value.split(SUM_BLOCK, dim=-2), strict=True)
     products = (block @ of_keys for block, of_keys in blocks)
     total: Tensor = next(products)
     for product in products:

@@ -189,7 +189,7 @@ def by_quorums(
         machine: On what.
         num_slices: Of the heads.
         is_backward: Which pass.
-        num_stages: S at most; ``None`` chooses by the work.
+        num_chunks: S at most; ``None`` chooses by the work.
     """
     num_tasks = num_devices // num_slices
     interest_set = load_interest_set(num_tasks)

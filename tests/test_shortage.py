@@ -25,14 +25,14 @@ def peak(num_tasks, backend):
 @pytest.mark.parametrize("backend", ["cpu", "triton", "cudnn", "reference"])
 def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
     capacity = int(peak(13, backend) / 0.9) + 1
-    message = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity, worker=1)
+    message = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity, index=1)
     needed = PROBLEM.make_plan(3).predict_cost(1, PROBLEM.shape, backend).peak_bytes
     assert f"task 1 of 3 needs {needed / 2**30:.3g} GiB" in message
     assert f"13 tasks, each would need {peak(13, backend) / 2**30:.3g} GiB: " in message
     assert "attention(..., num_tasks=13)" in message
-    smaller = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity - 8, worker=1)
+    smaller = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity - 8, index=1)
     assert "num_tasks=21" in smaller
-    hopeless = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, 1000, worker=1)
+    hopeless = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, 1000, index=1)
     assert hopeless.endswith("No number of tasks up to 993 would help")
 
 
@@ -50,10 +50,10 @@ def sparse_peaks(num_tasks, backend):
 def test_the_advice_knows_the_pattern(backend):
     plan, needed = SPARSE.make_plan(3), sparse_peaks(3, backend)
     limit = max(sparse_peaks(13, backend))
-    message = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) + 1, worker=1)
+    message = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) + 1, index=1)
     assert f"task 1 of 3 needs {needed[1] / 2**30:.3g} GiB" in message
     assert f"13 tasks, each would need {limit / 2**30:.3g} GiB: " in message
-    smaller = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) - 8, worker=1)
+    smaller = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) - 8, index=1)
     assert "num_tasks=13" not in smaller and "num_tasks=" in smaller
     whole = explain_shortage(SPARSE, plan, "triton", 2**40)
     assert f"this call needs {sparse_peaks(1, 'triton')[0] / 2**30:.3g} GiB" in whole
@@ -69,7 +69,7 @@ def test_plans_that_cannot_fit_are_not_made(monkeypatch):
         ),
     )
     problem = Case("long", 4096, 4096, pattern=sliding_window(64, 0)).make()
-    message = explain_shortage(problem, problem.make_plan(3), "triton", 1000, worker=0)
+    message = explain_shortage(problem, problem.make_plan(3), "triton", 1000, index=0)
     assert message.endswith("No number of tasks up to 993 would help")
     assert max(made) == 3
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.profiler import profile
 
+from cqs.partial import SUM_BLOCK
 from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Task
 from cqs.worker.backends import ATTEND_SHARES, IN_BATCHES
@@ -209,7 +210,8 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     scoring = (rows * (1 + shape.sums_apart) + key_rows) * shape.head_dim * size + scores
     scoring += area * max(2 * call.is_causal, has_mask)
     lots = rows * num_keys * shape.has_dropout
-    weighing = 2 * scores + lse + max(sums + key_rows * shape.value_columns * size, 2 * sums, lots)
+    converted, added = key_rows * shape.value_columns * size, sums * (num_keys > SUM_BLOCK)
+    weighing = 2 * scores + lse + max(sums + max(converted, added), lots)
     return area * has_mask + lots + max(scoring, weighing, sums + found), found
 
 

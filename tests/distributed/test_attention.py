@@ -181,7 +181,7 @@ TENSORS = {
         ({"scale": 2.0}, "rank 2 of the group has scale 2.0"),
         ({"dropout_p": 0.1}, "rank 2 of the group has dropout_p 0.1"),
         ({"head_parallel": 1}, "rank 2 of the group has head_parallel 1"),
-        ({"num_chunks": 2}, "rank 2 of the group has num_stages 2"),
+        ({"num_chunks": 2}, "rank 2 of the group has num_chunks 2"),
         ({"num_chunks": 0}, "rank 2 of the group failed: ValueError"),
         ({"backend": "reference"}, "rank 2 of the group has backend"),
         ({"return_lse": True}, "rank 2 of the group has return_lse True"),
