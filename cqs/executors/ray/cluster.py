@@ -1,4 +1,4 @@
-"""A cluster of workers: its life, and the calls on it."""
+"""A cluster of Ray actors that compute attention."""
 
 import os
 import threading
@@ -45,17 +45,18 @@ from cqs.worker import Worker
 _Found = TypeVar("_Found")
 
 _PREDICTABLE = 0.95
-"""Share of a budget that predictions may fill: they are right to some percent."""
+"""Fraction of a memory budget that the prediction may fill, which leaves room for its error."""
 
 
 class Cluster:
-    """Workers on a Ray cluster, one per GPU where it has any, else on CPU cores.
+    """Workers on a Ray cluster: one per GPU, or on CPU cores if the cluster has no GPU.
 
-    Without ``address`` it uses the Ray that this process is connected to, or else starts a private
-    one on this machine: no dashboard, no usage statistics, requests authenticated by a random
-    token, files in a directory closed to other users. Only what it started is shut down.
+    Without ``address``, the workers run on the Ray cluster to which this process is connected. If
+    there is none, a private Ray starts on this machine. A private Ray has no dashboard and sends no
+    usage statistics, authenticates requests by a random token, and keeps its files in a directory
+    closed to other users. :meth:`close` shuts down a private Ray, but no other.
 
-    Ray runs whatever its clients send: connect to clusters in trusted networks only.
+    Ray executes any code that its clients send: connect to clusters in trusted networks only.
 
     Example::
 
@@ -64,7 +65,7 @@ class Cluster:
     """
 
     actor_class: type = TaskActor
-    """The plain class whose remote instances compute tasks."""
+    """Class of the actors, not decorated by ``ray.remote``."""
 
     def __init__(
         self,
@@ -81,26 +82,26 @@ class Cluster:
         """Start the workers and wait until they answer.
 
         Args:
-            num_workers: Number of actors; ``None`` means one per GPU, or without GPUs one per
-                core of this machine.
-            address: Address of a running cluster, as for ``ray.init``: ``"auto"``,
-                ``"host:port"`` or ``"ray://host:port"``.
-            use_gpus: Pin each actor to a GPU of its own; ``None`` means if the cluster has GPUs.
-            cpus_per_worker: Cores (and threads) of each CPU actor; ``None`` shares out this
-                machine's cores in a private cluster and means 1 elsewhere.
-            object_store_memory: Bytes of a private cluster's object store; ``None`` lets Ray
-                choose. What does not fit is spilled to disk.
-            stall_timeout: Seconds after which a worker that has work and delivers nothing counts as
-                hung and is killed; must exceed the longest task.
-            start_timeout: Seconds that starting an actor may take.
-            max_attempts: How many workers may die computing one task before the call fails.
+            num_workers: Number of actors. ``None`` means one per GPU. Without GPUs it means one per
+                core of this machine (private Ray), or per ``cpus_per_worker`` cores of the cluster.
+            address: Address of a running Ray cluster: ``"auto"``, ``"host:port"`` or
+                ``"ray://host:port"``. ``None`` uses the current connection or a private Ray.
+            use_gpus: Reserve one GPU for each actor; ``None`` means true if the cluster has GPUs.
+            cpus_per_worker: CPU cores and threads of each CPU actor. ``None`` divides the cores of
+                this machine among the actors of a private Ray, and means 1 on other clusters.
+            object_store_memory: Size of a private Ray's object store in bytes; ``None`` lets Ray
+                choose. Ray spills objects to disk if the store is full.
+            stall_timeout: Seconds after which a worker that has work and returns no result counts
+                as hung and is killed. It must exceed the duration of the longest task.
+            start_timeout: Seconds that the start of an actor may take.
+            max_attempts: Number of workers that may fail on one task before the call raises.
 
         Raises:
-            TypeError: if an argument is of the wrong type.
-            ValueError: if a number is out of range, no cluster answers at ``address``, the cluster
-                has not enough free GPUs or cores, or another Cluster of this process has a private
-                Ray.
-            NotImplementedError: if Ray, or what it needs for ``ray://``, is not installed.
+            TypeError: An argument has the wrong type.
+            ValueError: A number is out of range, no cluster answers at ``address``, too few GPUs or
+                cores are free, a worker does not start within ``start_timeout``, or another Cluster
+                of this process has a private Ray.
+            NotImplementedError: Ray is not installed, or ``grpcio`` for ``ray://`` addresses.
         """
         num_workers = _positive_or_none("num_workers", num_workers)
         cpus_per_worker = _positive_or_none("cpus_per_worker", cpus_per_worker)
@@ -152,19 +153,19 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Stop the workers, and Ray if this cluster started it. Pending calls are cancelled.
+        """Stop the workers, cancel pending calls, and shut down a private Ray.
 
-        Whoever calls it waits until the cluster is closed. If the wait is interrupted, the cluster
-        is closed all the same.
+        Returns after the cluster is closed. If an exception interrupts the wait, the cluster still
+        closes. A progress function returns at once; the cluster closes after its run has ended.
         """
-        if is_dispatcher():  # must end before the cluster
+        if is_dispatcher():  # the run of this thread must end first
             self._close()
         else:
             self._closer.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that have started, in the order in which they did."""
+        """Process ids of the workers that have started, in order of their start."""
         actors = list(self._pool.actors.values())
         return tuple(actor.info.pid for actor in actors if actor.info is not None)
 
@@ -228,45 +229,52 @@ class Cluster:
     ) -> Tensor | tuple[Tensor, Tensor] | Sharded:
         """Compute exact attention on the workers; see :func:`cqs.attention`.
 
-        A sharded sequence stays on the workers: they send each other what their tasks need, as in
-        :func:`cqs.distributed.attention`, and each keeps the answer for its own queries.
+        Tensors are sent to the workers through the object store, and the result is returned to this
+        process. The shards of a sharded sequence stay on the workers. They exchange the inputs of
+        their tasks as in :func:`cqs.distributed.attention`, and each keeps the output for its own
+        queries.
 
         Args:
-            query: ``[batch, num_heads, seqlen_q, head_dim]``; or a sharded sequence whose shards
-                are query, key and value.
-            key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
-            value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-            is_causal: Query i sees the keys up to ``i + seqlen_kv - seqlen_q``.
-            pattern: Which pairs attend, see :func:`cqs.attention`.
+            query: ``[batch, num_heads, seqlen_q, head_dim]``, or a :class:`Sharded` sequence whose
+                shards are query, key and value.
+            key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``; None for a sharded sequence.
+            value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``; None for a sharded sequence.
+            is_causal: Query i attends to keys up to ``i + seqlen_kv - seqlen_q``.
+            pattern: Query-key pairs that attend, see :func:`cqs.attention`.
             scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-            dropout_p: Chance that a probability is zeroed, see :func:`cqs.attention`.
-            seed: For dropout.
-            num_tasks: Number of tasks, any number; ``None`` means one per actor. Shards have one
-                task each.
-            memory_budget: Bytes, or text such as ``"8GiB"``: cut into as many tasks as it takes for
-                none to hold more, in the forward pass by prediction. Not of shards.
-            head_parallel: Of shards, see :func:`cqs.distributed.attention`.
-            interest_set: See :func:`cqs.make_plan`; of shards, see
-                :func:`cqs.distributed.attention`.
-            backend: Name of a backend, or ``None`` for the best of each worker.
-            return_lse: Also return the log of the softmax denominators.
-            verify: Recompute sampled rows in float64 and raise if they disagree; not of shards.
-            progress: True draws a progress bar; a function is called with (tasks done, tasks in
-                all). Not of shards.
+            dropout_p: Probability that an attention weight is zeroed, see :func:`cqs.attention`.
+            seed: Random seed of the dropout mask; ``None`` draws one.
+            num_tasks: Number of tasks, any positive integer; ``None`` means one per worker. A
+                sharded sequence always has one task per worker.
+            memory_budget: Most bytes of memory that a task may hold in the forward pass, by
+                prediction; an integer or text such as ``"8GiB"``. It chooses ``num_tasks``. Not
+                supported for sharded sequences.
+            head_parallel: Head-parallel degree of a sharded sequence, see
+                :func:`cqs.distributed.attention`. Tensors support only ``"auto"``.
+            interest_set: Interest set of the quorums, see :func:`cqs.make_plan`; of a sharded
+                sequence, see :func:`cqs.distributed.attention`.
+            backend: Name of a backend; ``None`` lets each worker choose its fastest.
+            return_lse: Also return the log-sum-exp of every query.
+            verify: Recompute sampled rows in float64 and raise if they deviate. Not supported for
+                sharded sequences.
+            progress: True draws a progress bar; a function is called with (finished tasks, all
+                tasks). Not supported for sharded sequences.
 
         Returns:
-            ``output``, with ``return_lse`` also ``lse``; of a sharded sequence, sharded like its
-            queries and without gradients, and GPUs may still be at work on it.
+            ``output``, or ``(output, lse)`` with ``return_lse``. ``output`` has shape ``[batch,
+            num_heads, seqlen_q, value_dim]``, ``lse`` ``[batch, num_heads, seqlen_q]``. A sharded
+            sequence returns a :class:`Sharded` sequence, sharded like its queries and without
+            gradients. GPUs may still compute it; see :meth:`Sharded.wait`.
 
         Raises:
-            TypeError: as :func:`cqs.attention`, and for options that the kind of sequence has not.
-            ValueError: as :func:`cqs.attention`, and if the cluster is closed or a sharded sequence
-                is of another.
-            NotImplementedError: as :func:`cqs.attention`.
-            torch.OutOfMemoryError: as :func:`cqs.attention`.
-            WorkersFailedError: if all workers are dead; with shards, if none could be started in
-                the place of one that died.
-            TaskFailedError: if a task kills every worker that it meets.
+            TypeError: An argument has the wrong type, or is not supported for the kind of sequence.
+            ValueError: An argument has a wrong value, see :func:`cqs.attention`; the cluster is
+                closed; or a sharded sequence belongs to another cluster.
+            NotImplementedError: The named backend does not support the tensors.
+            torch.OutOfMemoryError: The GPU of a worker has too little memory for its task.
+            WorkersFailedError: All workers failed; for a sharded sequence, no replacement for a
+                failed worker could be started.
+            TaskFailedError: ``max_attempts`` workers failed on the same task.
         """
         if isinstance(query, Sharded):
             if not (
@@ -281,7 +289,7 @@ class Cluster:
                     f"attention needs shards of query, key and value, got {number} tensors"
                 )
             if dropout_p and seed is None:
-                seed = draw_seed()  # lost shards are made again with the same
+                seed = draw_seed()  # repeated shards need the same dropout mask
             options = {
                 "is_causal": is_causal,
                 "pattern": pattern,
@@ -324,19 +332,22 @@ class Cluster:
         return (answer.output, answer.lse) if return_lse else answer.output
 
     def shard(self, *tensors: Tensor, dim: int = 2) -> Sharded:
-        """Cut tensors into contiguous parts, one for each worker, and put them there.
+        """Split tensors into contiguous parts, one for each worker, and send them to the workers.
 
         Args:
-            tensors: Usually query, key and value. Copies remain in the object store, from which
-                lost shards are taken.
-            dim: The dimension that is cut: into equal parts, up to one.
+            tensors: Tensors of equal or different shapes, usually query, key and value. Copies stay
+                in the object store; lost shards are restored from them.
+            dim: Dimension that is split; the lengths of the parts differ by at most one.
+
+        Returns:
+            The sharded sequence; rank 0 has the first part.
 
         Raises:
-            TypeError: if there are no tensors, or what is passed is none.
-            ValueError: if a tensor has no dimension ``dim`` or requires gradients, which sharded
-                sequences do not record, or the cluster is closed.
-            WorkersFailedError: as :meth:`attention`.
-            TaskFailedError: likewise.
+            TypeError: There are no tensors, or an argument is not a tensor.
+            ValueError: A tensor has no dimension ``dim`` or requires gradients, which sharded
+                sequences do not support, or the cluster is closed.
+            WorkersFailedError: No replacement for a failed worker could be started.
+            TaskFailedError: Workers failed ``max_attempts`` times while they loaded shards.
         """
         self._check_alive()
         if not tensors:
@@ -352,20 +363,23 @@ class Cluster:
         return self.make_shards(LoadShard(), parts=tuple(zip(*parts, strict=True)))
 
     def make_sharded(self, function: Callable[[int, int], Any]) -> Sharded:
-        """Make a sharded sequence on the workers; nothing of it passes through this process.
+        """Make a sharded sequence on the workers; no tensor passes through this process.
 
         Args:
-            function: Called on each worker as ``function(rank, num_ranks)``; returns the tensors of
-                that rank's shard, usually query, key and value. Shards are contiguous, rank 0 has
-                the first tokens; they may differ in length. For a shard that is lost it is called
-                again, on another worker, and must return the same.
+            function: Called on each worker as ``function(rank, num_ranks)``. It returns the tensors
+                of the rank's shard, usually query, key and value. Shards are contiguous, rank 0 has
+                the first tokens, and their lengths may differ. If a shard is lost, another worker
+                calls the function again; the tensors must be bitwise identical.
+
+        Returns:
+            The sharded sequence.
 
         Raises:
-            TypeError: if ``function``, or what it returns, is of the wrong type.
-            ValueError: if shards have different numbers of tensors, or the cluster is closed.
-            WorkersFailedError: as :meth:`attention`.
-            TaskFailedError: likewise.
-            Exception: what the function raises, with a note that names the rank.
+            TypeError: ``function`` is not callable, or it does not return tensors.
+            ValueError: Shards have different numbers of tensors, or the cluster is closed.
+            WorkersFailedError: No replacement for a failed worker could be started.
+            TaskFailedError: Workers failed ``max_attempts`` times while they called the function.
+            Exception: The function raised; a note on the exception names the rank.
         """
         if not callable(function):
             raise TypeError(f"make_sharded takes a function, got {function!r}")
@@ -390,17 +404,20 @@ class Cluster:
         verify: bool = False,
         progress: bool | Callable[[int, int], None] = False,
     ) -> AttentionFuture:
-        """Start :meth:`attention` and return at once; calls run one after another.
+        """Start :meth:`attention` and return at once; a cluster executes calls one after another.
 
-        The tensors are read while the run goes on: leave them as they are until it is done. A
-        pattern must be the same for all heads.
+        The arguments are those of :meth:`attention`. Do not write to the tensors until the future
+        is done, because the run reads them in the background. A pattern must be the same for all
+        heads.
+
+        Returns:
+            The future result, without gradients.
 
         Raises:
-            ValueError: as :meth:`attention`, and if gradients are enabled and a tensor requires
-                them. The future does not record gradients: detach the tensors, or call
-                :meth:`attention`.
-            TypeError: as :meth:`attention`.
-            NotImplementedError: as :meth:`attention`, and for patterns that differ by head.
+            ValueError: An argument has a wrong value, or the cluster is closed. Also if gradients
+                are enabled and a tensor requires them: detach it, or call :meth:`attention`.
+            TypeError: An argument has the wrong type.
+            NotImplementedError: The pattern differs by head.
         """
         self._check_alive()
         problem = check_problem(
@@ -437,16 +454,21 @@ class Cluster:
         verify: bool = False,
         progress: bool | Callable[[int, int], None] = False,
     ) -> AttentionFuture:
-        """Start to compute a checked problem by a plan of its lengths, and return at once.
+        """Start the computation of a checked problem by a given plan, and return at once.
 
         Args:
-            problem: As for :func:`cqs.executors.local.run_local`.
-            plan: Likewise.
-            backend: See :meth:`attention`, as for the other options.
-            answer: CPU tensors to write to; ``None`` allocates the answer.
-            return_lse: See :meth:`attention`.
-            verify: See :meth:`attention`.
-            progress: See :meth:`attention`.
+            problem: The checked problem.
+            plan: A plan for the sequence lengths of the problem.
+            backend: Name of a backend; ``None`` lets each worker choose its fastest.
+            answer: CPU tensors for output and LSE; ``None`` allocates them.
+            return_lse: :meth:`AttentionFuture.result` also returns the LSE.
+            verify: Recompute sampled rows in float64 and raise if they deviate.
+            progress: True draws a progress bar; a function is called with (finished tasks, all
+                tasks).
+
+        Raises:
+            ValueError: The cluster is closed.
+            TypeError: ``progress`` is neither a bool nor a function.
         """
         self._check_alive()
         run = self._make_run(Attend(problem, plan, answer), plan, backend, verify, progress)
@@ -464,8 +486,21 @@ class Cluster:
     ) -> Gradients:
         """Compute the gradients of a checked problem by the plan of its forward pass.
 
-        Arguments as for :func:`cqs.executors.local.run_local_backward`; ``report`` is called with
-        what the run took.
+        Args:
+            problem: The checked problem.
+            plan: The plan of the forward pass.
+            answer: Output and LSE of the forward pass.
+            grad_output: Gradient of the output, of the same shape.
+            backend: Name of a backend; ``None`` lets each worker choose its fastest.
+            report: Called with the measurements of the run.
+
+        Returns:
+            Gradients of query, key and value, on the device of the query.
+
+        Raises:
+            ValueError: The cluster is closed.
+            WorkersFailedError: All workers failed.
+            TaskFailedError: ``max_attempts`` workers failed on the same task.
         """
         self._check_alive()
         job = Differentiate(problem, plan, answer, grad_output)
@@ -479,12 +514,16 @@ class Cluster:
     def make_plan(
         self, problem: Problem, num_tasks: int | None, interest_set: Iterable[int] | None
     ) -> Plan:
-        """Plan a problem; ``num_tasks`` of ``None`` means a task for each worker."""
+        """Make a plan; ``num_tasks`` of ``None`` means one task per worker."""
         default = self._retry_policy.num_workers
         return problem.make_plan(default if num_tasks is None else num_tasks, interest_set)
 
     def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
-        """Return the number of tasks of which none takes more than a budget."""
+        """Return the fewest tasks for which the prediction of each is within a memory budget.
+
+        Raises:
+            ValueError: The budget is ``"auto"``, malformed, or too small for any number of tasks.
+        """
         if budget == "auto":
             raise ValueError("memory_budget must be a number of bytes: workers may differ")
         num_bytes = parse_budget(budget, torch.device("cpu"))
@@ -509,12 +548,21 @@ class Cluster:
         sources: Sequence[Sharded] = (),
         parts: tuple[tuple[Tensor, ...], ...] = (),
     ) -> Sharded:
-        """Make a sharded sequence; GPUs may still be at work on it, and on nothing older.
+        """Make a sharded sequence.
+
+        GPUs may still compute its shards at return, but nothing that was requested earlier.
 
         Args:
-            producer: How its shards are made.
-            sources: Sequences of this cluster whose shards the producer is given.
-            parts: For each rank, tensors that it is given after them.
+            producer: Makes the shard of each rank.
+            sources: Sequences of this cluster whose shards are the first inputs of the producer.
+            parts: For each rank, additional input tensors of the producer.
+
+        Raises:
+            TypeError: A source is not a :class:`Sharded`.
+            ValueError: A source belongs to another cluster, or this cluster is closed.
+            WorkersFailedError: No replacement for a failed worker could be started.
+            TaskFailedError: Failures made a step fail ``max_attempts`` times.
+            Exception: The producer raised; a note on the exception names the rank.
         """
         self._check_alive()
         for source in sources:
@@ -531,11 +579,14 @@ class Cluster:
         return self._wait_for(make)
 
     def wait_for_shards(self, sharded: Sharded) -> None:
-        """Wait until shards are there; see :meth:`Sharded.wait`."""
+        """Wait until the GPUs have computed all shards; see :meth:`Sharded.wait`."""
         self._wait_for(partial(self._group.finish, sharded.step))
 
     def fetch_shards(self, sharded: Sharded) -> list[tuple[Tensor, ...]]:
-        """Return the tensors of each shard, which must not be written to."""
+        """Return the CPU tensors of each shard, in rank order.
+
+        The tensors must not be written to: they may be shared with other processes.
+        """
         shards = self._wait_for(partial(self._group.fetch, sharded.step))
         return [tuple(blob.tensor() for blob in shard) for shard in shards]
 
@@ -544,14 +595,14 @@ class Cluster:
         self._wait_for(partial(self._group.replicate, sharded.step))
 
     def _wait_for(self, work: Callable[[threading.Event], _Found]) -> _Found:
-        """Have the dispatcher work, unless it is cancelled, and wait until it has."""
+        """Execute ``work`` in the dispatcher thread and wait for its result."""
         self._check_alive()
         check_may_wait()
         cancelled = threading.Event()
         return wait_or_cancel(self._dispatch(partial(work, cancelled)), cancelled)
 
     def _dispatch_run(self, run: Run) -> "Future[Any]":
-        """Have the dispatcher run tasks, for which actors must not wait for each other."""
+        """Start a run in the dispatcher thread, after the actors have left collective calls."""
 
         def rest_and_run() -> Any:
             self._group.rest(run.cancelled)
@@ -560,7 +611,7 @@ class Cluster:
         return self._dispatch(rest_and_run)
 
     def _dispatch(self, work: Callable[[], _Found]) -> "Future[_Found]":
-        """Have the dispatcher free what was forgotten, then work."""
+        """Free the forgotten shards, then execute ``work``, both in the dispatcher thread."""
 
         def sweep_and_work() -> _Found:
             self._group.sweep()
@@ -568,7 +619,7 @@ class Cluster:
 
         try:
             return self._dispatcher.submit(sweep_and_work)
-        except RuntimeError:  # closed a moment ago
+        except RuntimeError:  # another thread has closed the cluster
             self._check_alive()
             raise
 
@@ -600,7 +651,7 @@ class Cluster:
 
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor whose gradient autograd would lack after the call."""
+    """Raise ValueError for a tensor that requires gradients, if autograd records."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise ValueError(
             f"{name} must not require gradients, got requires_grad=True: pass it detached, or call "
@@ -626,7 +677,7 @@ def _close(
     pool: ActorPool,
     disconnect: Callable[[], None],
 ) -> None:
-    """End a cluster: its runs, its actors, its Ray; a forked copy of it ends nothing."""
+    """Close a cluster: its runs, its actors and a private Ray. A forked process closes nothing."""
     if os.getpid() != pid:
         return
     closing.set()

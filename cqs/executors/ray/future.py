@@ -1,4 +1,4 @@
-"""Waiting for a run of a cluster."""
+"""The future of an asynchronous call on a cluster, and interruptible waits."""
 
 import threading
 from concurrent.futures import Future
@@ -13,52 +13,75 @@ from cqs.partial import Partial
 _Found = TypeVar("_Found")
 
 DISPATCHER = "cqs-dispatcher"
-"""What the names of the threads begin with that run the runs."""
+"""Prefix of the names of dispatcher threads, which execute the calls of clusters."""
 
 
 class AttentionFuture:
-    """The answer of :meth:`cqs.Cluster.submit`, now or later."""
+    """The future result of :meth:`cqs.Cluster.submit`."""
 
     def __init__(self, cluster: object, future: "Future[Partial]", run: Run, return_lse: bool):
-        """Wrap the run's future, and keep its cluster."""
+        """Wrap the future of a run; the reference to ``cluster`` keeps the cluster open."""
         self._cluster = cluster
         self._future, self._run, self._return_lse = future, run, return_lse
 
     def result(self, timeout: float | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Wait for the answer: ``output``, or ``(output, lse)`` with ``return_lse``.
+        """Wait for the result.
+
+        Args:
+            timeout: Seconds to wait; ``None`` waits without limit.
+
+        Returns:
+            ``output``, or ``(output, lse)`` with ``return_lse``; see :meth:`cqs.Cluster.attention`.
 
         Raises:
-            TimeoutError: if it is not there after ``timeout`` seconds; the run goes on.
-            concurrent.futures.CancelledError: if it was cancelled.
+            TimeoutError: The result is not ready after ``timeout`` seconds; the run continues.
+            concurrent.futures.CancelledError: The run was cancelled or the cluster closed.
+            RuntimeError: The caller is a progress function of a cluster, which would wait forever.
+            Exception: The run failed; see :meth:`cqs.Cluster.attention`.
         """
         _check_may_wait_for(self._future)
         answer = self._future.result(timeout)
         return (answer.output, answer.lse) if self._return_lse else answer.output
 
     def wait(self) -> Partial:
-        """Wait for output and lse; cancels the run if the wait is interrupted."""
+        """Wait for output and LSE; cancel the run if an exception interrupts the wait."""
         answer: Partial = wait_or_cancel(self._future, self._run.cancelled)
         return answer
 
     def cancel(self) -> bool:
-        """Give up; False if it was too late. Tasks that are running finish unseen."""
+        """Cancel the run.
+
+        Tasks that are running finish on their actors; the driver discards their results.
+
+        Returns:
+            False if the run had already ended.
+        """
         self._run.cancelled.set()
         return self._future.cancel() or not self._future.done()
 
     def done(self) -> bool:
-        """Say whether the run has ended, in whatever way."""
+        """Return whether the run has finished, failed or was cancelled."""
         return self._future.done()
 
     @property
     def report(self) -> RunReport:
-        """What the run took; waits for its end."""
+        """Timings of the run; waits for its end, and raises if the run failed."""
         self._future.result()
         assert self._run.report is not None
         return self._run.report
 
 
 def wait_or_cancel(future: "Future[_Found]", cancelled: threading.Event) -> _Found:
-    """Wait for a result; if the wait is interrupted, set what makes the work end."""
+    """Wait for a result; if an exception interrupts the wait, set ``cancelled``.
+
+    Args:
+        future: Future of work in the dispatcher thread.
+        cancelled: Event that makes the work stop.
+
+    Raises:
+        RuntimeError: The caller is the dispatcher thread, and the work has not finished.
+        Exception: The work failed.
+    """
     _check_may_wait_for(future)
     try:
         return future.result()
@@ -69,12 +92,12 @@ def wait_or_cancel(future: "Future[_Found]", cancelled: threading.Event) -> _Fou
 
 
 def is_dispatcher() -> bool:
-    """Say whether this thread runs the runs of a cluster."""
+    """Return whether this thread is the dispatcher of a cluster."""
     return threading.current_thread().name.startswith(DISPATCHER)
 
 
 def check_may_wait() -> None:
-    """Raise RuntimeError in the thread that would have to do what is waited for."""
+    """Raise RuntimeError in a dispatcher thread: it would wait for work of its own."""
     if is_dispatcher():
         raise RuntimeError("a progress function cannot wait for another run of a cluster")
 

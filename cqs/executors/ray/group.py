@@ -1,4 +1,4 @@
-"""The actors of a cluster as the ranks of a group: what they hold, and making it again."""
+"""The actors of a cluster as ranks: shards, process groups and re-execution of lost shards."""
 
 import itertools
 import threading
@@ -24,29 +24,36 @@ _Found = TypeVar("_Found")
 
 _POLL_SECONDS = 0.1
 _INLINE_BYTES = 2**16
+"""Producers up to this size are sent with the call; larger ones through the object store."""
 _GRACE_SECONDS = 1.0
-"""In which the ranks of a group are expected to fail after one has."""
+"""Seconds in which the other ranks of a group report errors after the first error."""
 _ABORT_SECONDS = 5.0
-"""In which an actor that is not hung answers an abort."""
+"""Seconds in which an actor must answer an abort; otherwise it counts as hung and is killed."""
 
 
 class _BrokenError(Exception):
-    """A call must be made again: an actor died or hung, or the group broke."""
+    """A call must be repeated: an actor failed or hung, or connections between ranks broke."""
 
     step: Step | None = None
-    """What was being made, if not what was asked for."""
+    """The step whose shards were lost, if it is not the requested one."""
 
 
 class Group:
-    """Ranks 0 to n - 1 and the actors that take their places.
+    """Maps ranks 0 to n - 1 to actors, and makes the shards of sequences on them.
 
-    Used by one thread at a time, the dispatcher of the cluster, except :meth:`forget`. Whatever
-    fails, no actor is left in the middle of a call: each has answered, or is dead and its place
-    will be taken by another. Calls that are cancelled are ended before the next.
+    Only the dispatcher thread of the cluster uses a group, except :meth:`forget`. No failure leaves
+    an actor in the middle of a call. Each actor has answered, or it is removed and replaced before
+    the next call. Cancelled calls are aborted before the next call.
     """
 
     def __init__(self, pool: ActorPool, retry_policy: RetryPolicy, closing: threading.Event):
-        """Give the actors of the pool their ranks, those of a node side by side."""
+        """Assign ranks to the actors of the pool; actors of one node get adjacent ranks.
+
+        Args:
+            pool: Started actors.
+            retry_policy: Timeouts and the number of attempts per step.
+            closing: Set when the cluster closes; waits then raise CancelledError.
+        """
         self._pool, self._ray = pool, pool.ray
         self._retry_policy, self._closing = retry_policy, closing
         actors = [(actor.info.node, actor.index) for actor in pool.actors.values() if actor.info]
@@ -55,15 +62,15 @@ class Group:
         self._generation = 0
         self._is_formed = False
         self._unsettled: Step | None = None
-        """What ranks have made together, unless one dies before its GPU is done with it."""
+        """The last collective step; its shards are lost if a rank fails before its GPU finishes."""
         self._cancelled = threading.Event()
         self._interrupted: _Calls | None = None
-        """Calls that were cancelled: actors may be in the middle of them."""
+        """Cancelled calls that actors may still execute."""
         self._forgotten: deque[Step] = deque()
 
     @property
     def num_ranks(self) -> int:
-        """Number of shards of every sequence."""
+        """Number of ranks, equal to the number of shards of every sequence."""
         return len(self._members)
 
     def begin(
@@ -72,12 +79,15 @@ class Group:
         sources: tuple[Step, ...] = (),
         parts: tuple[tuple[Tensor, ...], ...] = (),
     ) -> Step:
-        """Number a step that :meth:`make` will carry out; see :class:`Step`.
+        """Define a step, which :meth:`make` will execute.
 
         Args:
-            producer: How its shards are made.
-            sources: Steps whose shards the producer is given.
-            parts: For each rank, tensors that it is given after them.
+            producer: Makes the shard of each rank.
+            sources: Steps whose shards are the first inputs of the producer.
+            parts: For each rank, additional input tensors, which are copied to the object store.
+
+        Returns:
+            The step, with a number above those of all earlier steps.
         """
         stored = tuple(tuple(self._ray.put(Blob(tensor)) for tensor in part) for part in parts)
         return Step(
@@ -92,11 +102,11 @@ class Group:
         )
 
     def forget(self, step: Step) -> None:
-        """Note that the shards of a step are needed no more; safe in garbage collection."""
+        """Mark the shards of a step for :meth:`sweep`; safe to call during garbage collection."""
         self._forgotten.append(step)
 
     def sweep(self) -> None:
-        """Free what was forgotten."""
+        """Free the shards of all steps that were passed to :meth:`forget`."""
         steps = []
         while self._forgotten:
             steps.append(self._forgotten.popleft())
@@ -104,13 +114,18 @@ class Group:
         self._free(steps)
 
     def make(self, step: Step, cancelled: threading.Event) -> None:
-        """Make those shards of a step that no actor has, and what they are made from.
+        """Make the missing shards of a step, and first the missing shards of its sources.
+
+        Args:
+            step: Step of this group; shards that its ranks already hold are not made again.
+            cancelled: Event that makes the call stop.
 
         Raises:
-            CancelledError: if ``cancelled`` is set meanwhile, or the cluster is closed.
-            WorkersFailedError: if no actor can be started in the place of a dead one.
-            TaskFailedError: if a step fails ``max_attempts`` times because of deaths.
-            Exception: what a producer raises, with a note of the rank.
+            CancelledError: ``cancelled`` was set, or the cluster was closed.
+            WorkersFailedError: No replacement for a failed actor could be started.
+            TaskFailedError: Failures of actors or connections stopped a step ``max_attempts`` times.
+            ValueError: Shards differ in their number of tensors, or a repeated shard in its shapes.
+            Exception: A producer raised; a note on the exception names the rank.
         """
         self._cancelled = cancelled
         made: set[Step] = set()
@@ -133,7 +148,7 @@ class Group:
             raise
 
     def finish(self, step: Step, cancelled: threading.Event) -> None:
-        """Make a step, and wait until all GPUs are done; raises as :meth:`make` does."""
+        """Make a step and wait until all GPUs have finished it; raises as :meth:`make` does."""
 
         def settle_all() -> None:
             self._settle()
@@ -142,7 +157,7 @@ class Group:
         self._make_for(step, cancelled, settle_all)
 
     def fetch(self, step: Step, cancelled: threading.Event) -> list[tuple[Blob, ...]]:
-        """Return the shards of a step by rank; raises as :meth:`make` does."""
+        """Return the shards of a step as blobs, in rank order; raises as :meth:`make` does."""
 
         def fetch_all() -> dict[int, Any]:
             self._settle()
@@ -152,14 +167,17 @@ class Group:
         return [found[rank] for rank in range(self.num_ranks)]
 
     def replicate(self, step: Step, cancelled: threading.Event) -> None:
-        """Put the shards of a step into the object store, and make them from there henceforth."""
+        """Copy the shards of a step into the object store, and restore lost shards from there.
+
+        The step no longer refers to its sources. Raises as :meth:`make` does.
+        """
         shards = self.fetch(step, cancelled)
         step.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
         step.producer, step.is_collective, step.sources = self._pickle(LoadShard()), False, ()
         step.is_early = False
 
     def rest(self, cancelled: threading.Event) -> None:
-        """Wait until actors can be given other work: none waits for one that has died."""
+        """Wait until every actor is free for other work: none waits for a failed rank."""
         self._cancelled = cancelled
         self._end_interrupted()
         try:
@@ -167,12 +185,12 @@ class Group:
         except CancelledError:
             raise
         except Exception:
-            pass  # what is lost is made again when it is needed, and may fail then
+            pass  # lost shards are made again when they are needed; errors are raised there
 
     def _make_for(
         self, step: Step, cancelled: threading.Event, use: Callable[[], _Found]
     ) -> _Found:
-        """Make a step and return what is found with it, if none dies meanwhile."""
+        """Make a step and call ``use``; repeat both if an actor fails in the meantime."""
         attempts: Counter[Step] = Counter()
         while True:
             self.make(step, cancelled)
@@ -182,12 +200,12 @@ class Group:
                 self._count(attempts, error.step or step, error)
 
     def _pickle(self, producer: ShardProducer) -> Any:
-        """Pickle a producer; what is small travels with the call, which takes less time."""
+        """Pickle a producer; a small one is sent with the call, which is faster than the store."""
         pickled = self._ray.cloudpickle.dumps(producer)
         return pickled if len(pickled) <= _INLINE_BYTES else self._ray.put(pickled)
 
     def _missing(self, step: Step) -> list[tuple[Step, list[int]]]:
-        """List what must be made for a step, in order, and on which ranks."""
+        """Return the steps to execute for ``step`` in order, with the ranks that lack a shard."""
         needed = {step: set(range(self.num_ranks))}
         todo = []
         while needed:
@@ -205,7 +223,7 @@ class Group:
         return step.holders[rank] == self._members[rank].index
 
     def _compute(self, step: Step, ranks: Collection[int]) -> None:
-        """Make some shards of a step, all of whose sources are there."""
+        """Make the shards of a step on some ranks; all of its source shards must exist."""
         if not step.is_early:
             self._settle()
         if step.is_collective and not self._is_formed:
@@ -224,7 +242,7 @@ class Group:
                 found = self._call("compute", arguments, ranks, self._retry_policy.stall_timeout)
             _check_shapes(step, {rank: found[rank] for rank in ranks})
         except BaseException:
-            for rank in ranks:  # whatever is there under this number is garbage
+            for rank in ranks:  # shards of a failed step may hold invalid data
                 self._free_on(rank, [step.number])
             raise
         for rank in ranks:
@@ -234,7 +252,7 @@ class Group:
             self._unsettled = step
 
     def _settle(self) -> None:
-        """Wait until all GPUs are done with what was made last."""
+        """Wait until all GPUs have finished the last collective step."""
         if self._unsettled is not None and self._is_formed:
             try:
                 self._call_together("settle", lambda rank: (), self._retry_policy.stall_timeout)
@@ -244,7 +262,7 @@ class Group:
             self._unsettled = None
 
     def _mend(self) -> None:
-        """Have an actor in each place again, and nothing that a broken group has made."""
+        """Replace failed actors, and free shards that a broken group has made."""
         self._end_interrupted()
         self._take_places()
         if self._unsettled is not None and not self._is_formed:
@@ -252,9 +270,9 @@ class Group:
             self._unsettled = None
 
     def _form(self) -> None:
-        """Have all members join a group of the next generation."""
+        """Initialise a process group of all ranks, under a new generation number."""
         self._generation += 1
-        self._call_all("describe")  # they may be at work on tasks of a run that was cancelled
+        self._call_all("describe")  # waits for tasks of a cancelled run
         timeout, call_timeout = (
             self._retry_policy.start_timeout,
             2 * self._retry_policy.stall_timeout,
@@ -267,7 +285,12 @@ class Group:
         self._call_together("join", arguments, timeout)
 
     def _take_places(self) -> None:
-        """Put actors in the places of those that died, and wait until they answer."""
+        """Replace the actors of failed ranks, and wait until the replacements answer.
+
+        Raises:
+            WorkersFailedError: No replacement answered within ``start_timeout``, or
+                ``max_attempts`` replacements failed.
+        """
         deadline = time.monotonic() + self._retry_policy.start_timeout
         vacant: list[int] = []
         death: BaseException | None = None
@@ -299,7 +322,7 @@ class Group:
         return actor.index in self._pool.actors
 
     def _call_all(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """Call all members alike, which do not wait for each other; see :meth:`_call`."""
+        """Call a method with equal arguments on all ranks, independently; see :meth:`_call`."""
         ranks = range(self.num_ranks)
         return self._call(method, lambda rank: arguments, ranks, self._retry_policy.stall_timeout)
 
@@ -310,11 +333,20 @@ class Group:
         ranks: Iterable[int],
         timeout: float,
     ) -> dict[int, Any]:
-        """Call members that do not wait for each other; return what they do by rank.
+        """Call a method on ranks that do not wait for each other.
+
+        Args:
+            method: Name of a method of the actor.
+            arguments: Returns the arguments of a rank.
+            ranks: Ranks to call.
+            timeout: Seconds after which ranks that have not answered are killed.
+
+        Returns:
+            The return values by rank.
 
         Raises:
-            _BrokenError: if some died, or took more than ``timeout`` seconds and were killed.
-            Exception: what the method raised, if none died.
+            _BrokenError: An actor failed, or did not answer within ``timeout``.
+            Exception: The method raised on a rank, and no actor failed before that.
         """
         calls = self._begin_calls(method, arguments, ranks)
         self._wait(calls, time.monotonic() + timeout)
@@ -327,13 +359,21 @@ class Group:
     def _call_together(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float
     ) -> dict[int, Any]:
-        """Call all members, which wait for each other; return what they do by rank.
+        """Call a method on all ranks, which wait for each other.
 
-        After a failure the group is no more and no result counts.
+        After any failure the process group is aborted, and all return values are discarded.
+
+        Args:
+            method: Name of a method of the actor.
+            arguments: Returns the arguments of a rank.
+            timeout: Seconds for the whole call.
+
+        Returns:
+            The return values by rank.
 
         Raises:
-            _BrokenError: also if the connections between members failed.
-            Exception: as :meth:`_call`.
+            _BrokenError: An actor failed, connections between ranks broke, or ``timeout`` passed.
+            Exception: The method raised on a rank, and no actor failed before that.
         """
         calls = self._begin_calls(method, arguments, range(self.num_ranks))
         self._is_formed = False
@@ -344,7 +384,7 @@ class Group:
         errors, has_failed = (
             dict(calls.errors),
             bool(calls.dead),
-        )  # what comes later is of the abort
+        )  # later errors are caused by the abort
         if not calls.pending and not errors and not has_failed:
             self._is_formed = True
             return calls.found
@@ -367,7 +407,16 @@ class Group:
         )
 
     def _wait(self, calls: "_Calls", end: float, *, until_failure: bool = False) -> None:
-        """Sort out the answers that come until some time of the clock, or the first failure."""
+        """Collect answers until all have arrived, ``end`` has passed, or the first failure.
+
+        Args:
+            calls: Pending calls; answers, errors and failures are recorded here.
+            end: Deadline on the clock of ``time.monotonic``, in seconds.
+            until_failure: Return after the first error or failed actor.
+
+        Raises:
+            CancelledError: The call was cancelled, or the cluster closed.
+        """
         while calls.pending and not (until_failure and (calls.errors or calls.dead)):
             if self._cancelled.is_set() or self._closing.is_set():
                 self._is_formed = False
@@ -387,7 +436,7 @@ class Group:
                 try:
                     calls.found[rank] = self._ray.get(ref)
                 except self._ray.exceptions.RayTaskError as error:
-                    with suppress(Exception):  # that it refuses
+                    with suppress(Exception):  # some exceptions have read-only attributes
                         error.cause.__cause__ = error
                     calls.errors[rank] = error.cause
                 except self._ray.exceptions.UnserializableException as error:
@@ -397,16 +446,17 @@ class Group:
                     self._remove_failed(rank)
 
     def _end_interrupted(self) -> None:
-        """Have no actor in the middle of a call that was cancelled."""
+        """Abort calls that a cancelled request has left on the actors."""
         if self._interrupted is not None:
             calls, self._interrupted = self._interrupted, None
             self._abort(calls, time.monotonic() + self._retry_policy.stall_timeout)
 
     def _abort(self, calls: "_Calls", end: float) -> None:
-        """End calls that wait for each other, by some time of the clock or soon after.
+        """Abort the process group on all actors, and wait for the calls to end.
 
-        An actor that hears of it may be busy with work of its own, and is waited for so long. One
-        that does not is killed at once. Also one whose call has returned is told: its GPU may wait.
+        Actors that do not answer the abort within ``_ABORT_SECONDS`` are killed. The others may be
+        busy with work of their own: their calls have until ``end``, and at least ``_ABORT_SECONDS``.
+        Actors whose call has returned are aborted too, because their GPU may still wait for a peer.
         """
         answers = {
             actor.handle.abort.options(concurrency_group=CONTROL).remote(self._generation): rank
@@ -429,27 +479,31 @@ class Group:
         self._pool.abandon(list(calls.pending))
 
     def _remove_failed(self, rank: int, *, is_hung: bool = False) -> None:
-        """Let go of a member; its place is taken later."""
+        """Remove the actor of a rank from the pool; :meth:`_take_places` replaces it."""
         if self._is_known(self._members[rank]):
             self._pool.remove(self._members[rank], is_hung=is_hung)
         self._is_formed = False
 
     def _conclude(self, calls: "_Calls") -> dict[int, Any]:
-        """Return what was found, unless members have died."""
+        """Return the results by rank; raise _BrokenError if an actor failed."""
         if calls.dead:
             rank, death = min(calls.dead.items())
             raise _BrokenError(f"rank {rank} died or hung") from death
         return calls.found
 
     def _raise_first(self, errors: dict[int, Exception]) -> None:
-        """Raise the error of the first rank that has one."""
+        """Raise the error of the lowest rank that has one, with a note that names the rank."""
         for rank, error in sorted(errors.items()):
-            with suppress(Exception):  # that it refuses
+            with suppress(Exception):  # some exceptions do not accept notes
                 error.add_note(f"raised on rank {rank} of {self.num_ranks}")
             raise error
 
     def _count(self, attempts: "Counter[Step]", step: Step, error: _BrokenError) -> None:
-        """Note that a step failed through no fault of its own; raise if that is hard to believe."""
+        """Count a failure of actors or connections against a step.
+
+        Raises:
+            TaskFailedError: The step has failed ``max_attempts`` times.
+        """
         attempts[step] += 1
         if attempts[step] >= self._retry_policy.max_attempts:
             raise TaskFailedError(
@@ -457,7 +511,7 @@ class Group:
             ) from error
 
     def _free(self, steps: Iterable[Step]) -> None:
-        """Have the members let go of their shards."""
+        """Free the shards of some steps on all ranks."""
         steps = list(steps)
         for rank in range(self.num_ranks):
             self._free_on(rank, [step.number for step in steps if self._has(rank, step)])
@@ -472,24 +526,25 @@ class Group:
 
 @dataclass
 class _Calls:
-    """One method called on several members."""
+    """Calls of one method on several ranks."""
 
     pending: dict[Any, int]
-    """Ranks by the references that they owe."""
+    """Ranks by the Ray references of their unfinished calls."""
     found: dict[int, Any] = field(default_factory=dict)
-    """By rank, as the others."""
+    """Return values by rank."""
     errors: dict[int, Exception] = field(default_factory=dict)
-    """What was raised there."""
+    """Exceptions that the method raised, by rank."""
     dead: dict[int, Exception] = field(default_factory=dict)
+    """Failures of actors, by rank."""
 
 
 def _is_of_connections(error: Exception) -> bool:
-    """Say whether an error may only mean that another rank has failed."""
+    """Return whether an error may be a consequence of the failure of another rank."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 def _check_shapes(step: Step, found: dict[int, Shapes]) -> None:
-    """Raise ValueError if shards differ from each other, or from what they were, in kind."""
+    """Raise ValueError if ranks differ in the number of tensors, or a repeated shard in shape."""
     for rank, shapes in found.items():
         before = step.shapes.get(rank, shapes)
         if shapes != before:

@@ -1,4 +1,4 @@
-"""What a run on a cluster took: seconds and bytes, by task and in all."""
+"""Time, memory and traffic of a run on a cluster, per task and in total."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -7,53 +7,56 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class TaskReport:
-    """One task, as its actor measured it."""
+    """Measurements of one task by its actor."""
 
     index: int
     """Index of the task in the plan."""
     pid: int
-    """Process that computed it."""
+    """Process id of the actor."""
     device: str
+    """Device of the actor, such as ``"cuda"`` or ``"cpu"``."""
     backend: str
-    """Name of the one that computed it."""
+    """Name of the backend that computed the task."""
     started: float
-    """When the computation began, in seconds since the epoch by the actor's clock."""
+    """Start of the computation, in seconds since the epoch by the clock of the actor's host."""
     seconds: float
-    """Computation alone, without fetching groups or returning results."""
+    """Duration of the computation, without fetching inputs and returning results."""
     peak_bytes: int
-    """Most bytes held at once: the groups and everything allocated for them."""
+    """Peak memory in bytes: inputs and all allocations on the actor's device."""
     bytes_in: int
+    """Bytes of the token groups that the task read."""
     bytes_out: int
+    """Bytes of the results that the task returned."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """One call of a cluster.
+    """Measurements of one call of a cluster.
 
-    ``before_seconds + slowest_seconds + between_seconds + after_seconds == seconds``. The driver's
-    work (put, get, merge) is among the others and mostly overlaps with computation.
+    ``before_seconds + slowest_seconds + between_seconds + after_seconds == seconds``. The time of
+    the driver (put, get, merge) is part of these and mostly overlaps with computation.
     """
 
     started: float
-    """When the call began, in seconds since the epoch."""
+    """Start of the call, in seconds since the epoch by the clock of the driver's host."""
     seconds: float
-    """From the call to the answer."""
+    """Duration of the call, until the result is complete."""
     put_seconds: float
-    """The driver put token groups into the object store."""
+    """Time in which the driver put token groups into the object store."""
     get_seconds: float
-    """The driver got results from there."""
+    """Time in which the driver got results from the object store."""
     merge_seconds: float
-    """The driver merged partial results."""
+    """Time in which the driver merged partial results."""
     tasks: tuple[TaskReport, ...]
-    """In order of their index."""
+    """Reports of all tasks that are not empty, in order of their index."""
     deaths: int
-    """Actors that died or hung during the run."""
+    """Number of actors that failed or hung during the run."""
     reruns: int
-    """Tasks that were taken from dead actors and handed out again."""
+    """Number of tasks that were taken from failed actors and assigned again."""
 
     @property
     def slowest(self) -> tuple[TaskReport, ...]:
-        """The tasks of the process that computed longest, in order of time."""
+        """Tasks of the process with the longest total computation, in order of their start."""
         by_process: dict[int, list[TaskReport]] = defaultdict(list)
         for task in self.tasks:
             by_process[task.pid].append(task)
@@ -62,28 +65,28 @@ class RunReport:
 
     @property
     def slowest_seconds(self) -> float:
-        """Computation of the process that computed longest."""
+        """Total computation time of the slowest process, in seconds."""
         return _computation(self.slowest)
 
     @property
     def before_seconds(self) -> float:
-        """Until that process began to compute: planning, putting and fetching the first groups."""
+        """Seconds until the slowest process began to compute: planning, put, first fetch."""
         return self.slowest[0].started - self.started if self.tasks else self.seconds
 
     @property
     def between_seconds(self) -> float:
-        """Between its tasks: fetching groups, returning results."""
+        """Seconds between the tasks of the slowest process: fetching inputs, returning results."""
         gaps = (b.started - a.started - a.seconds for a, b in pairwise(self.slowest))
         return sum(gaps, 0.0)
 
     @property
     def after_seconds(self) -> float:
-        """After its last task: returning the result, waiting for others, the last merges."""
+        """Seconds after the last task of the slowest process: returning results, last merges."""
         return self.seconds - self.before_seconds - self.slowest_seconds - self.between_seconds
 
     @property
     def overhead(self) -> float:
-        """Share of the run that is not the slowest process's computation."""
+        """Fraction of ``seconds`` that is not computation of the slowest process, 0 to 1."""
         return 1 - self.slowest_seconds / self.seconds
 
 

@@ -1,4 +1,4 @@
-"""One call on the actors of a cluster: the loop that hands out tasks and survives deaths."""
+"""The driver loop of one call: assigns tasks to actors and re-executes tasks of failed actors."""
 
 import contextlib
 import threading
@@ -22,8 +22,9 @@ from cqs.verify import verify_rows
 from cqs.worker import Worker
 
 _POLL_SECONDS = 0.1
+"""Longest wait for results before the loop checks for cancellation and timeouts."""
 _TASKS_IN_FLIGHT = 2
-"""Per actor: one computes while the groups of the next are fetched."""
+"""Tasks per actor: the actor computes one while Ray fetches the inputs of the next."""
 
 
 class WorkersFailedError(RuntimeError):
@@ -31,25 +32,28 @@ class WorkersFailedError(RuntimeError):
 
 
 class TaskFailedError(RuntimeError):
-    """A task was running on several workers when each of them died."""
+    """As many workers as ``max_attempts`` failed on the same task or step."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When to give up on an actor, and on a task."""
+    """After how many failures, and after how long a silence, a run gives up."""
 
     num_workers: int
-    """Actors that a run starts with."""
+    """Number of actors at the start of a run."""
     stall_timeout: float
-    """Seconds in which an actor that has work must deliver something."""
+    """Seconds after which an actor that has work and returns no result counts as hung."""
     start_timeout: float
-    """Seconds in which a new actor must answer."""
+    """Seconds that a new actor may take until it answers."""
     max_attempts: int
-    """Actors that may die of one task."""
+    """Number of actors that may fail on one task before the run raises."""
 
 
 class Run:
-    """Computes one problem on a pool of actors; called once, in the cluster's dispatcher thread."""
+    """Computes one problem on a pool of actors.
+
+    The dispatcher thread of the cluster calls it once.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,18 @@ class Run:
         progress: Callable[[int, int], None],
         closing: threading.Event,
     ):
-        """Prepare; nothing is sent before the call."""
+        """Store the arguments; send nothing to the actors.
+
+        Args:
+            pool: Actors that compute the tasks.
+            retry_policy: Timeouts and the number of attempts per task.
+            job: Forward or backward pass of a checked problem.
+            plan: Plan for the sequence lengths of the problem.
+            worker: Settings and backend of the computation, sent to every actor.
+            verify: Recompute sampled rows of a forward pass in float64 on the driver.
+            progress: Called with (finished tasks, all tasks) after every task.
+            closing: Set when the cluster closes; the run then raises CancelledError.
+        """
         self._started, self._start = time.time(), time.perf_counter()
         self.cancelled = threading.Event()
         self._in_inference_mode = torch.is_inference_mode_enabled()
@@ -74,20 +89,29 @@ class Run:
         self._tasks = {task.index: task for task in plan.tasks if task.steps}
         self._queries: dict[range, Any] = {}
         self._keys: dict[range, Any] = {}
-        """Token groups in the object store."""
+        """References to token groups in the object store, by token range."""
         self._shared_worker: Any = None
-        """There too, once for all tasks: its pattern may be large."""
+        """Reference to the worker, stored once for all tasks: its pattern may be large."""
         self._in_flight: dict[Any, tuple[Actor, int]] = {}
         self._queues: dict[int, deque[Any]] = {}
-        """Actor -> the results it owes, in the order in which it computes them."""
+        """By actor index, references to pending results in the order of computation."""
         self._attempts: Counter[int] = Counter()
         self._reports: dict[int, TaskReport] = {}
         self._seconds: Counter[str] = Counter()
         self._failures = self._reruns = 0
 
     def __call__(self) -> Any:
-        """Compute all tasks, combine their results and return what the job makes of them."""
-        with torch.inference_mode(self._in_inference_mode):  # the caller's, in another thread
+        """Compute all tasks, merge their results and return the result of the job.
+
+        Raises:
+            CancelledError: ``cancelled`` or ``closing`` was set.
+            WorkersFailedError: All actors failed, and the run does not wait for a replacement.
+            TaskFailedError: ``max_attempts`` actors failed while they computed the same task.
+            torch.OutOfMemoryError: The GPU of an actor has too little memory for its task.
+            ValueError: This process lost its connection to Ray.
+            Exception: The computation of a task raised; the run does not repeat it.
+        """
+        with torch.inference_mode(self._in_inference_mode):  # inference mode is per thread
             return self._run()
 
     def _run(self) -> Any:
@@ -114,10 +138,10 @@ class Run:
         return result
 
     def _compute(self) -> None:
-        """Hand out tasks, those with most live pairs first, until all results are there.
+        """Assign tasks, those with the most live pairs first, until all results have arrived.
 
-        Actors keep nothing from task to task, and the store lends a group to every task of a host,
-        so it does not matter who gets which.
+        Any actor may compute any task: actors keep no tensors from task to task, and all actors of
+        a host read a token group from the same object store.
         """
         for task in self._plan.tasks:
             if task.index not in self._tasks:
@@ -146,7 +170,7 @@ class Run:
                 self._pool.abandon(list(self._in_flight))
 
     def _feed(self) -> None:
-        """Hand the next tasks to the actors that owe least."""
+        """Assign the next tasks to the actors with the shortest queues."""
         if not self._queues and not any(a.index in self._originals for a in self._pings.values()):
             raise WorkersFailedError(
                 f"all {self._retry_policy.num_workers} workers died; "
@@ -166,7 +190,7 @@ class Run:
             self._in_flight[ref] = actor, task.index
 
     def _put_groups(self, task: Task) -> list[Any]:
-        """Return references to the groups of a task; those that are new are put into the store."""
+        """Return references to the token groups of a task; put new groups into the object store."""
         sides = [
             (self._job.of_queries, task.held_queries, self._queries),
             (self._job.of_keys, task.held_keys, self._keys),
@@ -181,7 +205,7 @@ class Run:
         return [stored[tokens] for _, ranges, stored in sides for tokens in ranges]
 
     def _collect(self) -> None:
-        """Wait for a sign of life or death and deal with all that have come."""
+        """Wait up to ``_POLL_SECONDS`` for an answer or failure, and process all that are ready."""
         refs = [*self._in_flight, *self._pings]
         ready, _ = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)
         if ready and len(refs) > 1:
@@ -206,7 +230,7 @@ class Run:
         try:
             with self._clock("get"):
                 results, report = self._ray.get(ref)
-        except self._ray.exceptions.RayTaskError as error:  # the computation itself: no re-run
+        except self._ray.exceptions.RayTaskError as error:  # raised by the task: no retry
             raise self._explain(error.cause, index) from error
         except actor_failures(self._ray) as error:
             self._remove_failed(actor, is_oom_kill=self._is_oom_kill(error))
@@ -221,7 +245,7 @@ class Run:
         self._progress(len(self._reports), len(self._tasks))
 
     def _explain(self, error: Exception, index: int) -> Exception:
-        """Add to an actor's error what the driver knows about it."""
+        """Add the problem, plan and predicted memory to an out-of-memory error of an actor."""
         if not isinstance(error, torch.OutOfMemoryError):
             return error
         _, backend, capacity = error.args
@@ -241,10 +265,11 @@ class Run:
     def _remove_failed(
         self, actor: Actor, *, is_hung: bool = False, is_oom_kill: bool = False
     ) -> None:
-        """Take back an actor's tasks and start another in its place.
+        """Reassign the tasks of a failed actor and start a replacement.
 
-        Ray's memory monitor shoots several actors at once. Memory comes back, so the run waits for
-        what replaces them even if nobody else is left, within reason.
+        Ray's out-of-memory monitor may kill several actors at once. Memory is free again after
+        that, so the run waits for the replacements even if no other actor is left. It stops
+        waiting after ``max_attempts * num_workers`` failures.
         """
         queue = self._queues.pop(actor.index, deque())
         taken_back = [self._in_flight.pop(ref)[1] for ref in queue]
@@ -253,7 +278,7 @@ class Run:
         self._failures += 1
         self._reruns += len(taken_back)
         self._todo.extendleft(reversed(taken_back))
-        if taken_back:  # an actor computes in order: it died of the first, if of any
+        if taken_back:  # an actor computes in order, so only the first was running
             suspect = taken_back[0]
             self._attempts[suspect] += 1
             if self._attempts[suspect] >= self._retry_policy.max_attempts:
@@ -274,7 +299,7 @@ class Run:
 
     @contextlib.contextmanager
     def _clock(self, part: str) -> Iterator[None]:
-        """Add the time of a block to a part of the report."""
+        """Add the wall-clock time of the block to the seconds of ``part`` in the report."""
         start = time.perf_counter()
         yield
         self._seconds[part] += time.perf_counter() - start  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""How the shards of a sequence are made, told to the actors that make them."""
+"""Functions that make the shards of a sharded sequence on the actors of a cluster."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,55 +11,67 @@ from cqs.distributed import attention
 
 
 class ShardProducer(Protocol):
-    """Makes a shard on a rank; called again for a shard that was lost, to give the same bits."""
+    """Makes the shard of one rank.
+
+    A cluster calls the producer again if a shard is lost. The second shard must be bitwise
+    identical to the first.
+    """
 
     @property
     def is_collective(self) -> bool:
-        """Whether all ranks must call it together."""
+        """Whether all ranks must call the producer together."""
 
     @property
     def is_early(self) -> bool:
-        """Whether it may begin when other ranks are not yet done with what was made before.
+        """Whether a call may begin before other ranks have finished the previous exchange.
 
-        Its tensors are garbage if they die meanwhile: then what it does does not count.
+        If a rank fails in that time, the input tensors may be invalid; the cluster then discards
+        the output and calls the producer again.
         """
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the producer in error messages."""
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
-        """Return one tensor or several, from those that were put or those of other shards."""
+        """Return one tensor, or a tuple or list of tensors.
+
+        Args:
+            rank: Rank that calls the producer, from 0.
+            num_ranks: Number of shards of the sequence.
+            *tensors: Tensors of the source shards, then tensors from the object store, all on the
+                device of the actor.
+        """
 
 
 @dataclass(frozen=True)
 class LoadShard:
-    """Takes what the driver put into the object store."""
+    """Returns the tensors that the driver put into the object store."""
 
     is_collective = is_early = False
     name = "shard"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors."""
+        """Return the tensors unchanged."""
         return tensors
 
 
 @dataclass(frozen=True)
 class MakeShard:
-    """Calls a function of the user, which makes the shard of a rank."""
+    """Calls a user function of ``(rank, num_ranks)``."""
 
     function: Callable[[int, int], Any]
     is_collective = is_early = False
     name = "make_sharded"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
-        """Return what the function returns."""
+        """Return the result of ``function(rank, num_ranks)``."""
         return self.function(rank, num_ranks)
 
 
 @dataclass(frozen=True)
 class MapShard:
-    """Calls a function of the user with the tensors of a shard."""
+    """Calls a user function of the tensors of a shard."""
 
     function: Callable[..., Any]
     is_collective: bool
@@ -67,19 +79,19 @@ class MapShard:
     name = "map"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
-        """Return what the function returns."""
+        """Return the result of ``function(*tensors)``."""
         return self.function(*tensors)
 
 
 @dataclass(frozen=True)
 class AttendShards:
-    """Computes attention with all other ranks."""
+    """Computes attention with all other ranks by :func:`cqs.distributed.attention`."""
 
     options: dict[str, Any]
     is_collective = is_early = True
     name = "attention"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
-        """Return the output, and the lse if the options ask for it."""
+        """Return the output, or ``(output, lse)`` if ``options["return_lse"]`` is true."""
         query, key, value = tensors
         return attention(query, key, value, group=dist.group.WORLD, **self.options)
