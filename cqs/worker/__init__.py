@@ -1,4 +1,4 @@
-"""One task on one device: torch, no ray."""
+"""Computation of tasks on one device, with torch and without Ray."""
 
 from cqs.worker.backends import ATTEND_SHARES, WHY_NOT, choose_backend
 from cqs.worker.held_tokens import HeldTokens

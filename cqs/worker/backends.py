@@ -1,4 +1,4 @@
-"""Which kernel computes a call: the one named, or the best that says nothing against it."""
+"""Registry of the backends, and the choice of one for a given call."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,10 +18,12 @@ WHY_NOT: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {
     "cudnn": why_not_cudnn,
     "reference": why_not_reference,
 }
-"""Backend name -> the reason why it must decline ``(query, key, value)``, or None.
+"""Backend name -> function of ``(query, key, value)`` that returns the reason why the backend does
+not support these tensors, or None if it does.
 
-The best comes first, but for work that is a single call: there ``flash`` is, where it is installed.
-One H200, bfloat16, 16 heads, 16,384 tokens, TFLOP/s full / causal:
+The order is the order of preference for work of several calls. For a single call ``flash`` is
+preferred where it is installed. Throughput in TFLOP/s, non-causal / causal, on one H200 with
+bfloat16, 16 heads and 16,384 tokens:
 
 =========  ================  =================  ===============  ================
 ..         forward, d = 128  backward, d = 128  forward, d = 64  backward, d = 64
@@ -31,9 +33,9 @@ triton     627 / 590         413 / 438          433 / 396        323 / 323
 cudnn      621 / 578         539 / 520          445 / 400        447 / 439
 =========  ================  =================  ===============  ================
 
-Tasks of several calls go to ``triton``: it computes them in one launch, without gathering keys or
-merging within a task, and returns float32. The backward pass of ``cudnn`` is never the default: it
-adds in any order.
+``triton`` computes a task of several calls in one launch. It neither gathers keys nor merges within
+a task, and it can return float32. The backward pass of ``cudnn`` is never the default, because it
+accumulates in a nondeterministic order.
 """
 
 ATTEND: dict[str, Callable[..., Partial]] = {
@@ -42,7 +44,7 @@ ATTEND: dict[str, Callable[..., Partial]] = {
     "cpu": attend_cpu,
     "reference": attend_reference,
 }
-"""Backends that take one rectangle, or one causal square, at a time."""
+"""Forward functions of the backends that compute one rectangle or causal square a call."""
 
 GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "flash": gradients_flash,
@@ -50,22 +52,22 @@ GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "cpu": gradients_cpu,
     "reference": gradients_reference,
 }
-"""Their backward passes."""
+"""Backward functions of the backends in ``ATTEND``."""
 
 ATTEND_SHARES: dict[str, Callable[..., Partial]] = {"triton": attend_shares}
-"""Backends that take whole tasks."""
+"""Forward functions of the backends that compute whole tasks a call."""
 
 GRADIENTS_OF_SHARES: dict[str, Callable[..., Sequence[Tensor]]] = {"triton": gradients_of_shares}
-"""Their backward passes."""
+"""Backward functions of the backends in ``ATTEND_SHARES``."""
 
 BEST_FOR_WHOLE_CALLS = ("flash", *(name for name in WHY_NOT if name != "flash"))
-"""Names of backends for work that is a single call, best first."""
+"""Names of all backends in the order of preference for work that is a single call."""
 
 BEST_FOR_CALLS = tuple(name for name in BEST_FOR_WHOLE_CALLS if name in ATTEND)
-"""Those for one call among several."""
+"""Names of the backends for one call among several, in the order of preference."""
 
 IN_BATCHES = ("cpu",)
-"""Backends of single calls that want calls of one shape joined."""
+"""Names of the backends for which calls of one shape are joined into a batched call."""
 
 _WITH_DROPOUT = ("triton", "reference")
 _WITH_PATTERN = ("cpu", "triton", "reference")
@@ -87,12 +89,21 @@ def choose_backend(
     has_pattern: bool = False,
     best_first: Iterable[str] = WHY_NOT,
 ) -> str:
-    """Return the backend to use: the one named, or the best that accepts the tensors.
+    """Return the name of the backend to use for these tensors.
+
+    Args:
+        query: ``[batch, num_heads, seqlen_q, head_dim]``.
+        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
+        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
+        backend: The only candidate, or None to try ``best_first``.
+        has_dropout: Whether the backend must support dropout.
+        has_pattern: Whether the backend must support sparse patterns.
+        best_first: Names of the candidates, in the order of preference.
 
     Raises:
-        ValueError: if ``backend`` names none.
-        NotImplementedError: if the named backend declines; the message says why, and why the
-            others do or that they would not.
+        ValueError: ``backend`` is not the name of a backend.
+        NotImplementedError: The named backend does not support the tensors or options. The message
+            gives the reason for every backend.
     """
     check_backend_name(backend)
 

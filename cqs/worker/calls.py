@@ -1,9 +1,9 @@
-"""Sparse shares by backends that take one call at a time.
+"""Sparse patterns on backends that compute one rectangle or causal square a call.
 
-A view that is full, or a causal square, is one call. Others are cut into such and into strips of a
-few queries and the keys that these see, with a mask. Calls of one shape that follow each other at
-equal distances, strips of a window or residues of a stride, become one call on overlapping or
-interleaved views of the tensors: nothing is copied.
+A dense view or a causal square is one call. Any other view is cut into such calls and into strips:
+a few queries and the keys that they attend to, with a mask. Calls of one shape at equal distances
+are joined into one batched call, such as the strips of a window or the residues of a stride. The
+batched call reads overlapping or interleaved views of the tensors, without copies.
 """
 
 from collections import defaultdict
@@ -21,8 +21,9 @@ from cqs.patterns.views import View
 from cqs.worker.share import Share
 
 _STRIP = 32
-"""Queries of a strip. In a window of w keys a strip visits w + 32. Useful rate of PyTorch's CPU
-kernel over its dense one, 2 cores, float32, d = 64, by w and queries of a strip:
+"""Queries of a strip. In a window of w keys, a strip of 32 queries reads w + 32 keys. The table
+gives the throughput on live pairs relative to dense attention, by w and queries of a strip
+(PyTorch's CPU kernel, 2 cores, float32, head_dim 64):
 
 ====  ====  ====  ====  ====  ====
 w     32    64    128   256   512
@@ -32,13 +33,13 @@ w     32    64    128   256   512
 ====  ====  ====  ====  ====  ====
 """
 _AREA = 2**20
-"""Pairs of a call on a full view where calls are not joined: the backend keeps their scores."""
+"""Most pairs of a call on a dense view if calls are not joined: the backend stores their scores."""
 _LEAST_SQUARE = 64
-"""Rows from which on a causal square is worth a call of its own."""
+"""Fewest rows of a causal square that gets a call of its own."""
 
 
 class _Place(NamedTuple):
-    """Where a call of several views reads and writes: one batch element, one head of each group."""
+    """Batch element, and query head within each GQA group, of one batched call."""
 
     batch: int
     member: int
@@ -46,31 +47,31 @@ class _Place(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A view, or several of one shape, each ``stride`` rows behind the last on both sides."""
+    """A view, or ``number`` views of one shape, each shifted by ``stride`` rows and columns."""
 
     view: View
     is_causal: bool = False
-    """The view is a causal square."""
+    """Whether the view is a causal square."""
     number: int = 1
     stride: int = 0
 
     def places(self, batch: int, group_size: int) -> Iterator[_Place | None]:
-        """List what to call for; ``None`` is everything at once."""
+        """List the batched calls; ``None`` is one call for all batch elements and heads."""
         if self.number == 1:
             return iter([None])
         return (_Place(b, m, group_size) for b, m in product(range(batch), range(group_size)))
 
     def of_queries(self, tensor: Tensor, place: _Place | None, first: int = 0) -> Tensor:
-        """Return, without a copy, the queries of a tensor whose first row is ``first``.
+        """Return the call's query rows of a tensor as a view of its memory.
 
         Args:
             tensor: ``[batch, num_heads, rows, ...]``.
-            place: Where.
-            first: Row of the call's coordinates that the tensor begins with.
+            place: Batch element and head of a batched call, or None for all.
+            first: Row number, in the call's coordinates, of the tensor's row 0.
 
         Returns:
-            ``[batch, num_heads, queries, ...]``, or where there are several views
-            ``[num_kv_heads, number, queries, ...]``.
+            ``[batch, num_heads, queries, ...]``, or ``[num_kv_heads, number, queries, ...]`` for a
+            batched call.
         """
         tokens = self.view.queries
         if place is None:
@@ -78,7 +79,7 @@ class Call(NamedTuple):
         return self._select(tensor[place.batch, place.member :: place.group_size], tokens, first)
 
     def of_keys(self, tensor: Tensor, place: _Place | None) -> Tensor:
-        """Return keys of ``[batch, num_kv_heads, rows, ...]``, as :meth:`of_queries` does."""
+        """Return the key rows of ``[batch, num_kv_heads, rows, ...]``; see :meth:`of_queries`."""
         tokens = self.view.keys
         if place is None:
             return tensor[:, :, tokens.start : tokens.stop : tokens.step]
@@ -94,7 +95,7 @@ class Call(NamedTuple):
         )
 
     def visible(self, device: torch.device) -> Tensor | None:
-        """Return bool ``[queries, keys]``, the pairs that count, or None where all do."""
+        """Return the mask of live pairs, bool ``[queries, keys]``, or None if no mask is needed."""
         if self.is_causal or self.view.is_full:
             return None
         return torch.from_numpy(self.view.to_mask()).to(device)
@@ -104,9 +105,9 @@ def make_calls(views: Iterable[View], *, in_batches: bool) -> list[Call]:
     """Cut views into calls.
 
     Args:
-        views: No pair in two.
-        in_batches: Whether to join calls of one shape. If not, none is of more pairs than a strip
-            of the longest view, or an area, and none is causal.
+        views: Views of the score matrix; no pair may be in two of them.
+        in_batches: Whether to join calls of one shape. If False, every view without bits is cut
+            into strips, and no call is causal.
     """
     if in_batches:
         return list(_join(call for view in views for call in _cut(view)))
@@ -125,18 +126,22 @@ def attend_calls(
     dropout: Dropout | None = None,
     dropout_words: DropoutWords | None = None,
 ) -> Partial:
-    """Attend with the queries of a share to all that they see.
+    """Compute the partial output of a share's queries over all their live pairs.
 
     Args:
-        share: In rows of the tensors.
-        attend: A backend's function for one call.
-        query: ``[batch, num_heads, rows, head_dim]``.
-        key: ``[batch, num_kv_heads, rows, head_dim]``.
-        value: ``[batch, num_kv_heads, rows, value_dim]``.
+        share: Query rows and views, in row numbers of the tensors.
+        attend: A backend's forward function for one call.
+        query: ``[batch, num_heads, rows_q, head_dim]``.
+        key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
+        value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
         scale: Factor on the scores.
-        in_batches: Whether to join calls of one shape; not with dropout.
-        dropout: Which pairs to keep, if not all.
-        dropout_words: Its words, in rows of the tensors.
+        in_batches: Whether to join calls of one shape; must be False with dropout.
+        dropout: Dropout of the attention probabilities, or None.
+        dropout_words: Hash words of the tensors' rows; required with ``dropout``.
+
+    Returns:
+        Output ``[batch, num_heads, queries, value_dim]`` in the dtype of ``query``, and LSE
+        ``[batch, num_heads, queries]``. Queries without a live pair get output 0 and LSE -inf.
     """
     batch, num_heads, _, _ = query.shape
     first, dtype = share.queries.start, lse_dtype(query.dtype)
@@ -181,24 +186,25 @@ def add_call_gradients(
     dropout: Dropout | None = None,
     dropout_words: DropoutWords | None = None,
 ) -> None:
-    """Add what the pairs of a share contribute to the gradients.
+    """Add the contribution of a share's live pairs to the gradients, in place.
 
     Args:
-        share: As for :func:`attend_calls`, like the other arguments not named here.
-        compute: A backend's function for one call.
-        gradients: Added to, in rows of the tensors.
-        query: Likewise.
-        key: Likewise.
-        value: Likewise.
-        grad_output: ``[batch, num_heads, rows, value_dim]``, in rows of ``query``.
-        output: Likewise, of the whole problem.
-        lse: ``[batch, num_heads, rows]``, of the whole problem.
-        scale: Likewise.
-        in_batches: Likewise.
-        dropout: Likewise.
-        dropout_words: Likewise.
+        share: Query rows and views, in row numbers of the tensors.
+        compute: A backend's backward function for one call.
+        gradients: Sums that are added to, in the shapes of ``query``, ``key`` and ``value``.
+        query: ``[batch, num_heads, rows_q, head_dim]``.
+        key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
+        value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
+        grad_output: ``[batch, num_heads, rows_q, value_dim]``.
+        output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
+        lse: LSE of the whole problem, ``[batch, num_heads, rows_q]``.
+        scale: Factor on the scores.
+        in_batches: Whether to join calls of one shape; must be False with dropout.
+        dropout: Dropout of the attention probabilities, or None.
+        dropout_words: Hash words of the tensors' rows; required with ``dropout``.
     """
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of blind rows no pair has a probability
+    # +inf makes exp(score - lse) = 0 in rows without a live pair; -inf would give NaN or inf.
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     for call in make_calls(share.views, in_batches=in_batches):
         options = _options(call, query.device, scale, dropout, dropout_words)
         for place in call.places(query.shape[0], query.shape[1] // key.shape[1]):
@@ -215,7 +221,7 @@ def add_call_gradients(
                 if place is None:
                     call.of_keys(target, place).add_(part)
                     continue
-                for i, one in enumerate(part.unbind(1)):  # their keys may overlap
+                for i, one in enumerate(part.unbind(1)):  # key rows of views may overlap
                     tokens = call.view.moved(0, i * call.stride).keys
                     target[place.batch, :, tokens.start : tokens.stop : tokens.step].add_(one)
 
@@ -243,13 +249,13 @@ def _options(
 
 
 def _cut(view: View) -> Iterator[Call]:
-    """Cut a view at the rows from which on an end of its band leaves out keys."""
+    """Cut a view into calls at the rows where an end of its band begins to mask out keys."""
     queries, keys = view.queries, view.keys
     if view.bits is not None or view.is_full:
         yield Call(view)
     elif queries.step != keys.step:
         yield from _strips(view)
-    else:  # row a sees the keys numbered from low + a to high + a
+    else:  # row a attends to the keys numbered low + a to high + a
         apart = queries.start - keys.start
         low, high = -((-view.low - apart) // keys.step), (view.high + apart) // keys.step
         first = max(0, -high)
@@ -260,15 +266,15 @@ def _cut(view: View) -> Iterator[Call]:
 
 
 def _cut_alike(view: View, start: int, low: int, high: int) -> Iterator[Call]:
-    """Cut a view whose rows all have a key left out on one end of the band, or none has.
+    """Cut a view into calls if each end of the band masks out keys in all rows or in none.
 
-    What is bounded on one end is a rectangle, with a causal square or with strips.
+    A view that is bounded at one end is a rectangle plus a causal square or strips.
 
     Args:
-        view: Row ``i`` of it sees the keys numbered ``start + i + low`` to ``start + i + high``.
-        start: Number of its first row.
-        low: Where the band begins.
-        high: Where it ends.
+        view: Row ``i`` attends to the keys numbered ``start + i + low`` to ``start + i + high``.
+        start: Number of the view's first row.
+        low: Number of the first live key of row 0.
+        high: Number of the last live key of row 0.
     """
     queries, keys = view.queries, view.keys
     begins_late, ends_early = start + low > 0, start < len(keys) - high
@@ -288,7 +294,7 @@ def _cut_alike(view: View, start: int, low: int, high: int) -> Iterator[Call]:
 
 
 def _strips(view: View) -> Iterator[Call]:
-    """Cut a view into a few queries each, of a full one as many as make up an area."""
+    """Cut a view into calls of ``_STRIP`` queries, or of about ``_AREA`` pairs if dense."""
     if view.bits is not None:
         yield Call(view)
         return
@@ -307,12 +313,12 @@ def _between(tokens: range, first: int, last: int) -> range:
 
 
 def _are_apart(queries: range, farthest: int, stride: int) -> bool:
-    """Say whether ranges of queries, up to ``farthest`` behind the first, have none in common."""
+    """Return whether copies of a query range, shifted by multiples of ``stride``, are disjoint."""
     return stride >= len(queries) * queries.step or 0 < farthest < queries.step
 
 
 def _join(calls: Iterable[Call]) -> Iterator[Call]:
-    """Join calls of one shape whose places are an arithmetic progression."""
+    """Join calls of one shape whose first queries are an arithmetic progression."""
     alike: defaultdict[Any, list[Call]] = defaultdict(list)
     for i, call in enumerate(calls):
         queries, keys, low, high, bits = call.view

@@ -1,4 +1,4 @@
-"""PyTorch's fused attention for CPUs, through the operator that returns its lse."""
+"""Backend ``cpu``: PyTorch's fused CPU attention, through the operator that returns its LSE."""
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +12,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 32
 """The kernel processes queries in blocks of 32, 64 or 256 rows."""
 _LEAST_ROWS = 4
-"""With fewer rows in a block, MKL accumulates all keys one after another: errors grow tenfold."""
+"""Fewest rows of a block: with fewer, MKL accumulates all keys in sequence and errors are ten times
+as large."""
 LEAST_COLUMNS = 16
-"""With 2 to 9 columns it does the same."""
+"""Fewest columns: with 2 to 9 columns, MKL accumulates all keys in sequence too."""
 _AREA = 2**22
-"""Most scores that the reference holds at once where it computes rows again."""
+"""Most scores that the reference stores at a time when it recomputes rows."""
 
 
 def why_not_cpu(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Say why PyTorch's fused CPU kernel cannot take these tensors, or return None if it can."""
+    """Return why PyTorch's fused CPU kernel does not support these tensors, or None if it does."""
     if query.device.type != "cpu":
         return f"needs CPU tensors, got {query.device}"
     if query.dtype not in _DTYPES:
@@ -41,12 +42,16 @@ def attend_cpu(
     scale: float,
     visible: Tensor | None = None,
 ) -> Partial:
-    """Attend with the fused CPU kernel; arguments as for the reference, none of them empty.
+    """Compute one call with the fused CPU kernel.
 
-    The kernel reads rows as if their elements were adjacent, whatever the stride says, so other
-    layouts are copied first. A row whose visible scores are all NaN or -inf may come back as
-    output 0 and lse 0, and a NaN or infinity that is masked out may leak into a row. The reference
-    therefore computes every such row again: the rows that are not finite or have an lse of 0.
+    The arguments are those of :func:`~cqs.worker.reference.attend_reference`; no tensor may be
+    empty. The kernel ignores the stride of the last dimension, so rows that are not contiguous are
+    copied first. It has two defects:
+
+    - A row whose live scores are all NaN or -inf may get output 0 and LSE 0.
+    - A NaN or infinity that is masked out may leak into a row.
+
+    The reference therefore recomputes every row that is not finite or has an LSE of 0.
     """
     num_queries, head_dim = query.shape[2:]
     num_padding, num_columns = padding_rows(num_queries), max(LEAST_COLUMNS - head_dim, 0)
@@ -85,11 +90,14 @@ def gradients_cpu(
     scale: float,
     visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients with the fused CPU kernel; arguments as for the reference."""
+    """Compute the gradients of one call with the fused CPU kernel.
+
+    The arguments are those of :func:`~cqs.worker.reference.gradients_reference`.
+    """
     num_queries = query.shape[2]
     num_padding = padding_rows(num_queries)
     positive_query, positive_scale = with_positive_scale(query, scale)
-    if visible is not None:  # NaN in a query that sees no key must not reach the keys
+    if visible is not None:  # NaN in a query without a live pair must not reach the keys
         positive_query = positive_query.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
     of_queries = [_pad(each, num_padding) for each in (grad_output, positive_query, output)]
     padded_grad, padded_query, padded_output = with_adjacent_columns(*of_queries)
@@ -112,20 +120,20 @@ def gradients_cpu(
 
 
 def padding_rows(num_queries: int) -> int:
-    """Return how many rows to append to the queries, so that no block has too few."""
+    """Return how many rows to append to the queries so that no block has too few."""
     last_block = num_queries % _BLOCK
     return max(_LEAST_ROWS - last_block, 0) if last_block else 0
 
 
 def _pad(tensor: Tensor, num_rows: int, num_columns: int = 0, value: float = 0.0) -> Tensor:
-    """Append to ``[batch, num_heads, rows, columns]``; the same tensor where nothing is missing."""
+    """Append rows and columns to ``[batch, num_heads, rows, columns]``, or return the tensor."""
     if not (num_rows or num_columns):
         return tensor
     return F.pad(tensor, (0, num_columns, 0, num_rows), value=value)
 
 
 def _addend(visible: Tensor | None, like: Tensor, num_padding: int) -> Tensor | None:
-    """Return what the kernel adds to the scores, so that hidden pairs get -inf."""
+    """Return the mask that the kernel adds to the scores: 0 for live pairs, -inf for others."""
     if visible is None:
         return None
     num_queries, num_keys = visible.shape
@@ -144,17 +152,17 @@ def _compute_again(
     scale: float,
     visible: Tensor | None,
 ) -> None:
-    """Overwrite the rows of ``found`` that are wanted by those of the reference.
+    """Recompute some rows of ``found`` with the reference, in place.
 
     Args:
-        found: Results of the call.
-        is_wanted: bool ``[batch, num_heads, seqlen_q]``.
+        found: Output and LSE of the call.
+        is_wanted: Rows to recompute, bool ``[batch, num_heads, seqlen_q]``.
         query: ``[batch, num_heads, seqlen_q, head_dim]``.
         key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
         value: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
-        is_causal: The block is square and query i sees the keys 0..i.
+        is_causal: Whether query i attends to keys 0..i; requires equal sequence lengths.
         scale: Factor on the scores.
-        visible: bool ``[seqlen_q, seqlen_kv]``, or None if no pair is masked out.
+        visible: Live pairs, bool ``[seqlen_q, seqlen_kv]``, or None if no pair is masked out.
     """
     rows = is_wanted.any(dim=(0, 1)).nonzero().squeeze(-1)
     keys = torch.arange(key.shape[2])

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention for NVIDIA GPUs, through the operator that returns its lse."""
+"""Backend ``cudnn``: cuDNN's fused attention, through the operator that returns its LSE."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _HEAD_DIMS = range(8, 129, 8)
 
 
 def why_not_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Say why cuDNN cannot take these tensors, or return None if it can."""
+    """Return why cuDNN does not support these tensors, or None if it does."""
     if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
         return reason
     if key.shape[2] == 1:
@@ -30,7 +30,10 @@ def why_not_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 def attend_cudnn(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
 ) -> Partial:
-    """Attend with cuDNN's kernel; arguments as for the reference, none of them empty."""
+    """Compute one call with cuDNN's kernel.
+
+    The arguments are those of :func:`~cqs.worker.reference.attend_reference`; none may be empty.
+    """
     query, scale = with_positive_scale(query, scale)
     output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *with_adjacent_columns(query, key, value), None, True, 0.0, is_causal, False, scale=scale
@@ -49,7 +52,10 @@ def gradients_cudnn(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients with cuDNN's kernel; arguments as for the reference."""
+    """Compute the gradients of one call with cuDNN's kernel, in a nondeterministic order.
+
+    The arguments are those of :func:`~cqs.worker.reference.gradients_reference`.
+    """
     positive_query, positive_scale = with_positive_scale(query, scale)
     no_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -1,6 +1,6 @@
-"""FlashAttention-4 for NVIDIA's Hopper GPUs, from the optional package flash-attn-4.
+"""Backend ``flash``: FlashAttention-4 on Hopper GPUs, from the optional package flash-attn-4.
 
-It compiles a kernel at the first call of each kind, in seconds.
+The package compiles a kernel, in seconds, at the first call of each kind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,19 +18,20 @@ from cqs.worker.operands import (
 )
 
 _VERSIONS = tuple(f"4.0.0b{beta}" for beta in range(32, 37))
-"""Their private functions and kernels agree; no public function takes the lse of the whole."""
+"""Supported versions: their private functions and kernels agree. The private functions are needed
+because no public function accepts the LSE of the whole problem."""
 _HEAD_DIMS = range(32, 257, 32)
-"""Many others get wrong gradients of queries: two of the kernels pad to different multiples."""
+"""Many other head_dims give wrong dQ, because two of the kernels pad to different multiples."""
 
 _TILE = 128
-"""Rows, at a multiple of which a causal square is cut."""
+"""Causal squares are cut at a multiple of this number of rows."""
 _LONGEST_SQUARE = 32_768
-"""Most rows of a causal square that the backward kernel computes in one call: longer ones take up
-to 44 % longer than in parts, as docs/kernels.md shows."""
+"""Most rows of a causal square that the backward kernel computes in one call. Longer squares take
+up to 44 % longer in one call than in parts (docs/kernels.md)."""
 
 
 def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Say why FlashAttention-4 cannot take these tensors, or return None if it can."""
+    """Return why FlashAttention-4 does not support these tensors, or None if it does."""
     if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
         return reason
     if (capability := torch.cuda.get_device_capability(query.device))[0] != 9:
@@ -47,9 +48,10 @@ def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
 ) -> Partial:
-    """Attend with FlashAttention-4; arguments as for the reference, none of them empty.
+    """Compute one call with FlashAttention-4.
 
-    Where a row meets NaN its lse is -inf, as if it saw no key; NaN is put back.
+    The arguments are those of :func:`~cqs.worker.reference.attend_reference`; no tensor may be
+    empty. For a row that reads NaN the kernel returns LSE -inf; this function replaces it by NaN.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -79,15 +81,15 @@ def gradients_flash(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients with FlashAttention-4, added up in a fixed order.
+    """Compute the gradients of one call with FlashAttention-4, in a deterministic order.
 
-    Arguments as for the reference. A row that sees no key goes in with lse +inf, so that all of
-    its probabilities are 0: of -inf the kernel makes 0.
+    The arguments are those of :func:`~cqs.worker.reference.gradients_reference`.
 
     Returns:
-        Gradients of query, key and value: float32 for a causal square of many rows, else in the
-        dtype of the query.
+        Gradients of query, key and value, in their shapes: float32 for a causal square of more than
+        ``_LONGEST_SQUARE`` rows, else in the dtype of the query.
     """
+    # The kernel replaces an LSE of -inf by 0. With +inf all probabilities of the row are 0.
     positive_query, positive_scale = with_positive_scale(query, scale)
     of_queries = positive_query, grad_output, output, lse.masked_fill(lse == -torch.inf, torch.inf)
     of_keys = key, value
@@ -109,7 +111,7 @@ def gradients_flash(
 
 
 def _cut_square(tokens: range) -> Iterator[tuple[range, range]]:
-    """Cut a causal square into rows and columns of rectangles and of shorter causal squares.
+    """Cut a causal square into rectangles and shorter causal squares: pairs of rows and columns.
 
     Example:
         >>> [(len(rows), len(columns)) for rows, columns in _cut_square(range(40_000))]
@@ -126,7 +128,7 @@ def _cut_square(tokens: range) -> Iterator[tuple[range, range]]:
 
 
 def _new_sum(tensor: Tensor) -> Tensor:
-    """Return zeros as the kernels lay out gradients, so that adding up is fast."""
+    """Return float32 zeros in the memory layout of the kernels' gradients, for fast addition."""
     batch, num_heads, seqlen, dim = tensor.shape
     return tensor.new_zeros(batch, seqlen, num_heads, dim, dtype=torch.float32).transpose(1, 2)
 
@@ -134,13 +136,13 @@ def _new_sum(tensor: Tensor) -> Tensor:
 def _gradients(
     of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Call the kernels.
+    """Call the backward kernels.
 
     Args:
-        of_queries: Query, gradient of the output, output and lse.
+        of_queries: Query, gradient of the output, output and LSE.
         of_keys: Key and value.
-        is_causal: Whether it is a causal square.
-        scale: More than 0.
+        is_causal: Whether the call is a causal square.
+        scale: Positive factor on the scores.
     """
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -161,7 +163,7 @@ def _gradients(
 def _import_error() -> str | None:
     try:
         import flash_attn.cute.interface  # noqa: F401
-    except Exception as error:  # its compiler looks at the machine and may raise anything
+    except Exception as error:  # its compiler inspects the machine and may raise anything
         return repr(error)
     return None
 

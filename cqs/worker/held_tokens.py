@@ -1,4 +1,4 @@
-"""The rows of a sequence that a worker holds."""
+"""Storage of the tokens of a sequence that a worker holds."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,10 +7,14 @@ from torch import Tensor
 
 
 def rows_of(tokens: range, ranges: Sequence[range]) -> range:
-    """Return the rows of ``tokens`` in a tensor that holds ``ranges``, one after another.
+    """Return the row numbers of ``tokens`` in a tensor that stores ``ranges`` one after another.
+
+    Args:
+        tokens: Token positions; must be contiguous in the tensor.
+        ranges: Token positions of the tensor's rows.
 
     Raises:
-        KeyError: if a token is not held.
+        KeyError: A token is not held, or the tokens are not adjacent rows.
 
     Example:
         >>> rows_of(range(8, 12), [range(0, 4), range(6, 10), range(10, 20)])
@@ -32,7 +36,7 @@ def rows_of(tokens: range, ranges: Sequence[range]) -> range:
 
 
 class HeldTokens:
-    """Contiguous pieces of one ``[batch, heads, seqlen, dim]`` sequence, by token range.
+    """Contiguous parts of one ``[batch, heads, seqlen, dim]`` sequence, by token range.
 
     Example:
         >>> held = HeldTokens([(range(0, 2), torch.zeros(1, 1, 2, 4)),
@@ -42,7 +46,7 @@ class HeldTokens:
     """
 
     def __init__(self, pieces: Iterable[tuple[range, Tensor]]):
-        """Hold ``(token range, tensor)`` pieces; the tensors are never written to."""
+        """Hold pairs of a token range and a tensor ``[batch, heads, len(range), dim]``."""
         self._pieces = sorted(pieces, key=lambda piece: piece[0].start)
         self._joined: Tensor | None = None
 
@@ -53,7 +57,7 @@ class HeldTokens:
 
     @classmethod
     def packed(cls, tensor: Tensor, ranges: Sequence[range]) -> "HeldTokens":
-        """Hold tokens of ascending ranges that lie in one tensor, one after another."""
+        """Hold the tokens of ascending ranges, stored in one tensor one after another."""
         parts = tensor.split(list(map(len, ranges)), dim=2)
         held = cls(zip(ranges, parts, strict=True))
         held._joined = tensor
@@ -61,42 +65,42 @@ class HeldTokens:
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """What is held, ascending."""
+        """Token ranges that are held, ascending."""
         return tuple(tokens for tokens, _ in self._pieces)
 
     @property
     def sample(self) -> Tensor:
-        """Some of the tokens: they tell dtype, device and shape but for the length.
+        """One of the tensors, with the dtype, the device and every dimension except seqlen.
 
         Raises:
-            KeyError: if there are none.
+            KeyError: No tokens are held.
         """
         if not self._pieces:
             raise KeyError("no tokens are held")
         return self._pieces[0][1]
 
     def joined(self) -> Tensor:
-        """Return all tokens in one tensor: a view if one piece holds them, else a copy."""
+        """Return all tokens in one tensor; several are copied once, and the copy is kept."""
         if self._joined is None:
             tensors = [tensor for _, tensor in self._pieces]
             self._joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=2)
         return self._joined
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
-        """Return zeros, a row for each token that is held."""
+        """Return zeros ``[batch, heads, held tokens, ...]`` of this dtype."""
         batch, heads, _, *dim = self.sample.shape
         return self.sample.new_zeros((batch, heads, sum(map(len, self.ranges)), *dim), dtype=dtype)
 
     def empty_like(self, part: Tensor) -> Tensor:
-        """Return a tensor like ``[batch, heads, rows, ...]``, with a row for each token held."""
+        """Return an uninitialised tensor like ``part`` with one row (dim 2) for each held token."""
         batch, heads, _, *dim = part.shape
         return part.new_empty((batch, heads, sum(map(len, self.ranges)), *dim))
 
     def take(self, ranges: Iterable[range]) -> Tensor:
-        """Return the tokens of ``ranges`` in order: a view if one piece holds them all.
+        """Return the tokens of ``ranges`` in order: a view if one tensor holds them, else a copy.
 
         Raises:
-            KeyError: if a token is not held.
+            KeyError: A token is not held.
         """
         found = [part for tokens in ranges for part in self._find(tokens)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)

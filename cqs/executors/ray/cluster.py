@@ -275,6 +275,7 @@ class Cluster:
             WorkersFailedError: All workers failed; for a sharded sequence, no replacement for a
                 failed worker could be started.
             TaskFailedError: ``max_attempts`` workers failed on the same task.
+            VerificationError: ``verify`` found a row that deviates by more than its bound.
         """
         if isinstance(query, Sharded):
             if not (

@@ -123,7 +123,7 @@ class Group:
         Raises:
             CancelledError: ``cancelled`` was set, or the cluster was closed.
             WorkersFailedError: No replacement for a failed actor could be started.
-            TaskFailedError: Failures of actors or connections stopped a step ``max_attempts`` times.
+            TaskFailedError: Actors or connections failed ``max_attempts`` times in one step.
             ValueError: Shards differ in their number of tensors, or a repeated shard in its shapes.
             Exception: A producer raised; a note on the exception names the rank.
         """
@@ -455,7 +455,7 @@ class Group:
         """Abort the process group on all actors, and wait for the calls to end.
 
         Actors that do not answer the abort within ``_ABORT_SECONDS`` are killed. The others may be
-        busy with work of their own: their calls have until ``end``, and at least ``_ABORT_SECONDS``.
+        busy with work of their own: they have until ``end``, and at least ``_ABORT_SECONDS``.
         Actors whose call has returned are aborted too, because their GPU may still wait for a peer.
         """
         answers = {

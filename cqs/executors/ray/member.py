@@ -1,4 +1,4 @@
-"""An actor as a rank: it keeps shards of sequences, and computes together with other actors."""
+"""An actor as a rank: it holds shards of sequences, and computes together with other actors."""
 
 import os
 import pickle
@@ -23,45 +23,49 @@ from cqs.executors.ray.session import find_private_folder, import_ray
 from cqs.executors.ray.shard_producer import ShardProducer
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Those of the tensors of a shard."""
+"""Shapes of the tensors of a shard."""
 Address = str | tuple[str, int]
 """Path of a file store, or host and port of a TCP store."""
 
 _CONNECT_SECONDS = 10.0
-"""In which a store is reached that was opened before."""
+"""Seconds for the connection to a store, which rank 0 has opened before."""
 _POLL_SECONDS = 0.01
+"""Seconds between two checks of the rendezvous."""
 _RELEASE_SECONDS = 2.0
-"""In which a GPU gets done with what it waited for."""
+"""Seconds in which a GPU must leave its waits for peers before the process group is aborted."""
 
 
 class Member:
-    """Keeps shards on one device, and is a rank of a torch.distributed group.
+    """Holds shards on one device, and is a rank of a torch.distributed process group.
 
-    Groups are numbered by generation. Nothing that a broken one computed may be used: a receive
-    through NCCL that is aborted returns garbage as if nothing had happened, as does a fetch that is
-    released.
+    Groups are numbered by generation. Results of an aborted group are invalid and must be
+    discarded: an aborted NCCL receive, or a released wait for a peer, leaves arbitrary data in its
+    buffer and raises no error.
 
-    When a call returns, its GPU may still be at work, but not on anything older.
+    When a call returns, the GPU may still execute its kernels, but no kernels of earlier calls.
     """
 
     def __init__(self, device: torch.device):
-        """Hold nothing and be in no group."""
+        """Start without shards and without a process group."""
         self._device = device
         self._shards: dict[int, tuple[Tensor, ...]] = {}
         self._generation: int | None = None
         self._aborted = -1
-        """Latest group that was aborted, which this process may not have joined yet."""
+        """Last generation that was aborted; this process may not have joined it yet."""
         self._made: torch.cuda.Event | None = None
-        """When the GPU is done with what was made last."""
+        """Recorded after the kernels of the last shard."""
         self._leaving = threading.Lock()
 
     def bind(self, timeout: float) -> Address:
-        """Open the store for the rendezvous of a group.
+        """Open the store for the rendezvous of a group; the driver calls this on rank 0.
+
+        Args:
+            timeout: Timeout of a TCP store, in seconds.
 
         Returns:
-            The path of a file in the directory of a private cluster, which other users cannot
-            enter; in other clusters host and port of a TCP store, which has no authentication and
-            listens only on the address that Ray uses on this host.
+            In a private Ray, the path of a file in a directory that other users cannot enter. On
+            other clusters, host and port of a TCP store. It has no authentication, and listens only
+            on the address that Ray uses on this host.
         """
         if folder := find_private_folder():
             handle, path = tempfile.mkstemp(prefix="rendezvous-", dir=folder)
@@ -90,15 +94,18 @@ class Member:
         timeout: float,
         call_timeout: float,
     ) -> None:
-        """Leave the group that this process is in, if any, and meet the ranks of another.
+        """Leave the current process group, if any, and join a new one.
 
         Args:
-            generation: Number of the group, never used before.
-            rank: Of this process; rank 0 has opened the store.
-            num_ranks: Size of the group.
-            address: The store's, as returned by :meth:`bind`.
-            timeout: Seconds for meeting.
-            call_timeout: Seconds after which a collective fails by itself.
+            generation: Number of the group, greater than those of earlier groups.
+            rank: Rank of this process; rank 0 has opened the store.
+            num_ranks: Number of ranks of the group.
+            address: Address of the store, as returned by :meth:`bind`.
+            timeout: Seconds for the rendezvous.
+            call_timeout: Seconds after which a collective fails.
+
+        Raises:
+            RuntimeError: The rendezvous timed out or was aborted.
         """
         self._leave()
         timeout = min(timeout, call_timeout)
@@ -113,8 +120,8 @@ class Member:
         if interface := _interface_of(import_ray().util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the driver aborts; PyTorch would exit
-        # PyTorch names groups by counting them, those too that never came to be; names must agree.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else PyTorch ends the process
+        # PyTorch names groups by a counter that includes failed groups; ranks must agree on it.
         dist.distributed_c10d._world.group_count = 0
         gpu = torch.device("cuda", torch.cuda.current_device()) if self._is_on_gpu else None
         dist.init_process_group(
@@ -130,9 +137,9 @@ class Member:
     def _meet(
         self, store: dist.Store, generation: int, rank: int, num_ranks: int, end: float
     ) -> None:
-        """Wait until all ranks have come to the store of a group, or some time of the clock.
+        """Wait until all ranks have joined the rendezvous, or until ``end`` (``time.monotonic``).
 
-        PyTorch would wait for one that has died, and could not be told to stop.
+        The rendezvous of PyTorch cannot be aborted while it waits for a failed rank.
         """
         names = [f"has come/{each}" for each in range(num_ranks)]
         store.set(names[rank], "")
@@ -142,9 +149,10 @@ class Member:
             time.sleep(_POLL_SECONDS)
 
     def abort(self, generation: int) -> None:
-        """Break a group, so that a call which waits for its other ranks ends if it can.
+        """Abort a process group, so that calls that wait for its other ranks end.
 
-        Called on a thread of its own. Does nothing if this process has gone on to another group.
+        Runs on another thread than these calls. Does nothing if this process has joined a later
+        group.
         """
         self._aborted = generation
         if generation == self._generation:
@@ -159,17 +167,23 @@ class Member:
         keep: bool,
         *blobs: Blob,
     ) -> Shapes:
-        """Make a shard, and keep it if asked to; return the shapes of its tensors.
+        """Make a shard, and return the shapes of its tensors.
 
-        Waits until the GPU is done with the one before: see :meth:`settle`.
+        Waits until the GPU has finished the previous shard; see :meth:`settle`.
 
         Args:
-            number: Of the sharded sequence.
-            pickled: The producer, which is given rank, number of ranks and tensors.
-            place: Rank and number of ranks.
-            sources: Sequences whose shards on this rank the producer is given.
-            keep: False if the shard is here already and only other ranks need theirs.
-            blobs: Tensors that it is given after them, copied to the device.
+            number: Number of the step.
+            pickled: The pickled producer.
+            place: Rank of this actor, and number of ranks.
+            sources: Numbers of the steps whose shards on this rank are inputs of the producer.
+            keep: Store the shard. False if this rank already holds it and only takes part in a
+                collective call for other ranks.
+            blobs: Additional inputs of the producer, which are copied to the device.
+
+        Raises:
+            TypeError: The producer did not return tensors.
+            RuntimeError: The process group was aborted during the call.
+            Exception: The producer raised.
         """
         producer: ShardProducer = pickle.loads(pickled)
         generation = self._generation
@@ -185,26 +199,26 @@ class Member:
                 raise RuntimeError(f"generation {generation} of the group was aborted")
         except BaseException:
             if producer.is_collective:
-                self._leave()  # other ranks may wait for this one: their connections close
+                self._leave()  # closes the connections of ranks that wait for this one
             raise
         if keep:
             self._shards[number] = shard
         return tuple(tuple(tensor.shape) for tensor in shard)
 
     def settle(self) -> None:
-        """Wait until the GPU is done with what was made last.
+        """Wait until the GPU has finished the shard made last.
 
-        It is right if all ranks of its group get there.
+        The shard is valid if this call returns on all ranks of the group.
         """
         if self._made is not None:
             self._made.synchronize()
 
     def fetch(self, number: int) -> tuple[Blob, ...]:
-        """Return the tensors of a shard."""
+        """Return the tensors of a shard as blobs."""
         return tuple(map(Blob, self._shards[number]))
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Let go of shards, whether they are here or not."""
+        """Free the shards of some steps; ignore steps without a shard here."""
         for number in numbers:
             self._shards.pop(number, None)
 
@@ -233,7 +247,7 @@ class Member:
 
 
 def _interface_of(host: str) -> str | None:
-    """Name the network interface that has an IPv4 address, or return None."""
+    """Return the name of the network interface with an IPv4 address; None if there is none."""
     if sys.platform != "linux":
         return None
     import fcntl
@@ -241,7 +255,7 @@ def _interface_of(host: str) -> str | None:
     get_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # has no such address
+            with suppress(OSError):  # the interface has no IPv4 address
                 found = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == host:
                     return name

@@ -1,4 +1,4 @@
-"""The actors of a cluster: started, replaced, ended."""
+"""The actors of a cluster: their start, replacement and end."""
 
 import contextlib
 import os
@@ -12,28 +12,29 @@ from cqs.executors.ray.closer import Closer
 from cqs.executors.ray.session import find_connection
 
 CONTROL = "control"
-"""Calls of this concurrency group are answered while the actor computes."""
+"""Concurrency group of calls that an actor answers while it computes."""
 _RELEASE_SECONDS = 5.0
-"""How long what ended actors held may take to be free again."""
+"""Seconds that Ray may take to release the resources of actors that have ended."""
 
 
 @dataclass
 class Actor:
-    """An actor as the driver knows it."""
+    """The driver's record of an actor."""
 
     index: int
-    """Never used twice in a pool."""
+    """Index of the actor, unique among all actors that the pool has started."""
     handle: Any
+    """Ray handle of the actor; None after its removal."""
     info: ActorInfo | None = None
-    """What it said of itself, once it has started."""
+    """Process, host and device of the actor; None until it has answered."""
 
     def ping(self) -> Any:
-        """Return a reference that is ready when the actor can work."""
+        """Return a Ray reference that becomes ready when the actor has started."""
         return self.handle.describe.remote()
 
 
 class ActorPool:
-    """Equal actors on a Ray cluster, on as few of its nodes as can hold them."""
+    """Equal actors on a Ray cluster, packed on as few nodes as possible."""
 
     def __init__(
         self,
@@ -44,7 +45,15 @@ class ActorPool:
         use_gpus: bool,
         cpus_per_worker: int,
     ):
-        """Reserve room for ``num_workers`` actors and their successors; none is started yet."""
+        """Reserve resources for the actors and their replacements, and start none.
+
+        Args:
+            ray: The ray module, connected to a cluster.
+            actor_class: Class of the actors, not decorated by ``ray.remote``.
+            num_workers: Number of actors that run at the same time.
+            use_gpus: Reserve one GPU for each actor instead of CPU cores.
+            cpus_per_worker: CPU cores of each actor without a GPU, and threads of every actor.
+        """
         self.ray = ray
         self._connection = find_connection()
         room = {"GPU": 1} if use_gpus else {"CPU": cpus_per_worker}
@@ -66,11 +75,11 @@ class ActorPool:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connection to Ray is that in which the actors were started."""
+        """Whether this process still has the Ray connection in which the actors were started."""
         return find_connection() is self._connection
 
     def check_connected(self) -> None:
-        """Raise ValueError if Ray is gone: Ray's next call would start another by itself."""
+        """Raise ValueError if Ray is not connected: its next call would start another Ray."""
         if not self.is_connected:
             self.actors.clear()
             self._abandoned.clear()
@@ -80,7 +89,7 @@ class ActorPool:
             )
 
     def start(self, number: int) -> list[Actor]:
-        """Begin to start actors; they can be sent work at once."""
+        """Start actors without waiting; calls on them are queued until they have started."""
         started = []
         for _ in range(number):
             actor = Actor(self._num_started, self._remote_class.remote(*self._arguments))
@@ -90,19 +99,24 @@ class ActorPool:
         return started
 
     def remove(self, actor: Actor, *, is_hung: bool) -> None:
-        """Let go of an actor, and make sure that it ends if it answers nothing any more."""
+        """Kill an actor and remove it from the pool.
+
+        Args:
+            actor: Actor of this pool.
+            is_hung: Send SIGKILL to its process too, if that runs on the host of the driver.
+        """
         del self.actors[actor.index]
         self.ray.kill(actor.handle, no_restart=True)
-        actor.handle = None  # Ray keeps a connection open as long as there is a handle
+        actor.handle = None  # a handle keeps a connection of Ray open
         if is_hung and actor.info is not None and actor.info.host == host_name():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(actor.info.pid, signal.SIGKILL)
 
     def abandon(self, refs: list[Any]) -> None:
-        """Forget results that nobody waits for any more.
+        """Discard results that are no longer needed.
 
-        Ray prints the error of a result that was never read, so those are kept until they have
-        come, and then read.
+        Ray prints the error of a result that was never read. The pool therefore keeps unfinished
+        references, and reads them in a later call.
         """
         self._abandoned += refs
         if not self._abandoned:
@@ -115,7 +129,7 @@ class ActorPool:
                 self.ray.get(ref)
 
     def close(self) -> None:
-        """End all actors and give back their room, unless they ended with Ray."""
+        """Kill all actors and release their resources, if the connection to Ray still exists."""
         if not self.is_connected:
             return
         self.abandon([])
@@ -132,7 +146,22 @@ def start_pool(
     cpus_per_worker: int,
     start_timeout: float,
 ) -> tuple[ActorPool, int]:
-    """Start actors, all or none, and return their pool and number."""
+    """Start all actors and wait until they answer; if one fails, end all.
+
+    Args:
+        ray: The ray module, connected to a cluster.
+        actor_class: Class of the actors, not decorated by ``ray.remote``.
+        num_workers: Number of actors; ``None`` means as many as the cluster has GPUs or cores for.
+        use_gpus: Reserve one GPU for each actor; ``None`` means true if the cluster has GPUs.
+        cpus_per_worker: CPU cores of each actor without a GPU.
+        start_timeout: Seconds to wait for the answer of an actor.
+
+    Returns:
+        The pool and the number of its actors.
+
+    Raises:
+        ValueError: The cluster has too few free GPUs or cores, or an actor did not answer in time.
+    """
     total = ray.cluster_resources()
     if use_gpus is None:
         use_gpus = total.get("GPU", 0) >= 1
@@ -166,7 +195,7 @@ def start_pool(
 
 
 def actor_failures(ray: Any) -> tuple[type[Exception], ...]:
-    """List what says that a machine failed, as opposed to the computation."""
+    """Return the exception types that mean a failed actor or host, not an error of the task."""
     errors = ray.exceptions
     return (
         errors.RayActorError,

@@ -1,4 +1,4 @@
-"""Sequences that live on the actors, and what their shards were made from."""
+"""Sequences whose shards stay on the actors of a cluster."""
 
 import weakref
 from collections.abc import Callable
@@ -18,45 +18,52 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Step:
-    """How the shards of a sequence are made, and who has them; outlives its :class:`Sharded`."""
+    """The definition of a sharded sequence, and the actors that hold its shards.
+
+    A step outlives its :class:`Sharded` while other steps need it to restore lost shards.
+    """
 
     number: int
-    """Greater than those of its sources."""
+    """Number of the step, greater than those of its sources."""
     name: str
-    """What errors call it."""
+    """Name of the step in error messages."""
     producer: Any
-    """Pickled, or a reference to that."""
+    """The pickled producer, or a Ray reference to it."""
     is_collective: bool
+    """Whether all ranks must call the producer together."""
     is_early: bool
+    """Whether a call may begin before other ranks have finished the previous exchange."""
     num_ranks: int
+    """Number of shards."""
     sources: "tuple[Step, ...]" = ()
+    """Steps whose shards are inputs of the producer."""
     stored: tuple[tuple[Any, ...], ...] = ()
-    """For each rank, blobs in the object store that its shard is made from."""
+    """For each rank, references to input tensors in the object store."""
     holders: list[int | None] = field(init=False)
-    """For each rank, the index of the actor that was given its shard."""
+    """For each rank, the index of the actor that received its shard; None without a shard."""
     shapes: dict[int, Shapes] = field(default_factory=dict)
-    """For each rank, those of the tensors that were made."""
+    """For each rank, the shapes of the tensors of its shard."""
     is_wanted: bool = False
-    """Whether a :class:`Sharded` refers to it."""
+    """Whether a :class:`Sharded` refers to the step."""
 
     def __post_init__(self) -> None:
         self.holders = [None] * self.num_ranks
 
 
 class Sharded:
-    """One or several tensors cut along a dimension, a shard on each worker of a cluster.
+    """One or several tensors split along a dimension, with one shard on each worker of a cluster.
 
-    Made by :meth:`cqs.Cluster.shard`, :meth:`cqs.Cluster.make_sharded`,
-    :meth:`cqs.Cluster.attention` and :meth:`map`. A shard that is lost with its worker is made
-    again, when it is needed, in the way in which it was made: the shards of what it was computed
-    from too, if they are gone.
+    :meth:`cqs.Cluster.shard`, :meth:`cqs.Cluster.make_sharded`, :meth:`cqs.Cluster.attention` and
+    :meth:`map` return sharded sequences. If a worker fails, its shards are lost. The cluster makes
+    a lost shard again when it is needed: it repeats the call that made it, and first the calls that
+    made its inputs if those are lost too.
 
-    Its memory is freed before the next call on the cluster once nothing refers to it. Records no
-    gradients.
+    The memory of a sequence without references is freed before the next call on the cluster.
+    Sharded sequences do not record gradients.
     """
 
     def __init__(self, cluster: "Cluster", step: Step, forget: Callable[[Step], None]):
-        """Wrap shards that have been made; ``forget`` is told when nothing refers to them."""
+        """Wrap the shards of a step; call ``forget`` when nothing refers to this object."""
         self._cluster, self._step = cluster, step
         step.is_wanted = True
         weakref.finalize(self, forget, step).atexit = False
@@ -66,12 +73,12 @@ class Sharded:
 
     @property
     def cluster(self) -> "Cluster":
-        """The cluster whose workers have the shards."""
+        """The cluster whose workers hold the shards."""
         return self._cluster
 
     @property
     def step(self) -> Step:
-        """How the shards were made."""
+        """The step that made the shards."""
         return self._step
 
     @property
@@ -80,25 +87,28 @@ class Sharded:
         return tuple(self._step.shapes[rank] for rank in range(self._step.num_ranks))
 
     def wait(self) -> None:
-        """Wait until the GPUs are done, as one does before looking at a clock.
+        """Wait until the GPUs have computed all shards, for example before measuring time.
 
         Raises:
-            ValueError: if the cluster is closed.
-            WorkersFailedError: as :meth:`map`.
-            TaskFailedError: likewise.
+            ValueError: The cluster is closed.
+            WorkersFailedError: No replacement for a failed worker could be started.
+            TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
         """
         self._cluster.wait_for_shards(self)
 
     def to_local(self, dim: int = 2) -> Tensor | tuple[Tensor, ...]:
-        """Bring the shards to this process, joined along ``dim``, on the CPU.
+        """Copy the shards to this process and concatenate them on the CPU.
+
+        Args:
+            dim: Dimension along which the shards are concatenated, usually that of the tokens.
 
         Returns:
-            The tensor, or a tuple if the shards have several.
+            A CPU tensor, or a tuple of CPU tensors if each shard has several.
 
         Raises:
-            ValueError: if the cluster is closed.
-            WorkersFailedError: as :meth:`map`.
-            TaskFailedError: likewise.
+            ValueError: The cluster is closed.
+            WorkersFailedError: No replacement for a failed worker could be started.
+            TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
         """
         shards = self._cluster.fetch_shards(self)
         several = tuple(torch.cat(parts, dim=dim) for parts in zip(*shards, strict=True))
@@ -107,24 +117,28 @@ class Sharded:
     def map(
         self, function: Callable[..., Any], *others: "Sharded", is_collective: bool = False
     ) -> "Sharded":
-        """Apply a function to every shard, where it is.
+        """Apply a function to every shard on its worker.
 
         Args:
             function: Called without gradients on each worker with the tensors of its shard, then
-                those of ``others``; returns a tensor or several. It must not write to them, and
-                must give the same bits when it is called again.
-            others: Of the same cluster.
-            is_collective: The workers call the function together, as the ranks of the default
-                process group: it may call :func:`cqs.distributed.attention`, as often as it likes,
-                and collectives of ``torch.distributed``. A whole model then costs one call.
+                those of ``others``; returns one tensor or several. It must not write to its inputs,
+                and a repeated call must return bitwise identical tensors.
+            others: Sharded sequences of the same cluster.
+            is_collective: All workers call the function together, as ranks of the default process
+                group. The function may then call :func:`cqs.distributed.attention` and collectives
+                of ``torch.distributed``, any number of times; a whole model is one call.
+
+        Returns:
+            The sharded sequence of the function's results.
 
         Raises:
-            TypeError: if an argument, or what the function returns, is of the wrong type.
-            ValueError: if the cluster is closed or ``others`` are of another.
-            WorkersFailedError: if a worker died and none could be started in its place.
-            TaskFailedError: if workers die or hang whenever they try, or a collective function
-                raises RuntimeError whenever it is called: that may mean that another rank failed.
-            Exception: what the function raises, with a note that names the rank.
+            TypeError: An argument has the wrong type, or the function does not return tensors.
+            ValueError: The cluster is closed, ``others`` belong to another cluster, or shards have
+                different numbers of tensors.
+            WorkersFailedError: No replacement for a failed worker could be started.
+            TaskFailedError: Workers failed or hung ``max_attempts`` times. Also if a collective
+                function raises RuntimeError each time, which may mean that another rank failed.
+            Exception: The function raised; a note on the exception names the rank.
         """
         if not callable(function):
             raise TypeError(f"map takes a function, got {function!r}")
@@ -132,13 +146,14 @@ class Sharded:
         return self._cluster.make_shards(MapShard(function, is_collective), (self, *others))
 
     def replicate(self) -> None:
-        """Keep a copy in the object store of this process, from which lost shards are taken.
+        """Copy the shards to the object store, from which lost shards are then restored.
 
-        They are then not computed again, and what they were computed from is let go.
+        Lost shards are not computed again. The sequences from which they were computed are
+        released, unless other sequences need them.
 
         Raises:
-            ValueError: if the cluster is closed.
-            WorkersFailedError: as :meth:`map`.
-            TaskFailedError: likewise.
+            ValueError: The cluster is closed.
+            WorkersFailedError: No replacement for a failed worker could be started.
+            TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
         """
         self._cluster.replicate_shards(self)
