@@ -112,22 +112,22 @@ class OverLink:
         self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
     ) -> torch.cuda.Event:
         """Copy rows on the upload stream."""
-        stream_index = self._up
+        copies = self._up
         if after is not None:
-            stream_index.stream.wait_event(after)
+            copies.stream.wait_event(after)
         for head, into in zip(heads, target, strict=True):
             if isinstance(source, InMemory) and source.tensor.is_pinned():
-                with torch.cuda.stream(stream_index.stream):
+                with torch.cuda.stream(copies.stream):
                     into.copy_(source.rows_in_place(batch, head, rows), non_blocking=True)
                 continue
             for part in _cut(rows, into):
-                piece = stream_index.take(part, into)
+                piece = copies.take(part, into)
                 source.read(batch, head, part, piece)
                 first = part.start - rows.start
-                with torch.cuda.stream(stream_index.stream):
+                with torch.cuda.stream(copies.stream):
                     into[first : first + len(part)].copy_(piece, non_blocking=True)
-                stream_index.give_back()
-        arrived: torch.cuda.Event = stream_index.stream.record_event()
+                copies.give_back()
+        arrived: torch.cuda.Event = copies.stream.record_event()
         return arrived
 
     def wait(self, mark: Any) -> None:
@@ -147,8 +147,8 @@ class OverLink:
     def close(self) -> None:
         """Wait for the download thread and for both streams."""
         self._thread.shutdown()
-        for stream_index in (self._up, self._down):
-            stream_index.stream.synchronize()
+        for copies in (self._up, self._down):
+            copies.stream.synchronize()
 
     def _download(
         self,
@@ -160,23 +160,23 @@ class OverLink:
         rows: range,
     ) -> None:
         tensor = leaving.pop()
-        stream_index = self._down
-        stream_index.stream.wait_event(after)
+        copies = self._down
+        copies.stream.wait_event(after)
         if isinstance(target, InMemory) and target.tensor.is_pinned():
-            with torch.cuda.stream(stream_index.stream):
+            with torch.cuda.stream(copies.stream):
                 for head, values in zip(heads, tensor, strict=True):
                     into = target.rows_in_place(batch, head, rows)
                     into.copy_(values, non_blocking=True)
-            stream_index.stream.synchronize()
+            copies.stream.synchronize()
             return
         waiting: list[tuple[int, range, Tensor, torch.cuda.Event]] = []
         for head, values in zip(heads, tensor, strict=True):
             for part in _cut(rows, values):
-                piece = stream_index.take(part, values)
+                piece = copies.take(part, values)
                 first = part.start - rows.start
-                with torch.cuda.stream(stream_index.stream):
+                with torch.cuda.stream(copies.stream):
                     piece.copy_(values[first : first + len(part)], non_blocking=True)
-                waiting.append((head, part, piece, stream_index.give_back()))
+                waiting.append((head, part, piece, copies.give_back()))
                 # take() reuses a buffer once its copy is done: write its rows before that.
                 if len(waiting) == _NUM_PIECES - 1:
                     _write(target, batch, *waiting.pop(0))
