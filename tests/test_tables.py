@@ -449,7 +449,7 @@ def test_what_numbers_of_workers_gain():
     }
     columns = "responsibility ratio | measured / predicted bytes | times as fast as one call"
     header = f"| W | holds | CPU: {columns} | H200: {columns} |"
-    (body,) = tables("docs/howto/worker-count.md", header)
+    (body,) = tables("docs/howto/number-of-tasks.md", header)
     assert [int(number) for number, *_ in body] == list(reports["cpu"])
     for number, holds, *cells in body:
         row = reports["cpu"][int(number)]

@@ -226,7 +226,7 @@ class Plan:
         Args:
             index: Index of the task, in ``range(num_tasks)``.
             shape: Heads, head dimensions, batch and element size of the tensors.
-            backend: Name of the backend, see :func:`cqs.scheduler.predict_cost`.
+            backend: Name of the backend, see ``cqs.scheduler.predict_cost``.
 
         Raises:
             ValueError: ``index`` is out of range.

@@ -264,7 +264,7 @@ class Cluster:
             ``output``, or ``(output, lse)`` with ``return_lse``. ``output`` has shape ``[batch,
             num_heads, seqlen_q, value_dim]``, ``lse`` ``[batch, num_heads, seqlen_q]``. A sharded
             sequence returns a :class:`Sharded` sequence, sharded like its queries and without
-            gradients. GPUs may still compute it; see :meth:`Sharded.wait`.
+            gradients. GPUs may still compute it; see ``Sharded.wait``.
 
         Raises:
             TypeError: An argument has the wrong type, or is not supported for the kind of sequence.
@@ -580,7 +580,7 @@ class Cluster:
         return self._wait_for(make)
 
     def wait_for_shards(self, sharded: Sharded) -> None:
-        """Wait until the GPUs have computed all shards; see :meth:`Sharded.wait`."""
+        """Wait until the GPUs have computed all shards; see ``Sharded.wait``."""
         self._wait_for(partial(self._group.finish, sharded.step))
 
     def fetch_shards(self, sharded: Sharded) -> list[tuple[Tensor, ...]]:
