@@ -1,4 +1,4 @@
-"""Every task of a plan in this process: in one launch where a kernel can, else one by one."""
+"""Computes all tasks of a plan in this process, in one kernel launch where the backend can."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,18 +24,23 @@ def run_local(
     answer: Partial | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Partial:
-    """Compute ``problem`` by ``plan`` on the device of its tensors.
+    """Compute a problem by a plan on the device of its tensors.
 
     Args:
         problem: The checked problem.
-        plan: A plan of its lengths.
-        backend: Name of a backend, or ``None`` for the best of each call.
-        answer: Where to write; ``None`` allocates it.
-        progress: Called with (tasks done, tasks in all) after every task, or few.
+        plan: A plan for the sequence lengths of the problem.
+        backend: Name of a backend; ``None`` chooses the fastest for the call.
+        answer: Tensors for output and LSE; ``None`` allocates them.
+        progress: Called with (finished tasks, all tasks) after every task, or once if all tasks
+            run in one launch.
+
+    Returns:
+        Output and LSE.
 
     Raises:
-        NotImplementedError: if the named backend cannot take the tensors.
-        torch.OutOfMemoryError: if a GPU has too little memory; the message says what would fit.
+        NotImplementedError: The named backend does not support the tensors.
+        torch.OutOfMemoryError: The GPU has too little memory; the message names a number of tasks
+            that would fit.
     """
     worker = Worker.of(problem, backend)
     tensors = problem.query, problem.key, problem.value
@@ -80,14 +85,21 @@ def run_local_backward(
     *,
     backend: str | None = None,
 ) -> Gradients:
-    """Compute the gradients of ``problem`` by the plan of its forward pass.
+    """Compute the gradients of a problem by the plan of its forward pass.
 
     Args:
         problem: The checked problem.
-        plan: A plan of its lengths.
-        answer: What the forward pass returned.
-        grad_output: Gradient of the output.
-        backend: Name of a backend, or ``None`` for the best.
+        plan: The plan of the forward pass.
+        answer: Output and LSE of the forward pass.
+        grad_output: Gradient of the output, of the same shape.
+        backend: Name of a backend; ``None`` chooses the fastest.
+
+    Returns:
+        Gradients of query, key and value.
+
+    Raises:
+        NotImplementedError: The named backend does not support the tensors.
+        torch.OutOfMemoryError: The GPU has too little memory.
     """
     if not answer.output.numel() or not problem.key.numel():
         return Gradients.zeros(problem.query, problem.key, problem.value)
@@ -105,7 +117,7 @@ def _all_steps(plan: Plan) -> list[Step]:
 
 
 def _together(problem: Problem, plan: Plan) -> list[Step]:
-    """Return steps that say what all tasks do together; of a pattern, in as few pieces as one."""
+    """Return steps that together cover all tasks; a pattern gets the steps of one task."""
     return _all_steps(plan if problem.pattern is None else problem.make_plan(1))
 
 

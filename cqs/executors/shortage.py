@@ -1,4 +1,4 @@
-"""How many tasks fit a memory, and what to say when a GPU runs out of it."""
+"""The number of tasks that fits a memory size, and the message of out-of-memory errors."""
 
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task, TaskCost, predict_cost
@@ -6,24 +6,28 @@ from cqs.scheduler.difference_covers import moduli_of_small_covers
 from cqs.worker import ATTEND_SHARES
 
 _MOST_TASKS = 1000
+"""Largest number of tasks that is considered."""
 _USABLE = 0.9
-"""Share of a GPU's memory that tensors may fill: the rest is taken by kernels and fragments."""
+"""Fraction of a GPU's memory that tensors may fill, besides kernels and fragmentation."""
 _LESS = 0.8
-"""Advice must save this much: what did not fit may have shared the GPU with others."""
+"""Largest memory of advised tasks, as a fraction of the failed call's prediction.
+
+The failed call may have shared the GPU, so its prediction may be below the capacity.
+"""
 
 
 def explain_shortage(
     problem: Problem, plan: Plan, backend: str | None, capacity: int, index: int | None = None
 ) -> str:
-    """Compare what was predicted with what a GPU has, and say how many tasks would fit.
+    """Return the message of an out-of-memory error: predicted memory, and a sufficient task count.
 
     Args:
-        problem: What was asked.
-        plan: Its plan.
-        backend: Name of the one that computed, if that was known.
-        capacity: Bytes of the GPU.
-        index: The task that found too little memory, alone on its device; ``None`` means that all
-            tasks share the device.
+        problem: The problem that was computed.
+        plan: Plan of the problem.
+        backend: Name of the backend; ``None`` if it was not yet chosen.
+        capacity: Memory of the GPU in bytes.
+        index: Task that ran out of memory, alone on its device; ``None`` if all tasks share the
+            device.
     """
     if index is not None:
         needed = _cost(problem, plan.task(index), backend).peak_bytes
@@ -57,13 +61,18 @@ def explain_shortage(
 def fewest_tasks(
     problem: Problem, backend: str | None, budget: float, *, at_least: int
 ) -> tuple[int, int] | None:
-    """Return the fewest tasks of which each keeps a budget, and what the largest takes.
+    """Return the smallest number of tasks whose predicted memory is within a budget.
 
     Args:
-        problem: What is to be computed.
-        backend: Name of the one that will compute.
-        budget: Bytes that the forward pass of a task may hold.
-        at_least: So many tasks, or more: then a number for which they hold few tokens.
+        problem: The problem to compute.
+        backend: Name of the backend; ``None`` counts no memory of a backend's own.
+        budget: Bytes that a task may hold in the forward pass.
+        at_least: Smallest number of tasks to consider. Larger candidates have small interest
+            sets, so their tasks read few tokens.
+
+    Returns:
+        The number of tasks and the bytes of the largest task; None if no number up to
+        ``_MOST_TASKS`` suffices.
     """
     more = (number for number in moduli_of_small_covers(_MOST_TASKS) if number > at_least)
     for num_tasks in (at_least, *more):
@@ -81,7 +90,7 @@ def _cost(problem: Problem, task: Task, backend: str | None) -> TaskCost:
 
 
 def _bytes_of_all(problem: Problem) -> int:
-    """Return the bytes of all inputs and results that count."""
+    """Return the bytes of all inputs and results that the pattern uses."""
     cost = _cost(problem, problem.make_plan(1).task(0), None)
     return cost.bytes_in + cost.bytes_out
 

@@ -1,8 +1,9 @@
-"""Tasks on the actors of a Ray cluster.
+"""Executes tasks on the actors of a Ray cluster.
 
-Every token group is put into the object store once and fetched by its holders alone. A task is a
-pure function of its groups, so it may be computed again anywhere; Ray itself restarts and retries
-nothing (``max_restarts=0``, ``max_task_retries=0``), which makes the death of an actor final.
+The driver puts every token group into the object store once; only the tasks that hold a group
+fetch it. A task is a pure function of its groups, so any actor can execute it again. Ray itself
+restarts no actor and retries no task (``max_restarts=0``, ``max_task_retries=0``): the driver
+replaces failed actors.
 """
 
 from cqs.executors.ray.cluster import AttentionFuture, Cluster

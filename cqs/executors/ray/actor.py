@@ -1,4 +1,4 @@
-"""What runs inside a remote process: a plain class, made remote by the executor."""
+"""The class of the actors, which the pool makes remote."""
 
 import os
 import socket
@@ -19,35 +19,42 @@ from cqs.worker.memory import measure_peak_bytes, memory_of
 
 
 class ActorInfo(NamedTuple):
-    """Who an actor is."""
+    """Process, host and device of an actor."""
 
     pid: int
+    """Process id on the actor's host."""
     host: str
-    """Processes of equal host can signal each other by pid."""
+    """Host and process namespace; processes with equal values can signal each other by pid."""
     node: str
-    """Id of the Ray node that it runs on."""
+    """Id of the actor's Ray node."""
     device: str
+    """Device of the actor, ``"cuda"`` or ``"cpu"``."""
 
 
 def host_name() -> str:
-    """Name this host and its process namespace."""
+    """Return a name of this host and process namespace."""
     namespace = "/proc/self/ns/pid"
     inode = os.stat(namespace).st_ino if os.path.exists(namespace) else 0
     return f"{socket.gethostname()}/{inode}"
 
 
 class TaskActor(Member):
-    """Computes one task at a time on one device, and keeps shards there."""
+    """Computes one task at a time on one device, and holds shards there."""
 
     def __init__(self, use_gpu: bool, num_threads: int):
-        """Take the GPU that the process was given, if there is one, else ``num_threads`` cores."""
+        """Choose the device and warm up the memory measurement.
+
+        Args:
+            use_gpu: Compute on the GPU that Ray assigned to this process, if there is one.
+            num_threads: Number of CPU threads of PyTorch.
+        """
         device = torch.device("cuda" if use_gpu and torch.cuda.is_available() else "cpu")
         super().__init__(device)
         torch.set_num_threads(num_threads)
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
-        """Answer as soon as the actor can work."""
+        """Return process, host and device; answers as soon as the actor has started."""
         node = import_ray().get_runtime_context().get_node_id()
         return ActorInfo(os.getpid(), host_name(), node, str(self._device))
 
@@ -58,21 +65,21 @@ class TaskActor(Member):
         worker: Worker,
         *groups: tuple[Blob, ...],
     ) -> tuple[list[tuple[Blob, ...]], TaskReport]:
-        """Compute ``task``.
+        """Compute a task.
 
         Args:
-            task: What to compute.
-            compute: How: ``attend_task`` or ``differentiate_task``.
-            worker: What computes it.
-            groups: The tensors of each of ``task.held_queries``, then of each of
-                ``task.held_keys``; never written to.
+            task: The task.
+            compute: Forward or backward pass, ``attend_task`` or ``differentiate_task``.
+            worker: Backend and settings of the computation.
+            groups: The CPU tensors of each of ``task.held_queries``, then of each of
+                ``task.held_keys``; they are not written to.
 
         Returns:
-            What ``compute`` returns, and what it took.
+            The results of ``compute`` as blobs, and the measurements of the task.
 
         Raises:
-            torch.OutOfMemoryError: with the message, the backend, if it was chosen before, and the
-                bytes of the GPU.
+            torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
+                message, the backend (None if not yet chosen) and the GPU's memory in bytes.
         """
         sides = [
             (task.held_queries, groups[: len(task.held_queries)]),
@@ -108,7 +115,7 @@ class TaskActor(Member):
             tensors, peak_bytes = measure_peak_bytes(computed, self._device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(str(error), backend, memory_of(self._device)) from error
-        peak_bytes += held_bytes  # mapped, not allocated
+        peak_bytes += held_bytes  # shared memory is mapped, so the profiler does not count it
         results = [tuple(map(Blob, group)) for group in tensors]
         report = TaskReport(
             index=task.index,
@@ -124,11 +131,11 @@ class TaskActor(Member):
         return results, report
 
     def _stay_in_store(self, ranges: Sequence[range], worker: Worker) -> bool:
-        """Say whether tensors are used where they lie, which patterns take in one piece only."""
+        """Return whether tensors are read from shared memory; patterns require one range."""
         return self._device.type == "cpu" and (worker.pattern is None or len(ranges) == 1)
 
     def _hold(self, ranges: Sequence[range], blobs: Sequence[Blob], worker: Worker) -> HeldTokens:
-        """Bring one tensor of each range to the device."""
+        """Copy one tensor of each range to the device, unless shared memory serves."""
         tensors = [blob.tensor() for blob in blobs]
         if self._stay_in_store(ranges, worker):
             return HeldTokens(zip(ranges, tensors, strict=True))

@@ -1,4 +1,4 @@
-"""CPU tensors as one flat buffer that Ray's object store maps instead of copying."""
+"""CPU tensors as flat buffers that Ray's object store maps instead of copying."""
 
 import warnings
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class Blob:
-    """A tensor of any dtype that pickles as one out-of-band uint8 buffer.
+    """A CPU tensor of any dtype that pickles as one out-of-band uint8 buffer.
 
-    Torch tensors pickle in band, several copies each; a numpy array goes into shared memory once
-    and every process of the host reads it there.
+    Torch tensors pickle in band, which makes several copies. Ray puts a numpy array into shared
+    memory once, and every process of the host reads it there.
     """
 
     __slots__ = ("_bytes", "_dtype", "_shape")
 
     def __init__(self, tensor: Tensor):
-        """Wrap ``tensor``; copies only if it is on a GPU, not contiguous or lazily negated."""
+        """Wrap a tensor; copy it only if it is on a GPU, not contiguous or lazily negated."""
         tensor = tensor.detach().cpu().contiguous().resolve_neg()
         self._bytes = tensor.reshape(-1).view(torch.uint8).numpy()
         self._dtype = tensor.dtype
@@ -33,7 +33,10 @@ class Blob:
         return self._bytes.nbytes
 
     def tensor(self) -> Tensor:
-        """Return a view that must not be written to: it may be shared with other processes."""
+        """Return a CPU tensor that views the buffer.
+
+        It must not be written to: other processes may share its memory.
+        """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(self._bytes).view(self._dtype).reshape(self._shape)

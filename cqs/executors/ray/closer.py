@@ -1,28 +1,28 @@
-"""Closing what must be closed even if the wait for it is interrupted."""
+"""Shutdown that completes even if the wait for it is interrupted."""
 
 import threading
 from collections.abc import Callable
 
 
 class Closer:
-    """Calls a function on threads of their own, which no KeyboardInterrupt reaches."""
+    """Calls a function on a new thread, which KeyboardInterrupt does not reach."""
 
     def __init__(self, function: Callable[[], object]):
-        """Prepare; ``function`` must do nothing when it is called again."""
+        """Store ``function``; repeated calls of it must have no effect."""
         self._function = function
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Call the function and wait until it is done, also if another thread called it.
+        """Call the function and wait until it has returned, also if another thread called it.
 
         Raises:
-            Exception: what the function raised.
+            Exception: The function raised.
         """
         errors: list[BaseException] = []
         thread = threading.Thread(target=self._run, args=(errors,))
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is ending
+        except RuntimeError:  # no thread can start while the interpreter shuts down
             self._run(errors)
         else:
             thread.join()

@@ -496,12 +496,7 @@ class Cluster:
             report: Called with the measurements of the run.
 
         Returns:
-            Gradients of query, key and value, on the device of the query.
-
-        Raises:
-            ValueError: The cluster is closed.
-            WorkersFailedError: All workers failed.
-            TaskFailedError: ``max_attempts`` workers failed on the same task.
+            Gradients on the device of the query; errors are those of :meth:`attention`.
         """
         self._check_alive()
         job = Differentiate(problem, plan, answer, grad_output)

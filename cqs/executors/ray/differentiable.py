@@ -1,4 +1,4 @@
-"""Attention on a cluster that autograd can differentiate."""
+"""Differentiable attention on a cluster."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -26,16 +26,20 @@ def attend_on(
     verify: bool,
     progress: bool | Callable[[int, int], None] = False,
 ) -> Partial:
-    """Compute a problem differentiably on a cluster.
+    """Compute a problem on a cluster, with gradients by autograd.
 
     Args:
-        scope: Enters a cluster, once for each pass.
+        scope: Returns a context manager of a cluster; it is entered once for each pass.
         problem: The checked problem.
-        num_tasks: See :meth:`Cluster.attention`, as for the other options.
-        interest_set: Likewise.
-        backend: Likewise.
-        verify: Likewise.
-        progress: Likewise.
+        num_tasks: Number of tasks; ``None`` means one per worker.
+        interest_set: Interest set of the quorums; ``None`` chooses one.
+        backend: Name of a backend; ``None`` lets each worker choose its fastest.
+        verify: Recompute sampled rows in float64 and raise if they deviate.
+        progress: True draws a progress bar of the forward pass; a function is called with
+            (finished tasks, all tasks).
+
+    Returns:
+        Output and LSE; errors are those of :meth:`cqs.Cluster.attention`.
     """
 
     def forward(cluster: "Cluster", problem: Problem) -> Partial:

@@ -1,4 +1,4 @@
-"""What a run computes: the forward or the backward pass of a problem, task by task."""
+"""The computation of a run: forward or backward pass of a problem, task by task."""
 
 from collections.abc import Callable
 
@@ -13,13 +13,21 @@ from cqs.tiler import GradientSum, Tiler
 from cqs.worker import HeldTokens, Worker
 
 TensorGroups = list[tuple[Tensor, ...]]
+"""Results of a task: for each step or token group, a tuple of tensors."""
 
 
 class Attend:
     """The forward pass."""
 
     def __init__(self, problem: Problem, plan: Plan, answer: Partial | None = None):
-        """Prepare to fill ``answer`` on the CPU, or a new answer on the device of the problem."""
+        """Prepare the result tensors.
+
+        Args:
+            problem: The checked problem.
+            plan: A plan for the sequence lengths of the problem.
+            answer: CPU tensors for output and LSE. ``None`` allocates them on the CPU, and
+                :meth:`finish` copies them to the device of the problem.
+        """
         self.problem = problem
         self._device = problem.query.device if answer is None else torch.device("cpu")
         self._answer = answer or Partial(
@@ -37,7 +45,7 @@ class Attend:
         self._tiler.add(task.index, [Partial(*tensors) for tensors in results])
 
     def finish(self) -> Partial:
-        """Return the answer."""
+        """Return output and LSE after all tasks were accepted."""
         answer = self._answer if self._tiler is None else self._tiler.finish()
         return Partial(*(tensor.to(self._device) for tensor in answer))
 
@@ -46,7 +54,14 @@ class Differentiate:
     """The backward pass."""
 
     def __init__(self, problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor):
-        """Prepare to compute gradients from the answer and the gradient of its output."""
+        """Prepare zero gradients on the CPU.
+
+        Args:
+            problem: The checked problem.
+            plan: The plan of the forward pass.
+            answer: Output and LSE of the forward pass.
+            grad_output: Gradient of the output, of the same shape.
+        """
         self.problem = problem
         tensors = problem.query, problem.key, problem.value
         self.is_empty = not (answer.output.numel() and problem.key.numel())
@@ -57,7 +72,7 @@ class Differentiate:
         self.compute: Callable[..., TensorGroups] = differentiate_task
 
     def accept(self, task: Task, results: TensorGroups) -> None:
-        """Add the gradients of a task."""
+        """Add the gradients that a task has computed."""
         number = len(task.held_queries)
         self._sum.add(
             task.index,
@@ -66,7 +81,7 @@ class Differentiate:
         )
 
     def finish(self) -> Gradients:
-        """Return the gradients."""
+        """Return the gradients, on the device of the query, after all tasks were accepted."""
         found = self._gradients if self.is_empty else self._sum.finish()
         return Gradients(*(tensor.to(self.problem.query.device) for tensor in found))
 
@@ -74,16 +89,24 @@ class Differentiate:
 def attend_task(
     worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
 ) -> TensorGroups:
-    """Compute a task from its queries, keys and values: output and lse of every step."""
+    """Compute the output and LSE of every step of a task."""
     return [tuple(part) for part in worker.run(task, *of_queries, *of_keys)]
 
 
 def differentiate_task(
     worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
 ) -> TensorGroups:
-    """Compute a task's gradients from its queries (gradients, outputs, lse), keys and values.
+    """Compute the gradients of a task.
 
-    Those of each of its ``held_queries`` come first, then pairs for each of its ``held_keys``.
+    Args:
+        worker: Backend and settings of the computation.
+        task: The task.
+        of_queries: Queries, gradients of the output, outputs and LSE.
+        of_keys: Keys and values.
+
+    Returns:
+        ``(grad_query,)`` for each of ``task.held_queries``, then ``(grad_key, grad_value)`` for
+        each of ``task.held_keys``.
     """
     query, *rest = of_queries
     found = worker.run_backward(task.steps, query, *of_keys, *rest)

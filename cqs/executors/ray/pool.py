@@ -79,7 +79,7 @@ class ActorPool:
         return find_connection() is self._connection
 
     def check_connected(self) -> None:
-        """Raise ValueError if Ray is not connected: its next call would start another Ray."""
+        """Raise ValueError if Ray is disconnected: its next call would start another Ray."""
         if not self.is_connected:
             self.actors.clear()
             self._abandoned.clear()

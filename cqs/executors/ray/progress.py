@@ -1,4 +1,4 @@
-"""How far a run is, drawn as a bar or told to a function."""
+"""Progress of a run, as a bar or as calls of a user function."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from tqdm import tqdm
 def progress_callback(
     progress: bool | Callable[[int, int], None],
 ) -> Callable[[int, int], None]:
-    """Return what is called with the numbers of tasks done and of all.
+    """Return a function that is called with (finished tasks, all tasks) after every task.
 
     Args:
-        progress: A function, or whether to draw a bar.
+        progress: A user function, which is returned; True for a bar; False for no output.
 
     Raises:
-        TypeError: if it is neither.
+        TypeError: ``progress`` is neither a bool nor a function.
     """
     if callable(progress):
         return progress

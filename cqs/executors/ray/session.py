@@ -1,4 +1,4 @@
-"""Starting Ray, or joining one that runs; the only module that imports it."""
+"""Connects to Ray or starts a private Ray; the only module that imports it."""
 
 import contextlib
 import os
@@ -15,37 +15,38 @@ from importlib.util import find_spec
 from typing import Any
 
 _CONNECT_SECONDS = 10.0
+"""Seconds to wait for a TCP connection to the address of a cluster."""
 _SESSION = "session_2026-01-31_12-34-56_123456"
-"""How Ray names the directory of a session, but for the process id."""
+"""Example of Ray's name of a session directory, without the process id; it gives the length."""
 _PREFIX, _RAY_FOLDER, _LOCK_FILE = "cqs-ray-", "ray", "cqs-ray.lock"
 _CONFIG = {
-    # Nobody reads metrics and events, and their senders leave a socket open after ray.shutdown.
+    # Metrics and events are not used, and their senders leak a socket after ray.shutdown.
     "enable_metrics_collection": False,
     "enable_ray_event": False,
     "task_events_report_interval_ms": 0,
-    # How long close() waits for a GCS that was killed, after which Ray ends the driver.
+    # Seconds that close() waits for a killed GCS; Ray ends the driver after that.
     "gcs_rpc_server_reconnect_timeout_s": 10,
 }
-"""Settings of a private Ray."""
+"""System configuration of a private Ray."""
 _GRPC_EXPERIMENTS = "event_engine_client"
-"""gRPC's event engine; its older client leaves the sockets of some refused connections open."""
+"""gRPC's new event engine: the older client leaks sockets of some refused connections."""
 _IN_USE = (
     "another Cluster of this process has a private Ray, which is not shared: close that Cluster "
     "first, or call it from here, or start Ray yourself and give both its address"
 )
 _LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 LOCK = threading.RLock()
-"""Held while this process looks whether it is connected, connects, or ends its private Ray."""
+"""Held while this process checks its connection, connects, or ends its private Ray."""
 _has_private_ray = False
 
 
 def num_cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def import_ray() -> Any:
-    """Return the ray module, or raise NotImplementedError where it is not installed."""
+    """Return the ray module; raise NotImplementedError if Ray is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -56,14 +57,14 @@ def import_ray() -> Any:
 
 
 def is_connected() -> bool:
-    """Say whether this process is connected to a Ray cluster."""
+    """Return whether this process is connected to a Ray cluster."""
     return "ray" in sys.modules and bool(import_ray().is_initialized())
 
 
 def find_connection() -> object | None:
-    """Return what stands for this process's connection to Ray, None without one.
+    """Return an object that identifies this process's connection to Ray; None without one.
 
-    A connection that is made after ``ray.shutdown()`` is another object.
+    A connection made after ``ray.shutdown()`` has another object.
     """
     if not is_connected():
         return None
@@ -77,10 +78,10 @@ def find_connection() -> object | None:
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Run the Python handlers of SIGINT and SIGALRM, which may raise, at the end of the block.
+    """Defer the Python handlers of SIGINT and SIGALRM, which may raise, to the end of the block.
 
-    ``ray.init`` must not be interrupted: the next one would end the process without an exception.
-    Python runs handlers on the main thread only, so this does nothing on others.
+    ``ray.init`` must not be interrupted: the next ``ray.init`` would end the process without an
+    exception. Python runs handlers on the main thread only, so other threads defer nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -103,15 +104,20 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
-    """Connect to a running cluster, or join the connection that this process has.
+    """Connect to a running cluster, or use the connection that this process has.
+
+    Args:
+        address: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``; ``None`` uses the existing
+            connection.
 
     Returns:
-        The ray module, and what undoes the connection (nothing, if it was there before).
+        The ray module, and a function that disconnects. The function does nothing if the connection
+        existed before.
 
     Raises:
-        ValueError: if no cluster answers at ``address``, if one is connected already, or if it is
-            the private one of another Cluster.
-        NotImplementedError: if Ray, or what it needs for ``ray://``, is not installed.
+        ValueError: The address is malformed, no cluster answers there, a connection exists already,
+            or it belongs to the private Ray of another Cluster.
+        NotImplementedError: Ray is not installed, or ``grpcio`` for ``ray://`` addresses.
     """
     ray = import_ray()
     if ray.is_initialized() and _has_private_ray:
@@ -122,11 +128,11 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
         return ray, lambda: None
     address = address or ""
     found = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):(\d+)", address)
-    is_port = found and 0 < int(found[2]) < 2**16  # the resolver would take others modulo 2^16
+    is_port = found and 0 < int(found[2]) < 2**16  # the resolver reduces ports modulo 2^16
     if not is_port and address != "auto":
         raise ValueError(f"address must be 'auto', HOST:PORT or ray://HOST:PORT, got {address!r}")
     try:
-        if found:  # Ray itself tries for minutes
+        if found:  # fails within seconds; Ray retries for minutes
             host, port = found[1].strip("[]"), int(found[2])
             socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
         if address.startswith("ray://") and find_spec("grpc") is None:
@@ -143,21 +149,27 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
 def start_private_ray(
     num_cpus: int, num_gpus: int, object_store_memory: int | None
 ) -> tuple[Any, Callable[[], None]]:
-    """Start Ray on this machine for this process alone.
+    """Start a Ray on this machine for this process alone.
+
+    Args:
+        num_cpus: CPU cores that Ray may assign to actors.
+        num_gpus: GPUs that Ray may assign to actors.
+        object_store_memory: Size of the object store in bytes; ``None`` lets Ray choose.
 
     Returns:
-        The ray module, and what ends it.
+        The ray module, and a function that shuts Ray down.
 
     Raises:
-        ValueError: if this process has started one before and not ended it.
+        ValueError: This process has started a private Ray and not closed its Cluster.
+        NotImplementedError: Ray is not installed.
     """
-    if _has_private_ray:  # ray.shutdown() has ended it, its settings remain
+    if _has_private_ray:  # also after ray.shutdown(): its settings remain until close()
         raise ValueError(_IN_USE)
     ray = import_ray()
     ours: object | None = None
 
     def shutdown() -> None:
-        if ours is None or find_connection() is ours:  # else the user has called ray.shutdown
+        if ours is None or find_connection() is ours:  # else the user has called ray.shutdown()
             ray.shutdown(wait_for_processes=True)
 
     with contextlib.ExitStack() as stack:
@@ -176,7 +188,7 @@ def start_private_ray(
                 object_store_memory=object_store_memory,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=os.path.join(folder, _RAY_FOLDER),
-                _system_config=dict(_CONFIG),  # Ray adds to it
+                _system_config=dict(_CONFIG),  # a copy, because Ray modifies it
             )
         ours = find_connection()
         undo = stack.pop_all()
@@ -189,7 +201,7 @@ def start_private_ray(
 
 
 def _end_processes_in(folder: str) -> None:
-    """Kill what Ray has started in a private directory and, if interrupted, lost track of."""
+    """Kill processes of a private Ray that an interrupted start or shutdown has left."""
     import psutil  # comes with Ray
 
     prefix = os.path.join(folder, _RAY_FOLDER)
@@ -202,11 +214,11 @@ def _end_processes_in(folder: str) -> None:
 
 @contextlib.contextmanager
 def _private_environment(ray: Any) -> Iterator[None]:
-    """Ask Ray for a token of our own and for no statistics, whatever the user asked it for.
+    """Set a random token and disable usage statistics, independent of the user's settings.
 
-    A new local Ray turns authentication on by itself unless RAY_AUTH_MODE is set; given no token
-    it would write one to the home directory, readable by all. It keeps mode and token in the
-    process, so it is made to forget them before and after.
+    A new local Ray enables authentication unless RAY_AUTH_MODE is set. Without a token it would
+    write one to the home directory, readable by all users. Ray caches mode and token in the
+    process, so the cache is cleared before and after.
     """
     global _has_private_ray
     token = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_AUTH_MODE": None}
@@ -220,9 +232,9 @@ def _private_environment(ray: Any) -> Iterator[None]:
         yield
     finally:
         _has_private_ray = False
-        if not ray.is_initialized():  # else the user has started another Ray with our token
+        if not ray.is_initialized():  # else the user has started another Ray with this token
             _set_environment(before)
-            ray._raylet.Config.initialize("")  # first: threads that linger must not miss a token
+            ray._raylet.Config.initialize("")  # first: remaining threads would fail without a token
             ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
@@ -235,10 +247,11 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[str]:
-    """Make a directory that other users cannot enter; remove it, and those of killed processes.
+    """Make a directory that other users cannot enter, and remove it at the end of the block.
 
-    Ray opens its own directory to all users, so it gets a child of this one. The paths of Ray's
-    sockets are short enough there.
+    Directories that killed processes left are removed first. Ray opens its own directory to all
+    users, so Ray gets a subdirectory. The parent is chosen so that the paths of Ray's sockets stay
+    within the limit of the operating system.
     """
     parent = tempfile.gettempdir()
     name = f"{_PREFIX}12345678/{_RAY_FOLDER}/{_SESSION}_{os.getpid()}/sockets/plasma_store"
@@ -253,11 +266,11 @@ def private_folder() -> Iterator[str]:
 
 
 def _lock(folder: str, stack: contextlib.ExitStack) -> None:
-    """Mark a private directory as in use, until the stack is closed or this process ends.
+    """Lock a private directory until the stack is closed or this process ends.
 
-    The file gets its name once it is locked: nobody ever finds it without a lock while its process
-    lives. Where the file system has no locks, the directory is not marked and never removed by
-    another process.
+    The lock file gets its name after it is locked, so no process finds an unlocked file of a
+    running process. On a file system without locks the file keeps its temporary name, and other
+    processes never remove the directory.
     """
     import fcntl
 
@@ -272,7 +285,7 @@ def _lock(folder: str, stack: contextlib.ExitStack) -> None:
 
 def _remove_abandoned(parent: str) -> None:
     """Remove the private directories in ``parent`` whose processes were killed."""
-    with contextlib.suppress(OSError):  # a directory that this user cannot list
+    with contextlib.suppress(OSError):  # this user cannot list the directory
         for name in os.listdir(parent):
             if re.fullmatch(re.escape(_PREFIX) + "[a-z0-9_]{8}", name):
                 with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -281,12 +294,12 @@ def _remove_abandoned(parent: str) -> None:
 
 
 def _lock_abandoned(folder: str, stack: contextlib.ExitStack) -> bool:
-    """Say whether a directory belongs to a process of this user and host that was killed.
+    """Return whether a directory belongs to a killed process of this user and host.
 
-    It is locked until the stack is closed, so that no other process removes it too.
+    The directory stays locked until the stack is closed, so that no other process removes it too.
 
     Raises:
-        OSError: if it is no private directory, is locked, removed, a link or closed to this user.
+        OSError: The directory is not private, locked, already removed, a link, or not accessible.
     """
     import fcntl
 
@@ -297,16 +310,16 @@ def _lock_abandoned(folder: str, stack: contextlib.ExitStack) -> bool:
     if not os.stat(opened).st_uid == os.stat(lock_file).st_uid == os.geteuid():
         return False
     if os.read(lock_file, len(_host()) + 1) != _host():
-        return False  # locks of other hosts may not be seen here
+        return False  # locks of other hosts may be invisible here
     fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return os.path.samestat(os.stat(opened), os.lstat(folder))
 
 
 def _remove(folder: str) -> None:
-    """Remove a private directory, at last the file that says that it is one.
+    """Remove a private directory; its lock file is removed last.
 
-    The Ray of a process that was killed lives on for a moment and may write meanwhile. Then the
-    directory keeps that file, and a later start removes it.
+    The Ray of a killed process runs for a moment longer and may still write files. The directory
+    then keeps its lock file, and a later start removes it.
     """
     of_ray = os.path.join(folder, _RAY_FOLDER)
     shutil.rmtree(of_ray, ignore_errors=True)
@@ -319,7 +332,7 @@ def _host() -> bytes:
 
 
 def find_private_folder() -> str | None:
-    """Return the private directory of the Ray to which this process is connected, if it has one."""
+    """Return the directory of the private Ray to which this process is connected, or None."""
     folder, name = os.path.split(import_ray()._private.worker._global_node.get_temp_dir_path())
     is_ours = name == _RAY_FOLDER and os.path.basename(folder).startswith(_PREFIX)
     return folder if is_ours else None
@@ -327,10 +340,10 @@ def find_private_folder() -> str | None:
 
 @contextlib.contextmanager
 def _loopback_only(ray: Any) -> Iterator[None]:
-    """Let a Ray that starts here listen on the loopback interface alone.
+    """Restrict a Ray that starts in the block to the loopback interface.
 
-    Its servers do so if the node's address is 127.0.0.1, which Linux replaces by the address of
-    the network unless Ray was told, as it is by default on macOS, to be no cluster.
+    Ray's servers listen only there if the address of the node is 127.0.0.1. On Linux, Ray replaces
+    that address by one of the network unless ENABLE_RAY_CLUSTER is false, its default on macOS.
     """
     constants = ray._private.ray_constants
     is_cluster = constants.ENABLE_RAY_CLUSTER
