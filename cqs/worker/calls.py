@@ -203,8 +203,7 @@ def add_call_gradients(
         dropout: Dropout of the attention probabilities, or None.
         dropout_words: Hash words of the tensors' rows; required with ``dropout``.
     """
-    # +inf makes exp(score - lse) = 0 in rows without a live pair; -inf would give NaN or inf.
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    lse = lse_for_gradients(lse)
     for call in make_calls(share.views, in_batches=in_batches):
         options = _options(call, query.device, scale, dropout, dropout_words)
         for place in call.places(query.shape[0], query.shape[1] // key.shape[1]):
@@ -224,6 +223,15 @@ def add_call_gradients(
                 for i, one in enumerate(part.unbind(1)):  # key rows of views may overlap
                     tokens = call.view.moved(0, i * call.stride).keys
                     target[place.batch, :, tokens.start : tokens.stop : tokens.step].add_(one)
+
+
+def lse_for_gradients(lse: Tensor) -> Tensor:
+    """Return an LSE for which ``exp(score - lse)`` is the probability in every row.
+
+    Rows without a live pair have -inf, which becomes +inf: their probabilities are 0. Rows with a
+    score of +inf have +inf, which becomes NaN: their probabilities are NaN, as in PyTorch.
+    """
+    return lse.nan_to_num(nan=torch.nan, posinf=torch.nan, neginf=torch.inf)
 
 
 _FIRST = _Place(0, 0, 1)

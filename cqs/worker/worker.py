@@ -25,7 +25,7 @@ from cqs.worker.backends import (
     check_backend_name,
     choose_backend,
 )
-from cqs.worker.calls import add_call_gradients, attend_calls
+from cqs.worker.calls import add_call_gradients, attend_calls, lse_for_gradients
 from cqs.worker.held_tokens import HeldTokens, rows_of
 from cqs.worker.share import Work, make_work
 
@@ -314,8 +314,9 @@ class Worker:
         tensors = query.take([queries]), key.take(key_ranges), value.take(key_ranges)
         compute = GRADIENTS[self._choose_among(BEST_FOR_CALLS, *tensors)]
         options = self._call_options(queries, key_ranges, tensors[0])
-        whole = [held.take([queries]) for held in of_queries]
-        return compute(*tensors, *whole, is_causal=is_causal, **options)
+        grad_output, output, lse = (held.take([queries]) for held in of_queries)
+        lse = lse_for_gradients(lse)
+        return compute(*tensors, grad_output, output, lse, is_causal=is_causal, **options)
 
     def _choose_among(
         self, best_first: Iterable[str], query: Tensor, key: Tensor, value: Tensor

@@ -118,15 +118,26 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
 
 
 @EVERY_BACKEND
+@NOT_FINITE
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_not_finite_where_those_of_pytorch_are_not(name, device, backend, dtype):
-    problem, num_tasks = spoil(name, math.nan, device, dtype)
+def test_gradients_are_not_finite_where_those_of_pytorch_are_not(
+    name, entry, device, backend, dtype
+):
+    problem, num_tasks = spoil(name, entry, device, dtype)
     leaves = [problem.query, problem.key, problem.value]
     for leaf in leaves:
         leaf.requires_grad_()
-    found = torch.autograd.grad(attend(problem, backend, num_tasks).sum(), leaves[:1])[0]
-    exact = exact_rows(*leaves, problem.scale, visible_pairs(problem))[0]
-    assert found.isnan().any(-1)[exact.isnan().any(-1)].all()
+    gradients = torch.autograd.grad(attend(problem, backend, num_tasks).sum(), leaves)
+    of_query, of_key, of_value = ((~gradient.isfinite()).any(-1) for gradient in gradients)
+    visible = visible_pairs(problem)
+    with torch.no_grad():
+        output, lse = exact_rows(*leaves, problem.scale, visible)
+    broken = (~output.isfinite()).any(-1)
+    has_no_weights = lse.isnan() | (lse == torch.inf)
+    sees = visible.float()
+    assert of_query[broken].all()
+    assert of_key[broken.float() @ sees > 0].all()
+    assert of_value[has_no_weights.float() @ sees > 0].all()
 
 
 @NOT_FINITE

@@ -60,6 +60,9 @@ def row_statistics(
     grad = tl.load(grad_output + place, mask=mask, other=0.0).to(tl.float32)
     place = head * num_rows + rows
     log2 = tl.load(lse + place, mask=exist, other=0.0) * _LOG2E
+    # Probabilities of exp2(score - lse) are 0 in rows without a live pair, and NaN in rows with a
+    # score of +inf, as in PyTorch.
+    log2 = tl.where(log2 == float("inf"), float("nan"), log2)
     tl.store(lse_log2 + place, tl.where(log2 == float("-inf"), float("inf"), log2), mask=exist)
     tl.store(delta + place, tl.sum(out * grad, 1), mask=exist)
 
