@@ -1,5 +1,6 @@
 """Gradients against float64 autograd of the definition."""
 
+import gc
 import weakref
 from dataclasses import replace
 
@@ -189,6 +190,44 @@ def test_checkpoints_let_go_of_operands():
     output = checkpoint(compute, tensor, use_reentrant=False)
     assert kept[0]() is None
     output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_tasks": 7},
+        {"num_tasks": 7, "pattern": strided(5)},
+        {"num_tasks": 7, "dropout_p": 0.2},
+        {"num_tasks": 7, "pattern": per_head([[causal(), strided(5)]])},
+        {"memory_budget": 2**20},
+    ],
+    ids=str,
+)
+def test_a_finished_call_keeps_no_tensor(options):
+    assert kept_without_a_collection(**options) == []
+
+
+@pytest.mark.ray
+def test_a_finished_call_of_a_cluster_keeps_no_tensor(cluster):
+    assert kept_without_a_collection(num_tasks=7, executor=cluster) == []
+
+
+def kept_without_a_collection(**options):
+    """Return which tensors of a finished call still exist before a collection."""
+    needs_gradients = "memory_budget" not in options
+    gc.collect()
+    gc.disable()
+    try:
+        tensors = [torch.randn(1, 2, 40, 8, requires_grad=needs_gradients) for _ in range(3)]
+        output = cqs.attention(*tensors, **options)
+        if needs_gradients:
+            output.sum().backward()
+        kept = [weakref.ref(tensor) for tensor in (*tensors, output)]
+        del tensors, output
+        return [name for name, tensor in zip("qkvo", kept, strict=True) if tensor() is not None]
+    finally:
+        gc.enable()
 
 
 def test_autocast_leaves_patterns_by_head_alone():

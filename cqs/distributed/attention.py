@@ -224,13 +224,14 @@ def _attend(
         with_lse, keep = request["return_lse"], request["requires_grad"]
         with Exchange(transport, len(layout.chunks), in_place=False) as exchange:
             attended = task.attend(part, exchange, with_lse=with_lse, keep=keep)
+        compute = attended.differentiate  # without the tensors: autograd decides how long they live
 
         def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
             # On CPUs a thread holds the lock while it waits for other ranks, so another thread
             # could wait for it until the timeout; on GPUs nothing blocks within a pass. Messages
             # carry the tag of their call, so overlapping CPU passes do not mix rows.
             with calls.call(waits=grad_output.is_cuda):
-                gradients = attended.differentiate(kept, grad_output)
+                gradients = compute(kept, grad_output)
             calls.check()
             return gradients
 

@@ -1,8 +1,10 @@
 """What ranks run: attention on their shards, compared with the whole."""
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 
@@ -392,6 +394,29 @@ def calls_of_threads_in_turn(group):
         thread.start()
         thread.join()
     return are_right
+
+
+def kept_without_a_collection(group):
+    """Return which tensors and groups of a finished call still exist before a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        made = dist.new_group()
+        problem, rank = case_of_length(40).make(), dist.get_rank(group)
+        marks = [40 * number // dist.get_world_size(group) for number in range(9)]
+        tensors, *_ = shards_of(problem, (marks, marks), rank)
+        output = cqs.distributed.attention(*tensors, group=made, is_causal=True)
+        output.sum().backward()
+        kept = {
+            "output": weakref.ref(output),
+            "query": weakref.ref(tensors[0]),
+            "group": weakref.ref(made),
+        }
+        dist.destroy_process_group(made)
+        del tensors, output, made
+        return [name for name, reference in kept.items() if reference() is not None]
+    finally:
+        gc.enable()
 
 
 def complaint_out_of_order(group, seconds):

@@ -11,6 +11,7 @@ from programs import (
     complaint_on_another_device,
     complaint_out_of_order,
     complaint_without_the_last,
+    kept_without_a_collection,
     outcomes_of_steps,
     outcomes_of_threads,
 )
@@ -61,6 +62,11 @@ def test_a_rank_that_does_not_call_is_not_waited_for_beyond_the_timeout(ranks):
     assert last is None
     for error, text in found:
         assert error is RuntimeError and "not all ranks" in text
+
+
+def test_a_finished_call_keeps_neither_tensors_nor_its_group(ranks):
+    """Threads of a group that is destroyed late abort the interpreter as it exits."""
+    assert ranks.run(8, kept_without_a_collection) == [[]] * 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
