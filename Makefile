@@ -1,13 +1,17 @@
 PYTHON ?= python3
 VENV := .venv/bin
+DEMO_INSTALLED := .venv/demo-installed
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
+PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location
 
-.PHONY: help language demo test test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
+.PHONY: help language demo quick test test-long test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
 
-help:  # the first target, so that `make` alone shows it
-	@echo "make demo          attention over a real text on a private Ray cluster, checked"
-	@echo "make test          every test (about 15 minutes on 2 cores)"
+help:  # the first target, so that `make` alone prints it
+	@echo "make demo          attention over a text on a private Ray cluster, checked (installs 1.4 GB)"
+	@echo "make quick         the fast tests: no Ray, no GPU (under 2 minutes)"
+	@echo "make test          every test except the large samples (under 10 minutes on 2 cores)"
+	@echo "make test-long     the large samples"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
 	@echo "make lint          ruff and mypy"
 	@echo "make language      list words that the glossary replaces, and long sentences"
@@ -18,7 +22,7 @@ help:  # the first target, so that `make` alone shows it
 	@echo "make check-package the same, and follow README.md in a clean environment"
 	@echo "make clean         remove .venv, dist and site"
 
-demo: $(INSTALLED)
+demo: $(DEMO_INSTALLED)
 	$(VENV)/python -m cqs demo
 
 # Ray's tests wait more than they compute, and look at what else runs: apart, but beside the others,
@@ -32,14 +36,23 @@ test-ray test-rest: export OMP_NUM_THREADS := 1
 test: test-rest test-ray test-kernels
 
 test-ray: $(INSTALLED)
-	$(VENV)/python -m pytest -m ray
+	$(VENV)/python -m pytest -m "ray and not long"
 
 test-rest: $(INSTALLED)
-	$(VENV)/python -m pytest -m "not ray" --ignore tests/worker/test_compilation.py
+	$(VENV)/python -m pytest -m "not ray and not long" --ignore tests/worker/test_compilation.py
 
 # They compile for a minute, after Ray's tests if those are made too.
 test-kernels: $(INSTALLED)
 	$(VENV)/python -m pytest tests/worker/test_compilation.py
+
+# No Ray, no GPU, nothing above a second: for a hook before each commit.
+quick: export OMP_NUM_THREADS := 1
+quick: $(INSTALLED)
+	$(VENV)/python -m pytest -m "not ray and not gpu and not slow and not long"
+
+# Large samples of what `make test` samples too.
+test-long: $(INSTALLED)
+	$(VENV)/python -m pytest -m long
 
 lint: $(INSTALLED)
 	$(VENV)/ruff check
@@ -79,12 +92,17 @@ clean:
 	rm -rf .venv dist site
 
 # torch first and by its exact version: a range would take the newest build.
-$(INSTALLED): pyproject.toml constraints.txt
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing PyTorch, Ray and matplotlib into .venv (1.4 GB, about a minute)"
 	$(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(VENV)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) $$(grep '^torch==' constraints.txt)
+	$(PIP) --editable '.[plots,ray]'
+	touch $@
+
+$(INSTALLED): $(DEMO_INSTALLED)
+	$(PIP) --quiet --editable '.[dev]'
 	touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)
-	$(VENV)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(PIP) --quiet --editable '.[docs]'
 	touch $@

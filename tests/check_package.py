@@ -64,9 +64,8 @@ def follow_the_readme(top: Path, wheel: Path) -> None:
         if fence.language in ("bash", "sh")
         for line in joined(fence.code)
     ]
-    for source in (".", ".[ray,plots]"):  # the third extra is for some GPUs
-        assert ["pip", "install", source] in commands
-        run(environment / "pip", "install", "--quiet", source.replace(".", str(wheel), 1))
+    assert ["pip", "install", ".[ray,plots]"] in commands
+    run(environment / "pip", "install", "--quiet", f"{wheel}[ray,plots]")
     script = BEGIN.format(start=start)
     for i, fence in enumerate(fence for fence in found if fence.language == "python"):
         script += f"{fence.code}\nsay('snippet {i}')\n"

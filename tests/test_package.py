@@ -36,13 +36,13 @@ def files_of(wheel):
 
 def test_the_source_distribution_builds_the_same_wheel(built):
     _, wheel, other = built
-    assert wheel.name == other.name == f"cqs-{cqs.__version__}-py3-none-any.whl"
+    assert wheel.name == other.name == f"cqs_attention-{cqs.__version__}-py3-none-any.whl"
     assert files_of(wheel) == files_of(other)
 
 
 def test_the_wheel_has_all_that_the_package_needs_and_nothing_else(built):
     names = set(files_of(built[1]))
-    info = f"cqs-{cqs.__version__}.dist-info/"
+    info = f"cqs_attention-{cqs.__version__}.dist-info/"
     assert {name.partition("/")[0] for name in names} == {"cqs", info.rstrip("/")}
     sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("cqs/**/*.py")}
     assert sources <= names and {"cqs/py.typed", f"{info}licenses/LICENSE"} <= names
@@ -54,7 +54,7 @@ def test_the_wheel_has_all_that_the_package_needs_and_nothing_else(built):
 
 def test_the_metadata_name_extras_command_and_licence(built):
     files, project = files_of(built[1]), tomllib.loads((ROOT / "pyproject.toml").read_text())
-    info = f"cqs-{cqs.__version__}.dist-info"
+    info = f"cqs_attention-{cqs.__version__}.dist-info"
     metadata = files[f"{info}/METADATA"].decode()
     assert f"Version: {cqs.__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
@@ -66,7 +66,7 @@ def test_the_metadata_name_extras_command_and_licence(built):
 
 def test_the_source_distribution_can_be_tested(built):
     with tarfile.open(built[0]) as archive:
-        top = f"cqs-{cqs.__version__}"
+        top = f"cqs_attention-{cqs.__version__}"
         names = {name.removeprefix(f"{top}/") for name in archive.getnames()}
     needed = "README.md LICENSE CHANGELOG.md CITATION.cff Makefile constraints.txt docs/patterns.md"
     assert set(needed.split()) <= names

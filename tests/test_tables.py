@@ -57,7 +57,7 @@ def test_what_cutting_costs_on_a_cpu():
     rows = rows_of("cpu")
     header = "| | W = 7, full | W = 7, causal | W = 13, full | W = 13, causal |"
     columns = [(w, kind) for w in (7, 13) for kind in ("full", "causal")]
-    ((forward, both, ray),) = tables("README.md", header)
+    ((forward, both, ray),) = tables("docs/cost_of_the_split.md", header)
     for cells, name in ((forward, "tasks forward"), (both, "tasks forward and backward")):
         found = [
             the(rows, benchmark=name, case=f"{kind}-8192-h8-d64", num_tasks=w)
@@ -73,7 +73,6 @@ def test_what_cutting_costs_on_a_cpu():
 @pytest.mark.parametrize(
     ("page", "header", "passes"),
     [
-        ("README.md", "| | W = 7 | W = 13 | W = 31 |", None),
         ("docs/kernels.md", "| forward | W = 7 | W = 8 | W = 13 | W = 31 |", "forward"),
         (
             "docs/kernels.md",
@@ -100,11 +99,31 @@ def test_what_cutting_costs_on_a_gpu(page, header, passes):
     for label, *cells in body:
         tokens = number(re.search(r"([\d,]+K?) tokens", label)[1])
         head_dim = int(found[1]) if (found := re.search(r"d = (\d+)", label)) else 128
-        name = passes or re.search(r"tokens, (.+),", label)[1]
         way = "one by one" if "one by one" in label else "local"
         assert cells == [
-            full_and_causal(ratio, tokens, head_dim, name, way, each) for each in numbers
+            full_and_causal(ratio, tokens, head_dim, passes, way, each) for each in numbers
         ], label
+
+
+def test_the_headline_of_the_readme():
+    header = "| method | FlashAttention-4, ms | GiB | our Triton kernels, ms | GiB |"
+    names = {"one GPU": "one", "ring attention": "ring", "Ulysses": "ulysses"}
+    (body,) = tables("README.md", header)
+    columns = []
+    for name, label in ("peers-h200-x2-best", "-best"), ("peers-h200-x2", ""):
+        rows = [
+            row for row in rows_of(name) if row["case"] == f"causal-131072-h16-kv16-d128{label}"
+        ]
+        found = {row["executor"]: row for row in rows if row["benchmark"] == "peers both"}
+        for show in (
+            (lambda row: f"{row['median_ms']:.0f}"),
+            (lambda row: f"{row['details']['peak_bytes'] / 2**30:.1f}"),
+        ):
+            columns.append({key: show(row) for key, row in found.items()})
+    for label, *cells in body:
+        name = label.strip("*")
+        key = names.get(name, "torch" if name.startswith("PyTorch") else name)
+        assert [cell.strip("*") for cell in cells] == [column.get(key, "") for column in columns]
 
 
 def test_single_calls():
