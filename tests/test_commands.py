@@ -41,6 +41,15 @@ def files(tmp_path, monkeypatch):
     return check_problem(*tensors, is_causal=True)
 
 
+def written_files():
+    """Return what changes if a file of the current directory is written or replaced."""
+    found = {path: os.stat(path) for path in os.listdir()}
+    return {
+        path: (each.st_ino, each.st_mode, each.st_nlink, each.st_size, each.st_mtime_ns)
+        for path, each in found.items()
+    }
+
+
 def run_attend(*options):
     return main(["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--causal", "--tasks=7", *options])
 
@@ -562,13 +571,13 @@ def test_attend_writes_to_no_file_that_it_reads(files, capsys, command, name):
     os.symlink("q.npy", "symbolic.npy")
     os.link("k.npy", "hard.npy")
     os.mkdir("folder")
-    before = {path: os.stat(path)[:9] for path in os.listdir()}
+    before = written_files()
     assert main([*command[:4], name, *command[5:]]) == 2
     assert repr(name) in capsys.readouterr().err
     if command is WITHOUT_BUDGET:
         assert main([*command, "--lse", name]) == 2
         assert main([*command, "--lse", "./o.npy"]) == 2
-    assert {path: os.stat(path)[:9] for path in os.listdir()} == before
+    assert written_files() == before
 
 
 def test_attend_writes_to_no_safetensors_file_that_it_reads(files, capsys):
@@ -673,7 +682,7 @@ def test_pictures_replace_nothing_that_is_read(files, capsys):
     Path("text.png").write_text("some text")
     Path("rows.jsonl").write_text("{}\n")
     os.symlink("rows.jsonl", "rows.png")
-    before = {path: os.stat(path)[:9] for path in os.listdir()}
+    before = written_files()
     for command in (
         ["demo", "--text", "./text.png", "--picture", "text.png"],
         ["simulate", "--fit", "rows.jsonl", "--picture", "rows.png"],
@@ -683,7 +692,7 @@ def test_pictures_replace_nothing_that_is_read(files, capsys):
         assert main(command) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert "--picture" in error and repr(command[-1]) in error
-    assert {path: os.stat(path)[:9] for path in os.listdir()} == before
+    assert written_files() == before
 
 
 def test_a_demo_draws_only_what_was_named():
@@ -701,11 +710,11 @@ def test_rows_are_appended_to_rows_alone(tmp_path, monkeypatch, capsys, name):
     os.mkdir("folder")
     os.mkfifo("pipe")
     monkeypatch.setattr("cqs.bench.accuracy.run", lambda **_: pytest.fail("it is measured"))
-    before = {path: os.stat(path)[:9] for path in os.listdir()}
+    before = written_files()
     assert main(["bench", "accuracy", "--out", name]) == 2
     error = capsys.readouterr().err
     assert repr(name) in error and error.count("\n") == 1
-    assert {path: os.stat(path)[:9] for path in os.listdir()} == before
+    assert written_files() == before
 
 
 def test_a_row_without_an_end_stays_a_row(tmp_path):
