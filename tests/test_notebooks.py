@@ -94,7 +94,7 @@ def test_a_notebook_runs_at_small_sizes(name, tmp_path, monkeypatch):
     NotebookClient(notebook, kernel_name="python3", timeout=120, resources=resources).execute()
     assert pictures(shown(cells)) == stored
     if name == "4-on-a-cluster":
-        assert "the same bits: True\nprocesses that died: 1," in text_of(shown(cells))
+        assert "bitwise identical: True\nfailed workers: 1," in text_of(shown(cells))
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

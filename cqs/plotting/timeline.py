@@ -93,7 +93,7 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
         "put_seconds": report.put_seconds,
         "get_seconds": report.get_seconds,
         "merge_seconds": report.merge_seconds,
-        "deaths": report.deaths,
+        "failures": report.failures,
         "reruns": report.reruns,
     }
     events = [_name(0, "driver"), _event(0, "call", 0, report.seconds, driver)]
@@ -133,8 +133,8 @@ def _summary(report: "RunReport", num_processes: int) -> str:
         f"{len(report.tasks)} tasks on {num_processes} processes in {report.seconds:.3g} s, "
         f"computing {100 * share:.0f} % of the time"
     )
-    if report.deaths:
-        text += f"\nprocesses that died: {report.deaths}, tasks that ran again: {report.reruns}"
+    if report.failures:
+        text += f"\nfailed workers: {report.failures}, re-executed tasks: {report.reruns}"
     return text
 
 

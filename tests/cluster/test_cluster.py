@@ -127,7 +127,7 @@ def test_report_adds_up(cluster):
     assert min(before, slowest, after) > 0
     assert between > 0 if len(report.slowest) > 1 else between == 0
     assert sum(parts) == pytest.approx(report.seconds)
-    assert report.deaths == report.reruns == 0
+    assert report.failures == report.reruns == 0
 
 
 def test_each_group_is_put_once(cluster, ray_session, monkeypatch):

@@ -55,7 +55,7 @@ def run_with_signal(cluster, tensors, number, signal_number):
 def test_killed_workers_do_not_change_a_bit(cluster, tensors, undisturbed, number):
     future, victims = run_with_signal(cluster, tensors, number, signal.SIGKILL)
     assert torch.equal(future.result(timeout=120), undisturbed)
-    assert future.report.deaths >= number
+    assert future.report.failures >= number
     assert future.report.reruns >= number
     wait_for_workers(cluster, 4)
     assert not set(victims) & set(cluster.pids)
@@ -85,7 +85,7 @@ def test_a_worker_killed_in_the_backward_pass_does_not_change_a_bit(cluster, ten
 def test_a_hung_worker_is_killed_and_replaced(cluster, tensors, undisturbed):
     future, (victim,) = run_with_signal(cluster, tensors, 1, signal.SIGSTOP)
     assert torch.equal(future.result(timeout=120), undisturbed)
-    assert future.report.deaths == 1
+    assert future.report.failures == 1
     wait_for_workers(cluster, 4)
     assert not os.path.exists(f"/proc/{victim}")
 
@@ -93,7 +93,7 @@ def test_a_hung_worker_is_killed_and_replaced(cluster, tensors, undisturbed):
 def test_all_workers_dead_is_an_error_and_the_cluster_recovers(cluster, tensors, undisturbed):
     future, victims = run_with_signal(cluster, tensors, 4, signal.SIGKILL)
     assert len(victims) == 4
-    with pytest.raises(WorkersFailedError, match=r"all 4 workers died; tasks \[.*\] are not"):
+    with pytest.raises(WorkersFailedError, match=r"all 4 workers.*tasks \[.*\]"):
         future.result(timeout=120)
     assert torch.equal(cluster.attention(*tensors, is_causal=True, num_tasks=13), undisturbed)
 
@@ -108,8 +108,8 @@ def test_workers_that_died_between_runs_are_replaced(cluster, tensors, undisturb
 @pytest.mark.parametrize(
     ("num_actors", "error", "message"),
     [
-        (2, TaskFailedError, "task 3 was running on 2 workers when they died or hung"),
-        (1, WorkersFailedError, "all 1 workers died.*task 3 was running on 1 of them"),
+        (2, TaskFailedError, "task 3 .* 2 workers"),
+        (1, WorkersFailedError, "all 1 workers.*task 3 .* 1 of them"),
     ],
 )
 def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors, error, message):

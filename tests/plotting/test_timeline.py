@@ -31,7 +31,7 @@ def test_every_task_has_a_bar_in_the_row_of_its_process(num_tasks, num_processes
         assert drawn[color] == pytest.approx((pids.index(task.pid), started, task.seconds))
     share = sum(task.seconds for task in report.tasks) / report.seconds / num_processes
     assert f"computing {100 * share:.0f} % of the time" in axes.get_title()
-    assert axes.get_title().endswith("processes that died: 1, tasks that ran again: 2")
+    assert axes.get_title().endswith("failed workers: 1, re-executed tasks: 2")
 
 
 def test_a_run_without_tasks_can_be_drawn(tmp_path):
@@ -63,4 +63,4 @@ def test_a_trace_accounts_for_all_the_time_of_every_process(tmp_path):
         assert names[event["pid"]] == f"process {task.pid}, cpu"
         assert event["dur"] == 1e6 * task.seconds and event["args"]["peak_bytes"] == task.peak_bytes
     (call,) = (event for event in spans if event["name"] == "call")
-    assert call["args"]["deaths"] == 1 and call["args"]["merge_seconds"] == 0.03
+    assert call["args"]["failures"] == 1 and call["args"]["merge_seconds"] == 0.03

@@ -34,6 +34,6 @@ def make_report(num_tasks, num_processes):
         get_seconds=0.02,
         merge_seconds=0.03,
         tasks=tuple(tasks),
-        deaths=1,
+        failures=1,
         reruns=2,
     )

@@ -273,10 +273,8 @@ class Group:
         """Initialise a process group of all ranks, under a new generation number."""
         self._generation += 1
         self._call_all("describe")  # waits for tasks of a cancelled run
-        timeout, call_timeout = (
-            self._retry_policy.start_timeout,
-            2 * self._retry_policy.stall_timeout,
-        )
+        timeout = self._retry_policy.start_timeout
+        call_timeout = 2 * self._retry_policy.stall_timeout
         address = self._call("bind", lambda rank: (timeout,), [0], timeout)[0]
 
         def arguments(rank: int) -> tuple[Any, ...]:
@@ -293,7 +291,7 @@ class Group:
         """
         deadline = time.monotonic() + self._retry_policy.start_timeout
         vacant: list[int] = []
-        death: BaseException | None = None
+        failure: BaseException | None = None
         for _ in range(self._retry_policy.max_attempts):
             vacant = [rank for rank, actor in enumerate(self._members) if not self._is_known(actor)]
             spare = [actor for actor in self._pool.actors.values() if actor not in self._members]
@@ -306,7 +304,7 @@ class Group:
             try:
                 infos = self._call("describe", lambda rank: (), fresh, deadline - time.monotonic())
             except _BrokenError as error:
-                death = error.__cause__
+                failure = error.__cause__
             else:
                 for rank, info in infos.items():
                     self._members[rank].info = info
@@ -314,9 +312,9 @@ class Group:
             if time.monotonic() >= deadline:
                 break
         raise WorkersFailedError(
-            f"rank {', '.join(map(str, vacant))} died, and within start_timeout="
-            f"{self._retry_policy.start_timeout:g} s no replacement could be started: {death}"
-        ) from death
+            f"rank {', '.join(map(str, vacant))} failed, and no replacement started within "
+            f"start_timeout={self._retry_policy.start_timeout:g} s: {failure}"
+        ) from failure
 
     def _is_known(self, actor: Actor) -> bool:
         return actor.index in self._pool.actors
@@ -350,7 +348,7 @@ class Group:
         """
         calls = self._begin_calls(method, arguments, ranks)
         self._wait(calls, time.monotonic() + timeout)
-        has_failed = bool(calls.dead)
+        has_failed = bool(calls.failures)
         self._remove_hung(calls)
         if not has_failed:
             self._raise_first(calls.errors)
@@ -379,12 +377,10 @@ class Group:
         self._is_formed = False
         end = time.monotonic() + timeout
         self._wait(calls, end, until_failure=True)
-        if calls.errors and not calls.dead:
+        if calls.errors and not calls.failures:
             self._wait(calls, time.monotonic() + _GRACE_SECONDS)
-        errors, has_failed = (
-            dict(calls.errors),
-            bool(calls.dead),
-        )  # later errors are caused by the abort
+        # Errors after this point are caused by the abort.
+        errors, has_failed = dict(calls.errors), bool(calls.failures)
         if not calls.pending and not errors and not has_failed:
             self._is_formed = True
             return calls.found
@@ -417,7 +413,7 @@ class Group:
         Raises:
             CancelledError: The call was cancelled, or the cluster closed.
         """
-        while calls.pending and not (until_failure and (calls.errors or calls.dead)):
+        while calls.pending and not (until_failure and (calls.errors or calls.failures)):
             if self._cancelled.is_set() or self._closing.is_set():
                 self._is_formed = False
                 if self._closing.is_set():
@@ -442,7 +438,7 @@ class Group:
                 except self._ray.exceptions.UnserializableException as error:
                     calls.errors[rank] = error
                 except actor_failures(self._ray) as error:
-                    calls.dead[rank] = error
+                    calls.failures[rank] = error
                     self._remove_failed(rank)
 
     def _end_interrupted(self) -> None:
@@ -474,7 +470,7 @@ class Group:
 
     def _remove_hung(self, calls: "_Calls") -> None:
         for rank in calls.pending.values():
-            calls.dead[rank] = TimeoutError(f"rank {rank} did not answer in time")
+            calls.failures[rank] = TimeoutError(f"rank {rank} did not answer in time")
             self._remove_failed(rank, is_hung=True)
         self._pool.abandon(list(calls.pending))
 
@@ -486,9 +482,9 @@ class Group:
 
     def _conclude(self, calls: "_Calls") -> dict[int, Any]:
         """Return the results by rank; raise _BrokenError if an actor failed."""
-        if calls.dead:
-            rank, death = min(calls.dead.items())
-            raise _BrokenError(f"rank {rank} died or hung") from death
+        if calls.failures:
+            rank, failure = min(calls.failures.items())
+            raise _BrokenError(f"rank {rank} failed or hung") from failure
         return calls.found
 
     def _raise_first(self, errors: dict[int, Exception]) -> None:
@@ -534,7 +530,7 @@ class _Calls:
     """Return values by rank."""
     errors: dict[int, Exception] = field(default_factory=dict)
     """Exceptions that the method raised, by rank."""
-    dead: dict[int, Exception] = field(default_factory=dict)
+    failures: dict[int, Exception] = field(default_factory=dict)
     """Failures of actors, by rank."""
 
 

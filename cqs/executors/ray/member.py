@@ -116,7 +116,7 @@ class Member:
             opened = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
         opened.set_timeout(timedelta(seconds=timeout))
         store = dist.PrefixStore(f"{generation}/", opened)
-        self._meet(store, generation, rank, num_ranks, time.monotonic() + timeout)
+        self._wait_for_ranks(store, generation, rank, num_ranks, time.monotonic() + timeout)
         if interface := _interface_of(import_ray().util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -134,18 +134,22 @@ class Member:
         )
         self._generation = generation
 
-    def _meet(
+    def _wait_for_ranks(
         self, store: dist.Store, generation: int, rank: int, num_ranks: int, end: float
     ) -> None:
         """Wait until all ranks have joined the rendezvous, or until ``end`` (``time.monotonic``).
 
         The rendezvous of PyTorch cannot be aborted while it waits for a failed rank.
         """
-        names = [f"has come/{each}" for each in range(num_ranks)]
+        names = [f"joined/{each}" for each in range(num_ranks)]
         store.set(names[rank], "")
         while not store.check(names):
             if self._aborted >= generation or time.monotonic() > end:
-                raise RuntimeError("not all ranks have come to meet")
+                missing = [each for each in range(num_ranks) if not store.check([names[each]])]
+                raise RuntimeError(
+                    f"rendezvous of rank {rank} was aborted or timed out: ranks {missing} did not "
+                    "join"
+                )
             time.sleep(_POLL_SECONDS)
 
     def abort(self, generation: int) -> None:

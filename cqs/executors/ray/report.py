@@ -49,7 +49,7 @@ class RunReport:
     """Time in which the driver merged partial results."""
     tasks: tuple[TaskReport, ...]
     """Reports of all tasks that are not empty, in order of their index."""
-    deaths: int
+    failures: int
     """Number of actors that failed or hung during the run."""
     reruns: int
     """Number of tasks that were taken from failed actors and assigned again."""

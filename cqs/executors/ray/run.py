@@ -130,7 +130,7 @@ class Run:
             get_seconds=self._seconds["get"],
             merge_seconds=self._seconds["merge"],
             tasks=tuple(self._reports[index] for index in sorted(self._reports)),
-            deaths=self._failures,
+            failures=self._failures,
             reruns=self._reruns,
         )
         if self._verify and isinstance(result, Partial):
@@ -173,8 +173,8 @@ class Run:
         """Assign the next tasks to the actors with the shortest queues."""
         if not self._queues and not any(a.index in self._originals for a in self._pings.values()):
             raise WorkersFailedError(
-                f"all {self._retry_policy.num_workers} workers died; "
-                f"tasks {sorted(self._unfinished())} are not computed{self._count_failure()}"
+                f"all {self._retry_policy.num_workers} workers failed; "
+                f"tasks {sorted(self._unfinished())} are not computed{self._worst_task()}"
             )
         while self._todo and self._queues:
             index = min(self._queues, key=lambda index: len(self._queues[index]))
@@ -284,7 +284,7 @@ class Run:
             if self._attempts[suspect] >= self._retry_policy.max_attempts:
                 raise TaskFailedError(
                     f"task {suspect} was running on {self._attempts[suspect]} workers when they "
-                    "died or hung"
+                    "failed or hung"
                 )
         if actor.index in self._originals:
             (replacement,) = self._pool.start(1)
@@ -310,8 +310,9 @@ class Run:
     def _unfinished(self) -> set[int]:
         return set(self._tasks) - set(self._reports)
 
-    def _count_failure(self) -> str:
+    def _worst_task(self) -> str:
+        """Return the end of an error message: the task on which most actors failed."""
         if not self._attempts:
             return ""
-        task, deaths = self._attempts.most_common(1)[0]
-        return f"; task {task} was running on {deaths} of them when they died"
+        task, failures = self._attempts.most_common(1)[0]
+        return f"; task {task} was running on {failures} of them when they failed"
