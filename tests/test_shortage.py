@@ -27,7 +27,7 @@ def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
     capacity = int(peak(13, backend) / 0.9) + 1
     message = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity, index=1)
     needed = PROBLEM.make_plan(3).predict_cost(1, PROBLEM.shape, backend).peak_bytes
-    assert f"task 1 of 3 needs {needed / 2**30:.3g} GiB" in message
+    assert f"task 1 of 3 requires {needed / 2**30:.3g} GiB" in message
     assert f"13 tasks, each would need {peak(13, backend) / 2**30:.3g} GiB: " in message
     assert "attention(..., num_tasks=13)" in message
     smaller = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity - 8, index=1)
@@ -51,12 +51,12 @@ def test_the_advice_knows_the_pattern(backend):
     plan, needed = SPARSE.make_plan(3), sparse_peaks(3, backend)
     limit = max(sparse_peaks(13, backend))
     message = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) + 1, index=1)
-    assert f"task 1 of 3 needs {needed[1] / 2**30:.3g} GiB" in message
+    assert f"task 1 of 3 requires {needed[1] / 2**30:.3g} GiB" in message
     assert f"13 tasks, each would need {limit / 2**30:.3g} GiB: " in message
     smaller = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) - 8, index=1)
     assert "num_tasks=13" not in smaller and "num_tasks=" in smaller
     whole = explain_shortage(SPARSE, plan, "triton", 2**40)
-    assert f"this call needs {sparse_peaks(1, 'triton')[0] / 2**30:.3g} GiB" in whole
+    assert f"this call requires {sparse_peaks(1, 'triton')[0] / 2**30:.3g} GiB" in whole
 
 
 def test_plans_that_cannot_fit_are_not_made(monkeypatch):
@@ -83,7 +83,7 @@ def test_in_this_process(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError) as raised:
         cqs.attention(*TENSORS, num_tasks=2)
     assert re.search(
-        r"this call needs 0\.\d+ GiB by prediction \(forward pass, backend 'cpu'\)",
+        r"this call requires 0\.\d+ GiB by prediction \(forward pass, backend 'cpu'\)",
         str(raised.value),
     )
     assert "the GPU has 0.0312 GiB" in str(raised.value) and "num_tasks=" in str(raised.value)
@@ -112,7 +112,7 @@ def test_on_a_gpu(backend):
     capacity = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**27) / capacity)
     try:
-        with pytest.raises(torch.OutOfMemoryError, match="this call needs 1.*num_tasks="):
+        with pytest.raises(torch.OutOfMemoryError, match="this call requires 1.*num_tasks="):
             cqs.attention(*tensors, num_tasks=7, backend=backend)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -31,30 +31,30 @@ def explain_shortage(
     """
     if index is not None:
         needed = _cost(problem, plan.task(index), backend).peak_bytes
-        what = f"task {index} of {plan.num_tasks}"
+        subject = f"task {index} of {plan.num_tasks}"
     elif backend in ATTEND_SHARES:
         needed = _cost(problem, problem.make_plan(1).task(0), backend).peak_bytes
-        what = "this call"
+        subject = "this call"
     else:
         costs = [_cost(problem, task, backend) for task in plan.tasks]
         beside = max(cost.peak_bytes - cost.bytes_in - cost.bytes_out for cost in costs)
-        needed, what = _bytes_of_all(problem) + beside, "this call"
+        needed, subject = _bytes_of_all(problem) + beside, "this call"
     by = "" if backend is None else f", backend {backend!r}"
     message = (
-        f"out of memory: {what} needs {_gibibytes(needed)} by prediction (forward pass{by}) "
+        f"out of memory: {subject} requires {_gibibytes(needed)} by prediction (forward pass{by}) "
         f"and the GPU has {_gibibytes(capacity)}"
     )
     if needed < capacity / 2:
-        message += ", of which other tensors or processes hold most"
+        message += ", most of which other tensors or processes occupy"
     enough = min(_USABLE * capacity, _LESS * needed)
     if (found := fewest_tasks(problem, backend, enough, at_least=3)) is None:
         most = moduli_of_small_covers(_MOST_TASKS)[-1]
         return f"{message}. No number of tasks up to {most} would help"
     num_tasks, each = found
     return (
-        f"{message}. Cut into {num_tasks} tasks, each would need {_gibibytes(each)}: "
-        f"cqs.Cluster(...).attention(..., num_tasks={num_tasks}), whose actors hold a "
-        "task at a time"
+        f"{message}. With num_tasks={num_tasks} each task would require {_gibibytes(each)}: call "
+        f"cqs.Cluster(...).attention(..., num_tasks={num_tasks}), whose actors hold one task at "
+        "a time"
     )
 
 

@@ -95,7 +95,7 @@ def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session, short_wait):
         seen = ray_session.get([actor.handle.visible.remote() for actor in actors])
         assert sorted(seen) == ["0", "1", "2", "3"]
         cluster.attention(*tensors(problem), num_tasks=7, verify=True)
-        with pytest.raises(ValueError, match=r"num_workers=1 needs 1 free GPUs.*0 of 4"):
+        with pytest.raises(ValueError, match=r"num_workers must be .* got 1,.* 0 free of 4"):
             cqs.Cluster(num_workers=1)
 
 
@@ -245,14 +245,14 @@ def test_a_closed_cluster_refuses(ray_session):
         ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
         ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
         ({"num_workers": True}, TypeError, "num_workers must be an integer, got True"),
-        ({"num_workers": 5}, ValueError, "num_workers=5 needs 5 free GPUs"),
-        ({"num_workers": 99, "use_gpus": False}, ValueError, "needs 99 free CPUs"),
+        ({"num_workers": 5}, ValueError, "num_workers must be .*GPUs, got 5"),
+        ({"num_workers": 99, "use_gpus": False}, ValueError, "num_workers must be .*CPUs, got 99"),
         ({"cpus_per_worker": -1}, ValueError, "cpus_per_worker must be at least 1, got -1"),
         ({"max_attempts": 0}, ValueError, "max_attempts must be at least 1, got 0"),
         ({"stall_timeout": 0}, ValueError, "stall_timeout must be positive, got 0"),
         ({"start_timeout": "1"}, TypeError, "start_timeout must be a number of seconds, got '1'"),
         ({"address": 6379}, TypeError, "address must be a string, got 6379"),
-        ({"address": "auto"}, ValueError, "connected already.*'auto'"),
+        ({"address": "auto"}, ValueError, "address must be .* got 'auto'"),
         ({"num_workers": np.True_}, TypeError, "num_workers must be an integer, got np.True_"),
         ({"stall_timeout": float("nan")}, ValueError, "stall_timeout must be positive, got nan"),
         ({"use_gpus": 1}, TypeError, "use_gpus must be a bool or None, got 1"),
@@ -291,10 +291,10 @@ def test_bad_input_leaves_the_cluster_untouched(cluster, change, error, message)
 
 def test_missing_ray_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(NotImplementedError, match=r"needs Ray: pip install 'ray\[client\]'"):
+    with pytest.raises(NotImplementedError, match=r"pip install 'ray\[client\]'"):
         cqs.Cluster(num_workers=1)
     problem = CASES[0].make()
-    with pytest.raises(NotImplementedError, match="needs Ray"):
+    with pytest.raises(NotImplementedError, match="Ray"):
         cqs.attention(*tensors(problem), executor="ray")
 
 
@@ -334,9 +334,9 @@ def test_a_budget_makes_as_many_tasks_as_keep_it(cluster, monkeypatch, is_causal
     report.result()
     peaks = [task.peak_bytes for task in report.report.tasks]
     assert 50_000 < max(peaks) <= 100_000 and plan.num_tasks > 4
-    with pytest.raises(ValueError, match="both choose the number of tasks"):
+    with pytest.raises(ValueError, match="num_tasks must be None .* got"):
         cluster.attention(*tensors, memory_budget="1MB", num_tasks=3)
-    with pytest.raises(ValueError, match="of 10 bytes is too small for any task"):
+    with pytest.raises(ValueError, match="memory_budget must .* got 10 bytes"):
         cluster.attention(*tensors, memory_budget=10)
-    with pytest.raises(ValueError, match="workers may differ"):
+    with pytest.raises(ValueError, match="memory_budget must be .* got 'auto'"):
         cluster.attention(*tensors, memory_budget="auto")

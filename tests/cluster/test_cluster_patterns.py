@@ -109,7 +109,7 @@ def test_submit_takes_patterns_that_all_heads_share(three, assert_right):
     tensors = problem.query, problem.key, problem.value
     future = three.submit(*tensors, pattern=problem.pattern, num_tasks=7, return_lse=True)
     assert_right(problem, future.result())
-    with pytest.raises(NotImplementedError, match="submit takes one pattern for all heads"):
+    with pytest.raises(NotImplementedError, match="pattern must be the same for all heads, got"):
         three.submit(*tensors, pattern=block_sparse(random_bits(4, 8, 8), 16))
 
 

@@ -10,9 +10,9 @@ import torch
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.job import TensorGroups
-from cqs.executors.ray.member import Member
 from cqs.executors.ray.report import TaskReport
 from cqs.executors.ray.session import import_ray
+from cqs.executors.ray.shard_actor import ShardActor
 from cqs.scheduler import Task
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes, memory_of
@@ -38,7 +38,7 @@ def host_name() -> str:
     return f"{socket.gethostname()}/{inode}"
 
 
-class TaskActor(Member):
+class TaskActor(ShardActor):
     """Computes one task at a time on one device, and holds shards there."""
 
     def __init__(self, use_gpu: bool, num_threads: int):

@@ -24,7 +24,6 @@ from cqs.executors.ray.future import (
     is_dispatcher,
     wait_or_cancel,
 )
-from cqs.executors.ray.group import Group
 from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import ActorPool, start_pool
 from cqs.executors.ray.progress import progress_callback
@@ -32,6 +31,7 @@ from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import RetryPolicy, Run
 from cqs.executors.ray.shard_producer import AttendShards, LoadShard, MakeShard, ShardProducer
 from cqs.executors.ray.sharded import Sharded
+from cqs.executors.ray.worker_group import WorkerGroup
 from cqs.executors.shortage import fewest_tasks
 from cqs.gradients import Gradients
 from cqs.partial import Partial
@@ -138,7 +138,7 @@ class Cluster:
             self._retry_policy = RetryPolicy(
                 num_workers, stall_timeout, start_timeout, max_attempts
             )
-            self._group = Group(self._pool, self._retry_policy, self._closing)
+            self._group = WorkerGroup(self._pool, self._retry_policy, self._closing)
             self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=DISPATCHER)
             self._close = weakref.finalize(
                 self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
@@ -282,12 +282,13 @@ class Cluster:
                 key is value is num_tasks is memory_budget is None and verify is progress is False
             ):
                 raise TypeError(
-                    "a sharded sequence brings key and value and has one task for each worker: "
-                    "num_tasks, memory_budget, verify and progress do not apply"
+                    "a sharded sequence does not support key, value, num_tasks, memory_budget, "
+                    "verify or progress: leave them out"
                 )
             if (number := len(query.shapes[0])) != 3:
                 raise ValueError(
-                    f"attention needs shards of query, key and value, got {number} tensors"
+                    f"query must be a sharded sequence of query, key and value, got {number} "
+                    "tensors in each shard"
                 )
             if dropout_p and seed is None:
                 seed = draw_seed()  # repeated shards need the same dropout mask
@@ -304,9 +305,12 @@ class Cluster:
             }
             return self.make_shards(AttendShards(options), [query])
         if head_parallel != "auto":
-            raise TypeError("head_parallel is for sharded sequences")
+            raise TypeError(
+                f"head_parallel must be 'auto' for tensors, got {head_parallel!r}: pass a sharded "
+                "sequence to choose a degree"
+            )
         if key is None or value is None:
-            raise TypeError("attention takes query, key and value, or one sharded sequence")
+            raise TypeError("key and value must be tensors unless query is a sharded sequence")
         problem = check_problem(
             query,
             key,
@@ -319,7 +323,9 @@ class Cluster:
         )
         if memory_budget is not None:
             if num_tasks is not None:
-                raise ValueError("num_tasks and memory_budget both choose the number of tasks")
+                raise ValueError(
+                    f"num_tasks must be None if memory_budget chooses it, got {num_tasks}"
+                )
             num_tasks = self._tasks_within(problem, backend, memory_budget)
         answer = attend_on(
             lambda: nullcontext(self),
@@ -352,14 +358,17 @@ class Cluster:
         """
         self._check_alive()
         if not tensors:
-            raise TypeError("shard takes one tensor or several")
+            raise TypeError("tensors must be one tensor or several, got none")
         for number, tensor in enumerate(tensors):
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"shard takes tensors, got {type(tensor).__name__}")
+                raise TypeError(f"tensors[{number}] must be a tensor, got {type(tensor).__name__}")
             _check_needs_no_gradient(f"tensors[{number}]", tensor)
             dim = to_integer(dim, "dim must be an integer")
             if not -tensor.ndim <= dim < tensor.ndim:
-                raise ValueError(f"no dimension {dim} in shape {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"dim must be a dimension of tensors[{number}], whose shape is "
+                    f"{tuple(tensor.shape)}, got {dim}"
+                )
         parts = [tensor.tensor_split(self._group.num_ranks, dim) for tensor in tensors]
         return self.make_shards(LoadShard(), parts=tuple(zip(*parts, strict=True)))
 
@@ -383,7 +392,7 @@ class Cluster:
             Exception: The function raised; a note on the exception names the rank.
         """
         if not callable(function):
-            raise TypeError(f"make_sharded takes a function, got {function!r}")
+            raise TypeError(f"function must be callable, got {function!r}")
         return self.make_shards(MakeShard(function))
 
     @with_advice
@@ -434,7 +443,10 @@ class Cluster:
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
         if problem.differs_by_head:
-            raise NotImplementedError(f"submit takes one pattern for all heads, got {pattern!r}")
+            raise NotImplementedError(
+                f"pattern must be the same for all heads, got {pattern!r}: call attention, which "
+                "supports one pattern per head"
+            )
         return self.submit_plan(
             problem,
             self.make_plan(problem, num_tasks, interest_set),
@@ -521,7 +533,10 @@ class Cluster:
             ValueError: The budget is ``"auto"``, malformed, or too small for any number of tasks.
         """
         if budget == "auto":
-            raise ValueError("memory_budget must be a number of bytes: workers may differ")
+            raise ValueError(
+                "memory_budget must be a number of bytes on a cluster, got 'auto': the memory of "
+                "workers may differ"
+            )
         num_bytes = parse_budget(budget, torch.device("cpu"))
         infos = (actor.info for actor in list(self._pool.actors.values()))
         on_gpus = any(info is not None and info.device.startswith("cuda") for info in infos)
@@ -534,7 +549,10 @@ class Cluster:
                 at_least=self._retry_policy.num_workers,
             )
             if found is None:
-                raise ValueError(f"a memory budget of {num_bytes} bytes is too small for any task")
+                raise ValueError(
+                    "memory_budget must hold the smallest possible task, "
+                    f"got {num_bytes} bytes: raise it"
+                )
             most = max(most, found[0])
         return most
 
@@ -557,38 +575,45 @@ class Cluster:
             TypeError: A source is not a :class:`Sharded`.
             ValueError: A source belongs to another cluster, or this cluster is closed.
             WorkersFailedError: No replacement for a failed worker could be started.
-            TaskFailedError: Failures made a step fail ``max_attempts`` times.
+            TaskFailedError: Failures made an operation fail ``max_attempts`` times.
             Exception: The producer raised; a note on the exception names the rank.
         """
         self._check_alive()
         for source in sources:
             if not isinstance(source, Sharded):
-                raise TypeError(f"expected a sharded sequence, got {type(source).__name__}")
+                raise TypeError(
+                    f"others must be sharded sequences, got {type(source).__name__}: make one with "
+                    "Cluster.shard"
+                )
             if source.cluster is not self:
-                raise ValueError(f"{source!r} belongs to another cluster")
+                raise ValueError(
+                    f"sharded sequences must belong to this cluster, got {source!r} of another"
+                )
 
         def make(cancelled: threading.Event) -> Sharded:
-            step = self._group.begin(producer, tuple(source.step for source in sources), parts)
-            self._group.make(step, cancelled)
-            return Sharded(self, step, self._group.forget)
+            operation = self._group.begin(
+                producer, tuple(source.operation for source in sources), parts
+            )
+            self._group.make(operation, cancelled)
+            return Sharded(self, operation, self._group.forget)
 
         return self._wait_for(make)
 
     def wait_for_shards(self, sharded: Sharded) -> None:
         """Wait until the GPUs have computed all shards; see ``Sharded.wait``."""
-        self._wait_for(partial(self._group.finish, sharded.step))
+        self._wait_for(partial(self._group.finish, sharded.operation))
 
     def fetch_shards(self, sharded: Sharded) -> list[tuple[Tensor, ...]]:
         """Return the CPU tensors of each shard, in rank order.
 
         The tensors must not be written to: they may be shared with other processes.
         """
-        shards = self._wait_for(partial(self._group.fetch, sharded.step))
+        shards = self._wait_for(partial(self._group.fetch, sharded.operation))
         return [tuple(blob.tensor() for blob in shard) for shard in shards]
 
     def replicate_shards(self, sharded: Sharded) -> None:
         """Copy shards into the object store; see :meth:`Sharded.replicate`."""
-        self._wait_for(partial(self._group.replicate, sharded.step))
+        self._wait_for(partial(self._group.replicate, sharded.operation))
 
     def _wait_for(self, work: Callable[[threading.Event], _Found]) -> _Found:
         """Execute ``work`` in the dispatcher thread and wait for its result."""
@@ -640,9 +665,12 @@ class Cluster:
 
     def _check_alive(self) -> None:
         if not self._close.alive:
-            raise ValueError("this cluster is closed")
+            raise ValueError("this cluster is closed: open another cqs.Cluster")
         if os.getpid() != self._pid:
-            raise ValueError(f"this cluster belongs to process {self._pid}, not {os.getpid()}")
+            raise ValueError(
+                f"this cluster belongs to process {self._pid}, not {os.getpid()}: open a "
+                "cqs.Cluster in this process"
+            )
         self._pool.check_connected()
 
 

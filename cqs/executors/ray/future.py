@@ -99,7 +99,9 @@ def is_dispatcher() -> bool:
 def check_may_wait() -> None:
     """Raise RuntimeError in a dispatcher thread: it would wait for work of its own."""
     if is_dispatcher():
-        raise RuntimeError("a progress function cannot wait for another run of a cluster")
+        raise RuntimeError(
+            "a progress function must not wait for another run of a cluster: wait after the run"
+        )
 
 
 def _check_may_wait_for(future: "Future[Any]") -> None:

@@ -172,8 +172,9 @@ def start_pool(
     while (free := ray.available_resources().get(kind, 0)) < num_workers * each:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"num_workers={num_workers} needs {num_workers * each} free {kind}s, but the "
-                f"cluster has {free:g} of {total.get(kind, 0):g}"
+                f"num_workers must be at most the workers that fit the free {kind}s, "
+                f"got {num_workers}, which require {num_workers * each}: the cluster has "
+                f"{free:g} free of {total.get(kind, 0):g}"
             )
         time.sleep(0.1)
     pool = ActorPool(
@@ -186,7 +187,7 @@ def start_pool(
     except ray.exceptions.GetTimeoutError:
         Closer(pool.close).close()
         raise ValueError(
-            f"a worker did not start within start_timeout={start_timeout:g} s"
+            f"a worker did not start within start_timeout={start_timeout:g} s: raise start_timeout"
         ) from None
     except BaseException:
         Closer(pool.close).close()

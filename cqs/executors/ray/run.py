@@ -32,7 +32,7 @@ class WorkersFailedError(RuntimeError):
 
 
 class TaskFailedError(RuntimeError):
-    """As many workers as ``max_attempts`` failed on the same task or step."""
+    """As many workers as ``max_attempts`` failed on the same task or shard operation."""
 
 
 @dataclass(frozen=True)

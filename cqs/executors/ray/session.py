@@ -32,7 +32,7 @@ _GRPC_EXPERIMENTS = "event_engine_client"
 """gRPC's new event engine: the older client leaks sockets of some refused connections."""
 _IN_USE = (
     "another Cluster of this process has a private Ray, which is not shared: close that Cluster "
-    "first, or call it from here, or start Ray yourself and give both its address"
+    "first, use it here, or start Ray yourself and pass its address to both"
 )
 _LONGEST_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 LOCK = threading.RLock()
@@ -51,7 +51,7 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise NotImplementedError(
-            f"a Cluster needs Ray: pip install 'ray[client]' ({error})"
+            f"a Cluster requires Ray: pip install 'ray[client]' ({error})"
         ) from error
     return ray
 
@@ -124,7 +124,9 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
         raise ValueError(_IN_USE)
     if ray.is_initialized():
         if address is not None:
-            raise ValueError(f"Ray is connected already: leave out address, got {address!r}")
+            raise ValueError(
+                f"address must be left out because Ray is connected already, got {address!r}"
+            )
         return ray, lambda: None
     address = address or ""
     found = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):(\d+)", address)
@@ -136,12 +138,16 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
             host, port = found[1].strip("[]"), int(found[2])
             socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
         if address.startswith("ray://") and find_spec("grpc") is None:
-            raise NotImplementedError(f"{address!r} needs grpcio: pip install 'ray[client]'")
+            raise NotImplementedError(
+                f"address {address!r} requires grpcio: pip install 'ray[client]'"
+            )
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except NotImplementedError:
         raise
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"no Ray cluster answers at address {address!r}: {error}") from error
+        raise ValueError(
+            f"address must be that of a running Ray cluster, got {address!r}: {error}"
+        ) from error
     ours = find_connection()
     return ray, lambda: ray.shutdown() if find_connection() is ours else None
 

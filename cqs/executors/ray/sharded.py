@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cqs.executors.ray.member import Shapes
+from cqs.executors.ray.shard_actor import Shapes
 from cqs.executors.ray.shard_producer import MapShard
 from cqs.scheduler.arguments import as_bool
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Step:
+class ShardOperation:
     """The definition of a sharded sequence, and the actors that hold its shards.
 
-    A step outlives its :class:`Sharded` while other steps need it to restore lost shards.
+    An operation outlives its :class:`Sharded` while others need it to restore lost shards.
     """
 
     number: int
-    """Number of the step, greater than those of its sources."""
+    """Sequence number of the operation, greater than those of its sources."""
     name: str
-    """Name of the step in error messages."""
+    """Name of the operation in error messages."""
     producer: Any
     """The pickled producer, or a Ray reference to it."""
     is_collective: bool
@@ -35,8 +35,8 @@ class Step:
     """Whether a call may begin before other ranks have finished the previous exchange."""
     num_ranks: int
     """Number of shards."""
-    sources: "tuple[Step, ...]" = ()
-    """Steps whose shards are inputs of the producer."""
+    sources: "tuple[ShardOperation, ...]" = ()
+    """Operations whose shards are inputs of the producer."""
     stored: tuple[tuple[Any, ...], ...] = ()
     """For each rank, references to input tensors in the object store."""
     holders: list[int | None] = field(init=False)
@@ -44,7 +44,7 @@ class Step:
     shapes: dict[int, Shapes] = field(default_factory=dict)
     """For each rank, the shapes of the tensors of its shard."""
     is_wanted: bool = False
-    """Whether a :class:`Sharded` refers to the step."""
+    """Whether a :class:`Sharded` refers to the operation."""
 
     def __post_init__(self) -> None:
         self.holders = [None] * self.num_ranks
@@ -62,14 +62,19 @@ class Sharded:
     Sharded sequences do not record gradients.
     """
 
-    def __init__(self, cluster: "Cluster", step: Step, forget: Callable[[Step], None]):
-        """Wrap the shards of a step; call ``forget`` when nothing refers to this object."""
-        self._cluster, self._step = cluster, step
-        step.is_wanted = True
-        weakref.finalize(self, forget, step).atexit = False
+    def __init__(
+        self,
+        cluster: "Cluster",
+        operation: ShardOperation,
+        forget: Callable[[ShardOperation], None],
+    ):
+        """Wrap the shards of an operation; call ``forget`` when nothing refers to this object."""
+        self._cluster, self._operation = cluster, operation
+        operation.is_wanted = True
+        weakref.finalize(self, forget, operation).atexit = False
 
     def __repr__(self) -> str:
-        return f"Sharded({self._step.name}, shapes={list(self.shapes)})"
+        return f"Sharded({self._operation.name}, shapes={list(self.shapes)})"
 
     @property
     def cluster(self) -> "Cluster":
@@ -77,14 +82,14 @@ class Sharded:
         return self._cluster
 
     @property
-    def step(self) -> Step:
-        """The step that made the shards."""
-        return self._step
+    def operation(self) -> ShardOperation:
+        """The operation that made the shards."""
+        return self._operation
 
     @property
     def shapes(self) -> tuple[Shapes, ...]:
         """For each rank, the shapes of its tensors."""
-        return tuple(self._step.shapes[rank] for rank in range(self._step.num_ranks))
+        return tuple(self._operation.shapes[rank] for rank in range(self._operation.num_ranks))
 
     def wait(self) -> None:
         """Wait until the GPUs have computed all shards, for example before measuring time.
@@ -141,7 +146,7 @@ class Sharded:
             Exception: The function raised; a note on the exception names the rank.
         """
         if not callable(function):
-            raise TypeError(f"map takes a function, got {function!r}")
+            raise TypeError(f"function must be callable, got {function!r}")
         is_collective = as_bool("is_collective", is_collective)
         return self._cluster.make_shards(MapShard(function, is_collective), (self, *others))
 

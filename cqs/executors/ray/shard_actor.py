@@ -35,7 +35,7 @@ _RELEASE_SECONDS = 2.0
 """Seconds in which a GPU must leave its waits for peers before the process group is aborted."""
 
 
-class Member:
+class ShardActor:
     """Holds shards on one device, and is a rank of a torch.distributed process group.
 
     Groups are numbered by generation. Results of an aborted group are invalid and must be
@@ -176,10 +176,10 @@ class Member:
         Waits until the GPU has finished the previous shard; see :meth:`settle`.
 
         Args:
-            number: Number of the step.
+            number: Sequence number of the shard operation.
             pickled: The pickled producer.
             place: Rank of this actor, and number of ranks.
-            sources: Numbers of the steps whose shards on this rank are inputs of the producer.
+            sources: Numbers of the operations whose shards on this rank are inputs of the producer.
             keep: Store the shard. False if this rank already holds it and only takes part in a
                 collective call for other ranks.
             blobs: Additional inputs of the producer, which are copied to the device.
@@ -222,7 +222,7 @@ class Member:
         return tuple(map(Blob, self._shards[number]))
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Free the shards of some steps; ignore steps without a shard here."""
+        """Free the shards of some operations; ignore operations without a shard here."""
         for number in numbers:
             self._shards.pop(number, None)
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.member import Shapes
 from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, actor_failures
 from cqs.executors.ray.run import RetryPolicy, TaskFailedError, WorkersFailedError
+from cqs.executors.ray.shard_actor import Shapes
 from cqs.executors.ray.shard_producer import LoadShard, ShardProducer
-from cqs.executors.ray.sharded import Step
+from cqs.executors.ray.sharded import ShardOperation
 
 _Found = TypeVar("_Found")
 
@@ -34,11 +34,11 @@ _ABORT_SECONDS = 5.0
 class _BrokenError(Exception):
     """A call must be repeated: an actor failed or hung, or connections between ranks broke."""
 
-    step: Step | None = None
-    """The step whose shards were lost, if it is not the requested one."""
+    operation: ShardOperation | None = None
+    """The operation whose shards were lost, if it is not the requested one."""
 
 
-class Group:
+class WorkerGroup:
     """Maps ranks 0 to n - 1 to actors, and makes the shards of sequences on them.
 
     Only the dispatcher thread of the cluster uses a group, except :meth:`forget`. No failure leaves
@@ -51,7 +51,7 @@ class Group:
 
         Args:
             pool: Started actors.
-            retry_policy: Timeouts and the number of attempts per step.
+            retry_policy: Timeouts and the number of attempts per operation.
             closing: Set when the cluster closes; waits then raise CancelledError.
         """
         self._pool, self._ray = pool, pool.ray
@@ -61,12 +61,12 @@ class Group:
         self._numbers = itertools.count()
         self._generation = 0
         self._is_formed = False
-        self._unsettled: Step | None = None
-        """The last collective step; its shards are lost if a rank fails before its GPU finishes."""
+        self._unsettled: ShardOperation | None = None
+        """The last collective operation; a rank that fails before its GPU finishes loses its shard."""
         self._cancelled = threading.Event()
         self._interrupted: _Calls | None = None
         """Cancelled calls that actors may still execute."""
-        self._forgotten: deque[Step] = deque()
+        self._forgotten: deque[ShardOperation] = deque()
 
     @property
     def num_ranks(self) -> int:
@@ -76,21 +76,21 @@ class Group:
     def begin(
         self,
         producer: ShardProducer,
-        sources: tuple[Step, ...] = (),
+        sources: tuple[ShardOperation, ...] = (),
         parts: tuple[tuple[Tensor, ...], ...] = (),
-    ) -> Step:
-        """Define a step, which :meth:`make` will execute.
+    ) -> ShardOperation:
+        """Define an operation, which :meth:`make` will execute.
 
         Args:
             producer: Makes the shard of each rank.
-            sources: Steps whose shards are the first inputs of the producer.
+            sources: Operations whose shards are the first inputs of the producer.
             parts: For each rank, additional input tensors, which are copied to the object store.
 
         Returns:
-            The step, with a number above those of all earlier steps.
+            The operation, with a number above those of all earlier operations.
         """
         stored = tuple(tuple(self._ray.put(Blob(tensor)) for tensor in part) for part in parts)
-        return Step(
+        return ShardOperation(
             next(self._numbers),
             producer.name,
             self._pickle(producer),
@@ -101,80 +101,83 @@ class Group:
             stored,
         )
 
-    def forget(self, step: Step) -> None:
-        """Mark the shards of a step for :meth:`sweep`; safe to call during garbage collection."""
-        self._forgotten.append(step)
+    def forget(self, operation: ShardOperation) -> None:
+        """Mark shards for :meth:`sweep`; safe to call during garbage collection."""
+        self._forgotten.append(operation)
 
     def sweep(self) -> None:
-        """Free the shards of all steps that were passed to :meth:`forget`."""
-        steps = []
+        """Free the shards of all operations that were passed to :meth:`forget`."""
+        operations = []
         while self._forgotten:
-            steps.append(self._forgotten.popleft())
-            steps[-1].is_wanted = False
-        self._free(steps)
+            operations.append(self._forgotten.popleft())
+            operations[-1].is_wanted = False
+        self._free(operations)
 
-    def make(self, step: Step, cancelled: threading.Event) -> None:
-        """Make the missing shards of a step, and first the missing shards of its sources.
+    def make(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+        """Make the missing shards of an operation, and first the missing shards of its sources.
 
         Args:
-            step: Step of this group; shards that its ranks already hold are not made again.
+            operation: Operation of this group; shards that its ranks hold are not made again.
             cancelled: Event that makes the call stop.
 
         Raises:
             CancelledError: ``cancelled`` was set, or the cluster was closed.
             WorkersFailedError: No replacement for a failed actor could be started.
-            TaskFailedError: Actors or connections failed ``max_attempts`` times in one step.
+            TaskFailedError: Actors or connections failed ``max_attempts`` times in one operation.
             ValueError: Shards differ in their number of tensors, or a repeated shard in its shapes.
             Exception: A producer raised; a note on the exception names the rank.
         """
         self._cancelled = cancelled
-        made: set[Step] = set()
-        attempts: Counter[Step] = Counter()
+        made: set[ShardOperation] = set()
+        attempts: Counter[ShardOperation] = Counter()
         try:
             self._mend()
-            while todo := self._missing(step):
+            while todo := self._missing(operation):
                 (first, ranks), *rest = todo
                 made.add(first)
                 try:
                     self._compute(first, ranks)
                 except _BrokenError as error:
-                    self._count(attempts, error.step or first, error)
+                    self._count(attempts, error.operation or first, error)
                     self._mend()
                     continue
-                in_use = {step, *(source for later, _ in rest for source in later.sources)}
+                in_use = {operation, *(source for later, _ in rest for source in later.sources)}
                 self._free(found for found in made - in_use if not found.is_wanted)
         except BaseException:
             self._free(found for found in made if not found.is_wanted)
             raise
 
-    def finish(self, step: Step, cancelled: threading.Event) -> None:
-        """Make a step and wait until all GPUs have finished it; raises as :meth:`make` does."""
+    def finish(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+        """Make the shards and wait until all GPUs have finished; raises as :meth:`make` does."""
 
         def settle_all() -> None:
             self._settle()
             self._call_all("settle")
 
-        self._make_for(step, cancelled, settle_all)
+        self._make_for(operation, cancelled, settle_all)
 
-    def fetch(self, step: Step, cancelled: threading.Event) -> list[tuple[Blob, ...]]:
-        """Return the shards of a step as blobs, in rank order; raises as :meth:`make` does."""
+    def fetch(
+        self, operation: ShardOperation, cancelled: threading.Event
+    ) -> list[tuple[Blob, ...]]:
+        """Return the shards as blobs, in rank order; raises as :meth:`make` does."""
 
         def fetch_all() -> dict[int, Any]:
             self._settle()
-            return self._call_all("fetch", step.number)
+            return self._call_all("fetch", operation.number)
 
-        found = self._make_for(step, cancelled, fetch_all)
+        found = self._make_for(operation, cancelled, fetch_all)
         return [found[rank] for rank in range(self.num_ranks)]
 
-    def replicate(self, step: Step, cancelled: threading.Event) -> None:
-        """Copy the shards of a step into the object store, and restore lost shards from there.
+    def replicate(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+        """Copy the shards into the object store, and restore lost shards from there.
 
-        The step no longer refers to its sources. Raises as :meth:`make` does.
+        The operation no longer refers to its sources. Raises as :meth:`make` does.
         """
-        shards = self.fetch(step, cancelled)
-        step.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
-        step.producer, step.is_collective, step.sources = self._pickle(LoadShard()), False, ()
-        step.is_early = False
+        shards = self.fetch(operation, cancelled)
+        operation.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
+        operation.producer = self._pickle(LoadShard())
+        operation.is_collective = operation.is_early = False
+        operation.sources = ()
 
     def rest(self, cancelled: threading.Event) -> None:
         """Wait until every actor is free for other work: none waits for a failed rank."""
@@ -188,28 +191,28 @@ class Group:
             pass  # lost shards are made again when they are needed; errors are raised there
 
     def _make_for(
-        self, step: Step, cancelled: threading.Event, use: Callable[[], _Found]
+        self, operation: ShardOperation, cancelled: threading.Event, use: Callable[[], _Found]
     ) -> _Found:
-        """Make a step and call ``use``; repeat both if an actor fails in the meantime."""
-        attempts: Counter[Step] = Counter()
+        """Make the shards and call ``use``; repeat both if an actor fails in the meantime."""
+        attempts: Counter[ShardOperation] = Counter()
         while True:
-            self.make(step, cancelled)
+            self.make(operation, cancelled)
             try:
                 return use()
             except _BrokenError as error:
-                self._count(attempts, error.step or step, error)
+                self._count(attempts, error.operation or operation, error)
 
     def _pickle(self, producer: ShardProducer) -> Any:
         """Pickle a producer; a small one is sent with the call, which is faster than the store."""
         pickled = self._ray.cloudpickle.dumps(producer)
         return pickled if len(pickled) <= _INLINE_BYTES else self._ray.put(pickled)
 
-    def _missing(self, step: Step) -> list[tuple[Step, list[int]]]:
-        """Return the steps to execute for ``step`` in order, with the ranks that lack a shard."""
-        needed = {step: set(range(self.num_ranks))}
+    def _missing(self, operation: ShardOperation) -> list[tuple[ShardOperation, list[int]]]:
+        """Return the operations to execute, in order, each with the ranks that lack its shard."""
+        needed = {operation: set(range(self.num_ranks))}
         todo = []
         while needed:
-            last = max(needed, key=lambda step: step.number)
+            last = max(needed, key=lambda operation: operation.number)
             wanted = needed.pop(last)
             ranks = sorted(rank for rank in wanted if not self._has(rank, last))
             if ranks:
@@ -219,45 +222,45 @@ class Group:
                     needed.setdefault(source, set()).update(on_ranks)
         return todo[::-1]
 
-    def _has(self, rank: int, step: Step) -> bool:
-        return step.holders[rank] == self._members[rank].index
+    def _has(self, rank: int, operation: ShardOperation) -> bool:
+        return operation.holders[rank] == self._members[rank].index
 
-    def _compute(self, step: Step, ranks: Collection[int]) -> None:
-        """Make the shards of a step on some ranks; all of its source shards must exist."""
-        if not step.is_early:
+    def _compute(self, operation: ShardOperation, ranks: Collection[int]) -> None:
+        """Make the shards of an operation on some ranks; all of its source shards must exist."""
+        if not operation.is_early:
             self._settle()
-        if step.is_collective and not self._is_formed:
+        if operation.is_collective and not self._is_formed:
             self._form()
-        sources = tuple(source.number for source in step.sources)
+        sources = tuple(source.number for source in operation.sources)
 
         def arguments(rank: int) -> tuple[Any, ...]:
             place, keep = (rank, self.num_ranks), rank in ranks
-            stored = step.stored[rank] if step.stored else ()
-            return step.number, step.producer, place, sources, keep, *stored
+            stored = operation.stored[rank] if operation.stored else ()
+            return operation.number, operation.producer, place, sources, keep, *stored
 
         try:
-            if step.is_collective:
+            if operation.is_collective:
                 found = self._call_together("compute", arguments, self._retry_policy.stall_timeout)
             else:
                 found = self._call("compute", arguments, ranks, self._retry_policy.stall_timeout)
-            _check_shapes(step, {rank: found[rank] for rank in ranks})
+            _check_shapes(operation, {rank: found[rank] for rank in ranks})
         except BaseException:
-            for rank in ranks:  # shards of a failed step may hold invalid data
-                self._free_on(rank, [step.number])
+            for rank in ranks:  # shards of a failed operation may hold invalid data
+                self._free_on(rank, [operation.number])
             raise
         for rank in ranks:
-            step.holders[rank] = self._members[rank].index
-            step.shapes[rank] = found[rank]
-        if step.is_collective:
-            self._unsettled = step
+            operation.holders[rank] = self._members[rank].index
+            operation.shapes[rank] = found[rank]
+        if operation.is_collective:
+            self._unsettled = operation
 
     def _settle(self) -> None:
-        """Wait until all GPUs have finished the last collective step."""
+        """Wait until all GPUs have finished the last collective operation."""
         if self._unsettled is not None and self._is_formed:
             try:
                 self._call_together("settle", lambda rank: (), self._retry_policy.stall_timeout)
             except _BrokenError as error:
-                error.step = self._unsettled
+                error.operation = self._unsettled
                 raise
             self._unsettled = None
 
@@ -494,25 +497,29 @@ class Group:
                 error.add_note(f"raised on rank {rank} of {self.num_ranks}")
             raise error
 
-    def _count(self, attempts: "Counter[Step]", step: Step, error: _BrokenError) -> None:
-        """Count a failure of actors or connections against a step.
+    def _count(
+        self, attempts: "Counter[ShardOperation]", operation: ShardOperation, error: _BrokenError
+    ) -> None:
+        """Count a failure of actors or connections against an operation.
 
         Raises:
-            TaskFailedError: The step has failed ``max_attempts`` times.
+            TaskFailedError: The operation has failed ``max_attempts`` times.
         """
-        attempts[step] += 1
-        if attempts[step] >= self._retry_policy.max_attempts:
+        attempts[operation] += 1
+        if attempts[operation] >= self._retry_policy.max_attempts:
             raise TaskFailedError(
-                f"{step.name} failed {attempts[step]} times, the last time because {error}"
+                f"{operation.name} failed {attempts[operation]} times; the last failure: {error}"
             ) from error
 
-    def _free(self, steps: Iterable[Step]) -> None:
-        """Free the shards of some steps on all ranks."""
-        steps = list(steps)
+    def _free(self, operations: Iterable[ShardOperation]) -> None:
+        """Free the shards of some operations on all ranks."""
+        operations = list(operations)
         for rank in range(self.num_ranks):
-            self._free_on(rank, [step.number for step in steps if self._has(rank, step)])
-        for step in steps:
-            step.holders = [None] * self.num_ranks
+            self._free_on(
+                rank, [operation.number for operation in operations if self._has(rank, operation)]
+            )
+        for operation in operations:
+            operation.holders = [None] * self.num_ranks
 
     def _free_on(self, rank: int, numbers: list[int]) -> None:
         actor = self._members[rank]
@@ -539,16 +546,17 @@ def _is_of_connections(error: Exception) -> bool:
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def _check_shapes(step: Step, found: dict[int, Shapes]) -> None:
+def _check_shapes(operation: ShardOperation, found: dict[int, Shapes]) -> None:
     """Raise ValueError if ranks differ in the number of tensors, or a repeated shard in shape."""
     for rank, shapes in found.items():
-        before = step.shapes.get(rank, shapes)
+        before = operation.shapes.get(rank, shapes)
         if shapes != before:
             raise ValueError(
-                f"{step.name} gave rank {rank} a shard of shapes {before}, and of {shapes} when "
-                "it was made again"
+                f"{operation.name} must repeat the shapes of rank {rank}'s shard, {before}, "
+                f"got {shapes} when it made the lost shard again"
             )
-        if len(shapes) != (number := len((found | step.shapes)[0])):
+        if len(shapes) != (number := len((found | operation.shapes)[0])):
             raise ValueError(
-                f"{step.name} gave rank {rank} {len(shapes)} tensors, and rank 0 {number}"
+                f"{operation.name} must make the same number of tensors on every rank, "
+                f"got {len(shapes)} on rank {rank} and {number} on rank 0"
             )
