@@ -2,6 +2,7 @@
 
 import os
 import sys
+import zlib
 
 import pytest
 import torch
@@ -14,6 +15,18 @@ import cqs
 from cqs.partial import lse_dtype
 from cqs.problem import Problem
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer, visible_mask
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    """Mark as ``long`` all cases of a test marked ``sample(n)`` except the first and one in n."""
+    sampled = set()
+    for item in items:
+        if marker := item.get_closest_marker("sample"):
+            test = item.nodeid.partition("[")[0]
+            if test in sampled and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
+                item.add_marker("long")
+            sampled.add(test)
 
 
 def pytest_runtest_setup(item):

@@ -25,6 +25,7 @@ RAGGED = {
 }
 
 
+@pytest.mark.sample(5)
 @KINDS
 @pytest.mark.parametrize("num_tasks", range(1, 65))
 def test_the_answer_is_exact_for_every_number_of_workers(assert_right, num_tasks, is_causal):

@@ -99,6 +99,7 @@ CUDA = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("device", "backend", "dtype", "num_tasks"),
     [

@@ -76,6 +76,7 @@ def test_every_cut_drops_the_same_pairs(case, num_tasks, backend, device):
     torch.testing.assert_close(lse, attend(problem, backend="reference")[1])
 
 
+@pytest.mark.sample(4)
 @EVERY_DEVICE
 @CUTS
 def test_gradients_are_those_of_the_pairs_kept(case, num_tasks, backend, device):

@@ -222,6 +222,7 @@ def most_held_forward(case, layout, num_slices):
     return max(peaks) + max(there, of_result(layout.of_results.places_home.most))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])

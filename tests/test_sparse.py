@@ -70,6 +70,7 @@ def run_tasks(problem, num_tasks, backend):
     return tiler.finish()
 
 
+@pytest.mark.sample(2)
 @EVERY_PATTERN
 @pytest.mark.parametrize("each", range(4))
 def test_patterns_are_exact(assert_right, name, each):
@@ -112,6 +113,7 @@ def count_pairs(name, num_tasks, backend, dtype, device, tokens):
         )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("num_tasks", NUM_TASKS)
 @EVERY_PATTERN
 def test_every_live_pair_is_computed_once(name, num_tasks):
@@ -157,6 +159,7 @@ def test_patterns_are_exact_on_gpus(assert_right, head_dim, dtype, name):
     assert_gradients_right(problem, num_tasks=num_tasks)
 
 
+@pytest.mark.sample(3)
 @EVERY_PATTERN
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_patterns_are_exact_in_every_dtype(assert_right, dtype, name):
@@ -177,6 +180,7 @@ def test_patterns_go_with_is_causal(assert_right, name):
     assert_right(expected, answer)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "num_tasks", "tokens"),
     [

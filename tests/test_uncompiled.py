@@ -55,6 +55,7 @@ def test_a_whole_graph_is_refused():
         compiled(torch.randn(1, 2, 9, 8))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("make", PATTERNS.values(), ids=PATTERNS)
 def test_patterns_are_made_in_a_compiled_function(make):
     """Their code reads arrays, which the compiler would take for tensors of the graph."""

@@ -677,7 +677,7 @@ def test_ray_client_without_grpcio_is_named(tmp_path):
             try:
                 cqs.Cluster(address=address)
             except NotImplementedError as error:
-                assert f"{address!r} requires grpcio: pip install 'ray[client]'" in str(error), error
+                assert repr(address) in str(error) and "grpcio" in str(error), error
                 print("named")
     """
     assert "named" in run_python(script, tmp_path)

@@ -33,6 +33,7 @@ def random_schedule(generator, num_tensors, heads, rows):
     return tuple(schedule)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("rows", "dim"), [(7, 5), (130, 16), (200, 40)])

@@ -9,6 +9,7 @@ from cqs.patterns import bigbird, causal, documents
 from cqs.scheduler import make_plan
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("text", "seqlen"),
     [

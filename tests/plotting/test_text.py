@@ -54,6 +54,7 @@ def check_text(monkeypatch):
     return check
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("num_tasks", NUM_TASKS)
 @pytest.mark.parametrize("pattern", [None, longformer(512, 64)], ids=["dense", "pattern"])
@@ -61,6 +62,7 @@ def test_owners(check_text, num_tasks, length, pattern):
     check_text(plot_owners(make_plan(length, num_tasks=num_tasks, pattern=pattern)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("num_tasks", [3, 13, 16])
 @pytest.mark.parametrize("lengths", [(10, 10), (1000, 3000), (10**6, 10**6)], ids=str)
 def test_owners_of_causal_attention(check_text, num_tasks, lengths):
@@ -82,6 +84,7 @@ def test_wheels(check_text, num_tasks):
         check_text(plot_wheel(plan, index=index))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
     "pattern",
@@ -115,6 +118,7 @@ def test_scaling(check_text, name, workers):
     check_text(getattr(scaling, name)(make_rows(workers, executor="ray")))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tokens", [(10,), (10_000,), (10**6, 10**7)], ids=str)
 @pytest.mark.parametrize("workers", [(7,), (1, 4, 7, 8, 31), (1, 3, 7, 13, 31, 111)], ids=str)
 @pytest.mark.parametrize("name", CASES)

@@ -58,6 +58,7 @@ READ_ONLY = WAYS | {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["same.npy", "symbolic.npy", "hard.npy"])
 @pytest.mark.parametrize("source", READ_ONLY)
 @pytest.mark.parametrize("target", WAYS)

@@ -16,6 +16,7 @@ VALUES = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_kv", "head_dim"),

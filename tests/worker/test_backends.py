@@ -50,6 +50,7 @@ def attend(problem, backend, *tensors):
     return ATTEND_SHARES[backend](*tensors, whole, scale=problem.scale)
 
 
+@pytest.mark.sample(3)
 @every_combination
 @every_case
 def test_one_call_is_right(assert_right, case, device, backend, dtype):

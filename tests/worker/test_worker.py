@@ -116,6 +116,7 @@ def test_tasks_computed_together_are_all_of_attention(assert_right, case, num_ta
     )
 
 
+@pytest.mark.sample(4)
 @EVERY_DEVICE
 @pytest.mark.parametrize("backend", ["triton", "cpu", "reference"])
 @SMALL_CASES
@@ -142,6 +143,7 @@ def test_results_are_the_same_wherever_they_are_written(case, backend, device):
         assert all(part[:, 0].isnan().all() and part[:, -1].isnan().all() for part in wide)
 
 
+@pytest.mark.sample(4)
 @EVERY_DEVICE
 @pytest.mark.parametrize("num_tasks", [2, 8])
 @SMALL_CASES

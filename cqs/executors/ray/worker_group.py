@@ -62,7 +62,7 @@ class WorkerGroup:
         self._generation = 0
         self._is_formed = False
         self._unsettled: ShardOperation | None = None
-        """The last collective operation; a rank that fails before its GPU finishes loses its shard."""
+        """The last collective operation; its shards are lost if a rank fails before it is done."""
         self._cancelled = threading.Event()
         self._interrupted: _Calls | None = None
         """Cancelled calls that actors may still execute."""
