@@ -46,14 +46,16 @@ def acsr(start: Any, step: Any, count: Any) -> Pattern:
         raise ValueError(
             f"start, step and count must be of one length, got {list(map(len, columns))}"
         )
-    rows = [_Row(*row) for row in zip(range(len(columns[0])), *columns, strict=True)]
+    rows = [_Progression(*row) for row in zip(range(len(columns[0])), *columns, strict=True)]
     seqlen_kv = max((row.last + 1 for row in rows if row.num_keys), default=0)
     if seqlen_kv > FAR:
         raise ValueError(f"keys must lie below {FAR}, got {seqlen_kv - 1}")
     return _Rows(len(rows), seqlen_kv, tuple(tidy_all(_as_pieces(rows))))
 
 
-class _Row(NamedTuple):
+class _Progression(NamedTuple):
+    """The keys of one query, as an arithmetic progression."""
+
     query: int
     start: int
     step: int
@@ -82,7 +84,7 @@ class _Rows(Pattern):
     def _bind(self, lengths: Lengths) -> BoundPattern:
         if not self.suits(lengths):
             raise ValueError(
-                f"{self!r} needs {self.num_rows} queries and at least {self.num_keys} keys, "
+                f"{self!r} requires {self.num_rows} queries and at least {self.num_keys} keys, "
                 f"got {tuple(lengths)}"
             )
         return BoundPattern(*lengths, self.pieces)
@@ -92,59 +94,62 @@ class _Rows(Pattern):
         return f"acsr(<{self.num_rows} rows, {len(self.pieces)} pieces, {digest}>)"
 
 
-def _as_pieces(rows: list[_Row]) -> Iterator[Piece]:
+def _as_pieces(rows: list[_Progression]) -> Iterator[Piece]:
     """Yield one piece for each longest run of rows that a single piece can represent."""
     first = previous = None
-    ways: set[str] = set()
+    rules: set[str] = set()
     for row in rows:
         if first and previous and row.query == previous.query + 1:
-            fewer = ways & _ways(first, row)
+            fewer = rules & _rules(first, row)
             if _suffice(fewer):
-                previous, ways = row, fewer
+                previous, rules = row, fewer
                 continue
         if first and previous:
-            yield _as_piece(first, previous, ways)
+            yield _as_piece(first, previous, rules)
         first = previous = row if row.num_keys else None
-        ways = _ways(row, row)
+        rules = _rules(row, row)
     if first and previous:
-        yield _as_piece(first, previous, ways)
+        yield _as_piece(first, previous, rules)
 
 
-def _ways(first: _Row, row: _Row) -> set[str]:
-    """Return the rules by which ``row`` continues a run that begins with ``first``.
+def _rules(first: _Progression, row: _Progression) -> set[str]:
+    """Return the rules under which ``row`` continues a run that begins with ``first``.
 
     In a diagonal run, the first and the last key each advance by one per row or stay in one cell.
     """
     if row.step != first.step or not row.num_keys:
         return set()
-    ways = {"constant"} if row[1:] == first[1:] else set()
+    rules = {"constant"} if row[1:] == first[1:] else set()
     moved = row.query - first.query
     if (row.start - first.start - moved) % row.step == 0:
         for edge, here, there in (
             ("start", row.start, first.start),
             ("last", row.last, first.last),
         ):
-            ways |= {f"{edge} moves"} if here - there == moved else set()
-            ways |= {f"{edge} stays"} if here // row.step == there // row.step else set()
-    return ways
+            rules |= {f"{edge} advances"} if here - there == moved else set()
+            rules |= {f"{edge} is constant"} if here // row.step == there // row.step else set()
+    return rules
 
 
-def _suffice(ways: set[str]) -> bool:
-    diagonal = ways & {"start moves", "start stays"} and ways & {"last moves", "last stays"}
-    return "constant" in ways or bool(diagonal)
+def _suffice(rules: set[str]) -> bool:
+    diagonal = rules & {"start advances", "start is constant"} and rules & {
+        "last advances",
+        "last is constant",
+    }
+    return "constant" in rules or bool(diagonal)
 
 
-def _as_piece(first: _Row, final: _Row, ways: set[str]) -> Piece:
+def _as_piece(first: _Progression, final: _Progression, rules: set[str]) -> Piece:
     queries, step = range(first.query, final.query + 1), first.step
-    if "constant" in ways:
+    if "constant" in rules:
         return Piece(Axis(queries), Axis(range(first.start, first.last + 1), first.start, step))
     ahead = (first.start - first.query) % step
     low, high, start, stop = -FAR, FAR, 0, max(first.last, final.last) + 1
-    if "start moves" in ways:
+    if "start advances" in rules:
         low = (first.start - first.query) // step
     else:
         start = first.start // step * step
-    if "last moves" in ways:
+    if "last advances" in rules:
         high = (first.last - first.query) // step
     else:
         stop = (first.last // step + 1) * step

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from cqs.patterns.piece import FAR, Axis, Piece, meets, overlap, plain_piece, tidy
 
 MAX_PIECES = 2**16
-"""Most pieces of a bound pattern, each of which takes some 10 microseconds of every whole count."""
+"""Most pieces of a bound pattern; a count of the whole pattern takes about 10 us per piece."""
 _MAX_PAIRS = 2**20
-"""Most pairs of pieces that a combination of two patterns looks at, few of which meet: some 2 s."""
+"""Most pairs of pieces that a combination of two patterns compares, in about 2 s."""
 
 
 class UnequalStepsError(Exception):
-    """Cells of different steps meet; a few pieces cannot say the result."""
+    """Two pieces with different steps intersect; a few pieces cannot represent the result."""
 
 
 def intersect(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
@@ -93,7 +93,7 @@ def _intersect(one: Piece, other: Piece) -> list[Piece]:
 
 
 def _with_equal_steps(piece: Piece) -> Piece:
-    """Write columns for all queries of a range, or rows for all keys, in cells of one step."""
+    """Rewrite full columns of a query range, or full rows, with equal steps of both axes."""
     queries, keys = piece.queries, piece.keys
     all_pairs = Piece(queries, keys)
     if queries.step == keys.step or piece.num_pairs < all_pairs.num_pairs:
@@ -120,7 +120,7 @@ def _boxes_meet(one: Piece, other: Piece) -> bool:
 
 
 def _complement(piece: Piece, universe: Piece) -> Iterator[Piece]:
-    """Cut what is not in ``piece``, of the rectangle around ``universe``, into disjoint pieces."""
+    """Yield disjoint pieces of the pairs in the rectangle of ``universe`` but not in ``piece``."""
     all_queries, all_keys = universe.queries.tokens, universe.keys.tokens
     rows, columns = piece.queries.tokens, piece.keys.tokens
     middle = overlap(all_queries, rows)
@@ -144,14 +144,14 @@ def _gaps(axis: Axis) -> Axis:
 
 
 class _Common(NamedTuple):
-    """Where cells of two axes of one step overlap, and what cells and offsets are called there."""
+    """The overlap of the cells of two axes with equal steps, and its numbering in both axes."""
 
     axis: Axis
-    """Cells as the first axis numbers them."""
+    """The common cells, numbered as in the first axis."""
     cell_shift: int
-    """Number of a cell in the second axis less that in this one."""
+    """Number of a cell in the second axis minus its number in ``axis``."""
     offsets: tuple[int, int]
-    """Offset of a token in the first and in the second axis less that in this one."""
+    """Offset of a token in the first and in the second axis, each minus its offset in ``axis``."""
 
 
 def _common_cells(one: Axis, other: Axis) -> Iterator[_Common]:
@@ -166,7 +166,7 @@ def _common_cells(one: Axis, other: Axis) -> Iterator[_Common]:
 
 
 def _intersect_cells(one: Piece, other: Piece) -> Iterator[Piece]:
-    """Intersect two pieces of equal steps: at most four pairs of axes, a band and a band each."""
+    """Intersect two pieces of equal steps: at most four pairs of axes, each with two bands."""
     key_axes = tuple(_common_cells(one.keys, other.keys))
     for queries in _common_cells(one.queries, other.queries):
         for keys in key_axes:
@@ -188,9 +188,9 @@ def _intersect_cells(one: Piece, other: Piece) -> Iterator[Piece]:
 def _in_cells_of(cells: Piece, band: Piece) -> Iterator[Piece]:
     """Write a band of tokens in the cells of another piece, whose steps are equal.
 
-    Cells a and b with offsets u and v are ``s * (b - a) + (v - u)`` tokens apart. What differences
-    of offsets the other piece has at all leaves a run of differences of cells where the band holds
-    for every one of them, and a few around it where a band of offsets remains.
+    Cells a and b with offsets u and v are ``s * (b - a) + (v - u)`` tokens apart. For some
+    differences of cells, every difference of offsets in the other piece is inside the band: these
+    form one run. For a few differences around the run, a band of offsets remains.
     """
     step = cells.queries.step
     queries = Axis(band.queries.tokens, cells.queries.origin, step, step)

@@ -24,29 +24,35 @@ _MAX_BYTES = 2**32
 
 @dataclass(frozen=True, eq=False)
 class BlockList:
-    """The live blocks of a grid: full ones by number alone, partial ones with a bit per pair.
+    """The live blocks of a grid, and one bit per pair of every partial block.
 
-    What FlexAttention's ``BlockMask`` holds, without its mask function. Two lists compare equal if
-    they hold the same blocks.
+    The contents are those of FlexAttention's ``BlockMask`` without its mask function. Two lists
+    compare equal if their grids and live pairs are equal.
     """
 
     grid: Grid
     ids: Integers
-    """Numbers of the live blocks, ``row * num_columns + column``, ascending ``[num_blocks]``."""
+    """Ids of the live blocks, ``row * num_columns + column``, ascending, ``[num_blocks]``."""
     bit_index: Integers
-    """Index in ``bits`` of each block ``[num_blocks]``, -1 for a full one."""
+    """Index of each block in ``bits``, -1 for a full block, ``[num_blocks]``."""
     bits: NDArray[np.uint8]
-    """``[num_partial, block, ceil(block / 8)]``, a bit per key, high bits first as numpy packs
-    them; 0 outside the score matrix. Never all or none of a block's pairs."""
+    """Masks of the partial blocks, ``[num_partial, block, ceil(block / 8)]``: one bit per key, high
+    bits first as in ``np.packbits``, 0 outside the score matrix. No block is empty or full."""
 
     @classmethod
     def full(cls, grid: Grid, ids: Integers) -> "BlockList":
-        """Return the list of these blocks, ascending and all full."""
+        """Return the list of full blocks with the ascending ids ``ids``."""
         return cls(grid, ids, np.full(len(ids), -1), _no_bits(grid))
 
     @classmethod
     def from_bits(cls, grid: Grid, ids: Integers, bits: NDArray[np.uint8]) -> "BlockList":
-        """Return the list of these blocks, ascending, sorted out into empty, partial and full."""
+        """Return the list of blocks with given masks; empty blocks are removed.
+
+        Args:
+            grid: The grid of the list.
+            ids: Ids of the blocks, ascending, ``[num_blocks]``.
+            bits: Masks of the blocks, ``[num_blocks, block, ceil(block / 8)]``, as in :attr:`bits`.
+        """
         counts = _count_bits(bits)
         partial = (counts > 0) & (counts < grid.areas(ids))
         index = np.where(partial, np.cumsum(partial) - 1, -1)
@@ -55,11 +61,11 @@ class BlockList:
 
     @classmethod
     def from_strips(cls, grid: Grid, strip: Callable[[range], NDArray[np.bool_]]) -> "BlockList":
-        """Return the list of a mask that ``strip`` gives for one row of blocks after another.
+        """Return the list of a mask that is computed one row of blocks at a time.
 
         Args:
             grid: The grid of the list.
-            strip: Returns the mask of some queries, boolean ``[len(queries), seqlen_kv]``.
+            strip: Returns the mask of a range of queries, boolean ``[len(queries), seqlen_kv]``.
         """
         parts = [empty_list(grid)]
         block, columns = grid.block, grid.num_columns
@@ -78,9 +84,14 @@ class BlockList:
     def from_pieces(
         cls, grid: Grid, pieces: Iterable[Piece], ids: Integers | None = None
     ) -> "BlockList":
-        """Return what disjoint pieces hold of the blocks ``ids``, or of all.
+        """Return the block list of disjoint pieces.
 
-        Costs a count for every block that a piece may touch, and bits for those it cuts.
+        Takes one count for every block that a piece may touch, and a mask for every partial block.
+
+        Args:
+            grid: The grid of the list.
+            pieces: Pieces without a common pair.
+            ids: Ids of the blocks to which the list is restricted, ascending; ``None`` means all.
         """
         pieces = tuple(pieces)
         ids = _touched_blocks(grid, pieces) if ids is None else ids
@@ -124,7 +135,7 @@ class BlockList:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of the contents, equal for equal lists in every process."""
+        """Digest of the contents, equal for equal lists in every process, 64 bytes."""
         digest = blake2b(repr(self.grid).encode())
         for array in (self.ids, self.bit_index, self.bits):
             digest.update(array.tobytes())
@@ -132,7 +143,7 @@ class BlockList:
 
     @cached_property
     def counts(self) -> Integers:
-        """Number of pairs of each block ``[num_blocks]``."""
+        """Number of live pairs of each block, ``[num_blocks]``."""
         counts = self.grid.areas(self.ids)
         partial = self.bit_index >= 0
         counts[partial] = _count_bits(self.bits)[self.bit_index[partial]]
@@ -140,7 +151,12 @@ class BlockList:
         return counts
 
     def count_pairs(self, queries: range, keys: range) -> int:
-        """Return the number of pairs within a rectangle; looks at the blocks of its rows."""
+        """Return the number of live pairs within a rectangle, in time linear in its rows' blocks.
+
+        Args:
+            queries: Query indices, a range of step 1.
+            keys: Key indices, a range of step 1.
+        """
         rows = self._rows(queries)
         start, stop, key_start, key_stop = self.grid.spans(self.ids[rows])
         height = np.minimum(stop, queries.stop) - np.maximum(start, queries.start)
@@ -167,12 +183,20 @@ class BlockList:
         return self.count_pairs(queries, keys) == 1
 
     def unpack(self, index: Any) -> NDArray[np.bool_]:
-        """Return the bits of partial blocks as booleans ``[..., block, block]``."""
+        """Return the masks of partial blocks, boolean ``[..., block, block]``.
+
+        Args:
+            index: An index into ``bits``, an array of indices, or a slice.
+        """
         unpacked = np.unpackbits(self.bits[index], axis=-1, count=self.grid.block)
         return unpacked.view(bool)
 
     def key_runs(self, queries: range) -> Iterator[KeyRun]:
-        """Yield the keys that a tile of queries sees: joined full blocks, single partial ones."""
+        """Yield the keys that a tile of queries sees: runs of full blocks, single partial blocks.
+
+        Args:
+            queries: Query indices of the tile, ascending, of any step.
+        """
         grid = self.grid
         if not clip(queries, range(grid.seqlen_q)):
             return
@@ -199,7 +223,7 @@ class BlockList:
                 yield KeyRun(inside, Axis(range(start, stop)))
 
     def views(self, queries: range, keys: range) -> Iterator[View]:
-        """Yield the pairs within a rectangle as views: joined full blocks, partial ones with bits.
+        """Yield the live pairs of a rectangle as views: runs of full blocks, single partial blocks.
 
         Args:
             queries: Query indices, a range of step 1.
@@ -222,16 +246,16 @@ class BlockList:
                 yield View(run.queries, found, bits=bits)
 
     def run_mask(self, run: KeyRun) -> NDArray[np.bool_]:
-        """Return the bits of a run over a partial block ``[len(run.queries), len(keys)]``."""
+        """Return the mask of a run over a partial block, boolean ``[len(run.queries), keys]``."""
         return self.unpack(run.bits)[self._bit_rows(run.queries), : len(run.keys.tokens)]
 
     def _bit_rows(self, queries: range) -> slice:
-        """Return which rows of the bits of their blocks some queries of one row of blocks have."""
+        """Return the rows of a block's mask that belong to ``queries``, of one row of blocks."""
         first = (queries.start - self.grid.origin) % self.grid.block
         return slice(first, first + queries.stop - queries.start, queries.step)
 
     def to_mask(self, queries: range) -> NDArray[np.bool_]:
-        """Return the rows of the mask of some queries, of step 1 ``[len(queries), seqlen_kv]``."""
+        """Return the mask of a range of queries, boolean ``[len(queries), seqlen_kv]``."""
         mask = np.zeros((len(queries), self.grid.seqlen_kv), dtype=bool)
         for run in self.key_runs(queries):
             rows = slice(run.queries.start - queries.start, run.queries.stop - queries.start)
@@ -240,7 +264,7 @@ class BlockList:
         return mask
 
     def on(self, grid: Grid) -> "BlockList":
-        """Return the same mask cut along another grid of the same score matrix."""
+        """Return the same live pairs on another grid of the same score matrix."""
         if grid == self.grid:
             return self
         blocks, tiles, *box = self._overlaps(grid)
@@ -261,11 +285,11 @@ class BlockList:
         return _concatenate([BlockList.full(grid, ids[is_full]), cut]).sorted()
 
     def _overlaps(self, grid: Grid) -> tuple[Integers, ...]:
-        """List where the blocks meet those of another grid.
+        """List the overlaps of these blocks with the blocks of another grid.
 
         Returns:
-            Of every meeting the index of the block, the number of the other, and the rectangle in
-            common: first query, last + 1, first key, last + 1.
+            Six arrays ``[num_overlaps]``: index of the block in this list, id of the block in
+            ``grid``, and first query, last query + 1, first key, last key + 1 of the overlap.
         """
         start, stop, key_start, key_stop = self.grid.spans(self.ids)
         row, row_stop = (start - grid.origin) // grid.block, -((grid.origin - stop) // grid.block)
@@ -288,7 +312,7 @@ class BlockList:
         )
 
     def _block(self, block: int, queries: range, keys: range) -> Any:
-        """Return what a rectangle of one block, of an index in the list, holds."""
+        """Return the mask of a rectangle within the block at an index; True for a full block."""
         if self.bit_index[block] < 0:
             return True
         row, column = self.grid.corner(int(self.ids[block]))
@@ -299,7 +323,7 @@ class BlockList:
         return self.unpack(self.bit_index[block])[rows, columns]
 
     def transposed(self) -> "BlockList":
-        """Return the list with queries and keys exchanged, its blocks counted from the first."""
+        """Return the list with queries and keys exchanged, on a grid with origin 0."""
         grid = Grid(self.grid.seqlen_q, self.grid.seqlen_kv, self.grid.block)
         blocks = self.on(grid)
         ids = blocks.ids % max(grid.num_columns, 1) * grid.num_rows
@@ -311,12 +335,12 @@ class BlockList:
     def combine(
         self, other: "BlockList", operation: np.ufunc, *, invert: bool = False
     ) -> "BlockList":
-        """Combine two lists of one grid bit by bit.
+        """Return the list of the live pairs that a bitwise operation of two masks gives.
 
         Args:
-            other: A list of the same grid.
+            other: A list on the same grid.
             operation: ``np.bitwise_and`` or ``np.bitwise_or``.
-            invert: Whether to take the complement of ``other``.
+            invert: Use the complement of ``other``.
         """
         ids = np.union1d(self.ids, other.ids)
         live, index = self._states(ids)
@@ -329,12 +353,12 @@ class BlockList:
         return _concatenate([BlockList.full(self.grid, ids[whole]), mixed]).sorted()
 
     def sorted(self) -> "BlockList":
-        """Return the list with its blocks in ascending order."""
+        """Return the list with ascending ids."""
         order = np.argsort(self.ids)
         return BlockList(self.grid, self.ids[order], self.bit_index[order], self.bits)
 
     def _states(self, ids: Integers) -> tuple[NDArray[np.bool_], Integers]:
-        """Return which blocks are live, and the indices of their bits, -1 without bits."""
+        """Return whether each block is live, and its index in ``bits``, -1 without a mask."""
         place = np.searchsorted(self.ids, ids)
         place = np.minimum(place, max(len(self.ids) - 1, 0))
         live = self.ids[place] == ids if len(self.ids) else np.zeros(len(ids), dtype=bool)
@@ -342,7 +366,7 @@ class BlockList:
         return live, index
 
     def _packed(self, ids: Integers) -> NDArray[np.uint8]:
-        """Return the bits of any blocks, full and empty ones too."""
+        """Return the masks of blocks with given ids, including full and empty blocks."""
         live, index = self._states(ids)
         bits = _no_bits(self.grid, len(ids))
         bits[live & (index < 0)] = self.grid.full_bits(ids[live & (index < 0)])
@@ -356,19 +380,19 @@ class BlockList:
         return first, last + 1
 
     def _rows(self, queries: range) -> slice:
-        """Return where the blocks are that hold some of these queries."""
+        """Return the slice of this list with the blocks in the rows of ``queries``."""
         edges = np.array(self._row_range(queries)) * self.grid.num_columns
         first, last = np.searchsorted(self.ids, edges)
         return slice(int(first), int(last))
 
 
 def empty_list(grid: Grid) -> BlockList:
-    """Return the list without a block."""
+    """Return the empty list on a grid."""
     return BlockList.full(grid, np.zeros(0, dtype=np.int64))
 
 
 def _concatenate(lists: list[BlockList]) -> BlockList:
-    """Join lists of one grid that have no block in common."""
+    """Join lists on one grid that have no common block."""
     offsets = np.cumsum([0] + [len(each.bits) for each in lists])
     index = [
         np.where(each.bit_index < 0, -1, each.bit_index + offset)
@@ -383,7 +407,7 @@ def _concatenate(lists: list[BlockList]) -> BlockList:
 
 
 def _touched_blocks(grid: Grid, pieces: tuple[Piece, ...]) -> Integers:
-    """Number the blocks that the key runs of any piece reach into."""
+    """Return the ids of the blocks that a key run of any piece overlaps, ascending."""
     ids: set[int] = set()
     check_num_blocks(16 * grid.num_rows * len(pieces))
     num_touched = 0

@@ -25,30 +25,30 @@ from cqs.scheduler.arguments import as_bool, as_integer
 
 _COMMON: dict[str, Any] = {"block": 16, "different_layout_per_head": False}
 _GLOBAL: dict[str, Any] = {"global_block_indices": (0,), "global_block_end_indices": None}
-_BOTH_WAYS: dict[str, Any] = {"attention": "bidirectional"}
+_BIDIRECTIONAL: dict[str, Any] = {"attention": "bidirectional"}
 _PARAMETERS: dict[str, dict[str, Any]] = {
     "dense": _COMMON,
     "fixed": _COMMON
-    | _BOTH_WAYS
+    | _BIDIRECTIONAL
     | {"num_local_blocks": 4, "num_global_blocks": 1, "horizontal_global_attention": False}
     | {"num_different_global_patterns": 1},
     "variable": _COMMON
-    | _BOTH_WAYS
+    | _BIDIRECTIONAL
     | _GLOBAL
     | {"num_random_blocks": 0, "local_window_blocks": (4,), "horizontal_global_attention": False},
     "bigbird": _COMMON
-    | _BOTH_WAYS
+    | _BIDIRECTIONAL
     | {"num_random_blocks": 1, "num_sliding_window_blocks": 3, "num_global_blocks": 1},
-    "bslongformer": _COMMON | _BOTH_WAYS | _GLOBAL | {"num_sliding_window_blocks": 3},
+    "bslongformer": _COMMON | _BIDIRECTIONAL | _GLOBAL | {"num_sliding_window_blocks": 3},
     "local": {"block": 16, "num_sliding_window_blocks": 3, "attention": "unidirectional"},
 }
-"""What each mode reads, and the defaults of its class."""
+"""The parameters of each mode, with the defaults of its DeepSpeed class."""
 _LEAST = {"block": 1, "num_local_blocks": 1, "num_different_global_patterns": 1}
 _FLAGS = ("different_layout_per_head", "horizontal_global_attention")
 _LISTS = ("local_window_blocks", "global_block_indices", "global_block_end_indices")
 _MAX_HEADS = 2**16
 _MAX_LISTED = 1024
-"""Most windows, global blocks or pieces, which are united one by one."""
+"""Largest number of windows, global blocks or pieces, which are united one by one."""
 _CLASSES = {
     "DenseSparsityConfig": "dense",
     "FixedSparsityConfig": "fixed",
@@ -112,7 +112,9 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
     heads = 1
     if parameters.get("different_layout_per_head"):
         if num_heads is None:
-            raise ValueError("num_heads is needed: layouts differ by head")
+            raise ValueError(
+                "num_heads must be given if different_layout_per_head is true, got None"
+            )
         heads = as_integer("num_heads", num_heads, 1, _MAX_HEADS)
     items, seed = tuple(parameters.items()), as_integer("seed", seed, 0)
     return per_head([[_DeepSpeed(mode, items, head, seed) for head in range(heads)]])
@@ -123,15 +125,17 @@ class _DeepSpeed(Pattern):
     mode: str
     parameters: tuple[tuple[str, Any], ...]
     index: int
-    """The head; random blocks of heads are drawn one after another."""
+    """Index of the head; the random blocks of heads are drawn in order."""
     seed: int
 
     depends_on_length: ClassVar[bool] = True
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
         if lengths.seqlen_q != lengths.seqlen_kv:
-            raise ValueError(f"{self!r} is for self-attention, got lengths {tuple(lengths)}")
-        blocks = _Blocks(lengths, self.mode, **dict(self.parameters))
+            raise ValueError(
+                f"{self!r} requires self-attention, seqlen_q = seqlen_kv, got {tuple(lengths)}"
+            )
+        blocks = _BlockPieces(lengths, self.mode, **dict(self.parameters))
         pieces: list[Piece] = []
         for piece in as_list("the pattern's pieces", blocks.pieces(self.index), _MAX_LISTED):
             pieces = algebra.unite(pieces, algebra.tidy_all([piece]))
@@ -150,10 +154,11 @@ class _DeepSpeed(Pattern):
         return f"from_deepspeed({config}, {heads}).head(0, {self.index})"
 
 
-class _Blocks:
-    """The pieces of one mode at one length; they may overlap. Everything is counted in blocks."""
+class _BlockPieces:
+    """The pieces of one mode at one length, which may overlap. Arguments count blocks."""
 
     def __init__(self, lengths: Lengths, mode: str, *, block: int, **parameters: Any) -> None:
+        """Check the limits that depend on the number of blocks."""
         self.lengths, self.mode, self.block, self.parameters = lengths, mode, block, parameters
         self.num_blocks = -(-lengths.seqlen_q // block)
         self.is_causal = parameters.get("attention") == "unidirectional"
@@ -163,7 +168,7 @@ class _Blocks:
             self._need("num_global_blocks")
 
     def pieces(self, head: int) -> Iterator[Piece]:
-        """Yield what the mode lets attend, but for random blocks."""
+        """Yield the live pairs of a head without the random blocks, as pieces."""
         if self.mode == "dense":
             yield self._rectangle(0, self.num_blocks, 0, self.num_blocks)
         elif self.mode == "fixed":
@@ -186,7 +191,10 @@ class _Blocks:
                     yield from self._past(self._rectangle(*axes))
 
     def random_layout(self, rng: random.Random, head: int) -> tuple[Integers, Integers]:
-        """Draw the random blocks of heads ``0 .. head``; return rows and columns of the last's."""
+        """Draw the random blocks of heads ``0 .. head``; return rows and columns of the last head.
+
+        DeepSpeed draws all heads from one generator, so earlier heads are drawn too.
+        """
         everywhere = self.mode == "variable" or not self.is_causal
         number = self.parameters["num_random_blocks"]
         check_num_blocks((head + 1) * self.num_blocks * number * 4)  # drawn one by one: slower
@@ -199,7 +207,7 @@ class _Blocks:
         return rows, np.array(list(chain(*drawn)), dtype=np.int64)
 
     def _groups(self, start: int, size: int, stop: int | None = None) -> Iterator[Piece]:
-        """Let blocks of a group see each other; groups of ``size`` begin at ``start``."""
+        """Yield the pairs within groups of ``size`` blocks, from ``start`` up to ``stop``."""
         stop = self.num_blocks if stop is None else min(stop, self.num_blocks)
         rows: Iterable[tuple[int, int, int]] = [(0, size, size)]
         if self.is_causal:
@@ -210,7 +218,7 @@ class _Blocks:
             yield piece._replace(queries=queries, keys=keys)
 
     def _summaries(self, size: int, head: int) -> Iterator[Piece]:
-        """Make the last blocks of each group global, or for other heads those before them."""
+        """Yield the global columns: the last blocks of each group, or earlier ones by head."""
         width = self.parameters["num_global_blocks"]
         first = size - (1 + head % self.parameters["num_different_global_patterns"]) * width
         whole = self.num_blocks - self.num_blocks % size
@@ -225,15 +233,15 @@ class _Blocks:
             yield from self._global(*self._sliced(start, start + width))
 
     def _global(self, start: int, stop: int) -> Iterator[Piece]:
-        """Let all rows, or if causal those from ``start`` on, see these columns."""
+        """Yield columns that all rows see, or only rows from ``start`` on if causal."""
         yield self._rectangle(start if self.is_causal else 0, self.num_blocks, start, stop)
         if self.parameters["horizontal_global_attention"]:
             yield self._rectangle(start, stop, 0, self.num_blocks)
 
     def _global_runs(self) -> list[tuple[int, int]]:
-        """Return the first and the last + 1 of the global blocks that are named.
+        """Return (first block, last + 1) of every run of global blocks.
 
-        Negative ones are counted from the end, as indices of a layout are.
+        Negative indices are counted from the end, as in a DeepSpeed layout.
         """
         if self.mode == "bigbird":
             return [(0, self.parameters["num_global_blocks"])]
@@ -249,7 +257,7 @@ class _Blocks:
         return [(block, block + 1) for block in blocks]
 
     def _sliced(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the first and the last + 1 of the blocks of a slice."""
+        """Return first block and last + 1 of a slice of the blocks."""
         return slice(start, stop).indices(self.num_blocks)[:2]
 
     def _cells(
@@ -262,7 +270,17 @@ class _Blocks:
         low: int = -FAR,
         high: int = FAR,
     ) -> Piece:
-        """Return a piece of cells every ``size`` blocks, from a row and a column on."""
+        """Return a piece with one cell every ``size`` blocks.
+
+        Args:
+            size: Distance between cells, in blocks.
+            row: First row of the first query cell, in blocks.
+            height: Rows of a query cell, in blocks; ``None`` means ``size``.
+            column: First column of the first key cell, in blocks.
+            width: Columns of a key cell, in blocks; ``None`` means ``size``.
+            low: Least difference between key cell and query cell.
+            high: Largest difference between key cell and query cell.
+        """
         block = self.block
         height, width = (size if each is None else each for each in (height, width))
         return Piece(
@@ -281,7 +299,7 @@ class _Blocks:
         return axis._replace(tokens=tokens)
 
     def _past(self, piece: Piece) -> list[Piece]:
-        """Drop blocks above the diagonal, if causal."""
+        """Remove blocks above the diagonal if the attention is unidirectional."""
         if not self.is_causal:
             return [piece]
         past = algebra.tidy_all([self._cells(1, high=0)])
@@ -296,7 +314,7 @@ class _Blocks:
 
 
 def _parameter(name: str, value: Any) -> Any:
-    """Return a parameter as what it must be, or raise TypeError or ValueError."""
+    """Return a parameter in its Python type; raise TypeError or ValueError if it is invalid."""
     if name == "attention":
         if value not in ("unidirectional", "bidirectional"):
             raise ValueError(f"attention must be unidirectional or bidirectional, got {value!r}")

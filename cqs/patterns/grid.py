@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
+"""An array of int64."""
 
 MAX_BLOCKS = 2**24
 """Largest number of blocks of a list: 0.1 GB for each array with an entry per block."""
@@ -25,8 +26,11 @@ class Grid:
     """The score matrix cut into square blocks."""
 
     seqlen_q: int
+    """Number of queries."""
     seqlen_kv: int
+    """Number of keys."""
     block: int = 128
+    """Queries and keys of a block."""
     origin: int = 0
     """First query of the first row of blocks, more than ``-block`` and at most 0."""
 

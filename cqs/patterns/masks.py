@@ -151,7 +151,9 @@ class Listed(Pattern):
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
         if not self.suits(lengths):
-            raise ValueError(f"{self!r} is for those lengths, got {tuple(lengths)}")
+            raise ValueError(
+                f"{self!r} requires lengths {self.default_lengths}, got {tuple(lengths)}"
+            )
         return BoundPattern(*lengths, (), self.blocks)
 
     def __repr__(self) -> str:
@@ -182,8 +184,8 @@ class _BlockSparse(Pattern):
     def _bind(self, lengths: Lengths) -> BoundPattern:
         if not self.suits(lengths):
             raise ValueError(
-                f"{self!r} needs lengths of that many blocks, "
-                f"got {tuple(lengths)}: {self._num_blocks(lengths)}"
+                f"{self!r} requires lengths of {self.shape} blocks, "
+                f"got {tuple(lengths)}, which is {self._num_blocks(lengths)} blocks"
             )
         size = int(np.prod(self.shape))
         bits = np.unpackbits(np.frombuffer(self.packed, np.uint8), count=size)

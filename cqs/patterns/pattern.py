@@ -181,7 +181,10 @@ class Combination(Pattern):
         """Raise ValueError at nesting depths that would exceed Python's recursion limit."""
         depth = 1 + max(self.left.depth, self.right.depth)
         if depth > _DEEPEST:
-            raise ValueError(f"patterns must be combined at most {_DEEPEST} levels deep")
+            raise ValueError(
+                f"patterns must be combined at most {_DEEPEST} levels deep, got {depth}: build one "
+                "from_mask"
+            )
         object.__setattr__(self, "depth", depth)
 
     @property
@@ -221,7 +224,8 @@ class Combination(Pattern):
             return _OPERATIONS[self.operator](left, right)
         except UnequalStepsError:
             raise NotImplementedError(
-                f"{self!r}: both sides repeat, with different steps; no exact result is known"
+                f"{self!r} does not support two periodic patterns with different steps: convert "
+                "one to a mask with from_mask"
             ) from None
 
     def __repr__(self) -> str:
@@ -251,7 +255,9 @@ class PerHead(Pattern):
 
     def bind(self, seqlen_q: int, seqlen_kv: int | None = None) -> BoundPattern:
         """Raise ValueError, because each head has a bound pattern of its own."""
-        raise ValueError(f"{self!r} differs by head: bind what .head(batch, head) returns")
+        raise ValueError(
+            f"{self!r} differs by head: bind the pattern of one head, .head(batch, head)"
+        )
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
         return self.bind(*lengths)
@@ -307,7 +313,8 @@ def _combine(operator: str, left: Pattern, right: Pattern) -> Pattern:
     numbers = [sorted({a, b} - {1}) or [1] for a, b in zip(left.heads, right.heads, strict=True)]
     if max(map(len, numbers)) > 1:
         raise ValueError(
-            f"{left!r} {operator} {right!r}: heads must agree, got {left.heads} and {right.heads}"
+            f"heads of {left!r} {operator} {right!r} must be equal or 1, got {left.heads} and "
+            f"{right.heads}"
         )
     (batches,), (heads,) = numbers
     return per_head(

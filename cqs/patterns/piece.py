@@ -2,19 +2,21 @@
 
 Each side is divided into cells of ``width`` tokens, ``step`` apart. A pair belongs to a piece if
 its cells a and b satisfy ``low <= b - a <= high`` and its offsets in them, u and v, satisfy
-``inner_low <= v - u <= inner_high``. Two bands, one of cells and one inside them, say everything
-that regular patterns need, in fourteen integers whatever the length:
+``inner_low <= v - u <= inner_high``. Two bands, one of cells and one inside them, describe every
+regular pattern by fourteen integers, at any length.
 
-| pattern | step | cells | inside |
-|---|---|---|---|
-| causal, sliding window | 1 | the band | nothing to say |
-| dilated window, strided | s | the window, in cells | v = u |
-| block-diagonal | size | a = b | everything, or v <= u if causal |
-| summary columns | s, keys of width c | b < a | everything |
+=======================  ===================  ======================  =======================
+pattern                  step                 band of cells           band of offsets
+=======================  ===================  ======================  =======================
+causal, sliding window   1                    the window, in tokens   none
+dilated window, strided  s                    the window, in cells    v = u
+block-diagonal           size                 a = b                   none; v <= u if causal
+summary columns          s, keys of width c   b < a                   none
+=======================  ===================  ======================  =======================
 
-A piece of cells of one token with equal steps is the plain affine piece: queries ``q0 + a * s``,
-keys ``k0 + b * s`` and a band. SPLAT's rows, each an arithmetic progression of keys (Gupta et al.,
-arXiv 2407.16847), are the same set written row by row.
+A piece with cells of one token and equal steps has queries ``q0 + a * s``, keys ``k0 + b * s`` and
+a band. The rows of SPLAT (Gupta et al., arXiv 2407.16847), each an arithmetic progression of keys,
+are the same set written row by row.
 """
 
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ FAR = 2**62
 
 
 class Axis(NamedTuple):
-    """Queries or keys of a piece: the elements of ``tokens`` that lie in a cell.
+    """The queries or keys of a piece: the elements of ``tokens`` that are in a cell.
 
     Token ``origin + step * cell + offset`` is in ``cell`` if ``0 <= offset < width``; tokens
     between two cells belong to none.
@@ -34,12 +36,14 @@ class Axis(NamedTuple):
     tokens: range
     """Token indices, a range of step 1."""
     origin: int = 0
+    """Token at offset 0 of cell 0."""
     step: int = 1
+    """Distance between neighbouring cells, in tokens."""
     width: int = 1
-    """At most ``step``."""
+    """Tokens of a cell, at most ``step``."""
 
     def cells(self) -> tuple[int, int]:
-        """Return the cells of the first and of the last token; there must be one."""
+        """Return the cells of the first and of the last token; the axis must not be empty."""
         first = (self.tokens.start - self.origin) // self.step
         return first, (self.tokens.stop - 1 - self.origin) // self.step
 
@@ -47,7 +51,7 @@ class Axis(NamedTuple):
         """Cut the axis within ``tokens`` into at most three products of cells and offsets.
 
         Yields:
-            The first cell, the last + 1, the first offset, the last + 1; none empty.
+            First cell, last cell + 1, first offset, last offset + 1. No product is empty.
         """
         start, stop = max(tokens.start, self.tokens.start), min(tokens.stop, self.tokens.stop)
         if start >= stop:
@@ -72,7 +76,7 @@ class Axis(NamedTuple):
             yield last, last + 1, 0, end
 
     def trimmed(self) -> "Axis":
-        """Drop tokens at both ends that lie in no cell."""
+        """Return the axis without tokens at both ends that are in no cell."""
         start, stop = self.tokens.start, self.tokens.stop
         cell, offset = divmod(start - self.origin, self.step)
         if offset >= self.width:
@@ -83,14 +87,14 @@ class Axis(NamedTuple):
         return self._replace(tokens=range(start, max(start, stop)))
 
     def within_cells(self, first: int, last: int) -> "Axis":
-        """Keep only the tokens of cells ``first .. last``."""
+        """Return the part of the axis in cells ``first .. last``."""
         start = max(self.tokens.start, self.origin + first * self.step)
         stop = min(self.tokens.stop, self.origin + last * self.step + self.width)
         return self._replace(tokens=range(start, max(start, stop)))
 
 
 class Piece(NamedTuple):
-    """All pairs of a query and a key whose cells, and whose offsets in them, lie in two bands."""
+    """A set of query-key pairs: their cells are in one band, their offsets in another."""
 
     queries: Axis
     keys: Axis
@@ -108,7 +112,7 @@ class Piece(NamedTuple):
 
     @property
     def is_rectangle(self) -> bool:
-        """Whether every query sees every key; true only of a tidy piece."""
+        """Whether every query sees every key; exact for tidy pieces only."""
         if not self.is_plain:
             return False
         queries, keys = self.queries.tokens, self.keys.tokens
@@ -209,9 +213,9 @@ def overlap(one: range, other: range) -> range:
 
 
 def tidy(piece: Piece) -> Piece | None:
-    """Return the same set with tight ranges and bands, as a plain piece if it is one; or None.
+    """Return the same set with tight ranges and bands; None if it is empty.
 
-    None stands for the empty set. In a piece that is not plain the cells are numbered from 0.
+    A piece is returned as a plain piece if possible. Otherwise its cells are numbered from 0.
     """
     queries, keys = piece.queries.trimmed(), piece.keys.trimmed()
     if not (queries.tokens and keys.tokens):
@@ -237,7 +241,7 @@ def tidy(piece: Piece) -> Piece | None:
 
 
 def _as_plain(piece: Piece) -> Piece | None:
-    """Write a piece as a plain one if it has one cell on each side or holds every pair."""
+    """Return the plain piece if there is one cell on each side or every pair is live, else None."""
     queries, keys, low, high, inner_low, inner_high = piece
     (a, a_last), (b, b_last) = queries.cells(), keys.cells()
     if a == a_last and b == b_last and low <= b - a <= high:

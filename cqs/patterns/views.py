@@ -57,7 +57,7 @@ class View(NamedTuple):
 def views(piece: Piece) -> Iterator[View]:
     """Cut a tidy piece into affine views that have no pair in common.
 
-    Of up to four methods, the one that visits the fewest tiles is used:
+    Of up to four methods, the one that visits the fewest tiles is used.
 
     ===================  ==========================================  ================  =========
     cut into             possible if                                 best for          TFLOP/s
@@ -69,8 +69,10 @@ def views(piece: Piece) -> Iterator[View]:
     ===================  ==========================================  ================  =========
 
     A residue is the set of tokens at one offset of their cells. A plain piece is a single view.
-    Throughput counts live pairs only: one H200, 65,536 tokens, forward (backward), for every 8th
-    key, ``fixed(128, 8)`` and blocks of 512. Dense attention with cuDNN reaches 658 (544).
+
+    Throughput is forward (backward) on one H200 with 65,536 tokens, and counts live pairs only. The
+    patterns are every 8th key, ``fixed(128, 8)`` and blocks of 512. Dense attention with cuDNN
+    reaches 658 (544).
 
     Example:
         >>> from cqs.patterns import dilated
@@ -81,10 +83,10 @@ def views(piece: Piece) -> Iterator[View]:
     if piece.is_plain:
         queries, keys, low, high, *_ = piece
         return iter([View(queries.tokens, keys.tokens, low, high)])
-    return min(ways_to_cut(piece), key=lambda way: way[0])[1](piece)
+    return min(cutting_methods(piece), key=lambda method: method[0])[1](piece)
 
 
-def ways_to_cut(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Iterator[View]]]]:
+def cutting_methods(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Iterator[View]]]]:
     """Yield the possible methods of cutting with their approximate numbers of visited tiles."""
     rows, columns = piece.queries, piece.keys
     (a, a_last), (b, b_last) = rows.cells(), columns.cells()
@@ -127,7 +129,7 @@ def _pairs_of_residues(piece: Piece) -> Iterator[View]:
 
 
 def _key_residues(piece: Piece) -> Iterator[View]:
-    """Key offsets fix by how much the last query of a cell, and the first, is behind its key."""
+    """Cut by key offset: all queries of a cell see the keys at one offset."""
     rows, columns = piece.queries, piece.keys
     for offset in range(columns.width):
         apart = columns.origin + offset - rows.origin

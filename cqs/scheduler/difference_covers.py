@@ -127,7 +127,7 @@ def singer_cover(modulus: int) -> tuple[int, ...]:
     """Construct the perfect difference set of q + 1 elements for ``modulus == q*q + q + 1``.
 
     Let x be a primitive element of the field of q^3 elements. The set consists of the exponents i
-    below ``modulus`` for which x^i has trace 0 over the field of q elements, that is, lies in a
+    below ``modulus`` for which x^i has trace 0 over the field of q elements. These powers form a
     plane through 0 (Singer, Transactions of the AMS 43, 1938).
 
     Raises:

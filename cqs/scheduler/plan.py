@@ -7,13 +7,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from cqs.scheduler.arguments import as_bool, as_integer
+from cqs.scheduler.balancing import balance_work
 from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
 from cqs.scheduler.interest_sets import (
     MAX_NUM_TASKS,
     check_interest_set,
     load_interest_set,
 )
-from cqs.scheduler.levelling import level_work
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
 from cqs.scheduler.strips import Count, Strip, join_strips
 from cqs.scheduler.task import Step, Task, join_ranges
@@ -376,7 +376,7 @@ class Plan:
     def _shares(self) -> tuple[tuple[Strip, ...], ...]:
         """The strips of every task of a plan with a pattern."""
         groups = self._live_queries, self.key_groups
-        return level_work(*groups, self.interest_set, self.tile, self._count)
+        return balance_work(*groups, self.interest_set, self.tile, self._count)
 
     def _levelled_task(self, index: int) -> Task:
         """Return a task of a plan with a pattern."""
@@ -401,8 +401,8 @@ class Plan:
 
     @cached_property
     def _live_queries(self) -> tuple[range, ...]:
-        dead = max(self.seqlen_q - self.seqlen_kv, 0) if self.is_causal else 0
-        return self._cut(dead, self.seqlen_q)
+        first = max(self.seqlen_q - self.seqlen_kv, 0) if self.is_causal else 0
+        return self._cut(first, self.seqlen_q)
 
     def _on_diagonal(self, group: int) -> int:
         """Return the index among ``key_groups`` of the keys aligned with the queries of a group."""

@@ -134,7 +134,7 @@ def _check_rows(
         position = stop
     visible = seqlen_kv if not is_causal else max(rows.stop + diagonal, 0)
     if position != visible:
-        kind = "never" if position < visible else "though dead"
+        kind = "never" if position < visible else "though masked out"
         raise ValueError(f"keys {position}..{visible} of queries {rows} are owned {kind}")
     if is_causal and visible and not any(piece[2] for piece in pieces):
         raise ValueError(f"queries {rows} have no causal block on the diagonal")

@@ -264,7 +264,7 @@ def test_ranks_that_have_sent_less_often_find_out(ranks):
         ({"head_parallel": 3}, "it must divide the number of ranks, 4"),
         ({"head_parallel": "all"}, "an integer or 'auto'"),
         ({"interest_set": [0, 1]}, "no difference cover modulo"),
-        ({"pattern": from_mask(torch.ones(5, 5, dtype=torch.bool))}, "is for those lengths"),
+        ({"pattern": from_mask(torch.ones(5, 5, dtype=torch.bool))}, "requires lengths"),
     ],
 )
 def test_wrong_options_are_refused_on_every_rank(ranks, options, message):

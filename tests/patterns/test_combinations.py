@@ -136,7 +136,7 @@ def test_deep_combinations_work_or_are_refused():
         pattern = pattern | sliding_window(3, 3)
     assert pattern.bind(50).num_pairs == (causal() | sliding_window(3, 3)).bind(50).num_pairs
     assert eval(repr(pattern)) == pattern == pickle.loads(pickle.dumps(pattern))
-    with pytest.raises(ValueError, match="combined at most 100 levels deep"):
+    with pytest.raises(ValueError, match="at most 100 levels deep, got 101"):
         pattern | causal()
 
 
@@ -150,7 +150,5 @@ def test_lengths_are_bounded():
 
 def test_unequal_steps_are_refused_by_name():
     pattern = strided(3) | dilated(2, 2, 5)
-    with pytest.raises(
-        NotImplementedError, match=r"strided\(3\) \| dilated\(2, 2, 5\): both sides"
-    ):
+    with pytest.raises(NotImplementedError, match=r"strided\(3\) \| dilated\(2, 2, 5\)"):
         pattern.bind(100)

@@ -171,7 +171,7 @@ def test_a_mask_per_head_is_a_pattern_per_head():
     assert both.heads == (2, 3)
     assert (both.to_mask(20) == masks & np.tri(20, dtype=bool)).all()
     assert ((causal() - pattern).to_mask(20) == np.tri(20, dtype=bool) & ~masks).all()
-    with pytest.raises(ValueError, match=r"differs by head: bind what \.head\(batch, head\)"):
+    with pytest.raises(ValueError, match=r"differs by head: .*\.head\(batch, head\)"):
         pattern.bind(20)
 
 
@@ -183,7 +183,7 @@ def test_heads_broadcast_or_are_refused():
     assert by_head.head(7, 1) == block_sparse(layout[1], 4)
     assert (by_head | by_batch).heads == (2, 3)
     assert (by_head | by_batch).head(1, 2) == by_head.head(0, 2) | strided(2)
-    with pytest.raises(ValueError, match=r"heads must agree, got \(1, 3\) and \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"heads of .* got \(1, 3\) and \(1, 2\)"):
         by_head | per_head([[causal(), strided(2)]])
     assert per_head([[causal()]]) == causal()
     assert pickle.loads(pickle.dumps(by_head)) == by_head
@@ -229,10 +229,16 @@ def test_a_mask_function_may_read_tensors():
         (lambda: from_mask(np.full((4, 4), np.nan)), "mask must be .*, got nan"),
         (lambda: from_mask(torch.tensor([[0, -9000.0]])), r"mask must be .*, got -9000\.0"),
         (lambda: from_mask(np.ones((2, 4, 4), dtype=bool)), r"mask must be .* got \[2, 4, 4\]"),
-        (lambda: from_mask(np.ones((4, 4), dtype=bool)).bind(5), r"is for those lengths, got \(5,"),
+        (
+            lambda: from_mask(np.ones((4, 4), dtype=bool)).bind(5),
+            r"requires lengths \(4, 4\), got \(5,",
+        ),
         (lambda: block_sparse([1, 0], 4), r"layout must be .* got \[2\]"),
         (lambda: block_sparse([[1]], 0), "block must be at least 1, got 0"),
-        (lambda: block_sparse([[1]], 4).bind(5), r"that many blocks, got \(5, 5\): \(2, 2\)"),
+        (
+            lambda: block_sparse([[1]], 4).bind(5),
+            r"requires lengths of .* got \(5, 5\), which is \(2, 2\)",
+        ),
         (lambda: from_block_mask(3), "block_mask must be a BlockMask of FlexAttention, got 3"),
         (lambda: from_mask(torch.ones(2, 2, dtype=torch.bfloat16)), r"mask must be .*, got 1\.0"),
         (lambda: per_head([]), "patterns must be rows of one length"),

@@ -9,7 +9,7 @@ from brute_force import count_in, random_range
 from cqs.patterns import FAR, Axis, Piece, key_runs, views
 from cqs.patterns.algebra import UnequalStepsError, intersect, subtract, unite
 from cqs.patterns.piece import count_band, tidy
-from cqs.patterns.views import ways_to_cut
+from cqs.patterns.views import cutting_methods
 
 
 def random_axis(rng, length, step):
@@ -115,7 +115,7 @@ def test_views_hold_every_pair_once():
     for _ in range(1000):
         shape = random_shape(rng)
         piece = random_tidy_piece(rng, shape)
-        ways = [views] if piece.is_plain else [way for _, way in ways_to_cut(piece)]
+        ways = [views] if piece.is_plain else [way for _, way in cutting_methods(piece)]
         for way in ways:
             counts = np.zeros(shape, dtype=int)
             for view in way(piece):

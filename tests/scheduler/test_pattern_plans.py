@@ -284,12 +284,12 @@ def test_plans_of_patterns_are_values():
 def test_work_is_levelled_once_and_only_when_a_task_is_asked_for(monkeypatch):
     calls = []
 
-    def level_work(*arguments):
+    def balance_work(*arguments):
         calls.append(arguments)
         return original(*arguments)
 
-    original = plan_module.level_work
-    monkeypatch.setattr(plan_module, "level_work", level_work)
+    original = plan_module.balance_work
+    monkeypatch.setattr(plan_module, "balance_work", balance_work)
     plan = make_plan(61, num_tasks=7, pattern=strided(6))
     assert not calls
     assert plan.task(3) == plan.task(3) == plan.tasks[3]
@@ -311,7 +311,7 @@ def test_a_pattern_that_does_not_fit_is_refused():
     for is_causal in (False, True):
         with pytest.raises(ValueError, match="differs by head"):
             make_plan(8, num_tasks=2, pattern=heads, is_causal=is_causal)
-    with pytest.raises(ValueError, match="is for those lengths"):
+    with pytest.raises(ValueError, match="requires lengths"):
         make_plan(8, num_tasks=2, pattern=from_mask(np.ones((4, 4), dtype=bool)))
 
 

@@ -209,7 +209,7 @@ def test_a_block_that_computes_nothing_is_refused():
         (range(0, 4), (range(0, 3),), r"keys 3\.\.4 of queries range\(0, 4\) are owned never"),
         (range(0, 3), (range(0, 4),), r"keys 0\.\.4 of queries range\(3, 4\) are owned never"),
         (range(0, 4), (range(0, 3), range(2, 4)), r"keys 2\.\.3 of .* are owned twice"),
-        (range(0, 4), (range(0, 5),), r"keys 5\.\.4 of .* are owned though dead"),
+        (range(0, 4), (range(0, 5),), r"keys 5\.\.4 of .* are owned though masked out"),
         (range(0, 5), (range(0, 4),), "blocks reach beyond the 4 queries"),
         (range(-1, 4), (range(0, 4),), "blocks reach beyond the 4 queries"),
     ],

@@ -75,8 +75,8 @@ def texts_of(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def long_sentences(text: str) -> Iterator[int]:
-    """Yield the number of words of every sentence that has too many."""
-    prose = re.sub(r"(?m)^\s*(>>>|\.\.\.|[-=]{3,}).*$|``[^`]*``|`[^`]*`", "x", text)
+    """Yield the number of words of every sentence that has too many; skip examples and tables."""
+    prose = re.sub(r"(?m)^\s*(>>>|\.\.\.|[-=]{3,}).*$|^.*\S {2,}\S.*$|``[^`]*``|`[^`]*`", "x", text)
     prose = re.split(r"\n\s*\n|\n\s+\w+: |\n\s*(?:Args|Returns|Raises|Example|Yields):", prose)
     for paragraph in prose:
         for sentence in re.split(r"(?<=[.!?:;])\s", paragraph):

@@ -19,14 +19,14 @@ from heapq import heappop, heappush
 from operator import or_
 from typing import NamedTuple
 
-from cqs.scheduler.shares import Shares, elements, set_of
+from cqs.scheduler.strip_assignment import StripAssignment, bit_mask, elements
 from cqs.scheduler.strips import Count, Strip, live_strips
 
 _TOLERANCE = 100
 """The busiest task may exceed the mean by one part in this number, that is, by 1 %."""
 
 
-class _Load(NamedTuple):
+class _Thresholds(NamedTuple):
     """Thresholds of the balancing, in live pairs."""
 
     limit: int
@@ -37,15 +37,15 @@ class _Load(NamedTuple):
     """Size of the smallest strip that is moved, and the smallest deficit that is filled."""
 
 
-class _Hop(NamedTuple):
-    """Move of a strip, or of some of its rows, from task ``giver`` to task ``receiver``."""
+class _Move(NamedTuple):
+    """The move of a strip, or of some of its rows, from task ``giver`` to task ``receiver``."""
 
     giver: int
     strip: Strip
     receiver: int
 
 
-def level_work(
+def balance_work(
     query_groups: Sequence[range],
     key_groups: Sequence[range],
     interest_set: tuple[int, ...],
@@ -65,19 +65,19 @@ def level_work(
         The strips of every task, with one key group each. Every live pair lies in exactly one
         strip of one task.
     """
-    shares = Shares(query_groups, key_groups, interest_set, tile, count)
+    assignment = StripAssignment(query_groups, key_groups, interest_set, tile, count)
     strips = list(live_strips(query_groups, key_groups, count))
-    mean = -(-sum(strip.live_pairs for strip in strips) // shares.num_tasks)
+    mean = -(-sum(strip.live_pairs for strip in strips) // assignment.num_tasks)
     tolerated = mean // _TOLERANCE
-    load = _Load(mean + tolerated, mean + tolerated // 2, max(tolerated, 1))
-    _assign(shares, strips, load.limit)
-    _level(shares, load, within_quorums=True)
-    _level(shares, load._replace(least=max(tolerated // 2, 1)), within_quorums=False)
-    _settle(shares, load.limit)
-    return tuple(map(tuple, shares.strips))
+    thresholds = _Thresholds(mean + tolerated, mean + tolerated // 2, max(tolerated, 1))
+    _assign(assignment, strips, thresholds.limit)
+    _rebalance(assignment, thresholds, within_quorums=True)
+    _rebalance(assignment, thresholds._replace(least=max(tolerated // 2, 1)), within_quorums=False)
+    _even_out(assignment, thresholds.limit)
+    return tuple(map(tuple, assignment.strips))
 
 
-def _assign(shares: Shares, strips: list[Strip], limit: int) -> None:
+def _assign(assignment: StripAssignment, strips: list[Strip], limit: int) -> None:
     """Assign every strip to a task whose quorum holds its groups.
 
     Strips with a single candidate are assigned first, then the largest. Candidates are compared by
@@ -87,100 +87,106 @@ def _assign(shares: Shares, strips: list[Strip], limit: int) -> None:
 
     def order(part: tuple[Strip, int]) -> tuple[bool, int]:
         strip, _ = part
-        return len(shares.holders(strip)) > 1, -strip.live_pairs
+        return len(assignment.holders(strip)) > 1, -strip.live_pairs
 
-    parts = [part for strip in strips for part in shares.plain_parts(strip)]
+    parts = [part for strip in strips for part in assignment.plain_parts(strip)]
     for strip, owner in sorted(parts, key=order):
-        groups = shares.groups(strip)
+        groups = assignment.groups(strip)
         choices = []
-        for index in shares.holders(strip):
-            total = shares.live_pairs[index] + strip.live_pairs
-            new = shares.num_new(index, groups)
+        for index in assignment.holders(strip):
+            total = assignment.live_pairs[index] + strip.live_pairs
+            new = assignment.num_new(index, groups)
             choices.append((max(total - limit, 0), index != owner, new, total, index))
         *_, chosen = min(choices)
-        shares.add(chosen, strip)
+        assignment.add(chosen, strip)
 
 
-def _level(shares: Shares, load: _Load, within_quorums: bool) -> None:
+def _rebalance(assignment: StripAssignment, thresholds: _Thresholds, within_quorums: bool) -> None:
     """Move work away from tasks above the limit, the busiest first."""
-    live_pairs = shares.live_pairs
-    givers = [index for index, total in enumerate(live_pairs) if total > load.limit]
+    live_pairs = assignment.live_pairs
+    givers = [index for index, total in enumerate(live_pairs) if total > thresholds.limit]
     for giver in sorted(givers, key=lambda giver: -live_pairs[giver]):
-        while live_pairs[giver] > load.limit:
-            hops = _find_hops(shares, giver, load, within_quorums)
-            if not hops:
+        while live_pairs[giver] > thresholds.limit:
+            moves = _find_moves(assignment, giver, thresholds, within_quorums)
+            if not moves:
                 break
-            most = min(live_pairs[giver] - load.goal, load.goal - live_pairs[hops[0].receiver])
-            for hop in hops:
-                most = shares.pass_on(*hop, most)
+            most = min(
+                live_pairs[giver] - thresholds.goal, thresholds.goal - live_pairs[moves[0].receiver]
+            )
+            for move in moves:
+                most = assignment.move_rows(*move, most)
             if not most:
                 break
 
 
-def _find_hops(shares: Shares, giver: int, load: _Load, within_quorums: bool) -> list[_Hop]:
+def _find_moves(
+    assignment: StripAssignment, giver: int, thresholds: _Thresholds, within_quorums: bool
+) -> list[_Move]:
     """Return the cheapest path of moves from ``giver`` to a task below the goal, last move first.
 
-    This is Dijkstra's algorithm on tasks with the costs of ``Shares.cost``; sets of tasks are bit
-    masks. Ties are resolved by the largest strip, then by the largest deficit.
+    This is Dijkstra's algorithm on tasks with the costs of ``StripAssignment.cost``; sets of tasks
+    are bit masks. Ties are resolved by the largest strip, then by the largest deficit.
 
     Args:
-        shares: The strips of every task.
+        assignment: The strips of every task.
         giver: The task that gives work away.
-        load: Thresholds in live pairs.
+        thresholds: Thresholds in live pairs.
         within_quorums: Whether a strip may move only to tasks whose quorums hold both groups.
 
     Returns:
         The moves, or an empty list if no path exists.
     """
-    live_pairs = shares.live_pairs
-    able = [index for index, total in enumerate(live_pairs) if total <= load.limit]
-    lacking = set_of(index for index in able if load.goal - live_pairs[index] >= load.least)
+    live_pairs = assignment.live_pairs
+    able = [index for index, total in enumerate(live_pairs) if total <= thresholds.limit]
+    lacking = bit_mask(
+        index for index in able if thresholds.goal - live_pairs[index] >= thresholds.least
+    )
     by_step: defaultdict[tuple[int, int], int] = defaultdict(int)
     for index in able:
         for num_new in range(3):
-            by_step[shares.cost(index, num_new), num_new] |= 1 << index
+            by_step[assignment.cost(index, num_new), num_new] |= 1 << index
     steps = sorted(by_step.items())
     givers: dict[int, tuple[int, int]] = {}
-    reached, waiting = defaultdict(int, {0: 1 << giver}), [(0, giver)]
+    reached, queue = defaultdict(int, {0: 1 << giver}), [(0, giver)]
     bound, end = 1 << 62, giver
-    while waiting and waiting[0][0] + 1 < bound:
-        cost, index = heappop(waiting)
-        strips = [each for each in shares.ranked(index) if each.live_pairs >= load.least]
+    while queue and queue[0][0] + 1 < bound:
+        cost, index = heappop(queue)
+        strips = [each for each in assignment.ranked(index) if each.live_pairs >= thresholds.least]
         for (step, num_new), receivers in steps:
             if (total := cost + step) >= bound:
                 break
-            for known, workers in reached.items():
-                receivers &= ~workers if known <= total else -1
+            for known, tasks in reached.items():
+                receivers &= ~tasks if known <= total else -1
             if not receivers:
                 continue
-            by_strip = [shares.receivers(each, num_new, within_quorums) for each in strips]
+            by_strip = [assignment.receivers(each, num_new, within_quorums) for each in strips]
             receivers &= reduce(or_, by_strip, 0)
             reached[total] |= receivers
             for receiver in elements(receivers):
                 givers[receiver] = index, num_new
-                heappush(waiting, (total, receiver))
+                heappush(queue, (total, receiver))
             if ends := receivers & lacking:
                 first = next(found for each in by_strip if (found := ends & each))
                 bound, end = total, min(elements(first), key=live_pairs.__getitem__)
     path = []
     while end != giver:
         index, num_new = givers[end]
-        for strip in shares.ranked(index):
-            if shares.receivers(strip, num_new, within_quorums) >> end & 1:
-                path.append(_Hop(index, strip, end))
+        for strip in assignment.ranked(index):
+            if assignment.receivers(strip, num_new, within_quorums) >> end & 1:
+                path.append(_Move(index, strip, end))
                 break
         end = index
     return path
 
 
-def _settle(shares: Shares, limit: int) -> None:
+def _even_out(assignment: StripAssignment, limit: int) -> None:
     """Move half the difference from the busiest to the least busy task until none exceeds limit."""
-    live_pairs = shares.live_pairs
+    live_pairs = assignment.live_pairs
     while max(live_pairs) > limit:
         giver, receiver = live_pairs.index(max(live_pairs)), live_pairs.index(min(live_pairs))
         half = (live_pairs[giver] - live_pairs[receiver] + 1) // 2
-        groups = map(shares.groups, shares.strips[giver])
-        costs = [shares.cost(receiver, shares.num_new(receiver, each)) for each in groups]
-        ranked = sorted(zip(costs, shares.strips[giver], strict=True), key=lambda pair: pair[0])
-        if not any(shares.pass_on(giver, strip, receiver, half) for _, strip in ranked):
+        groups = map(assignment.groups, assignment.strips[giver])
+        costs = [assignment.cost(receiver, assignment.num_new(receiver, each)) for each in groups]
+        ranked = sorted(zip(costs, assignment.strips[giver], strict=True), key=lambda pair: pair[0])
+        if not any(assignment.move_rows(giver, strip, receiver, half) for _, strip in ranked):
             break

@@ -8,7 +8,7 @@ from cqs.scheduler.quorum import pair_offsets
 from cqs.scheduler.strips import Count, Strip, cut_strip
 
 
-class Shares:
+class StripAssignment:
     """The strips that each task owns, with one key group each, and the groups that each task holds.
 
     Sets of token groups and of tasks are bit masks: bit i of an integer stands for element i.
@@ -22,7 +22,7 @@ class Shares:
         tile: int,
         count: Count,
     ):
-        """Start with no strips. The arguments are documented at ``level_work``."""
+        """Start with no strips. The arguments are documented at ``balance_work``."""
         self.num_tasks = len(query_groups)
         self.strips: list[list[Strip]] = [[] for _ in query_groups]
         self.live_pairs = [0] * self.num_tasks
@@ -94,7 +94,7 @@ class Shares:
         tasks whose quorums hold both groups.
         """
         query_group, key_group = strip.query_group, strip.key_groups[0] % self.num_tasks
-        quorums = set_of(self.holders(strip)) if within_quorums else -1
+        quorums = bit_mask(self.holders(strip)) if within_quorums else -1
         if num_new >= 1 + (query_group != key_group):
             return quorums
         one, other = self._holding[query_group], self._holding[key_group]
@@ -106,22 +106,22 @@ class Shares:
         self.live_pairs[index] += strip.live_pairs
         self._hold(index, self._held[index] | self.groups(strip))
 
-    def pass_on(self, giver: int, strip: Strip, receiver: int, most: int) -> int:
+    def move_rows(self, giver: int, strip: Strip, receiver: int, most: int) -> int:
         """Move the first rows of a strip, with at most ``most`` live pairs, to another task.
 
         Returns:
             The number of live pairs moved; 0 if the first row or tile of rows has more.
         """
-        passed, rest = self._cut(strip, most)
-        if passed is None:
+        moved, rest = self._cut(strip, most)
+        if moved is None:
             return 0
         self.strips[giver].remove(strip)
         if rest is not None:
             self.strips[giver].append(rest)
-        self.live_pairs[giver] -= passed.live_pairs
+        self.live_pairs[giver] -= moved.live_pairs
         self._hold(giver, reduce(or_, map(self.groups, self.strips[giver]), 0))
-        self.add(receiver, passed)
-        return passed.live_pairs
+        self.add(receiver, moved)
+        return moved.live_pairs
 
     def _hold(self, index: int, groups: int) -> None:
         for group in elements(self._held[index] ^ groups):
@@ -136,7 +136,7 @@ class Shares:
         return cut_strip(strip, most, unit, self._key_groups[strip.key_groups[0]], self._count)
 
 
-def set_of(numbers: Iterable[int]) -> int:
+def bit_mask(numbers: Iterable[int]) -> int:
     """Return the bit mask of a set of numbers."""
     return reduce(or_, (1 << number for number in numbers), 0)
 
