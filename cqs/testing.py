@@ -28,7 +28,7 @@ def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def visible_mask(problem: Problem) -> Tensor | None:
-    """Return the boolean mask of a problem that hides pairs, or None.
+    """Return the boolean mask of a problem, or None if no pair is masked out.
 
     ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` if it differs by head.
     """
@@ -58,12 +58,12 @@ def exact_answer(problem: Problem) -> Partial:
 def exact_rows(problem: Problem, rows: Tensor) -> Tensor:
     """Compute some query rows of :func:`exact_answer`, for problems too long for all of them."""
     group_size = problem.query.shape[1] // problem.key.shape[1]
-    hidden = ~visible_rows(problem, rows)
+    masked_out = ~visible_rows(problem, rows)
     outputs = []
     for head in range(problem.query.shape[1]):
         key, value = (t[:, head // group_size].double() for t in (problem.key, problem.value))
         scores = problem.scale * problem.query[:, head, rows].double() @ key.mT
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(masked_out, -torch.inf)
         outputs.append(scores.softmax(dim=-1).nan_to_num(0.0) @ value)
     return torch.stack(outputs, dim=1)
 

@@ -132,9 +132,9 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             key = problem.key[batch, head // group_size].double()
             value = problem.value[batch, head // group_size].double()
             scores = problem.scale * (query @ key.T)
-            hidden = scores.masked_fill(~visible, -torch.inf)
-            lse = hidden.logsumexp(dim=-1)
-            log_weights = hidden - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+            masked = scores.masked_fill(~visible, -torch.inf)
+            lse = masked.logsumexp(dim=-1)
+            log_weights = masked - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
             weights = log_weights.exp()
             factors: Tensor | float = 1.0
             magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)

@@ -312,17 +312,17 @@ def test_holders_in_the_same_node_are_counted(num_devices, num_slices):
 
 
 def test_a_fit_finds_the_machine_that_rows_are_of():
-    hidden = Machine(500e12, 390e12, per_row=1e-9, bandwidth=110e9, latency=60e-6)
+    expected = Machine(500e12, 390e12, per_row=1e-9, bandwidth=110e9, latency=60e-6)
     rows = []
     for tokens in (8192, 32768, 131072):
         case = Case(tokens, AttentionShape(16, 128))
         for method in ("cqs", "cqs quorums", "ring", "all-gather", "ulysses"):
             for passes in ("forward", "backward"):
-                seconds = forecast(method, case, 8, hidden, passes).seconds
+                seconds = forecast(method, case, 8, expected, passes).seconds
                 rows.append(Row(method, case, 8, passes, seconds))
     found = fit(rows)
     for name in ("rate", "backward_rate", "per_row", "bandwidth", "latency"):
-        assert getattr(found, name) == pytest.approx(getattr(hidden, name), rel=0.05)
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=0.05)
     assert all(row.ratio(found) == pytest.approx(1, abs=0.02) for row in rows)
 
 

@@ -74,11 +74,11 @@ def time_travels(step: Callable[[], Any], group: Any) -> dict[str, float]:
                 travelling.append((start, end))
             elif not name.startswith("Mem"):
                 computing.append((start, end))
-    travels, hidden = measure_overlap(travelling, computing)
-    found = torch.tensor([travels, hidden], device="cuda")
+    travels, overlapped = measure_overlap(travelling, computing)
+    found = torch.tensor([travels, overlapped], device="cuda")
     dist.all_reduce(found, group=group)
-    travels, hidden = (found / dist.get_world_size(group)).tolist()
-    return {"travels_ms": travels, "hidden_ms": hidden}
+    travels, overlapped = (found / dist.get_world_size(group)).tolist()
+    return {"travels_ms": travels, "hidden_ms": overlapped}
 
 
 def measure_overlap(some: Intervals, others: Intervals) -> tuple[float, float]:

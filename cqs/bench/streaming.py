@@ -312,8 +312,10 @@ def _exact(
         key, value = (_read(source, head, tokens) for source in keys)
         scores = query @ key.T * query.shape[1] ** -0.5
         if is_causal:
-            hidden = torch.arange(tokens.start, tokens.stop, device="cuda") > places.unsqueeze(1)
-            scores.masked_fill_(hidden, -torch.inf)
+            masked_out = torch.arange(tokens.start, tokens.stop, device="cuda") > places.unsqueeze(
+                1
+            )
+            scores.masked_fill_(masked_out, -torch.inf)
         new = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
         weights, old = (scores - new).exp(), (largest - new).exp()
         sums, total = sums * old + weights.sum(dim=1, keepdim=True), total * old + weights @ value

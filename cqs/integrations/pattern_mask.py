@@ -44,7 +44,7 @@ class PatternMask(Tensor):
     Attention reads the pattern, so the mask allocates no memory. Every other PyTorch operation
     gets the ordinary tensor, which the first such operation allocates. From then on attention
     reads that tensor too, because an in-place operation or a view may change it. Added to
-    floating-point scores, the mask hides scores as transformers' additive masks do.
+    floating-point scores, it masks scores out as transformers' additive masks do.
     """
 
     source: MaskSource
@@ -110,7 +110,7 @@ def _dense(mask: PatternMask) -> Tensor:
 
 
 def _additive(mask: PatternMask, dtype: torch.dtype) -> Tensor:
-    """Return a tensor that hides scores it is added to, as transformers' ``eager_mask`` does."""
+    """Return an additive mask with the values of transformers' ``eager_mask``."""
     visible = mask.source.read()
     if not dtype.is_floating_point:
         return visible

@@ -15,7 +15,7 @@ from cqs.patterns.tokens import as_list
 from cqs.scheduler.arguments import as_integer
 from cqs.uncompiled import uncompiled
 
-_LEAST_HIDING = -9984.0
+_MASKED_OUT = -9984.0
 """Largest value of an additive mask that masks a pair out: -10,000, the least negative constant in
 common use, rounded to bfloat16."""
 _BLOCK = 128
@@ -250,14 +250,14 @@ def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:
         return mask
     if mask.dtype.kind != "f":
         raise TypeError(f"mask must be boolean or floating point, got {mask.dtype}")
-    hidden = mask <= _LEAST_HIDING
-    is_bias = ~hidden & (mask != 0)
+    masked_out = mask <= _MASKED_OUT
+    is_bias = ~masked_out & (mask != 0)
     if is_bias.any():
         raise ValueError(
             f"mask must be boolean, or 0 and at most -10,000, got {mask[is_bias][0]}: "
             "add a bias to the scores with the score_mod of cqs.flex_attention"
         )
-    return ~hidden
+    return ~masked_out
 
 
 def _per_head(array: NDArray[Any], one: Callable[[NDArray[Any]], Pattern]) -> Pattern:

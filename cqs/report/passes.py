@@ -63,7 +63,7 @@ class Pass(ABC):
 
     @abstractmethod
     def dense(self) -> Any:
-        """Compute the pass of all pairs, hidden by a pattern or not, by a call of PyTorch."""
+        """Compute the pass of all pairs, masked out or not, by a call of PyTorch."""
 
     def hold(self, task: Task) -> Sides:
         """Copy what a task needs, as its worker receives it."""

@@ -31,7 +31,7 @@ class Turn(NamedTuple):
     one: float
     """Of everything by one worker."""
     dense: float
-    """Of all pairs, hidden by a pattern or not, by one call of PyTorch."""
+    """Of all pairs, masked out or not, by one call of PyTorch."""
     whole: float
     """Of everything by all workers."""
     merge: float | None = None

@@ -215,7 +215,7 @@ _TIME = Section(
 _SPEEDUP = Section(
     "Speed-up",
     "Milliseconds of all workers; speed-up over one task and over one dense call of PyTorch's "
-    "scaled_dot_product_attention, which computes hidden pairs too; and parallel efficiency, the "
+    "scaled_dot_product_attention, which computes masked pairs too; and parallel efficiency, the "
     "speed-up over one task for each device.",
     {
         "ms": lambda row: digits(row.median_ms),

@@ -109,9 +109,9 @@ def choose_backend(
 
     def why_not(name: str) -> str | None:
         if has_dropout and name not in _WITH_DROPOUT:
-            return "cannot drop out"
+            return "does not support dropout"
         if has_pattern and name not in _WITH_PATTERN:
-            return "cannot hide what a pattern hides"
+            return "does not support sparse patterns"
         return WHY_NOT[name](query, key, value)
 
     for name in [backend] if backend else best_first:

@@ -198,7 +198,7 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     has_mask = not (call.is_causal or call.view.is_full)
     output, lse = rows * shape.value_columns * shape.itemsize, rows * shape.sum_itemsize
     found = output + lse
-    if backend != "reference":  # what is hidden, twice as bool and once to add to the scores
+    if backend != "reference":  # the mask: twice as bool, and once as an additive mask
         mask = (2 + shape.itemsize) * area * has_mask
         return mask + found + lse * has_mask + _bytes_of_padding(call, rows, shape), found
 

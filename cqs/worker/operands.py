@@ -34,8 +34,8 @@ def why_not_half_precision_on_gpu(query: Tensor, value: Tensor, head_dims: range
 def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return a query and a positive scale of the same scores, up to the sign of zero.
 
-    Fused kernels hide keys by scores of -inf and scale afterwards, or divide by the scale: with a
-    scale of 0 or less, or one that float32 rounds to 0, they return NaN or see too much.
+    Fused kernels set masked scores to -inf before they scale, or divide by the scale. A scale of 0
+    or less, or one that float32 rounds to 0, gives NaN there or unmasks pairs.
     """
     if abs(scale) < torch.finfo(torch.float32).tiny:
         return 0 * query, 1.0

@@ -52,7 +52,7 @@ def attend_reference(
     output = weighted_sum(weights_BGRQK, value.to(dtype).unsqueeze(2))
     is_masked = is_causal or visible is not None
     if is_masked and not output.sum().isfinite():  # NaN that is masked out has leaked
-        seen = ~_hidden(scores_BGRQK, is_causal, visible)
+        seen = ~_masked_out(scores_BGRQK, is_causal, visible)
         output = _weigh_visible(weights_BGRQK, value.to(dtype).unsqueeze(2), seen)
     return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
 
@@ -119,16 +119,16 @@ def _scores(
     query_BGRQD = query.to(dtype).unflatten(1, (key.shape[1], -1))
     scores_BGRQK: Tensor = scale * query_BGRQD @ key.to(dtype).unsqueeze(2).mT
     if is_causal or visible is not None:
-        scores_BGRQK.masked_fill_(_hidden(scores_BGRQK, is_causal, visible), -torch.inf)
+        scores_BGRQK.masked_fill_(_masked_out(scores_BGRQK, is_causal, visible), -torch.inf)
     return scores_BGRQK
 
 
-def _hidden(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:
+def _masked_out(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:
     """Return bool ``[seqlen_q, seqlen_kv]``, the pairs that are masked out."""
-    hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    masked_out = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if is_causal:
-        hidden = (~hidden).triu(1)
-    return hidden if visible is None else hidden.logical_or_(~visible)
+        masked_out = (~masked_out).triu(1)
+    return masked_out if visible is None else masked_out.logical_or_(~visible)
 
 
 def _weigh_visible(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:

@@ -74,13 +74,13 @@ def test_other_operations_get_the_boolean_tensor(name, mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_that_a_mask_is_added_to_are_hidden(dtype):
+def test_scores_that_a_mask_is_added_to_are_masked(dtype):
     scores = SCORES.to(dtype)
     for found in (scores + make_mask(), make_mask() + scores, scores.clone().add_(make_mask())):
         assert found.dtype == dtype
         weights = torch.softmax(found, -1)
-        hidden = scores.masked_fill(~VISIBLE, -torch.inf)
-        assert torch.equal(weights, torch.softmax(hidden, -1))
+        masked = scores.masked_fill(~VISIBLE, -torch.inf)
+        assert torch.equal(weights, torch.softmax(masked, -1))
 
 
 def set_keys(mask):
@@ -123,9 +123,9 @@ def test_gradients_flow_past_a_mask():
 
 
 def test_a_compiled_function_reads_the_boolean_tensor():
-    def hide(scores, mask):
+    def mask_scores(scores, mask):
         return torch.where(mask[:, :, :, :3], scores, 0.0) + 1
 
     scores = SCORES[..., :3]
-    found = torch.compile(hide, backend="eager")(scores, make_mask())
-    assert torch.equal(found, hide(scores, VISIBLE))
+    found = torch.compile(mask_scores, backend="eager")(scores, make_mask())
+    assert torch.equal(found, mask_scores(scores, VISIBLE))

@@ -169,8 +169,8 @@ def test_masks_of_the_users_own_are_honoured():
     model, batch = make_model("Llama"), BATCHES["whole"]()
     seen = torch.rand(3, 4, TOKENS, TOKENS) < 0.5
     seen |= torch.eye(TOKENS, dtype=torch.bool)
-    hidden = torch.finfo(torch.float64).min
-    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, hidden)
+    masked = torch.finfo(torch.float64).min
+    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, masked)
     for mask in (seen[:1, :1], seen, added):
         batch["attention_mask"] = mask.expand(3, -1, -1, -1)
         expected = passes(with_attention(model, "sdpa"), **batch)
@@ -364,7 +364,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
     )
     refuse("mask must be .*, got 0.5", torch.full((1, 1, 6, 6), 0.5), error=ValueError)
     register("cqs-by-cpu", backend="cpu")
-    refuse("backend 'cpu' cannot drop out", name="cqs-by-cpu", dropout=0.1)
+    refuse("backend 'cpu' does not support dropout", name="cqs-by-cpu", dropout=0.1)
 
 
 def test_a_model_that_caps_its_scores_is_refused():

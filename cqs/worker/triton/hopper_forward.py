@@ -213,7 +213,7 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
         scores = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         run = (start, stop, band, bits_of_run)
-        scores = _hide(scores, bits, run, steps, query_start, start, HAS_BITS)
+        scores = _mask_out(scores, bits, run, steps, query_start, start, HAS_BITS)
         score_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
         largest = gl.full([HALF_Q], float("-inf"), gl.float32, score_rows)
         total = gl.zeros([HALF_Q], gl.float32, score_rows)
@@ -232,7 +232,7 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
                 scores = warpgroup_mma_wait(1, [pending])
                 mbarrier.arrive(k_free.index(i % STAGES), count=1)
                 run = (start, stop, band, bits_of_run)
-                scores = _hide(scores, bits, run, steps, query_start, k0, HAS_BITS)
+                scores = _mask_out(scores, bits, run, steps, query_start, k0, HAS_BITS)
                 p_next, largest, total, decay = _exponentials(
                     scores, largest, total, scale_log2, True
                 )
@@ -308,8 +308,8 @@ def _issue_output(p, v, v_ready, i, acc):
 
 
 @gluon.jit
-def _hide(scores, bits, run, steps, query_start, key_start, HAS_BITS: gl.constexpr):
-    """Set the scores of pairs that do not count to -inf."""
+def _mask_out(scores, bits, run, steps, query_start, key_start, HAS_BITS: gl.constexpr):
+    """Set the scores of pairs that are masked out to -inf."""
     layout: gl.constexpr = scores.type.layout
     live = visible(layout, bits, run, steps, query_start, key_start, HAS_BITS)
     return gl.where(live, scores, float("-inf"))
