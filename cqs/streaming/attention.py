@@ -52,8 +52,8 @@ class Streamed:
         stream(
             plan,
             self.device,
-            Side((self.query,), has_key_heads=False),
-            Side((self.key, self.value), has_key_heads=True),
+            Side((self.query,), has_kv_heads=False),
+            Side((self.key, self.value), has_kv_heads=True),
             _Attention(plan, self.worker),
             [output, lse],
             start=start,
@@ -78,9 +78,9 @@ class Streamed:
                 InMemory(answer.output),
                 InMemory(answer.lse.unsqueeze(-1)),
             ),
-            has_key_heads=False,
+            has_kv_heads=False,
         )
-        of_keys = Side((self.key, self.value), has_key_heads=True)
+        of_keys = Side((self.key, self.value), has_kv_heads=True)
         gradients = tuple(
             torch.empty(source.shape, dtype=source.dtype, device="cpu")
             for source in (self.query, self.key, self.value)

@@ -17,7 +17,7 @@ class Side(NamedTuple):
 
     sources: tuple[Source, ...]
     """Sources of ``[batch, heads, tokens, columns]`` each."""
-    has_key_heads: bool
+    has_kv_heads: bool
     """Whether the sources have KV heads; otherwise they have query heads."""
 
 
@@ -133,7 +133,7 @@ class _Inbox:
     ):
         """Allocate buffers for ``num_tokens`` tokens of a group of heads each."""
         self._transfers, self._side = transfers, side
-        num_heads = plan.heads_at_once * (1 if side.has_key_heads else plan.group_size)
+        num_heads = plan.heads_at_once * (1 if side.has_kv_heads else plan.group_size)
         self._room = [
             [
                 torch.empty(
@@ -151,7 +151,7 @@ class _Inbox:
 
     def order(self, block: Block, tokens: range) -> None:
         """Start the upload of tokens of a block's heads, unless a buffer contains them."""
-        heads = block.kv_heads if self._side.has_key_heads else block.heads
+        heads = block.kv_heads if self._side.has_kv_heads else block.heads
         wanted = block.batch, heads, tokens
         if wanted in self._contents:
             self._current = self._contents.index(wanted)
