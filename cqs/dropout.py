@@ -11,8 +11,8 @@ _SMALLEST = -(2**63)
 """The smallest int64: XOR with it maps the order of unsigned integers to that of signed ones."""
 
 
-class DropoutWords(NamedTuple):
-    """Random 64-bit words of queries and keys, which determine a random number of every pair.
+class DropoutBits(NamedTuple):
+    """Random 64-bit integers of queries and keys, which determine a random number of every pair.
 
     The number is the upper half of ``multiplier * key + increment`` modulo 2^64. For each query
     this is a hash from a family with pairwise independent values (Dietzfelbinger, "Universal
@@ -20,11 +20,11 @@ class DropoutWords(NamedTuple):
     """
 
     multiplier: Tensor
-    """Words of the queries, int64 ``[batch, num_heads, queries]``."""
+    """Random bits of the queries, int64 ``[batch, num_heads, queries]``."""
     increment: Tensor
-    """Further words of the queries, int64 ``[batch, num_heads, queries]``."""
+    """Further random bits of the queries, int64 ``[batch, num_heads, queries]``."""
     key: Tensor
-    """Words of the keys, int64 ``[keys]``."""
+    """Random bits of the keys, int64 ``[keys]``."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,10 @@ class Dropout:
         """Factor on the attention weights that stay."""
         return 1 / (1 - self.probability)
 
-    def words(self, like: Tensor, queries: Sequence[range], keys: Sequence[range]) -> DropoutWords:
-        """Return the random words of queries and keys.
+    def random_bits(
+        self, like: Tensor, queries: Sequence[range], keys: Sequence[range]
+    ) -> DropoutBits:
+        """Return the random bits of queries and keys.
 
         Args:
             like: A tensor ``[batch, num_heads, ...]`` on the device of the result.
@@ -77,24 +79,24 @@ class Dropout:
         )
         streams = torch.arange(3, device=device)
         multiplier, increment, key = (_draw(self.seed, stream) for stream in streams)
-        return DropoutWords(
+        return DropoutBits(
             _draw(_draw(_draw(multiplier, batches), heads), rows),
             _draw(_draw(_draw(increment, batches), heads), rows),
             _draw(key, columns),
         )
 
-    def kept(self, words: DropoutWords) -> Tensor:
+    def kept(self, bits: DropoutBits) -> Tensor:
         """Return the dropout mask, true for pairs that stay.
 
         Args:
-            words: The words of queries and keys. Those of queries may lack leading dimensions.
+            bits: The random bits of queries and keys. Those of queries may lack leading dimensions.
 
         Returns:
-            bool ``[batch, num_heads, queries, keys]``, without the dimensions that the words lack.
+            bool ``[batch, num_heads, queries, keys]``, without the dimensions that the bits lack.
         """
-        lots = words.multiplier.unsqueeze(-1) * words.key
-        lots.add_(words.increment.unsqueeze(-1)).bitwise_xor_(_SMALLEST)  # unsigned comparison
-        return lots >= self.threshold * 2**32 + _SMALLEST
+        random = bits.multiplier.unsqueeze(-1) * bits.key
+        random.add_(bits.increment.unsqueeze(-1)).bitwise_xor_(_SMALLEST)  # unsigned comparison
+        return random >= self.threshold * 2**32 + _SMALLEST
 
 
 def _draw(state: Tensor | int, number: Tensor) -> Tensor:
@@ -103,18 +105,18 @@ def _draw(state: Tensor | int, number: Tensor) -> Tensor:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. int64
     arithmetic wraps around, as the unsigned arithmetic of the paper does.
     """
-    word = state + (number + 1) * _signed(0x9E3779B97F4A7C15)
-    word = (word ^ _shift(word, 30)) * _signed(0xBF58476D1CE4E5B9)
-    word = (word ^ _shift(word, 27)) * _signed(0x94D049BB133111EB)
-    return word ^ _shift(word, 31)
+    z = state + (number + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
 
 
-def _shift(word: Tensor, bits: int) -> Tensor:
+def _shift(number: Tensor, bits: int) -> Tensor:
     """Shift right logically: zeros enter from the left."""
-    shifted: Tensor = (word >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (number >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
 
-def _signed(word: int) -> int:
+def _signed(number: int) -> int:
     """Reinterpret an unsigned 64-bit integer as int64."""
-    return word - 2**64 if word >= 2**63 else word
+    return number - 2**64 if number >= 2**63 else number

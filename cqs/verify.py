@@ -125,7 +125,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     group_size = problem.query.shape[1] // problem.key.shape[1]
     if problem.dropout is not None:
         sampled = [range(row, row + 1) for row in rows]
-        words = problem.dropout.words(problem.query, sampled, [range(seqlen_kv)])
+        bits = problem.dropout.random_bits(problem.query, sampled, [range(seqlen_kv)])
     for batch in range(problem.query.shape[0]):
         for head in range(problem.query.shape[1]):
             query = problem.query[batch, head, index].double()
@@ -143,8 +143,8 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             finite = value.masked_fill(~value.isfinite(), 0)
             output = answer.output[batch, head, index].double()
             if problem.dropout is not None:
-                of_head = words._replace(
-                    multiplier=words.multiplier[batch, head], increment=words.increment[batch, head]
+                of_head = bits._replace(
+                    multiplier=bits.multiplier[batch, head], increment=bits.increment[batch, head]
                 )
                 factors = problem.dropout.kept(of_head).double() * problem.dropout.scale
                 weights = weights * factors

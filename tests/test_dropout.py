@@ -49,8 +49,8 @@ def skip_unless_it_runs(backend, problem):
 def factors(problem, probability, seed):
     seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
     dropout = Dropout(probability, seed)
-    words = dropout.words(problem.query, [range(seqlen_q)], [range(seqlen_kv)])
-    return dropout.kept(words).double() / (1 - probability)
+    bits = dropout.random_bits(problem.query, [range(seqlen_q)], [range(seqlen_kv)])
+    return dropout.kept(bits).double() / (1 - probability)
 
 
 def definition(problem, query, key, value, probability, seed):
@@ -158,7 +158,7 @@ def test_pairs_are_dropped_as_if_by_chance(probability):
     """Frequencies of whole, rows, columns and neighbours within 5 standard deviations."""
     like = torch.empty(2, 3, 0, 0)
     dropout = Dropout(probability, 7)
-    kept = dropout.kept(dropout.words(like, [range(512)], [range(10**6, 10**6 + 512)]))
+    kept = dropout.kept(dropout.random_bits(like, [range(512)], [range(10**6, 10**6 + 512)]))
     dropped = (~kept).double()
 
     def check(observed, expected, trials):
@@ -184,7 +184,7 @@ def test_pairs_are_dropped_as_if_by_chance(probability):
 def test_another_seed_drops_other_pairs():
     like, tokens = torch.empty(1, 1, 0, 0), [range(256)]
     dropouts = [Dropout(0.5, seed) for seed in range(8)]
-    kept = torch.stack([each.kept(each.words(like, tokens, tokens)) for each in dropouts])
+    kept = torch.stack([each.kept(each.random_bits(like, tokens, tokens)) for each in dropouts])
     agreement = torch.stack(
         [(kept[i] == kept[j]).double().mean() for i in range(8) for j in range(i)]
     )
@@ -228,7 +228,7 @@ def test_the_mask_knows_batch_and_head_apart():
     tokens = [range(64)]
     dropout = Dropout(0.5, 1)
     wide, narrow = (
-        dropout.kept(dropout.words(torch.empty(shape), tokens, tokens))
+        dropout.kept(dropout.random_bits(torch.empty(shape), tokens, tokens))
         for shape in ((2, 4, 0, 0), (2, 2, 0, 0))
     )
     assert torch.equal(wide[:, :2], narrow)

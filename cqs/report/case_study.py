@@ -212,5 +212,5 @@ def _thin(samples: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """Keep the first, the last, and of neighbours between them the largest."""
     first, *between, last = samples
     size = ceil(len(between) / _MOST_SAMPLES) or 1
-    lots = [between[i : i + size] for i in range(0, len(between), size)]
-    return [first, *(max(lot, key=lambda sample: sample[1]) for lot in lots), last]
+    chunks = [between[i : i + size] for i in range(0, len(between), size)]
+    return [first, *(max(chunk, key=lambda sample: sample[1]) for chunk in chunks), last]

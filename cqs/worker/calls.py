@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cqs.dropout import Dropout, DropoutWords
+from cqs.dropout import Dropout, DropoutBits
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_partials
 from cqs.patterns.views import View
@@ -124,7 +124,7 @@ def attend_calls(
     scale: float,
     in_batches: bool,
     dropout: Dropout | None = None,
-    dropout_words: DropoutWords | None = None,
+    dropout_bits: DropoutBits | None = None,
 ) -> Partial:
     """Compute the partial output of a share's queries over all their live pairs.
 
@@ -137,7 +137,7 @@ def attend_calls(
         scale: Factor on the scores.
         in_batches: Whether to join calls of one shape; must be False with dropout.
         dropout: Dropout of the attention probabilities, or None.
-        dropout_words: Hash words of the tensors' rows; required with ``dropout``.
+        dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
 
     Returns:
         Output ``[batch, num_heads, queries, value_dim]`` in the dtype of ``query``, and LSE
@@ -152,7 +152,7 @@ def attend_calls(
     )
     has_result = torch.zeros(1, 1, len(share.queries), dtype=torch.bool)
     for call in make_calls(share.views, in_batches=in_batches):
-        options = _options(call, query.device, scale, dropout, dropout_words)
+        options = _options(call, query.device, scale, dropout, dropout_bits)
         is_first = not call.of_queries(has_result, _FIRST if call.number > 1 else None, first).any()
         for place in call.places(batch, num_heads // key.shape[1]):
             found = attend(
@@ -184,7 +184,7 @@ def add_call_gradients(
     scale: float,
     in_batches: bool,
     dropout: Dropout | None = None,
-    dropout_words: DropoutWords | None = None,
+    dropout_bits: DropoutBits | None = None,
 ) -> None:
     """Add the contribution of a share's live pairs to the gradients, in place.
 
@@ -201,11 +201,11 @@ def add_call_gradients(
         scale: Factor on the scores.
         in_batches: Whether to join calls of one shape; must be False with dropout.
         dropout: Dropout of the attention probabilities, or None.
-        dropout_words: Hash words of the tensors' rows; required with ``dropout``.
+        dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
     """
     lse = lse_for_gradients(lse)
     for call in make_calls(share.views, in_batches=in_batches):
-        options = _options(call, query.device, scale, dropout, dropout_words)
+        options = _options(call, query.device, scale, dropout, dropout_bits)
         for place in call.places(query.shape[0], query.shape[1] // key.shape[1]):
             of_queries = (call.of_queries(each, place) for each in (grad_output, output, lse))
             found = compute(
@@ -242,15 +242,15 @@ def _options(
     device: torch.device,
     scale: float,
     dropout: Dropout | None,
-    words: DropoutWords | None,
+    bits: DropoutBits | None,
 ) -> dict[str, Any]:
     options: dict[str, Any] = {"scale": scale, "is_causal": call.is_causal}
     if (visible := call.visible(device)) is not None:
         options["visible"] = visible
-    if dropout is not None and words is not None:
+    if dropout is not None and bits is not None:
         queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
-        of_call = DropoutWords(
-            words.multiplier[..., queries], words.increment[..., queries], words.key[keys]
+        of_call = DropoutBits(
+            bits.multiplier[..., queries], bits.increment[..., queries], bits.key[keys]
         )
         options |= {"kept": dropout.kept(of_call), "keep_scale": dropout.scale}
     return options

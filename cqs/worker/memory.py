@@ -209,10 +209,10 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     sums = rows * shape.value_columns * size
     scoring = (rows * (1 + shape.sums_apart) + key_rows) * shape.head_dim * size + scores
     scoring += area * max(2 * call.is_causal, has_mask)
-    lots = rows * num_keys * shape.has_dropout
+    dropout_mask = rows * num_keys * shape.has_dropout
     converted, added = key_rows * shape.value_columns * size, sums * (num_keys > SUM_BLOCK)
-    weighing = 2 * scores + lse + max(sums + max(converted, added), lots)
-    return area * has_mask + lots + max(scoring, weighing, sums + found), found
+    weighing = 2 * scores + lse + max(sums + max(converted, added), dropout_mask)
+    return area * has_mask + dropout_mask + max(scoring, weighing, sums + found), found
 
 
 def _bytes_of_padding(call: Call, rows: int, shape: AttentionShape) -> int:

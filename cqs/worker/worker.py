@@ -335,7 +335,7 @@ class Worker:
         """Return what a backend of single calls needs to know besides the tensors."""
         if self.dropout is None:
             return {"scale": self.scale}
-        kept = self.dropout.kept(self.dropout.words(query, [queries], keys))
+        kept = self.dropout.kept(self.dropout.random_bits(query, [queries], keys))
         return {"scale": self.scale, "kept": kept, "keep_scale": self.dropout.scale}
 
     def _work(self, steps: Iterable[Step], query: HeldTokens, key: HeldTokens) -> Work:
@@ -345,8 +345,8 @@ class Worker:
         """Return what a backend of whole tasks needs to drop pairs."""
         if self.dropout is None:
             return {}
-        words = self.dropout.words(query.sample, query.ranges, key.ranges)
-        return {"dropout": self.dropout, "dropout_words": words}
+        bits = self.dropout.random_bits(query.sample, query.ranges, key.ranges)
+        return {"dropout": self.dropout, "dropout_bits": bits}
 
 
 def _calls(step: Step) -> list[tuple[tuple[range, ...], bool]]:

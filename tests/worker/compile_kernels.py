@@ -52,7 +52,7 @@ def compile_both_passes(
     work = make_work(steps, pattern.bind(TOKENS), whole, whole)
     options = {"scale": 0.1, "dropout": dropout}
     if dropout is not None:
-        options["dropout_words"] = dropout.words(query, whole, whole)
+        options["dropout_bits"] = dropout.random_bits(query, whole, whole)
     answer = launch.attend_shares(query, key, value, work, **options)
     launch.gradients_of_shares(query, key, value, query, *answer, work, **options)
 

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from cqs.worker.triton.pairs import (
     is_kept,
-    key_words,
+    load_key_bits,
+    load_query_bits,
     load_run,
-    query_words,
     visible,
 )
 
@@ -82,7 +82,7 @@ def query_gradients(
     tiles,
     runs,
     bits,
-    words,
+    dropout_bits,
     num_tiles,
     query_step,
     key_step,
@@ -111,12 +111,12 @@ def query_gradients(
         tiles: int32 ``[num_tiles, 8]``, see tiles.py.
         runs: int32 ``[num_runs, 8]``.
         bits: int32, the words that runs name, or None if none does.
-        words: :class:`cqs.dropout.DropoutWords`, or None.
+        dropout_bits: :class:`cqs.dropout.DropoutBits` of the rows, or None without dropout.
         query_step: Tokens between two rows.
         key_step: Tokens between two columns.
         num_queries: In all residues.
         scale: Factor on the scores.
-        drop_below: Lots below it are dropped.
+        drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
         keep_scale: Factor on the probabilities of the rest.
         IS_SUM: Whether to add to what is there.
     """
@@ -136,8 +136,8 @@ def query_gradients(
     grad_out = grad_output.load(corner).reshape(TILE_Q, BLOCK_V)
     lses = tl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
     deltas = tl.load(delta + rows, mask=in_tile, other=0.0)
-    if words is not None:
-        multiplier, increment = query_words(words, rows, in_tile)
+    if dropout_bits is not None:
+        multiplier, increment = load_query_bits(dropout_bits, rows, in_tile)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     for run in range(tl.load(tile + 3), tl.load(tile + 5)):
         start, stop, band, bits_of_run, residue = load_run(runs, run)
@@ -151,9 +151,11 @@ def query_gradients(
             )
             p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
-            if words is not None:
-                key_word = key_words(words, residue + keys * key_step, keys < stop)[None, :]
-                kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
+            if dropout_bits is not None:
+                key_bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)[
+                    None, :
+                ]
+                kept = is_kept(multiplier[:, None], increment[:, None], key_bits, drop_below)
                 grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
             grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)
             acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
@@ -176,7 +178,7 @@ def key_gradients(
     tiles,
     runs,
     bits,
-    words,
+    dropout_bits,
     num_tiles,
     key_step,
     query_step,
@@ -215,8 +217,8 @@ def key_gradients(
     corner = [batch, kv_head % num_kv_heads, key_residue, key_start, 0]
     k = key.load(corner).reshape(TILE_K, BLOCK_D)
     v = value.load(corner).reshape(TILE_K, BLOCK_V)
-    if words is not None:
-        key_word = key_words(words, tokens, in_tile)[:, None]
+    if dropout_bits is not None:
+        key_bits = load_key_bits(dropout_bits, tokens, in_tile)[:, None]
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     acc_v = tl.zeros([TILE_K, BLOCK_V], tl.float32)
     for member in range(GROUP_SIZE):
@@ -240,15 +242,15 @@ def key_gradients(
                 p = tl.where(is_visible, p, 0.0)
                 grad_p = tl.dot(v, grad_out.T, input_precision=PRECISION)
                 kept_p = p
-                if words is not None:
-                    multiplier, increment = query_words(words, place, in_run)
-                    kept = is_kept(multiplier[None, :], increment[None, :], key_word, drop_below)
+                if dropout_bits is not None:
+                    multiplier, increment = load_query_bits(dropout_bits, place, in_run)
+                    kept = is_kept(multiplier[None, :], increment[None, :], key_bits, drop_below)
                     grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
                     kept_p = tl.where(kept, p, 0.0)
                 acc_v = tl.dot(kept_p.to(v.dtype), grad_out, acc_v, input_precision=PRECISION)
                 grad_scores = p * (grad_p - deltas[None, :])
                 acc_k = tl.dot(grad_scores.to(k.dtype), q, acc_k, input_precision=PRECISION)
-    if words is not None:
+    if dropout_bits is not None:
         acc_v *= keep_scale
     rows = kv_head.to(tl.int64) * num_keys + tokens
     _write(grad_key, acc_k * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)

@@ -8,9 +8,9 @@ import triton.language as tl
 
 from cqs.worker.triton.pairs import (
     is_kept,
-    key_words,
+    load_key_bits,
+    load_query_bits,
     load_run,
-    query_words,
     visible,
 )
 
@@ -37,7 +37,7 @@ def attend_tiles(
     tiles,
     runs,
     bits,
-    words,
+    dropout_bits,
     num_tiles,
     num_heads,
     num_queries,
@@ -68,7 +68,7 @@ def attend_tiles(
         tiles: int32 ``[num_tiles, 8]``, see tiles.py.
         runs: int32 ``[num_runs, 8]``.
         bits: int32, the words that runs name, or None if none does.
-        words: :class:`cqs.dropout.DropoutWords`, or None.
+        dropout_bits: :class:`cqs.dropout.DropoutBits` of the rows, or None without dropout.
         num_queries: In all residues.
         output_strides: Of batch, heads and rows; Triton looks whether 16 divides them.
         lse_batch_stride: Of ``lse``, like the next two, at which it does not look.
@@ -77,7 +77,7 @@ def attend_tiles(
         query_step: Tokens between two rows.
         key_step: Tokens between two columns.
         scale_log2: Factor on the scores, over ln 2; positive.
-        drop_below: Lots below it are dropped.
+        drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
         keep_scale: Factor on the probabilities of the rest.
     """
     program = tl.program_id(0)
@@ -97,9 +97,11 @@ def attend_tiles(
     )
     positions = query_start + tl.arange(0, TILE_Q)
     in_tile = positions < query_stop
-    if words is not None:
-        multiplier, increment = query_words(
-            words, head.to(tl.int64) * num_queries + query_residue + positions * query_step, in_tile
+    if dropout_bits is not None:
+        multiplier, increment = load_query_bits(
+            dropout_bits,
+            head.to(tl.int64) * num_queries + query_residue + positions * query_step,
+            in_tile,
         )
     largest = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
@@ -115,9 +117,11 @@ def attend_tiles(
             )
             scores = tl.where(is_visible, scores, float("-inf"))
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
-            if words is not None:
-                key_word = key_words(words, residue + keys * key_step, keys < stop)[None, :]
-                kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
+            if dropout_bits is not None:
+                key_bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)[
+                    None, :
+                ]
+                kept = is_kept(multiplier[:, None], increment[:, None], key_bits, drop_below)
                 p = tl.where(kept, p, 0.0)
             v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
@@ -128,10 +132,12 @@ def attend_tiles(
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, False)
-            if words is not None:
+            if dropout_bits is not None:
                 keys = k0 + tl.arange(0, TILE_K)
-                key_word = key_words(words, residue + keys * key_step, keys < stop)[None, :]
-                kept = is_kept(multiplier[:, None], increment[:, None], key_word, drop_below)
+                key_bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)[
+                    None, :
+                ]
+                kept = is_kept(multiplier[:, None], increment[:, None], key_bits, drop_below)
                 p = tl.where(kept, p, 0.0)
             v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
@@ -140,7 +146,7 @@ def attend_tiles(
     columns = tl.arange(0, BLOCK_V)
     total = tl.where(total == 0, 1.0, total)
     acc = acc / total[:, None]
-    if words is not None:
+    if dropout_bits is not None:
         acc *= keep_scale
     batch, head = batch.to(tl.int64), (head % num_heads).to(tl.int64)
     rows = (first_row + tl.arange(0, TILE_Q) * query_step).to(tl.int64)

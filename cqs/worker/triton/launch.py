@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.cuda_graphs import cached_on_device
-from cqs.dropout import Dropout, DropoutWords
+from cqs.dropout import Dropout, DropoutBits
 from cqs.partial import Partial, merge_rows
 from cqs.worker.operands import with_positive_scale
 from cqs.worker.share import Work
@@ -46,7 +46,7 @@ def attend_shares(
     dtype: torch.dtype | None = None,
     into: Partial | None = None,
     dropout: Dropout | None = None,
-    dropout_words: DropoutWords | None = None,
+    dropout_bits: DropoutBits | None = None,
 ) -> Partial:
     """Attend with the queries of all shares, in one launch for each pair of steps.
 
@@ -61,7 +61,7 @@ def attend_shares(
         dtype: Of the output; ``None`` means that of the query.
         into: Where to write the results, with adjacent columns; ``None`` means new tensors.
         dropout: Which pairs to keep, if not all.
-        dropout_words: Its words, in rows of the tensors.
+        dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
     """
     query, scale = with_positive_scale(query, scale)
     batch, num_heads, num_rows, head_dim = query.shape
@@ -124,7 +124,7 @@ def attend_shares(
                 lists.tiles,
                 lists.runs,
                 lists.bits if lists.has_bits else None,
-                dropout_words,
+                dropout_bits,
                 len(lists.tiles),
                 num_heads,
                 query.shape[2],
@@ -164,7 +164,7 @@ def gradients_of_shares(
     scale: float,
     dtype: torch.dtype | None = None,
     dropout: Dropout | None = None,
-    dropout_words: DropoutWords | None = None,
+    dropout_bits: DropoutBits | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:
     """Compute what the pairs of all shares contribute to the gradients.
@@ -182,7 +182,7 @@ def gradients_of_shares(
         scale: Factor on the scores.
         dtype: Of the gradients; ``None`` means float32.
         dropout: Which pairs to keep, if not all.
-        dropout_words: Its words, in rows of the tensors.
+        dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
         into: float32 sums to add to, that of the queries or those of keys and values: the others
             are not computed.
 
@@ -254,7 +254,7 @@ def gradients_of_shares(
                 plain_kernel[(num_items,)](
                     *tensors,
                     lists.bits if lists.has_bits else None,
-                    dropout_words,
+                    dropout_bits,
                     len(lists.tiles),
                     *lists.steps,
                     *sizes,

@@ -41,19 +41,19 @@ def visible(bits, bits_of_run, rows, columns, start, stop, band, row_step, colum
 
 
 @triton.jit
-def query_words(words, rows, mask):
+def load_query_bits(dropout_bits, rows, mask):
     """Load the multipliers and increments of queries; see cqs/dropout.py."""
-    multiplier = tl.load(words[0] + rows, mask=mask, other=0)
-    return multiplier, tl.load(words[1] + rows, mask=mask, other=0)
+    multiplier = tl.load(dropout_bits[0] + rows, mask=mask, other=0)
+    return multiplier, tl.load(dropout_bits[1] + rows, mask=mask, other=0)
 
 
 @triton.jit
-def key_words(words, keys, mask):
-    """Load the words of keys."""
-    return tl.load(words[2] + keys, mask=mask, other=0)
+def load_key_bits(dropout_bits, keys, mask):
+    """Load the random bits of keys."""
+    return tl.load(dropout_bits[2] + keys, mask=mask, other=0)
 
 
 @triton.jit
-def is_kept(multiplier, increment, key, drop_below):
-    """Say which pairs dropout keeps; the words broadcast to pairs."""
-    return ((multiplier * key + increment >> 32) & 0xFFFFFFFF) >= drop_below
+def is_kept(multiplier, increment, key_bits, drop_below):
+    """Say which pairs dropout keeps; the bits broadcast to pairs."""
+    return ((multiplier * key_bits + increment >> 32) & 0xFFFFFFFF) >= drop_below
