@@ -106,6 +106,12 @@ def test_pictures_of_a_page_are_there(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_tests_that_a_page_names_are_there(page):
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / page).read_text()):
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_that_need_more_than_this_machine_have_their_options(page):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     makefile = (ROOT / "Makefile").read_text()
