@@ -24,7 +24,7 @@ class VerificationError(ArithmeticError):
 
 
 class _Errors(NamedTuple):
-    """Bounds on the rounding errors of sampled rows of one head; see docs/mathematics.md."""
+    """Bounds on the rounding errors of sampled rows of one head; see docs/error-bound.md."""
 
     lse: Tensor
     """Absolute error of the LSE, float64 ``[rows]``."""
@@ -95,7 +95,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     """Compare sampled query rows with float64 attention, for every batch element and head.
 
     The error bound of each entry is a function of head_dim, the number of visible keys, and the
-    magnitudes of scores and values; docs/mathematics.md derives it.
+    magnitudes of scores and values; docs/error-bound.md derives it.
 
     Where the exact result is NaN or infinite, ``answer`` must be so too; a NaN at a masked key does
     not excuse a NaN in the output. An infinite value whose weight may underflow to 0 may give NaN.
