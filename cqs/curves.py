@@ -1,6 +1,6 @@
 """Pictures of what ``cqs simulate`` predicts; matplotlib is imported when one is drawn."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cqs.plotting.figures import save_figure
@@ -15,7 +15,6 @@ _STYLES = {
     "2-D": ("#000000", "-x"),
 }
 """Colours of Okabe and Ito, which colour-blind people tell apart; lines and markers."""
-_WAYS = ("#d55e00", "#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#000000")
 
 
 def draw_forecasts(found: Mapping[int, Mapping[str, Forecast]], seconds_of_one: float) -> Any:
@@ -30,7 +29,7 @@ def draw_forecasts(found: Mapping[int, Mapping[str, Forecast]], seconds_of_one: 
     """
     from matplotlib.ticker import LogLocator
 
-    axes = _figure(13, 3)
+    axes = new_panels(13, 3)
     quantities = (
         ("GiB that a device holds", lambda each, devices: each.peak_bytes / 2**30),
         ("GiB that a device receives", lambda each, devices: each.bytes_each_way / 2**30),
@@ -59,41 +58,13 @@ def draw_forecasts(found: Mapping[int, Mapping[str, Forecast]], seconds_of_one: 
     return axes
 
 
-def draw_trouble(means: Sequence[tuple[str, float, float]]) -> Any:
-    """Draw how long calls take against how many deaths they meet.
-
-    Args:
-        means: Name of a way to work, deaths to be expected while all devices compute without loss,
-            and the mean time over the time without loss.
-
-    Returns:
-        The matplotlib axes, in an array of one.
-    """
-    axes = _figure(6.5, 1)
-    for color, name in zip(_WAYS, dict.fromkeys(name for name, _, _ in means), strict=False):
-        points = sorted((deaths, ratio) for each, deaths, ratio in means if each == name)
-        axes[0].plot(*zip(*points, strict=True), color=color, marker="o", label=name)
-    axes[0].set(
-        xscale="log",
-        yscale="log",
-        xlabel="deaths expected in the ideal time of a call",
-        ylabel="mean time over the ideal",
-    )
-    for axis in (axes[0].xaxis, axes[0].yaxis):
-        axis.set_major_formatter("{x:g}")
-    axes[0].yaxis.set_minor_formatter("{x:g}")
-    axes[0].xaxis.set_minor_formatter("")
-    axes[0].grid(alpha=0.3, which="both")
-    axes[0].legend()
-    return axes
-
-
 def save(axes: Any, path: str) -> None:
     """Write the figure of some axes to a file; its name says in which format."""
     save_figure(axes[0].figure, path, dpi=100)
 
 
-def _figure(width: float, number: int) -> Any:
+def new_panels(width: float, number: int) -> Any:
+    """Return the axes of a new figure with so many panels, ``width`` inches wide together."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 4), layout="constrained")

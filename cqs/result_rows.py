@@ -1,4 +1,4 @@
-"""Rows that ``cqs bench --out`` wrote: one JSON object in each line."""
+"""Rows that ``python -m benchmarks NAME --out`` wrote: one JSON object in each line."""
 
 import json
 from collections.abc import Callable, Iterable

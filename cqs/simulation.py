@@ -378,7 +378,7 @@ METHODS = {
     "ulysses in two": Method(partial(by_quorums, num_chunks=2), lambda n, devices: n == devices),
     "2-D": Method(by_ring, lambda n, devices: 1 < n < devices),
 }
-"""By name, as in ``cqs bench peers``."""
+"""By name, as in ``python -m benchmarks peers``."""
 
 
 def forecast(

@@ -17,7 +17,7 @@ version = release = cqs.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = ["docs/**", "notebooks/*"]
-exclude_patterns = [".*", "docs/results", "docs/notes"]
+exclude_patterns = [".*", "docs/notes"]
 root_doc = "docs/index"
 nb_execution_mode = "off"
 nitpicky = True

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import pytest
 
+import benchmarks.__main__
 from cqs.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
+PACKAGES = {"cqs": "cqs.commands", "benchmarks": "benchmarks"}
 CHECKER = doctest.OutputChecker()
 
 
@@ -61,6 +63,9 @@ def run_command(command, folder):
     if name == "cqs":
         assert main(arguments) == 0
         return
+    if (name, *arguments[:2]) == ("python", "-m", "benchmarks"):
+        assert benchmarks.__main__.main(arguments[2:]) == 0
+        return
     assert name == "torchrun", f"cannot run {command!r}"
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -80,7 +85,7 @@ def joined(code):
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     """``python`` and ``bash`` run in the order of the page; ``sh`` needs more than this machine."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     names = {"__name__": "__main__"}
     for fence in fences(page):
         capsys.readouterr()
@@ -123,10 +128,11 @@ def test_commands_that_need_more_than_this_machine_have_their_options(page):
                     assert set(extra.split(",")) <= set(extras["optional-dependencies"])
             elif words[0] == "make":
                 assert re.search(rf"^{words[1]}:", makefile, re.M)
-            elif "cqs" in words:
-                name, *options = words[words.index("cqs") + 1 :]
+            elif set(words) & set(PACKAGES):
+                (package,) = set(words) & set(PACKAGES)
+                name, *options = words[words.index(package) + 1 :]
                 parser = argparse.ArgumentParser()
-                import_module(f"cqs.commands.{name}").add_arguments(parser)
+                import_module(f"{PACKAGES[package]}.{name}").add_arguments(parser)
                 parser.parse_args(options)
             else:
                 assert words[0] in ("torchrun", "ray", "python"), f"what is {command!r}?"

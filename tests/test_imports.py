@@ -1,7 +1,11 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 
 def modules_after(statement):
@@ -50,6 +54,11 @@ def test_imports_point_one_way(modules, strangers):
     imported = modules_after(f"import {modules}")
     assert {"torch", *modules.split(", ")} <= imported
     assert not imported & strangers
+
+
+def test_the_package_does_without_its_benchmarks():
+    for source in (ROOT / "cqs").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) benchmarks", source.read_text(), re.M), source
 
 
 def test_attention_is_loaded_when_it_is_used():

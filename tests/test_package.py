@@ -48,7 +48,8 @@ def test_the_wheel_has_all_that_the_package_needs_and_nothing_else(built):
     assert sources <= names and {"cqs/py.typed", f"{info}licenses/LICENSE"} <= names
     stored = {f"cqs/interest_sets/{path.name}" for path in ROOT.glob("interest_sets/*.txt")}
     assert {f"cqs/interest_sets/{number}.txt" for number in range(3, 112)} <= stored <= names
-    strangers = [name for name in names if re.search(r"test_|conftest|__pycache__|\.ipynb", name)]
+    others = r"test_|conftest|__pycache__|\.ipynb|\.jsonl|bench"
+    strangers = [name for name in names if re.search(others, name)]
     assert not strangers
 
 
@@ -70,6 +71,7 @@ def test_the_source_distribution_can_be_tested(built):
         names = {name.removeprefix(f"{top}/") for name in archive.getnames()}
     needed = "README.md LICENSE CHANGELOG.md CITATION.cff Makefile constraints.txt docs/patterns.md"
     assert set(needed.split()) <= names
+    assert {"benchmarks/__main__.py", "benchmarks/results/cpu.jsonl"} <= names
     assert {"tests/conftest.py", "tests/test_package.py", "interest_sets/7.txt"} <= names
 
 

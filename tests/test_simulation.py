@@ -1,6 +1,5 @@
 """Forecasts move the bytes that real layouts move, and behave as arithmetic says."""
 
-import json
 import math
 import re
 import subprocess
@@ -13,13 +12,12 @@ import pytest
 
 from cqs.__main__ import main
 from cqs.distributed.layout import choose_head_parallel, lay_out
-from cqs.fitting import Row, fit, read_rows
 from cqs.result_rows import parse_row
 from cqs.scheduler import AttentionShape, load_interest_set
 from cqs.scheduler.heads import FETCHED
 from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
 
-RESULTS = Path(__file__).parents[1] / "docs/results"
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 FULL = AttentionShape(32, 128)
 GROUPED = AttentionShape(32, 128, num_kv_heads=8)
 WITHOUT_NODES = Machine()
@@ -311,69 +309,12 @@ def test_holders_in_the_same_node_are_counted(num_devices, num_slices):
     assert math.isclose(found, same / num_devices)
 
 
-def test_a_fit_finds_the_machine_that_rows_are_of():
-    expected = Machine(500e12, 390e12, per_row=1e-9, bandwidth=110e9, latency=60e-6)
-    rows = []
-    for tokens in (8192, 32768, 131072):
-        case = Case(tokens, AttentionShape(16, 128))
-        for method in ("cqs", "cqs quorums", "ring", "all-gather", "ulysses"):
-            for passes in ("forward", "backward"):
-                seconds = forecast(method, case, 8, expected, passes).seconds
-                rows.append(Row(method, case, 8, passes, seconds))
-    found = fit(rows)
-    for name in ("rate", "backward_rate", "per_row", "bandwidth", "latency"):
-        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=0.05)
-    assert all(row.ratio(found) == pytest.approx(1, abs=0.02) for row in rows)
-
-
-@pytest.fixture
-def measured(tmp_path):
-    """Rows as ``cqs bench peers`` writes them, of two devices."""
-    times = {"one": 234.571, "cqs": 122.448, "ring": 118.0, "torch": 130.0}
-    rows = [
-        {
-            "benchmark": "peers forward",
-            "case": "full-131072-h16-kv16-d128",
-            "executor": name,
-            "num_tasks": 2,
-            "dtype": "bfloat16",
-            "median_ms": each,
-        }
-        for name, each in times.items()
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_rows_of_the_benchmark_are_read(measured):
-    rows = read_rows(str(measured))
-    assert [(row.method, row.num_devices) for row in rows] == [("ring", 1), ("cqs", 2), ("ring", 2)]
-    assert rows[0].case == Case(131072, AttentionShape(16, 128, num_kv_heads=16))
-    assert all(row.ratio(fit(rows)) == pytest.approx(1, abs=0.03) for row in rows)
-    measured.write_text(measured.read_text().replace("-d128", "-d128-best"))
-    assert read_rows(str(measured)) == rows, "of other kernels"
-    measured.write_text('{"benchmark": "peers forward"}\n')
-    with pytest.raises(ValueError, match="line 1: KeyError"):
-        read_rows(str(measured))
-    measured.write_text("")
-    with pytest.raises(ValueError, match="has no rows"):
-        read_rows(str(measured))
-
-
 def test_the_command_marks_the_best(capsys):
     options = "--devices 1,8,4096 --seqlen 1M --kv-heads 8 --devices-per-node 8".split()
     assert main(["simulate", *options, "--backward"]) == 0
     output = capsys.readouterr().out
     assert output.count("<") == 3 and re.search(r"ulysses +8 x 1 ", output)
     assert re.search(r"Least time, within 1 %: any method on 1 to 8; .* on 4096 devices\.$", output)
-
-
-def test_the_command_checks_and_fits(capsys, measured):
-    assert main(["simulate", "--check", str(measured), "--fit", str(measured)]) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("Fitted: ") and "torch" not in output
-    assert re.search(r"The largest deviation: (0.9|1.0)\d+ of what was measured", output)
 
 
 @pytest.mark.parametrize(
@@ -386,8 +327,6 @@ def test_the_command_checks_and_fits(capsys, measured):
         (["--heads", "0"], "num_heads must be at least 1, got 0"),
         (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
         (["--devices=8,-1K"], "--devices must be at least 1, got -1024"),
-        (["--tasks", "0"], "--tasks must be at least 1, got 0"),
-        (["--check", "missing.jsonl"], "No such file"),
     ],
 )
 def test_impossible_machines_are_refused(capsys, options, message):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from cqs.bench.measurement import append_rows, describe_device
 from cqs.commands.integers import parse_integers
 from cqs.commands.pattern_text import PATTERN_HELP
 from cqs.output_files import lock_directory
@@ -19,6 +18,7 @@ from cqs.plotting import check_picture
 from cqs.report import case_sections, case_study, distributed, local, ray, sections
 from cqs.report.content import Content
 from cqs.report.local import Measure
+from cqs.report.measurement import append_rows, describe_device
 from cqs.report.page import check_directory, write_report
 from cqs.report.rows import PASSES, Row, read_rows
 from cqs.report.settings import Settings

@@ -4,8 +4,6 @@ from cqs.plotting.density import plot_density
 from cqs.plotting.figures import check_picture
 from cqs.plotting.memory import plot_memory
 from cqs.plotting.owners import plot_owners, save_owners
-from cqs.plotting.parts import plot_parts
-from cqs.plotting.speedups import plot_speedups
 from cqs.plotting.timeline import plot_timeline, save_trace
 from cqs.plotting.wheel import plot_wheel
 
@@ -14,8 +12,6 @@ __all__ = [
     "plot_density",
     "plot_memory",
     "plot_owners",
-    "plot_parts",
-    "plot_speedups",
     "plot_timeline",
     "plot_wheel",
     "save_owners",

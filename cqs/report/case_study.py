@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from cqs.bench.measurement import summarize
+from cqs.report.measurement import summarize
 from cqs.report.passes import Forward, Pass, make_pass
 from cqs.report.rows import Row, fields_of, read_kind
 from cqs.report.settings import Settings

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cqs.bench.memory import hold, measure_held
 from cqs.executors.local import run_local
 from cqs.executors.ray.job import TensorGroups, attend_task, differentiate_task
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.report.exact import verify_gradients
+from cqs.report.memory import hold, measure_held
 from cqs.report.rows import Held
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, Task, predict_cost

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cqs.bench.measurement import Measurement, summarize
 from cqs.input_files import read_lines
+from cqs.report.measurement import Measurement, summarize
 from cqs.report.settings import Settings
 from cqs.result_rows import parse_row
 from cqs.scheduler import Plan, make_plan

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cqs.bench.timing import make_busy, time_in_turn
+from cqs.report.timing import make_busy, time_in_turn
 
 Result = TypeVar("Result")
 

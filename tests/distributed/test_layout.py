@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fitting import fit, read_rows
 from cqs.distributed.layout import choose_head_parallel, cut_shards, lay_out
-from cqs.fitting import fit, read_rows
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.heads import FETCHED, possible_head_parallel
 from cqs.simulation import Case, by_quorums
 
-RESULTS = Path(__file__).parents[2] / "docs/results"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def random_lengths(total, num_ranks, generator):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from case_rows import make_cases
 
-from cqs.bench.measurement import append_rows
 from cqs.report import case_study
 from cqs.report.case_study import longest_task, measure, plan_case, read_rows
+from cqs.report.measurement import append_rows
 from cqs.report.passes import make_pass
 from cqs.report.settings import Settings
 from cqs.scheduler import make_plan

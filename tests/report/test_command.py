@@ -10,9 +10,9 @@ import pytest
 from scaling_rows import make_rows
 
 from cqs.__main__ import main
-from cqs.bench.measurement import append_rows
 from cqs.commands import report
 from cqs.report import case_sections, case_study
+from cqs.report.measurement import append_rows
 from cqs.report.rows import read_rows
 from cqs.report.sections import command
 from cqs.verify import VerificationError

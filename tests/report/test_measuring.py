@@ -124,7 +124,7 @@ def test_what_sees_nothing_and_what_differs_by_head_is_refused():
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):
-    from cqs.bench.measurement import append_rows
+    from cqs.report.measurement import append_rows
 
     rows = [*make_rows((1, 7)), *make_rows((1,), passes="backward")]
     append_rows([*reversed(rows)], str(tmp_path / "rows.jsonl"))

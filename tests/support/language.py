@@ -15,7 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATHS = ("cqs", "tests", "docs", "notebooks", "README.md", "CONTRIBUTING.md", "SECURITY.md")
+PATHS = (
+    "cqs",
+    "benchmarks",
+    "tests",
+    "docs",
+    "notebooks",
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
 WORDS = re.compile(
     r"""\b(
         [Cc]arriers? | [Pp]arcels? | [Ll]anes? | [Rr]ecipes? | [Pp]atience | [Tt]roubles? |

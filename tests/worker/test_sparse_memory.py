@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cqs.bench.memory import measure_task
+from benchmarks.memory import measure_task
 from cqs.cases import Case
 from cqs.dropout import Dropout
 from cqs.patterns import dilated, fixed, from_mask, longformer, sliding_window, strided

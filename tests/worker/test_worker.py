@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cqs.bench.memory import measure_task
+from benchmarks.memory import measure_task
 from cqs.cases import CASES, Case
 from cqs.dropout import Dropout
 from cqs.partial import Partial

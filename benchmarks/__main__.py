@@ -1,0 +1,67 @@
+"""``python -m benchmarks NAME``: one command, one module of this package."""
+
+import argparse
+import sys
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+
+import benchmarks
+from cqs.commands.program import Command, run_program
+from cqs.commands.written_files import check_written
+from cqs.report.measurement import check_rows
+from cqs.scheduler.arguments import as_integer
+
+BENCHMARKS = {
+    "tasks": "all tasks of W on this device against one call of the same kernels",
+    "kernels": "single calls of kernels, and the merge",
+    "accuracy": "errors of outputs and gradients against float64",
+    "memory": "peak memory of tasks against the prediction",
+    "ray": "what Ray adds on one machine",
+    "sharded": "what Ray adds to calls on sharded sequences, and what failures cost",
+    "patterns": "sparse patterns against dense attention and FlexAttention",
+    "streaming": "attention under a memory budget",
+    "peers": "methods of context parallelism on the same GPUs, under torchrun",
+    "block": "where the time of a transformer layer goes, under torchrun",
+}
+_OTHERS = {
+    "simulate": "fit the cost model to rows, compare it with rows, simulate failures",
+}
+_LEAST = {
+    **dict.fromkeys(("seqlen", "repeats", "heads", "kv_heads", "head_dim", "workers"), 1),
+    "deaths": 0,
+}
+"""Smallest values of options."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one benchmark; return its exit status."""
+    summaries = {**BENCHMARKS, **_OTHERS}
+    return run_program("python -m benchmarks", benchmarks.__doc__, summaries, _load, arguments)
+
+
+def _load(name: str) -> Command:
+    module = import_module(f"benchmarks.{name}")
+    if name in _OTHERS:
+        return Command.of(module)
+    return Command(module.__doc__, module.add_arguments, partial(_run, module))
+
+
+def _run(module: ModuleType, options: argparse.Namespace) -> None:
+    """Check the options, then pass those that were given to a benchmark."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for name in _LEAST.keys() & given.keys():
+        numbers = given[name] if isinstance(given[name], list) else [given[name]]
+        for number in numbers:
+            as_integer(f"--{name.replace('_', '-')}", number, _LEAST[name])
+    if "out" in given:
+        check_rows(given["out"])
+    if "picture" in given:
+        check_written("--picture", given["picture"], [given.get("out")])
+    if "seqlen" in given:
+        given["tokens"] = given.pop("seqlen")
+    module.run(**given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

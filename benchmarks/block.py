@@ -1,0 +1,291 @@
+"""Where the time of a transformer layer goes: dense and sparse, by ways to spread it over ranks."""
+
+import argparse
+import copy
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from benchmarks.layer_parts import PARTS, time_parts, time_travels
+from benchmarks.options import add_common, add_heads
+from benchmarks.peers import judge, peak_bytes, stray, time_together
+from benchmarks.publish import publish
+from cqs.nn import HybridTransformerBlock, reduce_gradients
+from cqs.nn.mesh import AXES
+from cqs.patterns import Pattern, sliding_window
+from cqs.problem import check_problem
+from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.scheduler.arguments import as_integer
+from cqs.testing import exact_rows
+
+_ROWS = 48
+"""How many rows are compared with float64."""
+_WINDOW = 16
+"""The sparse layer sees one in so many tokens."""
+_FEED_FORWARD = 4
+"""Features of the feed-forward layer, over those of a token."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser, several_lengths=True)
+    add_heads(parser, 8)
+
+
+def run(
+    *,
+    tokens: Sequence[int] | None = None,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    repeats: int | None = None,
+    out: str | None = None,
+) -> None:
+    """Check and time a causal layer on the ranks that torchrun started, or on this device alone.
+
+    One GPU for each rank, or CPUs. Every way to cut the ranks into a mesh of sequence x tensor is
+    timed: tensor parallelism alone, sequence parallelism alone, and hybrids. A step is forward,
+    backward and the sum of gradients over the ranks; its time is that of the slowest rank from a
+    barrier on. Where it goes is measured apart, by marks between the parts: communication is what
+    the computation waits for, so that what is hidden behind it does not count; packing counts as
+    attention.
+
+    Args:
+        tokens: Sequence lengths; ``None`` means 16K to 128K, or 1K and 2K on CPUs.
+        heads: Of the queries.
+        kv_heads: Of the keys; ``None`` means as many.
+        head_dim: Of all; the layer has ``heads * head_dim`` features, and four times as many in its
+            feed-forward part.
+        repeats: How often each is timed; ``None`` means 9, or 3 on CPUs.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        ValueError: if there are fewer tokens than ranks.
+        VerificationError: on every rank, if a result is wrong.
+    """
+    on_gpu, under_torchrun = torch.cuda.is_available(), "RANK" in os.environ
+    for length in tokens or []:
+        as_integer("tokens", length, int(os.environ.get("WORLD_SIZE", 1)))
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
+    if under_torchrun:
+        dist.init_process_group(backend, device_id=device_id)
+    else:
+        dist.init_process_group(
+            backend, device_id=device_id, store=dist.HashStore(), rank=0, world_size=1
+        )
+    sizes = {
+        "hidden_size": heads * head_dim,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads or heads,
+        "feed_forward_size": _FEED_FORWARD * heads * head_dim,
+    }
+    meshes = make_meshes(dist.get_world_size(), device.type, sizes)
+    rows: list[Measurement] = []
+    for length in tokens or ([2**14, 2**15, 2**16, 2**17] if on_gpu else [1024, 2048]):
+        for pattern in (None, sliding_window(length // _WINDOW, 0)):
+            rows += measure(
+                meshes, sizes, length, pattern, device, repeats=repeats or (9 if on_gpu else 3)
+            )
+            append_rows(rows[-len(meshes) :], out)
+    if rows:
+        publish(rows, _COLUMNS, None)
+    dist.destroy_process_group()
+
+
+def make_meshes(
+    num_ranks: int, device_type: str, sizes: Mapping[str, int]
+) -> dict[str, DeviceMesh | None]:
+    """Return all meshes of so many ranks that fit the sizes, by name; every rank calls this.
+
+    Of one rank there is none, called ``one``.
+    """
+    if num_ranks == 1:
+        return {"one": None}
+    meshes: dict[str, DeviceMesh | None] = {}
+    for tensor in range(num_ranks, 0, -1):
+        if num_ranks % tensor == 0 and not any(size % tensor for size in sizes.values()):
+            shape = num_ranks // tensor, tensor
+            kind = "tensor" if shape[0] == 1 else "sequence" if tensor == 1 else "hybrid"
+            name = f"{kind} {shape[0]}x{tensor}"
+            meshes[name] = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    return meshes
+
+
+def measure(
+    meshes: Mapping[str, DeviceMesh | None],
+    sizes: Mapping[str, int],
+    length: int,
+    pattern: Pattern | None,
+    device: torch.device,
+    *,
+    repeats: int,
+    group: Any = None,
+) -> list[Measurement]:
+    """Check and time a layer on meshes of all ranks of a group; every rank calls this.
+
+    Args:
+        meshes: By name; the first is what the others are compared with.
+        sizes: Of the layer, by the names of its arguments.
+        length: Number of tokens, at least that of ranks.
+        pattern: Of the layer.
+        device: That of this rank.
+        repeats: How often each is timed.
+        group: The process group; ``None`` means the default group.
+
+    Returns:
+        The rows, on the first rank; on others none.
+
+    Raises:
+        VerificationError: on every rank, if a result is wrong.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    shape = 1, length, sizes["hidden_size"]
+    hidden, grad = (
+        torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(2)
+    )
+
+    def make_layer(mesh: DeviceMesh | None) -> HybridTransformerBlock:
+        torch.manual_seed(0)
+        layer_options: dict[str, Any] = {**sizes, "pattern": pattern, "mesh": mesh}
+        return HybridTransformerBlock(**layer_options, device=device, dtype=dtype)
+
+    layers = {name: make_layer(mesh) for name, mesh in meshes.items()}
+    expected = _expect(make_layer(None), hidden, grad, group)
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, layer in layers.items():
+        shard, grad_shard = (_cut(whole, layer.mesh).contiguous() for whole in (hidden, grad))
+        steps[name] = partial(_step, layer, shard, grad_shard)
+        judge(name, _errors(layer, steps[name](), expected), dtype, group)
+    del expected, hidden, grad
+    peaks = {name: peak_bytes(step, group) for name, step in steps.items()}
+    seconds = time_together(steps, repeats, group, device)
+    parts = {name: time_parts(layers[name], step, repeats, group) for name, step in steps.items()}
+    on_gpu = device.type == "cuda"
+    travels = {name: time_travels(step, group) if on_gpu else {} for name, step in steps.items()}
+    if dist.get_rank(group):
+        return []
+    baseline = next(iter(steps))
+    return [
+        Measurement(
+            benchmark="block step",
+            case=f"{'dense' if pattern is None else 'window'}-{length}"
+            f"-h{sizes['num_heads']}-kv{sizes['num_kv_heads']}"
+            f"-d{sizes['hidden_size'] // sizes['num_heads']}",
+            baseline=baseline,
+            num_tasks=dist.get_world_size(group),
+            executor=name,
+            dtype=str(dtype).removeprefix("torch."),
+            ratio=statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True)),
+            repeats=repeats,
+            details={
+                "tokens": length,
+                **sizes,
+                **{f"{part}_ms": 1e3 * each for part, each in parts[name].items()},
+                **({"peak_bytes": peaks[name], **travels[name]} if on_gpu else {}),
+            },
+            **summarize(own),  # type: ignore[arg-type]
+        )
+        for name, own in seconds.items()
+    ]
+
+
+def _cut(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Return this rank's rows."""
+    if mesh is None:
+        return whole
+    return distribute_tensor(whole, mesh, [Shard(1), Shard(1)], src_data_rank=None).to_local()
+
+
+def _step(
+    layer: HybridTransformerBlock,
+    shard: Tensor,
+    grad_output: Tensor,
+    enter: Callable[[str], None] = lambda part: None,
+) -> dict[str, Tensor]:
+    """Run forward and backward; return output and gradients.
+
+    Args:
+        layer: Whose gradients are overwritten.
+        shard: This rank's input.
+        grad_output: Gradient of its output.
+        enter: Called with the name of a part when it begins.
+    """
+    layer.zero_grad()
+    shard = shard.detach().requires_grad_()
+    output = layer(shard)
+    output.backward(grad_output)
+    assert shard.grad is not None
+    if layer.mesh is not None:
+        enter("communication")
+        reduce_gradients(layer, layer.mesh)
+    enter("rest")
+    gradients = {name: each.grad for name, each in layer.named_parameters()}
+    return {"output": output.detach(), "input": shard.grad, **gradients}
+
+
+def _expect(
+    layer: HybridTransformerBlock, hidden: Tensor, grad: Tensor, group: Any
+) -> dict[str, Tensor]:
+    """Return what :func:`_step` gives on one device, the output compared with float64."""
+    expected = _step(layer, hidden, grad)
+    rows = torch.linspace(0, hidden.shape[1] - 1, _ROWS, device=hidden.device).long()
+    with torch.no_grad():
+        exact = _exact_rows_of(layer, hidden, rows)
+    ours = expected["output"][:, rows].double()
+    worst = ((ours - exact).norm(dim=-1) / exact.norm(dim=-1)).max()
+    judge("the layer on one device", {"output": worst}, hidden.dtype, group)
+    return expected
+
+
+def _exact_rows_of(layer: HybridTransformerBlock, hidden: Tensor, rows: Tensor) -> Tensor:
+    """Compute some rows of the output in float64, with attention by its definition."""
+    wide, hidden = copy.deepcopy(layer).double(), hidden.double()
+    tokens, attention = range(hidden.shape[1]), wide.attention
+    heads = attention.project(wide.attention_norm(hidden), tokens)
+    problem = check_problem(*heads, is_causal=attention.is_causal, pattern=attention.pattern)
+    after = hidden[:, rows] + attention.merge(exact_rows(problem, rows))
+    exact: Tensor = after + wide.feed_forward(wide.feed_forward_norm(after), range(len(rows)))
+    return exact
+
+
+def _errors(
+    layer: HybridTransformerBlock, found: dict[str, Tensor], expected: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return by how much each result strays."""
+    errors = {}
+    for name, theirs in expected.items():
+        ours = found[name]
+        if name in ("output", "input"):
+            theirs = _cut(theirs, layer.mesh)
+        elif isinstance(ours, DTensor):
+            ours = ours.full_tensor()
+        errors[name if name == "output" else f"gradient of {name}"] = stray(ours, theirs)
+    return errors
+
+
+_COLUMNS: dict[str, Callable[[Measurement], object]] = {
+    "case": lambda row: row.case,
+    "by": lambda row: row.executor,
+    "median ms": lambda row: f"{row.median_ms:.3f}",
+    **{
+        f"{part} ms": lambda row, part=part: f"{row.details[f'{part}_ms']:.3f}"  # type: ignore[misc]
+        for part in PARTS
+    },
+    "ratio": lambda row: f"{row.ratio:.3f}",
+    "MiB per rank": lambda row: (
+        f"{row.details['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row.details else "-"
+    ),
+}

@@ -1,0 +1,99 @@
+"""Forecasts beside measured rows of ``peers``, and the machine for which they agree best."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from cqs.result_rows import read_result_rows
+from cqs.scheduler import AttentionShape
+from cqs.simulation import METHODS, Case, Machine, forecast
+
+_FITTED = ("rate", "backward_rate", "per_row", "bandwidth", "latency")
+_PENALTY = 1e-3
+"""Of a parameter that is e times what it was; a row that is off by a tenth costs 0.01."""
+
+
+class Row(NamedTuple):
+    """A measured time."""
+
+    method: str
+    case: Case
+    num_devices: int
+    passes: str
+    seconds: float
+
+    def ratio(self, machine: Machine) -> float:
+        """Return the predicted time over the measured one."""
+        found = forecast(self.method, self.case, self.num_devices, machine, self.passes)
+        assert found is not None, "it was measured"
+        return found.seconds / self.seconds
+
+
+def read_rows(path: str) -> list[Row]:
+    """Read what ``python -m benchmarks peers --out`` wrote, but for methods that are not modelled.
+
+    Raises:
+        ValueError: if there is none, or a line is no JSON object.
+    """
+    rows = read_result_rows(path, _pick)
+    if not rows:
+        raise ValueError(f"{path} has no rows of `benchmarks peers`")
+    return rows
+
+
+def fit(rows: Sequence[Row], machine: Machine | None = None) -> Machine:
+    """Return the machine whose forecasts are nearest, in the squares of logs of ratios.
+
+    A search by patterns (Hooke and Jeeves, 1961) over rates, time for a row, bandwidth within a
+    node and latency. Rows of few devices say little about the last two apart: a penalty holds them
+    to where they began.
+
+    Args:
+        rows: Measured.
+        machine: Where to begin, with nothing that is 0; ``None`` means the default.
+    """
+    start = machine = machine or Machine()
+
+    def misfit(found: Machine) -> float:
+        strays = (getattr(found, name) / getattr(start, name) for name in _FITTED)
+        penalty = sum(math.log(stray) ** 2 for stray in strays)
+        return sum(math.log(row.ratio(found)) ** 2 for row in rows) + _PENALTY * penalty
+
+    least, factor = misfit(machine), 2.0
+    while factor > 1.002:
+        neighbours = [
+            replace(machine, **{name: getattr(machine, name) * times})
+            for name in _FITTED
+            for times in (factor, 1 / factor)
+        ]
+        found, best = min(((misfit(one), one) for one in neighbours), key=lambda pair: pair[0])
+        if found < least:
+            least, machine = found, best
+        else:
+            factor = math.sqrt(factor)
+    return machine
+
+
+def _pick(found: dict[str, Any]) -> list[Row]:
+    """Return the row, or none if it is of something else."""
+    kind, _, passes = found["benchmark"].partition(" ")
+    is_one = found["executor"] == "one"
+    if kind != "peers" or not (is_one or found["executor"] in METHODS):
+        return []
+    match = re.fullmatch(r"(full|causal)-(\d+)-h(\d+)-kv(\d+)-d(\d+)(?:-\w+)?", found["case"])
+    if match is None:
+        raise ValueError(f"unknown case {found['case']!r}")
+    tokens, heads, kv_heads, head_dim = map(int, match.groups()[1:])
+    itemsize = 4 if found["dtype"] == "float32" else 2
+    shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=itemsize)
+    return [
+        Row(
+            "ring" if is_one else found["executor"],
+            Case(tokens, shape, match[1] == "causal"),
+            1 if is_one else int(found["num_tasks"]),
+            passes,
+            found["median_ms"] / 1e3,
+        )
+    ]

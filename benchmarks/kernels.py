@@ -1,0 +1,215 @@
+"""How fast the kernels are: matrix products per second, beside the libraries, in one run."""
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.options import add_common
+from benchmarks.publish import publish
+from cqs.cases import Case
+from cqs.partial import Partial, RunningMerge, merge_rows
+from cqs.problem import Problem
+from cqs.report.measurement import Measurement, summarize
+from cqs.report.timing import time_in_turn
+from cqs.scheduler import Plan
+from cqs.testing import assert_tracks_exact, exact_rows
+from cqs.worker import WHY_NOT, HeldTokens, Worker
+from cqs.worker.backends import GRADIENTS
+
+_HEADS = 16
+_NUM_TASKS = 31
+_PARTS = 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser)
+
+
+def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
+    """Check and time single calls on a GPU, of ours and of the libraries; and the merge.
+
+    Rates count ``4 N^2 d`` per head forward and 2.5 times that backward, half of it if causal;
+    what a kernel computes twice counts once.
+
+    Args:
+        tokens: Sequence length; ``None`` means 16,384.
+        repeats: How often each is timed.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        NotImplementedError: if there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise NotImplementedError("the benchmark kernels requires a GPU")
+    tokens = tokens or 16384
+    rows: list[Measurement] = []
+    for head_dim in (128, 64):
+        for is_causal in (False, True):
+            kind = "causal" if is_causal else "full"
+            case = Case(kind, tokens, tokens, _HEADS, _HEADS, head_dim, is_causal=is_causal)
+            rows += _measure(case.make(torch.bfloat16, "cuda"), repeats)
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "what": lambda row: row.benchmark.partition(" ")[2],
+        "by": lambda row: row.executor,
+        "median ms": lambda row: f"{row.median_ms:.3f}",
+        "TFLOP/s": lambda row: f"{row.details['tflops']:.0f}" if "tflops" in row.details else "-",
+        "baseline": lambda row: row.baseline,
+        "ratio": lambda row: f"{row.ratio:.3f}",
+    }
+    rows.append(_measure_merge(tokens, repeats))
+    publish(rows, columns, out)
+
+
+def _measure(problem: Problem, repeats: int) -> list[Measurement]:
+    tokens, head_dim = problem.query.shape[2:]
+    tensors = problem.query, problem.key, problem.value
+    libraries = ["cudnn"] if WHY_NOT["flash"](*tensors) else ["cudnn", "flash"]
+    forward = {
+        **{name: _one_call(problem, problem.make_plan(1), name) for name in libraries},
+        "triton": _one_call(problem, problem.make_plan(1), "triton"),
+        f"triton, tasks of W = {_NUM_TASKS} in one launch": _one_call(
+            problem, problem.make_plan(_NUM_TASKS), "triton"
+        ),
+        "flex": _flex(problem),
+    }
+    sample = torch.linspace(0, tokens - 1, 64, device="cuda").long()
+    exact, eager = exact_rows(problem, sample), forward["cudnn"]()[0].output[:, :, sample]
+    for name in list(forward)[1:]:
+        assert_tracks_exact(forward[name]()[0].output[:, :, sample], eager, exact, name=name)
+    answer = forward["cudnn"]()[0]
+    grad_output = torch.randn_like(answer.output)
+    backward = {
+        **{name: _library_backward(problem, answer, grad_output, name) for name in libraries},
+        "triton": _triton_backward(problem, answer, grad_output),
+    }
+    expected = backward["cudnn"]()
+    for differentiate in list(backward.values())[1:]:
+        for ours, theirs in zip(differentiate(), expected, strict=True):
+            assert (ours - theirs).norm() < 6e-3 * theirs.norm()
+    flops = 4.0 * tokens**2 * head_dim * _HEADS / (2 if problem.is_causal else 1)
+    rows = []
+    for name, computations, work in (
+        ("forward", forward, flops),
+        ("backward", backward, 2.5 * flops),
+    ):
+        seconds = time_in_turn(computations, repeats, "cuda")
+        for by, own in seconds.items():
+            ratios = (a / b for a, b in zip(own, seconds["cudnn"], strict=True))
+            rows.append(
+                Measurement(
+                    benchmark=f"kernels {name}",
+                    case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
+                    f"-h{_HEADS}-d{head_dim}",
+                    baseline="cudnn",
+                    num_tasks=1,
+                    executor=by,
+                    dtype="bfloat16",
+                    ratio=statistics.median(ratios),
+                    repeats=repeats,
+                    details={"tflops": work / statistics.median(own) / 1e12},
+                    **summarize(own),  # type: ignore[arg-type]
+                )
+            )
+    return rows
+
+
+def _one_call(problem: Problem, plan: Plan, backend: str) -> Callable[[], list[Partial]]:
+    held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
+    worker = Worker.of(problem, backend)
+    if plan.num_tasks == 1:
+        return lambda: worker.run(plan.task(0), *held)
+    steps = [step for task in plan.tasks for step in task.steps]
+    return lambda: [worker.run_together(steps, *held)]
+
+
+def _flex(problem: Problem) -> Callable[[], list[Partial]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    tokens = problem.query.shape[2]
+    mask = None
+    if problem.is_causal:
+        mask = create_block_mask(
+            lambda b, h, q, k: q >= k, None, None, tokens, tokens, device="cuda"
+        )
+    compiled = torch.compile(flex_attention)
+
+    def attend() -> list[Partial]:
+        output = compiled(problem.query, problem.key, problem.value, block_mask=mask)
+        return [Partial(output, output[..., 0])]
+
+    attend()
+    return attend
+
+
+def _library_backward(
+    problem: Problem, answer: Partial, grad_output: Tensor, backend: str
+) -> Callable[[], tuple[Tensor, ...]]:
+    tensors = problem.query, problem.key, problem.value, grad_output, *answer
+    return lambda: GRADIENTS[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
+
+
+def _triton_backward(
+    problem: Problem, answer: Partial, grad_output: Tensor
+) -> Callable[[], Sequence[Tensor]]:
+    from cqs.worker.backends import GRADIENTS_OF_SHARES
+    from cqs.worker.share import whole_work
+
+    seqlen = problem.query.shape[2]
+    whole = whole_work(seqlen, seqlen, problem.is_causal)
+    tensors = problem.query, problem.key, problem.value, grad_output, *answer
+    options = {"scale": problem.scale, "dtype": problem.query.dtype}
+    return lambda: GRADIENTS_OF_SHARES["triton"](*tensors, whole, **options)
+
+
+def _measure_merge(tokens: int, repeats: int) -> Measurement:
+    """Compare the rate of bytes of a merge with that of a copy."""
+    shape = 1, _HEADS, tokens, 128
+    parts = [
+        (
+            Partial(torch.randn(shape, device="cuda"), torch.randn(shape[:3], device="cuda")),
+            slice(None),
+        )
+        for _ in range(_PARTS)
+    ]
+    answer = Partial(
+        torch.empty(shape, dtype=torch.bfloat16, device="cuda"),
+        torch.empty(shape[:3], device="cuda"),
+    )
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    computations: dict[str, Callable[[], object]] = {
+        "merge": lambda: merge_rows(answer, parts),
+        "copy": lambda: target.copy_(source),
+    }
+    merge_rows(answer, parts)
+    merge = RunningMerge(Partial(*map(torch.empty_like, answer)))
+    for part, _ in parts:
+        merge.add(part)
+    torch.testing.assert_close(tuple(answer), tuple(merge.finish()))
+    seconds = time_in_turn(computations, repeats, "cuda")
+    moved = sum(t.nbytes for part, _ in parts for t in part) + sum(t.nbytes for t in answer)
+    merge_rates, copy_rates = (
+        [nbytes / each / 1e12 for each in seconds[name]]
+        for name, nbytes in (("merge", moved), ("copy", 2 * source.nbytes))
+    )
+    rates = {
+        "terabytes_per_second": statistics.median(merge_rates),
+        "copy_terabytes_per_second": statistics.median(copy_rates),
+    }
+    return Measurement(
+        benchmark="kernels merge",
+        case=f"{_PARTS}-parts-{tokens}-h{_HEADS}-d128",
+        baseline="copy, time per byte",
+        num_tasks=1,
+        executor="triton",
+        dtype="bfloat16",
+        ratio=statistics.median(a / b for a, b in zip(copy_rates, merge_rates, strict=True)),
+        repeats=repeats,
+        details=rates,
+        **summarize(seconds["merge"]),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,193 @@
+"""What a step of a layer waits for, computes and sends: its time taken apart."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cqs.distributed.exchange
+import cqs.nn.rows
+from benchmarks.peers import make_busy_together
+from cqs.nn import HybridTransformerBlock
+
+PARTS = ("attention", "feed-forward", "communication", "rest")
+Intervals = Sequence[tuple[float, float]]
+
+
+def time_parts(
+    layer: HybridTransformerBlock, step: Callable[..., Any], repeats: int, group: Any
+) -> dict[str, float]:
+    """Return the seconds of each part: of each rank the median, and of those the mean."""
+    device = next(layer.parameters()).device
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    for _ in range(repeats):
+        clock = _Clock(device.type)
+        with _marked(layer, clock):
+            dist.barrier(group)
+            clock.enter("rest")
+            step(enter=clock.enter)
+            for part, seconds in clock.stop().items():
+                found[part].append(seconds)
+    medians = torch.tensor(
+        list(map(statistics.median, found.values())), dtype=torch.float64, device=device
+    )
+    dist.all_reduce(medians, group=group)
+    return dict(zip(PARTS, (medians / dist.get_world_size(group)).tolist(), strict=True))
+
+
+def time_travels(step: Callable[[], Any], group: Any) -> dict[str, float]:
+    """Return for how many milliseconds something travels to a GPU, and computes beside it.
+
+    The means of all ranks, by PyTorch's profiler. A message of NCCL travels from where it begins to
+    wait for other ranks.
+    """
+    behind = make_busy_together(group)
+    step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        behind()
+        step()
+        torch.cuda.synchronize()
+    events = [
+        (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+    begun = min(end for name, _, end in events if "nccl" in name)  # of what was to be behind
+    travelling, computing = [], []
+    for name, start, end in events:
+        if start >= begun:
+            if "PtoP" in name or "nccl" in name:
+                travelling.append((start, end))
+            elif not name.startswith("Mem"):
+                computing.append((start, end))
+    travels, overlapped = measure_overlap(travelling, computing)
+    found = torch.tensor([travels, overlapped], device="cuda")
+    dist.all_reduce(found, group=group)
+    travels, overlapped = (found / dist.get_world_size(group)).tolist()
+    return {"travels_ms": travels, "hidden_ms": overlapped}
+
+
+def measure_overlap(some: Intervals, others: Intervals) -> tuple[float, float]:
+    """Return the length of a union of intervals, and of what of it lies in others.
+
+    Example:
+        >>> measure_overlap([(0, 3), (2, 4), (6, 7)], [(3, 5), (6.5, 9)])
+        (5.0, 1.5)
+    """
+    of_some = _union(some)
+    return of_some, of_some + _union(others) - _union([*some, *others])
+
+
+def _union(times: Intervals) -> float:
+    """Return the length of a union of intervals."""
+    length, end = 0.0, -math.inf
+    for start, stop in sorted(times):
+        length += max(stop - max(start, end), 0)
+        end = max(end, stop)
+    return length
+
+
+class _Clock:
+    """Which part the time of a device, or of a CPU, goes to."""
+
+    def __init__(self, device_type: str) -> None:
+        """Begin outside of all parts."""
+        self._on_gpu = device_type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    @property
+    def part(self) -> str:
+        """The part that has begun last."""
+        return self._marks[-1][0]
+
+    def enter(self, part: str) -> None:
+        """Let a part begin."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((part, event))
+        else:
+            self._marks.append((part, time.perf_counter()))
+
+    def stop(self) -> dict[str, float]:
+        """Return the seconds of each part."""
+        self.enter("rest")
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        totals = dict.fromkeys(PARTS, 0.0)
+        for (part, start), (_, end) in pairwise(self._marks):
+            totals[part] += start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+        return totals
+
+
+class _Waits(TorchDispatchMode):
+    """Marks what waits for collectives of PyTorch's DTensors as communication."""
+
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # they come again as what they do with plain tensors
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            func = _as_communication(func, self.clock)
+        return func(*args, **kwargs or {})
+
+
+def _as_communication(function: Callable[..., Any], clock: _Clock) -> Callable[..., Any]:
+    @wraps(function)
+    def marked(*arguments: Any, **options: Any) -> Any:
+        part = clock.part
+        clock.enter("communication")
+        try:
+            return function(*arguments, **options)
+        finally:
+            clock.enter(part)
+
+    return marked
+
+
+@contextmanager
+def _marked(layer: HybridTransformerBlock, clock: _Clock) -> Iterator[None]:
+    """Have a layer mark where parts begin, and what waits for others, forward and backward."""
+    waiting = (
+        (cqs.distributed.exchange.Transfer, "wait"),
+        (import_module("cqs.distributed.attention"), "agree"),
+        (cqs.nn.rows, "agree"),
+    )
+    with ExitStack() as stack:
+        for owner, name in waiting:
+            marked = _as_communication(getattr(owner, name), clock)
+            stack.enter_context(patch.object(owner, name, marked))
+        for module, part in ((layer.attention, "attention"), (layer.feed_forward, "feed-forward")):
+
+            def begin(*_: Any, part: str = part) -> None:
+                clock.enter(part)
+
+            def end(*_: Any) -> None:
+                clock.enter("rest")
+
+            for handle in (
+                module.register_forward_pre_hook(begin),
+                module.register_forward_hook(end),
+                module.register_full_backward_pre_hook(begin),
+                module.register_full_backward_hook(end),
+            ):
+                stack.callback(handle.remove)
+        stack.enter_context(_Waits(clock))
+        yield

@@ -1,0 +1,92 @@
+"""What a task holds at its peak, against the plan's prediction, for every backend."""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.options import add_common
+from benchmarks.publish import publish
+from cqs.cases import Case
+from cqs.problem import Problem
+from cqs.report.measurement import Measurement, summarize
+from cqs.report.memory import hold, measure_held
+from cqs.scheduler import Task, predict_cost
+from cqs.worker import WHY_NOT, Worker
+
+_NUM_TASKS = (1, 7, 8, 13, 31)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser)
+
+
+def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) -> None:
+    """Measure every task of every W with every backend that runs here; show the worst of each.
+
+    Args:
+        tokens: Sequence length; ``None`` means 4096 on the CPU, 32,768 on a GPU. The reference
+            gets half of it.
+        repeats: How often each is measured; the worst counts.
+        out: File to append rows to, or ``None``.
+    """
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    tokens = tokens or (32768 if on_gpu else 4096)
+    rows = []
+    for is_causal in (False, True):
+        kind = "causal" if is_causal else "full"
+        for backend in WHY_NOT:
+            length = tokens // 2 if backend == "reference" else tokens
+            case = Case(kind, length, length, 8, 8, 128, is_causal=is_causal)
+            problem = case.make(dtype, device)
+            tensors = problem.query, problem.key, problem.value
+            if WHY_NOT[backend](*tensors) is None:
+                rows += [_measure_worst(problem, backend, w, repeats) for w in _NUM_TASKS]
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "backend": lambda row: row.executor,
+        "W": lambda row: row.num_tasks,
+        "predicted MiB": lambda row: f"{row.details['predicted_bytes'] / 2**20:.1f}",
+        "peak MiB": lambda row: f"{row.details['peak_bytes'] / 2**20:.1f}",
+        "ratio": lambda row: f"{row.ratio:.3f}",
+    }
+    publish(rows, columns, out)
+
+
+def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
+    """Return the bytes that a task was predicted to hold, and those that it held."""
+    query, key, value = (
+        hold(tensor, ranges)
+        for tensor, ranges in (
+            (problem.query, task.held_queries),
+            (problem.key, task.held_keys),
+            (problem.value, task.held_keys),
+        )
+    )
+    worker = Worker.of(problem, backend)
+    peak = measure_held(lambda: worker.run(task, query, key, value), (query, key, value))
+    cost = predict_cost(task, problem.shape, backend, problem.bound_pattern)
+    return cost.peak_bytes, peak
+
+
+def _measure_worst(problem: Problem, backend: str, num_tasks: int, repeats: int) -> Measurement:
+    start = time.perf_counter()
+    tasks = problem.make_plan(num_tasks).tasks
+    found = [measure_task(problem, task, backend) for task in tasks for _ in range(repeats)]
+    predicted, peak = max(found, key=lambda pair: abs(pair[1] / pair[0] - 1))
+    _, num_heads, tokens, head_dim = problem.query.shape
+    return Measurement(
+        benchmark="memory",
+        case=f"{'causal' if problem.is_causal else 'full'}-{tokens}-h{num_heads}-d{head_dim}",
+        baseline="prediction",
+        num_tasks=num_tasks,
+        executor=backend,
+        dtype=str(problem.query.dtype).removeprefix("torch."),
+        ratio=peak / predicted,
+        repeats=repeats,
+        details={"predicted_bytes": predicted, "peak_bytes": peak},
+        **summarize([time.perf_counter() - start]),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,24 @@
+"""Options that several benchmarks take."""
+
+import argparse
+
+from cqs.commands.integers import parse_integer, parse_integers
+
+
+def add_common(parser: argparse.ArgumentParser, *, several_lengths: bool = False) -> None:
+    """Declare sequence length, number of repeats and output file."""
+    parser.add_argument(
+        "--seqlen",
+        type=parse_integers if several_lengths else parse_integer,
+        metavar="N,N,..." if several_lengths else "N",
+        help="default: as published",
+    )
+    parser.add_argument("--repeats", type=int, metavar="R", help="default: as published")
+    parser.add_argument("--out", metavar="FILE.jsonl", help="append the rows to this file")
+
+
+def add_heads(parser: argparse.ArgumentParser, default: int) -> None:
+    """Declare numbers of heads and their dimension."""
+    parser.add_argument("--heads", type=int, metavar="H", help=f"default: {default}")
+    parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
+    parser.add_argument("--head-dim", type=int, metavar="D", help="default: 128")

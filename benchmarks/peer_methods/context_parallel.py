@@ -1,0 +1,95 @@
+"""The way that PyTorch itself has."""
+# ruff: noqa: D102, what methods do stands in Method
+
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.peer_methods.chunked import Chunked
+from benchmarks.peer_methods.differentiable import Differentiable
+from cqs.problem import Problem
+
+
+class Torch(Chunked, Differentiable):
+    """PyTorch's context parallelism, a prototype, with its own zig-zag if causal.
+
+    Its kernel is cuDNN's, since it cannot take ours, and partial results are merged by PyTorch's
+    operators. Tensors are contiguous, which it would make them otherwise.
+    """
+
+    def __init__(self, *arguments: Any, rotate: str = "allgather", **options: Any):
+        """Also take how keys travel: ``"allgather"``, its default, or ``"alltoall"``."""
+        super().__init__(*arguments, **options)
+        self.rotate = rotate
+
+    def why_not(self, problem: Problem) -> str | None:
+        if not problem.query.is_cuda:
+            return "needs GPUs"
+        if reason := super().why_not(problem):
+            return reason
+        tokens = 256 * self.num_ranks
+        trial = [self.shard(t[:, :, :tokens]) for t in (problem.query, problem.key, problem.value)]
+        try:
+            with torch.enable_grad():
+                output, saved = self.forward(*trial)
+            self.backward(saved, output)
+        except Exception as error:  # whatever a prototype may raise
+            return f"fails: {error!r}"
+        return None
+
+    def shard(self, whole: Tensor) -> Tensor:
+        return super().shard(whole).contiguous()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._set_options()
+        output: Tensor = _context_parallel_attention(self.num_ranks)(
+            query,
+            key,
+            value,
+            is_causal=self.is_causal,
+            scale=self.worker.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output
+
+    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        self._set_options()
+        return super().backward(saved, grad_output)
+
+    def _set_options(self) -> None:
+        """Set what is global in PyTorch."""
+        prototype = _prototype()
+        prototype._cp_options.enable_load_balance = self.is_causal
+        prototype.set_rotate_method(self.rotate)
+
+
+class _Attention(torch.nn.Module):
+    """What PyTorch makes context-parallel."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            output: Tensor = F.scaled_dot_product_attention(query, key, value, **options)
+        return output
+
+
+@lru_cache(maxsize=1)
+def _context_parallel_attention(num_ranks: int) -> torch.nn.Module:
+    """Return attention over shards by PyTorch, for the default group."""
+    prototype = _prototype()
+    prototype._enable_context_parallel_dispatcher()
+    kind = prototype._ContextParallel.AttentionType.SDPA
+    style = prototype._ContextParallel(seq_dim=2, attention_type=kind)
+    return parallelize_module(_Attention(), init_device_mesh("cuda", (num_ranks,)), style)
+
+
+def _prototype() -> ModuleType:
+    """Import PyTorch's private module when it is used: without it only this way is left out."""
+    return import_module("torch.distributed.tensor.experimental._context_parallel._attention")

@@ -1,0 +1,87 @@
+"""Keys and values that go round, while each rank keeps its queries."""
+# ruff: noqa: D102, what methods do stands in Method
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.peer_methods.calls import Call
+from benchmarks.peer_methods.chunked import Chunked, merge_parts, wait_for
+from benchmarks.peer_methods.views import heads_first, rows_first
+from cqs.gradients import Gradients
+
+
+class Ring(Chunked):
+    """Keys and values travel round a ring (Liu et al., arXiv 2310.01889), zig-zag if causal.
+
+    Partial results are kept and merged once: that moves the fewest bytes, but holds an output per
+    rank. In the backward pass the sums for the keys travel one rank behind them, in float32 but for
+    the last hop, to where they are handed back.
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
+        held = [rows_first(key), rows_first(value)]
+        buffers = [list(map(torch.empty_like, held)) for _ in range(min(2, self.num_ranks - 1))]
+        parts = []
+        for hop in range(self.num_ranks):
+            is_last = hop == self.num_ranks - 1
+            coming = [] if is_last else buffers[hop % 2]
+            transfers = self._pass_on([] if is_last else held, coming)
+            parts.append(self.compute(self._call(query, hop), query, *map(heads_first, held)))
+            wait_for(transfers)
+            held = coming
+        answer = merge_parts(parts)
+        return answer.output, (query, key, value, *answer)
+
+    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *_ = saved
+        held = [rows_first(key), rows_first(value)]
+        buffers = [list(map(torch.empty_like, held)) for _ in range(min(2, self.num_ranks - 1))]
+        grad_query, *sums = self._own_gradients(saved, grad_output, held, buffers)
+        spare = list(map(torch.empty_like, sums))
+        for hop in range(1, self.num_ranks):
+            held = buffers[(hop - 1) % 2]
+            is_last = hop == self.num_ranks - 1
+            coming = [] if is_last else buffers[hop % 2]
+            transfers = self._pass_on([*([] if is_last else held), *sums], [*coming, *spare])
+            call = self._call(query, hop)
+            found = self.differentiate(call, saved, grad_output, *map(heads_first, held))
+            grad_query[:, :, call.rows] += found.query
+            wait_for(transfers)
+            sums, spare = spare, sums
+            for total, part in zip(sums, found[1:], strict=True):
+                total[:, :, call.columns] += part
+        rounded = [total.to(query.dtype) for total in sums]
+        if self.num_ranks > 1:
+            home = list(map(torch.empty_like, rounded))
+            wait_for(self._pass_on(rounded, home))
+            rounded = home
+        return grad_query.to(query.dtype), *rounded
+
+    def _own_gradients(
+        self, saved: Any, grad_output: Tensor, held: list[Tensor], buffers: list[list[Tensor]]
+    ) -> Gradients:
+        """Compute those of the pairs within the shard, while the keys set off."""
+        transfers = self._pass_on(held, buffers[0]) if buffers else []
+        found = self.differentiate(
+            self._call(saved[0], 0), saved, grad_output, *map(heads_first, held)
+        )
+        wait_for(transfers)
+        return Gradients(*(gradient.contiguous() for gradient in found))  # they will travel
+
+    def _call(self, query: Tensor, hop: int) -> Call:
+        """Match the queries with the keys that are here after so many hops."""
+        call = self.call(query, enumerate(self.chunks((self.rank - hop) % self.num_ranks)))
+        assert call is not None
+        return call
+
+    def _pass_on(self, going: list[Tensor], coming: list[Tensor]) -> list[dist.Work]:
+        """Send tensors to the next rank, and receive into others from the previous one."""
+        following, previous = (self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks
+        sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=following) for t in going]
+        receipts = [
+            dist.P2POp(dist.irecv, t, group=self.group, group_peer=previous) for t in coming
+        ]
+        return dist.batch_isend_irecv(sends + receipts) if sends else []

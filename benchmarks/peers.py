@@ -1,0 +1,383 @@
+"""Ways to spread attention over GPUs, side by side in one process group around one kernel."""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.options import add_common, add_heads
+from benchmarks.peer_methods import METHODS
+from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
+from benchmarks.peer_methods.method import Method
+from benchmarks.publish import publish
+from cqs.distributed.transports import peak_peer_bytes, reset_peak_peer_bytes
+from cqs.partial import lse_dtype
+from cqs.problem import Problem, check_problem
+from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.timing import make_busy, time_calls, time_in_turn, turns
+from cqs.scheduler.arguments import as_integer
+from cqs.testing import exact_rows
+from cqs.verify import VerificationError
+from cqs.worker import Worker
+from cqs.worker.backends import check_backend_name
+
+_ROWS = 48
+"""How many of its rows a rank compares with float64."""
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Norm of an error, over that of what is right; of gradients, both are rounded."""
+
+Passes = dict[str, dict[str, Callable[[], Any]]]
+"""Name of a pass -> name of a method -> what computes it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser, several_lengths=True)
+    add_heads(parser, 16)
+    parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
+    parser.add_argument("--backward", choices=("yes", "no"), help="default: yes")
+    parser.add_argument("--only", metavar="NAME,NAME", help="these methods alone")
+    parser.add_argument("--backend", metavar="NAME", help='also "best"; default: triton')
+
+
+def run(
+    *,
+    tokens: Sequence[int] | None = None,
+    heads: int = 16,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    causal: str = "both",
+    backward: str = "yes",
+    repeats: int = 9,
+    only: str | None = None,
+    backend: str | None = None,
+    out: str | None = None,
+) -> None:
+    """Check and time all methods on the ranks that torchrun started: one GPU each, or CPUs.
+
+    A time is that of the slowest rank, from a barrier on; of a GPU that was busy when it was told
+    what to do, as in the middle of a model. "call ms" is how long the caller waits for a call to
+    return. "forward" is that pass alone, without gradients; "both" is one that keeps what the
+    backward pass needs, and that. Rates count ``4 N^2 d`` operations per head forward and 2.5 times
+    that backward, half of it if causal. Efficiency is the time of one GPU alone, over the number of
+    GPUs that share the work times this time.
+
+    Args:
+        tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on
+            CPUs.
+        heads: Of the queries.
+        kv_heads: Of the keys; ``None`` means as many.
+        head_dim: Of all.
+        causal: ``"yes"``, ``"no"`` or ``"both"``.
+        backward: ``"yes"`` or ``"no"``: whether to time both passes too.
+        repeats: How often each is timed.
+        only: Names of methods, separated by commas; ``None`` means all.
+        backend: Whose kernels all but PyTorch's methods use: a name, or ``"best"`` for what each
+            call takes by itself; ``None`` means ``triton`` on GPUs, the best on CPUs.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        ValueError: if torchrun did not start this, no method or backend has such a name, or tokens
+            are few.
+        VerificationError: on every rank, if a method is wrong.
+    """
+    names = only.split(",") if only else list(METHODS)
+    if unknown := [name for name in names if name not in METHODS]:
+        raise ValueError(f"only must name some of {', '.join(METHODS)}; got {unknown[0]!r}")
+    check_backend_name(None if backend == "best" else backend)
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "peers are processes, one for each GPU: start them by "
+            "torchrun --nproc-per-node 4 -m benchmarks peers"
+        )
+    for length in tokens or []:  # the first alone has a gradient of 0, but errors are relative
+        as_integer("tokens", length, 2 * int(os.environ["WORLD_SIZE"]))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    rows: list[Measurement] = []
+    for length in tokens or ([32768, 131072] if on_gpu else [2048]):
+        for is_causal in {"no": [False], "yes": [True], "both": [False, True]}[causal]:
+            *tensors, grad_output = _draw(length, heads, kv_heads or heads, head_dim, device)
+            rows += measure(
+                dist.group.WORLD,
+                names,
+                check_problem(*tensors, is_causal=is_causal),
+                grad_output if backward == "yes" else None,
+                repeats=repeats,
+                backend=backend,
+                out=out,
+            )
+    if rows:
+        publish(rows, _COLUMNS, None)
+    dist.destroy_process_group()
+
+
+def measure(
+    group: Any,
+    names: Sequence[str],
+    problem: Problem,
+    grad_output: Tensor | None,
+    *,
+    repeats: int,
+    backend: str | None = None,
+    out: str | None = None,
+) -> list[Measurement]:
+    """Check and time methods; every rank of the group calls this.
+
+    Args:
+        group: The process group.
+        names: Of methods; those that cannot take the problem are left out, with a line why.
+        problem: The same on every rank.
+        grad_output: Likewise; ``None`` means that there is no backward pass.
+        repeats: How often each is timed.
+        backend: As for :func:`run`.
+        out: File to append rows to, or ``None``.
+
+    Returns:
+        The rows, on the first rank; on others none.
+
+    Raises:
+        VerificationError: on every rank, if a method is wrong.
+    """
+    chosen = backend or ("triton" if problem.query.is_cuda else "best")
+    worker = Worker.of(problem, None if chosen == "best" else chosen)
+    rows = []
+    for what, passes in _prepare(group, names, worker, problem, grad_output).items():
+        peaks = {name: peak_bytes(compute, group) for name, compute in passes.items()}
+        calls = time_calls(passes, repeats) if problem.query.is_cuda else {}
+        seconds = time_together(passes, repeats, group, problem.query.device)
+        if dist.get_rank(group) == 0:
+            case = _case(problem) + ("" if backend is None else f"-{backend}")
+            ranks = dist.get_world_size(group)
+            found = _rows(what, case, problem, seconds, calls, peaks, ranks)
+            append_rows(found, out)
+            rows += found
+    return rows
+
+
+def _draw(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+) -> list[Tensor]:
+    """Draw query, key, value and the gradient of the output, the same on every rank."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [
+        torch.randn(
+            (tokens, 1, number, head_dim), generator=generator, dtype=dtype, device=device
+        ).movedim(0, 2)
+        for number in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def _prepare(
+    group: Any,
+    names: Sequence[str],
+    worker: Worker,
+    problem: Problem,
+    grad_output: Tensor | None,
+) -> Passes:
+    """Return what computes each pass by each method, checked."""
+    tensors, is_causal = (problem.query, problem.key, problem.value), problem.is_causal
+    expected: tuple[Tensor, ...] = ()
+    if grad_output is not None:
+        answer = attend_alone(worker, *tensors, is_causal=is_causal)
+        saved = *tensors, *answer
+        expected = differentiate_alone(worker, saved, grad_output, is_causal=is_causal)
+        del answer, saved
+    passes: Passes = {what: {} for what in ("forward", "both")[: 2 if expected else 1]}
+    for name in names:
+        method = METHODS[name](group, worker, is_causal=is_causal)
+        if reason := method.why_not(problem):
+            if method.rank == 0:
+                print(f"{name} is left out: it {reason}")
+            continue
+        shard = [method.shard(tensor) for tensor in tensors]
+        passes["forward"][name] = partial(_attend, method, shard)
+        errors = {"output": _stray_of_rows(method, problem, passes["forward"][name]())}
+        if grad_output is not None:
+            grad = method.shard(grad_output)
+            passes["both"][name] = partial(_differentiate, method, shard, grad)
+            found = passes["both"][name]()
+            for side, ours, theirs in zip(("query", "key", "value"), found, expected, strict=True):
+                errors[f"gradient of the {side}"] = stray(ours, method.shard(theirs))
+            del found
+        judge(name, errors, problem.query.dtype, group)
+    return passes if passes["forward"] else {}
+
+
+@torch.no_grad()
+def _attend(method: Method, shard: Sequence[Tensor]) -> Tensor:
+    """Return the output of the forward pass alone, for which nothing has to be kept."""
+    return method.forward(*shard)[0]
+
+
+@torch.enable_grad()
+def _differentiate(
+    method: Method, shard: Sequence[Tensor], grad_output: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients, of both passes."""
+    _, saved = method.forward(*shard)
+    return method.backward(saved, grad_output)
+
+
+def _stray_of_rows(method: Method, problem: Problem, output: Tensor) -> Tensor:
+    """Return the largest error of sampled rows of a shard."""
+    device = output.device
+    tokens = torch.cat(
+        [
+            torch.arange(r.start, r.stop, device=device)
+            for r in method.tokens(problem.query.shape[2])
+        ]
+    )
+    if not len(tokens):
+        return torch.zeros((), dtype=torch.float64, device=device)
+    rows = torch.linspace(0, len(tokens) - 1, _ROWS, device=device).long()
+    exact = exact_rows(problem, tokens[rows])
+    errors = (output[:, :, rows].double() - exact).norm(dim=-1)
+    worst: Tensor = (errors / exact.norm(dim=-1)).max()
+    return worst
+
+
+def stray(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the norm of the difference, beside that of the right one."""
+    if not theirs.numel():
+        return torch.zeros((), dtype=torch.float64, device=theirs.device)
+    ours, theirs = (tensor.to(lse_dtype(tensor.dtype)) for tensor in (ours, theirs))
+    error: Tensor = (ours - theirs).norm() / theirs.norm()
+    return error.double()
+
+
+def judge(name: str, errors: dict[str, Tensor], dtype: torch.dtype, group: Any) -> None:
+    """Raise on every rank if an error of any is too large, or not a number."""
+    worst = torch.stack(list(errors.values())).nan_to_num(nan=torch.inf)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    for what, error in zip(errors, worst.tolist(), strict=True):
+        if error > _TOLERANCES[dtype]:
+            raise VerificationError(
+                f"{name} is wrong: its {what} strays by {error:.2g}, "
+                f"allowed are {_TOLERANCES[dtype]:.2g}"
+            )
+
+
+def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
+    """Return the most bytes that a rank allocates meanwhile; 0 without GPUs."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    reset_peak_peer_bytes(group)
+    before = torch.cuda.memory_allocated()
+    compute()
+    torch.cuda.synchronize()
+    allocated = torch.cuda.max_memory_allocated() - before
+    peak = torch.tensor(allocated + peak_peer_bytes(group), device="cuda")
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    return int(peak)
+
+
+def time_together(
+    passes: dict[str, Callable[[], Any]], repeats: int, group: Any, device: torch.device
+) -> dict[str, list[float]]:
+    """Time methods in turn; return for each the seconds of the slowest rank, repeat by repeat."""
+    behind = make_busy_together(group) if device.type == "cuda" else None
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for order in turns(passes, repeats):
+        for name in order:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier(group)
+            own = time_in_turn({name: passes[name]}, 1, device.type, behind=behind)
+            seconds[name] += own[name]
+    table = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return dict(zip(passes, table.tolist(), strict=True))
+
+
+def make_busy_together(group: Any) -> Callable[[], None]:
+    """Return what keeps all GPUs busy until the last of them is done."""
+    work, signal = make_busy(), torch.zeros(1, device="cuda")
+
+    def work_together() -> None:
+        work()
+        dist.all_reduce(signal, group=group)
+
+    return work_together
+
+
+def _case(problem: Problem) -> str:
+    _, heads, tokens, head_dim = problem.query.shape
+    kind = "causal" if problem.is_causal else "full"
+    return f"{kind}-{tokens}-h{heads}-kv{problem.key.shape[1]}-d{head_dim}"
+
+
+def _rows(
+    what: str,
+    case: str,
+    problem: Problem,
+    seconds: dict[str, list[float]],
+    calls: dict[str, float],
+    peaks: dict[str, int],
+    num_ranks: int,
+) -> list[Measurement]:
+    _, heads, tokens, head_dim = problem.query.shape
+    kv_heads = problem.key.shape[1]
+    flops = {"forward": 4.0, "both": 14.0}[what] * tokens**2 * head_dim * heads
+    flops /= 2 if problem.is_causal else 1
+    baseline = "one" if "one" in seconds else next(iter(seconds))
+    rows = []
+    for name, own in seconds.items():
+        ranks = 1 if name in ("one", "one each") else num_ranks
+        ratio = statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True))
+        details: dict[str, float] = {
+            "tokens": tokens,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ranks": num_ranks,
+            "tflops_per_rank": flops / ranks / statistics.median(own) / 1e12,
+        }
+        if baseline == "one":
+            details["efficiency"] = 1 / (ratio * ranks)
+        if problem.query.is_cuda:
+            details["peak_bytes"] = peaks[name]
+            details["call_ms"] = 1e3 * calls[name]
+        rows.append(
+            Measurement(
+                benchmark=f"peers {what}",
+                case=case,
+                baseline=baseline,
+                num_tasks=num_ranks,
+                executor=name,
+                dtype=str(problem.query.dtype).removeprefix("torch."),
+                ratio=ratio,
+                repeats=len(own),
+                details=details,
+                **summarize(own),  # type: ignore[arg-type]
+            )
+        )
+    return rows
+
+
+_COLUMNS: dict[str, Callable[[Measurement], object]] = {
+    "case": lambda row: row.case,
+    "pass": lambda row: row.benchmark.partition(" ")[2],
+    "by": lambda row: row.executor,
+    "ranks": lambda row: row.num_tasks,
+    "median ms": lambda row: f"{row.median_ms:.3f}",
+    "TFLOP/s per rank": lambda row: f"{row.details['tflops_per_rank']:.3g}",
+    "efficiency": lambda row: (
+        f"{100 * row.details['efficiency']:.1f} %" if "efficiency" in row.details else "-"
+    ),
+    "call ms": lambda row: f"{row.details['call_ms']:.2f}" if "call_ms" in row.details else "-",
+    "MiB per rank": lambda row: (
+        f"{row.details['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row.details else "-"
+    ),
+}

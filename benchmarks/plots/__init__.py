@@ -1,0 +1,1 @@
+"""Plots of benchmark results; every function returns matplotlib axes."""

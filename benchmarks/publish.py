@@ -1,0 +1,24 @@
+"""Rows of a benchmark, printed as a table and appended to a file."""
+
+from collections.abc import Callable, Mapping
+
+from cqs.commands.table import format_table
+from cqs.report.measurement import Measurement, append_rows
+
+
+def publish(
+    rows: list[Measurement],
+    columns: Mapping[str, Callable[[Measurement], object]],
+    out: str | None,
+) -> None:
+    """Print a table, and append the rows to a file of one JSON object per line.
+
+    Args:
+        rows: At least one.
+        columns: Header of a column and what it shows of a row.
+        out: The file, which is never overwritten, or ``None``.
+    """
+    append_rows(rows, out)
+    print(f"{rows[0].device}, {rows[0].dtype}, torch {rows[0].torch_version}")
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    print(format_table(list(columns), cells))

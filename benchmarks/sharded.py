@@ -1,0 +1,326 @@
+"""Sequences that stay on the actors of a cluster: what Ray adds to calls, and what deaths cost."""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import cqs
+from benchmarks.options import add_common, add_heads
+from benchmarks.publish import publish
+from cqs.commands.table import percent
+from cqs.distributed import attention
+from cqs.distributed.exchange import Exchange
+from cqs.distributed.rank_task import RankTask
+from cqs.executors.ray.sharded import Sharded
+from cqs.partial import Partial
+from cqs.problem import check_problem
+from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.verify import VerificationError, verify_rows
+
+_NUM_CALLS = 16
+_NUM_LAYERS = 64
+"""Of a pass in which actors die."""
+_ANY_MOMENT, _ANY_CALL = "any moment", "any call"
+_PARTS: dict[str, tuple[type, str]] = {
+    "exchange": (Exchange, "send_out"),
+    "compute": (RankTask, "_compute_away"),
+    "return": (Exchange, "send_made"),
+}
+"""Of a call, in which actors die: after the first and the last, before the other."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser, several_lengths=True)
+    add_heads(parser, 16)
+    parser.add_argument(
+        "--workers", type=int, metavar="P", help="default: one for each GPU, or core"
+    )
+    parser.add_argument(
+        "--deaths",
+        type=int,
+        metavar="T",
+        help="how often half of them are killed, at any moment and in each part; default: 0",
+    )
+    parser.add_argument("--only", metavar="NAME,NAME", help="deaths at these moments alone")
+
+
+def run(
+    *,
+    tokens: Sequence[int] | None = None,
+    heads: int = 16,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    repeats: int = 5,
+    workers: int | None = None,
+    deaths: int = 0,
+    only: str | None = None,
+    out: str | None = None,
+) -> None:
+    """Check and time causal calls on sequences that were made on the actors of a private cluster.
+
+    Args:
+        tokens: Lengths; ``None`` means 64K and 128K, or 1K and 2K without GPUs.
+        heads: Number of query heads.
+        kv_heads: Number of key heads; ``None`` means as many.
+        head_dim: Size of each.
+        repeats: How often each way to call is timed.
+        workers: Number of actors; ``None`` means one for each GPU, else for each core.
+        deaths: How often half of the actors are killed at a random moment of a pass, of one with a
+            call of the cluster for each layer, and in each part of a random layer, for the first
+            length.
+        only: When they are killed, separated by commas; ``None`` means in all these ways.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        ValueError: if there are deaths, but a single actor, or ``only`` names no such moment, or
+            there are no deaths.
+        VerificationError: if sampled rows stray from float64, or bits change.
+    """
+    lengths = tokens or ((2**16, 2**17) if torch.cuda.is_available() else (2**10, 2**11))
+    if only and not deaths:
+        raise ValueError("only says when actors die, and there are no deaths")
+    names = _ANY_MOMENT, _ANY_CALL, *_PARTS
+    moments = only.split(",") if only else names
+    if unknown := [each for each in moments if each not in names]:
+        raise ValueError(f"only must name some of {', '.join(names)}; got {unknown[0]!r}")
+    rows: list[Measurement] = []
+    with cqs.Cluster(num_workers=workers) as cluster:
+        if deaths and len(cluster.pids) < 2:
+            raise ValueError("half of the actors die, and there is but one: none would")
+        for length in lengths:
+            make = partial(_make, tokens=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+            shards = cluster.make_sharded(make)
+            _check(cluster, shards)
+            case = f"causal-{length}-h{heads}-kv{kv_heads or heads}-d{head_dim}"
+            found = _time(cluster, shards, case, repeats)
+            append_rows(found, out)
+            rows += found
+            if deaths and length == lengths[0]:
+                for moment in moments:
+                    rows.append(_time_deaths(cluster, shards, case, deaths, moment))
+                    append_rows(rows[-1:], out)
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "by": lambda row: row.executor,
+        "actors": lambda row: row.num_tasks,
+        "median ms": lambda row: f"{row.median_ms:.3f}",
+        "beside": lambda row: row.baseline,
+        "more": lambda row: percent(row.ratio - 1),
+    }
+    publish(rows, columns, None)
+
+
+def _make(
+    rank: int, num_ranks: int, *, tokens: int, heads: int, kv_heads: int | None, head_dim: int
+) -> list[Tensor]:
+    """Draw a shard of query, key and value, on the GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(rank)
+    num_rows = len(range(tokens)[rank::num_ranks])
+    return [
+        torch.randn(
+            (1, number, num_rows, head_dim), generator=generator, dtype=dtype, device=device
+        )
+        for number in (heads, kv_heads or heads, kv_heads or heads)
+    ]
+
+
+def _check(cluster: cqs.Cluster, shards: Sharded) -> None:
+    query, key, value = shards.to_local()
+    output, lse = cluster.attention(shards, is_causal=True, return_lse=True).to_local()
+    problem = check_problem(query, key, value, is_causal=True)
+    verify_rows(problem, Partial(output, lse))
+
+
+def _time(cluster: cqs.Cluster, shards: Sharded, case: str, repeats: int) -> list[Measurement]:
+    """Time calls inside of the workers, in one call on the cluster, and in a call each."""
+    found: dict[str, list[float]] = {"in the workers": [], "one call": [], "a call each": []}
+    for repeat in range(repeats + 1):
+        start = time.perf_counter()
+        inside = shards.map(_time_inside, is_collective=True)
+        one = time.perf_counter() - start
+        start = time.perf_counter()
+        for _ in range(_NUM_CALLS):
+            output = cluster.attention(shards, is_causal=True)
+        output.wait()
+        each = time.perf_counter() - start
+        if repeat:  # the first compiles
+            seconds = float(torch.as_tensor(inside.to_local()).max()), one, each
+            for name, of_all in zip(found, seconds, strict=True):
+                found[name].append(of_all / _NUM_CALLS)
+    baseline = found["in the workers"]
+    return [
+        _row(
+            cluster,
+            "sharded",
+            case,
+            name if seconds is baseline else f"ray, {name}",
+            "in the workers",
+            seconds,
+            baseline,
+        )
+        for name, seconds in found.items()
+    ]
+
+
+def _time_inside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the seconds of calls one after another, from a barrier to when all is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(_NUM_CALLS):
+        attention(query, key, value, is_causal=True)
+    if query.is_cuda:
+        torch.cuda.synchronize()
+    return torch.full((1, 1, 1, 1), time.perf_counter() - start, dtype=torch.float64)
+
+
+def _time_deaths(
+    cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int, moment: str
+) -> Measurement:
+    """Kill half of the actors again and again, and compare bits with those of calm passes."""
+    run = _pass_in_calls if moment == _ANY_CALL else _pass
+    passes = [run(shards) for _ in range(3)]
+    calm, expected = min(each.seconds for each in passes), passes[0].answer
+    if not all(torch.equal(expected, each.answer) for each in passes):
+        raise VerificationError("calm passes differ")
+    number = len(cluster.pids) // 2
+    draw = random.Random(0)
+    found: list[float] = []
+    while len(found) < deaths:
+        victims = draw.sample(cluster.pids, number)
+        if moment in _PARTS:
+            done = _pass(shards, _Death(victims, moment, draw.randrange(_NUM_LAYERS)))
+        else:
+            with _running(threading.Timer(draw.uniform(0, calm), _kill, [victims])):
+                done = run(shards)
+        if not torch.equal(done.answer, expected):
+            raise VerificationError(f"other bits after {number} workers have died")
+        if set(victims).isdisjoint(done.pids):
+            found.append(done.seconds)
+        else:  # it was done before they died, if they did
+            run(shards)
+    name = f"ray, {number} killed" + ("" if moment == _ANY_MOMENT else f" in {moment}")
+    row = _row(cluster, "deaths", case, name, "calm", found, [calm] * deaths)
+    row.details["longest_ms"] = 1e3 * max(found)
+    return row
+
+
+class _Death(NamedTuple):
+    pids: Sequence[int]
+    part: str
+    layer: int
+
+
+class _Pass(NamedTuple):
+    seconds: float
+    pids: Sequence[int]
+    """Of the actors in the end."""
+    answer: Tensor
+
+
+@contextmanager
+def _running(timer: threading.Timer) -> Iterator[None]:
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _pass(shards: Sharded, death: _Death | None = None) -> _Pass:
+    """Compute all layers in one call, in which actors may die."""
+    start = time.perf_counter()
+    return _finish(start, shards.map(partial(_layers, death=death), is_collective=True))
+
+
+def _pass_in_calls(shards: Sharded) -> _Pass:
+    """Compute each layer in two calls of the cluster."""
+    start = time.perf_counter()
+    for _ in range(_NUM_LAYERS):
+        shards = shards.cluster.attention(shards, is_causal=True).map(_add, shards)
+    return _finish(start, shards.map(_first))
+
+
+def _finish(start: float, output: Sharded) -> _Pass:
+    output.wait()
+    seconds, pids = time.perf_counter() - start, output.cluster.pids
+    answer = output.to_local()
+    assert isinstance(answer, Tensor)
+    return _Pass(seconds, pids, answer)
+
+
+def _add(output: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    return query + 0.01 * output, key, value
+
+
+def _first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query
+
+
+def _layers(query: Tensor, key: Tensor, value: Tensor, *, death: _Death | None) -> Tensor:
+    """Compute layers, in turns by quorums alone and by the number of slices that is chosen."""
+    for i in range(_NUM_LAYERS):
+        attend = partial(attention, is_causal=True, head_parallel=(1, "auto")[i % 2])
+        if death is not None and death.layer == i and os.getpid() in death.pids:
+            owner, name = _PARTS[death.part]
+            with patch.object(owner, name, _make_deadly(death.part, getattr(owner, name))):
+                output = attend(query, key, value)
+        else:
+            output = attend(query, key, value)
+        assert isinstance(output, Tensor)
+        query = query + 0.01 * output
+    return query
+
+
+def _make_deadly(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def die(*arguments: Any, **options: Any) -> None:
+        if part != "compute":
+            method(*arguments, **options)
+        if part != "exchange" and torch.cuda.is_available():
+            torch.cuda.synchronize()  # what came before is done
+        _kill([os.getpid()])
+
+    return die
+
+
+def _kill(victims: Sequence[int]) -> None:
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _row(
+    cluster: cqs.Cluster,
+    benchmark: str,
+    case: str,
+    executor: str,
+    baseline: str,
+    seconds: list[float],
+    beside: list[float],
+) -> Measurement:
+    return Measurement(
+        benchmark=benchmark,
+        case=case,
+        baseline=baseline,
+        num_tasks=len(cluster.pids),
+        executor=executor,
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+        ratio=statistics.median(a / b for a, b in zip(seconds, beside, strict=True)),
+        repeats=len(seconds),
+        **summarize(seconds),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,220 @@
+"""Compare predictions with rows, fit a machine to them, and play calls on devices that fail."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from benchmarks.event_simulation import (
+    Outcome,
+    Trouble,
+    play_steps,
+    play_tasks,
+    read_relative_times,
+)
+from benchmarks.fitting import fit, read_rows
+from cqs.commands import simulate
+from cqs.commands.integers import parse_integers
+from cqs.commands.table import format_table, percent
+from cqs.curves import save
+from cqs.scheduler.arguments import as_integer
+from cqs.scheduler.interest_sets import MAX_NUM_TASKS
+from cqs.simulation import Case, Machine, forecast
+
+_MAX_TRIALS = 100_000
+_LIVES = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}
+"""Hours of a device to an interruption: Llama 3 405B, 419 in 54 days on 16,384 (arXiv 2407.21783);
+OPT-175B, 35 restarts by hand and some 70 others in two months on 992 (arXiv 2205.01068)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cqs simulate``, and those of rows and failures."""
+    simulate.add_arguments(parser)
+    machine = parser.add_argument_group("rows of benchmarks")
+    machine.add_argument(
+        "--fit", metavar="FILE.jsonl", help="take what fits these rows of `benchmarks peers` best"
+    )
+    machine.add_argument(
+        "--check", metavar="FILE.jsonl", help="compare such rows with what is predicted, no more"
+    )
+    trouble = parser.add_argument_group("trouble", "play calls on devices that stray and die")
+    trouble.add_argument(
+        "--life", type=_lives, metavar="HOURS,...",
+        help="mean time to the death of a device: hours, llama3 or opt; the rest goes with it",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--tasks", type=parse_integers, default=[1, 4, 16], metavar="K,...",
+        help="tasks for each device; default: 1,4,16",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--saves", type=int, default=15, metavar="S",
+        help="how often steps save partial results; default: 15",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--notice", type=float, default=10.0, metavar="SECONDS",
+        help="until a task is handed out again; default: 10",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--repair", type=float, default=600.0, metavar="SECONDS",
+        help="until a dead device is replaced; default: 600",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--slow", type=_slow, default=(0.0, 1.0), metavar="SHARE:FACTOR",
+        help="of the devices, this share takes longer by this factor",
+    )  # fmt: skip
+    trouble.add_argument(
+        "--spread", metavar="FILE.jsonl", help="let times stray as those of such rows"
+    )
+    trouble.add_argument("--trials", type=int, default=100, metavar="T", help="default: 100")
+    trouble.add_argument("--seed", type=int, default=0, metavar="S", help="default: 0")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what is predicted, or how well."""
+    simulate.check_options(options, [options.fit, options.check, options.spread])
+    for number in options.tasks:
+        as_integer("--tasks", number, 1, MAX_NUM_TASKS)
+    machine = simulate.read_machine(options, _fitted(options.fit) if options.fit else Machine())
+    if options.check:
+        print(check_table(options.check, machine))
+    elif options.life:
+        play(options, simulate.read_case(options), machine, simulate.read_passes(options))
+    else:
+        simulate.show_forecasts(options, machine)
+
+
+def _fitted(path: str) -> Machine:
+    """Fit a machine to rows, and print it."""
+    machine = fit(read_rows(path))
+    print(
+        f"Fitted: {machine.rate / 1e12:.0f} TFLOP/s forward, "
+        f"{machine.backward_rate / 1e12:.0f} backward, "
+        f"{machine.per_row * 1e9:.2f} nanoseconds a row, "
+        f"{machine.bandwidth / 1e9:.0f} GB/s, {machine.latency * 1e6:.0f} microseconds"
+    )
+    return machine
+
+
+def check_table(path: str, machine: Machine) -> str:
+    """Tabulate measured rows beside what is predicted, and say where that strays most."""
+    rows = read_rows(path)
+    ratios = [row.ratio(machine) for row in rows]
+    cells = [
+        [
+            "causal" if row.case.is_causal else "full",
+            row.case.tokens,
+            row.passes,
+            "one" if row.num_devices == 1 else row.method,
+            row.num_devices,
+            f"{1e3 * row.seconds:.3f}",
+            f"{1e3 * row.seconds * ratio:.3f}",
+            f"{ratio:.3f}",
+        ]
+        for row, ratio in zip(rows, ratios, strict=True)
+    ]
+    header = ["case", "tokens", "pass", "by", "devices", "measured ms", "predicted ms", "ratio"]
+    worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
+    return (
+        f"{format_table(header, cells)}\nThe largest deviation: {worst:.3f} of what was measured."
+    )
+
+
+def ways_to_work(
+    case: Case,
+    num_devices: int,
+    machine: Machine,
+    passes: str,
+    tasks: Sequence[int],
+    num_saves: int,
+) -> dict[str, Callable[[Trouble, np.random.Generator], Outcome]]:
+    """Name ways to spread attention, and how each is played.
+
+    Steps are those of the ring. Tasks are those of quorums on as many devices as there are tasks:
+    the more there are for each device the more they move, of which nothing is hidden behind the
+    task before.
+    """
+
+    def seconds(method: str, num_devices: int) -> float:
+        found = forecast(method, case, num_devices, machine, passes)
+        assert found is not None, "neither cuts heads"
+        return found.seconds
+
+    steps = partial(
+        play_steps, seconds("ring", num_devices) / num_devices, num_devices, num_devices
+    )
+    ways: dict[str, Callable[..., Outcome]] = {"steps": steps}
+    if num_saves:
+        ways[f"steps, {num_saves} saves"] = partial(steps, num_saves=num_saves)
+    for each in tasks:
+        num_tasks = each * num_devices
+        task_seconds = seconds("cqs quorums", num_tasks)
+        ways[f"tasks, {each} a device"] = partial(play_tasks, task_seconds, num_tasks, num_devices)
+    return ways
+
+
+def play(options: argparse.Namespace, case: Case, machine: Machine, passes: str) -> None:
+    """Play calls under every kind of trouble, print a table, and perhaps draw it."""
+    as_integer("--trials", options.trials, 1, _MAX_TRIALS)
+    as_integer("--saves", options.saves, 0, MAX_NUM_TASKS)
+    as_integer(
+        "--tasks times --devices", max(options.tasks) * max(options.devices), 1, MAX_NUM_TASKS
+    )
+    trouble = Trouble(
+        notice_seconds=options.notice,
+        repair_seconds=options.repair,
+        slow_share=options.slow[0],
+        slow_factor=options.slow[1],
+        relative_times=read_relative_times(options.spread) if options.spread else (1.0,),
+    )
+    rows, means = [], []
+    for num_devices in options.devices:
+        ideal = case.seconds_of_one(machine, passes) / num_devices
+        ways = ways_to_work(case, num_devices, machine, passes, options.tasks, options.saves)
+        for life_hours in options.life:
+            deadly = replace(trouble, life_hours=life_hours)
+            for name, play in ways.items():
+                rng = np.random.default_rng(options.seed)
+                # Of each call three numbers are kept; it lists every attempt at every task.
+                calls = (play(deadly, rng) for _ in range(options.trials))
+                kept = [(call.seconds, call.lost_seconds, call.num_deaths) for call in calls]
+                seconds, *rest = np.array(kept).T
+                lost, deaths = (column.mean() for column in rest)
+                means.append(
+                    (name, num_devices * ideal / 3600 / life_hours, seconds.mean() / ideal)
+                )
+                rows.append(
+                    [
+                        num_devices,
+                        f"{life_hours:.0f}",
+                        name,
+                        f"{seconds.mean():.4g}",
+                        f"{seconds.mean() / ideal:.3f}",
+                        f"{np.quantile(seconds, 0.95) / ideal:.3f}",
+                        f"{deaths:.2f}",
+                        percent(lost / ideal / num_devices),
+                    ]
+                )
+    header = ["devices", "life h", "way", "mean s", "over ideal", "95th", "deaths", "lost work"]
+    print(format_table(header, rows))
+    if options.picture:
+        from benchmarks.plots.failures import draw_trouble
+
+        save(draw_trouble(means), options.picture)
+
+
+def _lives(text: str) -> list[float]:
+    try:
+        return [_LIVES[part] if part in _LIVES else float(part) for part in text.split(",")]
+    except ValueError:
+        names = ", ".join(_LIVES)
+        raise argparse.ArgumentTypeError(f"must be {names} or hours, got {text!r}") from None
+
+
+def _slow(text: str) -> tuple[float, float]:
+    try:
+        share, factor = map(float, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be SHARE:FACTOR, got {text!r}") from None
+    return share, factor

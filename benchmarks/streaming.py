@@ -1,0 +1,375 @@
+"""Sequences that are not on the device, computed under a budget, beside the same on the device."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cqs
+from benchmarks.options import add_common, add_heads
+from benchmarks.publish import publish
+from benchmarks.streaming_files import measure_files
+from cqs.report.measurement import Measurement, summarize
+from cqs.scheduler import AttentionShape
+from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
+from cqs.streaming.attention import Streamed
+from cqs.streaming.budget import parse_budget
+from cqs.streaming.plan import Block, Position
+from cqs.streaming.sources import InMemory, Source
+from cqs.worker import Worker
+
+_SHARE = 4
+"""The budget is one part in so many of what the resident call holds."""
+_SAMPLE = 16
+_CHUNK = 2**20
+_POOL = 2**20
+_SHORT = 2**15
+_ERROR = 0.002
+"""Of float16. More is allowed to a resident call: one accumulator takes all tokens, and loses bits
+of each sum on a tensor core."""
+_DISTANCE = 0.005
+"""Gradients of a million tokens in float16: weights of 1e-6 keep four bits there."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser, several_lengths=True)
+    add_heads(parser, 8)
+    parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
+    parser.add_argument("--backward", choices=("yes", "no"), help="default: no")
+    parser.add_argument("--budget", metavar="BYTES", help="such as 4GiB; default: a quarter")
+    parser.add_argument("--part", action="store_true", default=None, help="one block alone")
+
+
+def run(
+    *,
+    tokens: Sequence[int] | None = None,
+    repeats: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    causal: str = "both",
+    backward: str = "no",
+    budget: str | None = None,
+    part: bool = False,
+    out: str | None = None,
+) -> None:
+    """Check and time attention of pinned tensors under a budget, and of the same on the device.
+
+    Without a GPU: of files by ``cqs attend``, forward, whose resident set is measured.
+
+    Args:
+        tokens: Sequence lengths; ``None`` means 2^20, without a GPU 2^18.
+        repeats: How often each is timed.
+        heads: Of the queries.
+        kv_heads: Of the keys; ``None`` means as many.
+        head_dim: Of both.
+        causal: ``"yes"``, ``"no"`` or ``"both"``.
+        backward: ``"yes"`` times the forward and the backward pass together.
+        budget: See :func:`cqs.attention`; ``None`` means a quarter of query, key, value and output,
+            and of their gradients.
+        part: Run the last block of the plan alone, of tokens made on demand, and say what follows
+            for the rest.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        NotImplementedError: if there is no GPU, and this is not Linux, or the backward pass or a
+            part is asked for.
+    """
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and (part or backward == "yes"):
+        raise NotImplementedError("--part and --backward need a GPU")
+    shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=2 if on_gpu else 4)
+    rows: list[Measurement] = []
+    for length in tokens or [2**20 if on_gpu else 2**18]:
+        for is_causal in {"yes": [True], "no": [False], "both": [False, True]}[causal]:
+            resident = 2 * (shape.query_bytes(length) + shape.key_bytes(length) // 2)
+            if backward == "yes":
+                resident *= 2
+            given = resident // _SHARE if budget is None else parse_budget(budget, _device())
+            if not on_gpu:
+                rows.append(measure_files(length, shape, is_causal, given))
+            elif part:
+                rows.append(_measure_part(length, shape, is_causal, given))
+            else:
+                measure = _measure_both if backward == "yes" else _measure_forward
+                rows.append(measure(length, shape, is_causal, given, repeats))
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "pass": lambda row: row.benchmark.partition(" ")[2],
+        "s": lambda row: f"{row.median_ms / 1e3:.3f}",
+        "to baseline": lambda row: f"{row.ratio:.3f}",
+        "predicted s": lambda row: f"{row.details['predicted_ms'] / 1e3:.3f}",
+        "MiB": lambda row: f"{row.details['peak_bytes'] / 2**20:.0f}",
+        "predicted": lambda row: f"{row.details['predicted_bytes'] / 2**20:.0f}",
+        "budget": lambda row: f"{row.details['budget'] / 2**20:.0f}",
+    }
+    publish(rows, columns, out)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _measure_forward(
+    length: int, shape: AttentionShape, is_causal: bool, budget: int, repeats: int
+) -> Measurement:
+    host = _make(length, shape)
+    output = torch.empty(host[0].shape, dtype=host[0].dtype, pin_memory=True)
+
+    def attend(tensors: list[Tensor], **options: Any) -> Tensor:
+        return _attend(tensors, is_causal=is_causal, **options)
+
+    _warm_up(attend, host)
+    resident, answer = _time_resident(attend, host, repeats)
+    sources = list(map(InMemory, host))
+    error_of_resident = _error(answer, sources, is_causal, range(length))
+    del answer
+
+    def stream() -> None:
+        attend(host, memory_budget=budget, out=output)
+
+    streamed = []
+    for _ in range(repeats):
+        output.zero_()
+        seconds, peak, _ = _time_and_measure(stream)
+        streamed.append(seconds)
+    error = _error(output, sources, is_causal, range(length))
+    assert error < _ERROR, f"sampled rows are wrong by {error}"
+    assert error_of_resident < 5 * _ERROR, f"those of the resident call by {error_of_resident}"
+    plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal)
+    row = _row("forward", shape, plan, streamed, resident, peak, plan.peak_bytes, plan.seconds)
+    row.details.update(error=error, baseline_error=error_of_resident)
+    return row
+
+
+def _measure_both(
+    length: int, shape: AttentionShape, is_causal: bool, budget: int, repeats: int
+) -> Measurement:
+    host = [tensor.requires_grad_() for tensor in _make(length, shape)]
+    grad_output = torch.randn(host[0].shape, dtype=torch.float16, device="cuda").cpu().pin_memory()
+
+    def differentiate(tensors: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+        output = _attend(tensors, is_causal=is_causal, **options)
+        grad = grad_output[:, :, : output.shape[2]].to(output.device)
+        return torch.autograd.grad(output, tensors, grad)
+
+    _warm_up(differentiate, host)
+    resident, found = _time_resident(differentiate, host, repeats)
+    expected = [gradient.cpu() for gradient in found]
+    del found
+
+    def stream() -> tuple[Tensor, ...]:
+        return differentiate(host, memory_budget=budget)
+
+    streamed = []
+    for _ in range(repeats):
+        seconds, peak, gradients = _time_and_measure(stream)
+        streamed.append(seconds)
+    distance = max(map(_distance, gradients, expected))
+    assert distance < _DISTANCE, f"gradients differ from those of the resident call by {distance}"
+    plans = [
+        make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal, which=which)
+        for which in Pass
+    ]
+    most = max(plan.peak_bytes for plan in plans)
+    predicted = sum(plan.seconds for plan in plans)
+    row = _row("both", shape, plans[0], streamed, resident, peak, most, predicted)
+    row.details["distance"] = distance
+    return row
+
+
+def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: int) -> Measurement:
+    pools = [tensor[0] for tensor in _make(_POOL, shape)]
+
+    def source(pool: Tensor) -> OnDemand:
+        def make(batch: int, head: int, rows: range) -> Tensor:
+            index = torch.arange(rows.start, rows.stop) % _POOL
+            return pool[head][index]
+
+        return OnDemand(make, (1, pool.shape[0], length, pool.shape[2]), pool.dtype)
+
+    sources = list(map(source, pools))
+    plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal)
+    *_, last = plan.blocks(Position(plan.num_groups - 1, 0))
+    start = Position(plan.num_groups - 1, last.tokens.start)
+    output = torch.empty((1, shape.num_heads, length, shape.value_columns), dtype=torch.float16)
+    lse = torch.empty((*output.shape[:3], 1))
+    query, key, value = sources
+    streamed = Streamed(query, key, value, Worker(shape.head_dim**-0.5), _device())
+
+    def stream() -> None:
+        streamed.attend(plan, InMemory(output), InMemory(lse), start=start)
+
+    seconds, peak, _ = _time_and_measure(stream)
+    error = _error(output, sources, is_causal, last.tokens, last)
+    assert error < _ERROR, f"sampled rows are wrong by {error}"
+    share = plan.count(last.tokens, range(length)) / plan.live_pairs / plan.num_groups
+    row = _row(
+        "forward, one block",
+        shape,
+        plan,
+        [seconds],
+        [share * plan.seconds],
+        peak,
+        plan.peak_bytes,
+        share * plan.seconds,
+    )
+    row.details.update(error=error, share=share, extrapolated_ms=1e3 * seconds / share)
+    return row
+
+
+def _attend(tensors: list[Tensor], **options: Any) -> Tensor:
+    query, key, value = tensors
+    output = cqs.attention(query, key, value, **options)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _make(length: int, shape: AttentionShape) -> list[Tensor]:
+    """Make query, key and value in pinned memory."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = []
+    for heads in (shape.num_heads, shape.kv_heads, shape.kv_heads):
+        tensor = torch.empty(
+            (1, heads, length, shape.head_dim), dtype=torch.float16, pin_memory=True
+        )
+        for head in range(heads):
+            tensor[0, head].copy_(
+                torch.randn(tensor.shape[2:], generator=generator, device="cuda").half()
+            )
+        made.append(tensor)
+    return made
+
+
+def _time_resident(
+    compute: Callable[[list[Tensor]], Any], host: list[Tensor], repeats: int
+) -> tuple[list[float], Any]:
+    """Time a computation of tensors on the GPU."""
+    on_gpu = [tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in host]
+    results = [_time(lambda: compute(on_gpu)) for _ in range(repeats)]
+    return [seconds for seconds, _ in results], results[-1][1]
+
+
+def _time(compute: Callable[[], Any]) -> tuple[float, Any]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = compute()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, found
+
+
+def _time_and_measure(compute: Callable[[], Any]) -> tuple[float, int, Any]:
+    """Return seconds, the most bytes that are allocated meanwhile, and the result."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    seconds, found = _time(compute)
+    return seconds, torch.cuda.max_memory_allocated() - before, found
+
+
+def _warm_up(compute: Callable[..., Any], host: list[Tensor]) -> None:
+    """Compute something short: all kernels are compiled, the clock is up."""
+    short = [tensor.detach()[:, :, :_SHORT] for tensor in host]
+    for tensors, options in (
+        ([tensor.cuda() for tensor in short], {}),
+        (short, {"memory_budget": short[0].numel()}),
+    ):
+        compute([tensor.requires_grad_(host[0].requires_grad) for tensor in tensors], **options)
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    """Return the norm of the difference over that of the other, of the worst head."""
+    return max(
+        float((here.cuda().float() - there.cuda().float()).norm() / there.cuda().float().norm())
+        for here, there in zip(ours[0], theirs[0], strict=True)
+    )
+
+
+def _error(
+    output: Tensor,
+    sources: Sequence[Source],
+    is_causal: bool,
+    rows: range,
+    block: Block | None = None,
+) -> float:
+    """Return the distance of sampled rows to float64, of the first or the last head: the worse."""
+    heads = range(output.shape[1]) if block is None else block.heads
+    group_size = sources[0].shape[1] // sources[1].shape[1]
+    sample = [rows[i * (len(rows) - 1) // (_SAMPLE - 1)] for i in range(_SAMPLE)]
+    worst = 0.0
+    for head in {heads[0], heads[-1]}:
+        query = torch.cat([_read(sources[0], head, range(row, row + 1)) for row in sample])
+        exact = _exact(query, sources[1:], head // group_size, sample, is_causal)
+        found = output[0, head, sample].cuda().double()
+        worst = max(worst, float((found - exact).norm() / exact.norm()))
+    return worst
+
+
+def _exact(
+    query: Tensor, keys: Sequence[Source], head: int, rows: Sequence[int], is_causal: bool
+) -> Tensor:
+    """Attend in float64, some keys at a time."""
+    length = keys[0].shape[2]
+    places = torch.tensor(rows, device="cuda")
+    largest = torch.full((len(rows), 1), -torch.inf, dtype=torch.float64, device="cuda")
+    sums, total = torch.zeros_like(largest), torch.zeros_like(query)
+    for first in range(0, length, _CHUNK):
+        tokens = range(first, min(first + _CHUNK, length))
+        key, value = (_read(source, head, tokens) for source in keys)
+        scores = query @ key.T * query.shape[1] ** -0.5
+        if is_causal:
+            masked_out = torch.arange(tokens.start, tokens.stop, device="cuda") > places.unsqueeze(
+                1
+            )
+            scores.masked_fill_(masked_out, -torch.inf)
+        new = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
+        weights, old = (scores - new).exp(), (largest - new).exp()
+        sums, total = sums * old + weights.sum(dim=1, keepdim=True), total * old + weights @ value
+        largest = new
+    return total / sums
+
+
+def _read(source: Source, head: int, rows: range) -> Tensor:
+    into = torch.empty((len(rows), source.shape[3]), dtype=source.dtype)
+    source.read(0, head, rows, into)
+    return into.cuda().double()
+
+
+def _row(
+    name: str,
+    shape: AttentionShape,
+    plan: StreamPlan,
+    seconds: list[float],
+    baseline: list[float],
+    peak: int,
+    predicted: int,
+    predicted_seconds: float,
+) -> Measurement:
+    ratios = (own / other for own, other in zip(seconds, baseline, strict=True))
+    return Measurement(
+        benchmark=f"streaming {name}",
+        case=f"{'causal' if plan.is_causal else 'full'}-{plan.seqlen_q}-h{shape.num_heads}"
+        f":{shape.kv_heads}-d{shape.head_dim}",
+        baseline="predicted" if "block" in name else "resident",
+        num_tasks=1,
+        executor="cqs",
+        dtype="float16",
+        ratio=statistics.median(ratios),
+        repeats=len(seconds),
+        details={
+            "tokens": plan.seqlen_q,
+            "baseline_ms": 1e3 * statistics.median(baseline),
+            "predicted_ms": 1e3 * predicted_seconds,
+            "peak_bytes": peak,
+            "predicted_bytes": predicted,
+            "budget": plan.budget,
+        },
+        **summarize(seconds),  # type: ignore[arg-type]
+    )

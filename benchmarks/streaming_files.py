@@ -1,0 +1,116 @@
+"""Sequences in files, computed by ``cqs attend`` on the CPU under a budget."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from cqs.problem import check_problem
+from cqs.report.measurement import Measurement, summarize
+from cqs.scheduler import AttentionShape
+from cqs.streaming import make_stream_plan
+from cqs.streaming.plan import CPU
+from cqs.testing import exact_rows
+
+_SAMPLE = 16
+_ERROR = 1e-5
+"""Of float32, in norm."""
+_INTERVAL = 0.02
+"""Seconds between looks at the process."""
+
+
+def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: int) -> Measurement:
+    """Check and time attention from files to a file, in a process of its own.
+
+    Args:
+        length: Tokens.
+        shape: Of the tensors, float32.
+        is_causal: As for :func:`cqs.attention`.
+        budget: Bytes; what the process itself takes comes on top.
+
+    Returns:
+        A row. Its peak is the largest resident set of the process, all in all.
+
+    Raises:
+        NotImplementedError: if this is not Linux.
+        RuntimeError: if the command fails.
+    """
+    if not Path("/proc/self/status").exists():
+        raise NotImplementedError("without a GPU, the benchmark streaming requires Linux")
+    with TemporaryDirectory() as folder:
+        files = _make(Path(folder), length, shape)
+        command = [sys.executable, "-m", "cqs", "attend", *map(str, files)]
+        command += ["--budget", str(budget), "--device", "cpu", *["--causal"] * is_causal]
+        start, resident = time.perf_counter(), 0
+        with subprocess.Popen(command) as process:
+            while process.poll() is None:
+                resident = max(resident, _most_resident(process.pid))
+                time.sleep(_INTERVAL)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            raise RuntimeError(f"cqs attend ended with {process.returncode}")
+        error = _error(files, is_causal)
+    assert error < _ERROR, f"sampled rows are wrong by {error}"
+    plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal, rates=CPU)
+    return Measurement(
+        benchmark="streaming files",
+        case=f"{'causal' if is_causal else 'full'}-{length}-h{shape.num_heads}"
+        f":{shape.kv_heads}-d{shape.head_dim}",
+        baseline="predicted",
+        num_tasks=1,
+        executor="cqs attend",
+        dtype="float32",
+        ratio=seconds / plan.seconds,
+        repeats=1,
+        details={
+            "tokens": length,
+            "predicted_ms": 1e3 * plan.seconds,
+            "peak_bytes": resident,
+            "predicted_bytes": plan.peak_bytes,
+            "budget": budget,
+            "error": error,
+        },
+        **summarize([seconds]),  # type: ignore[arg-type]
+    )
+
+
+def _make(folder: Path, length: int, shape: AttentionShape) -> list[Path]:
+    """Write query, key and value, and name the output too."""
+    generator = np.random.default_rng(0)
+    heads = {"query": shape.num_heads, "key": shape.kv_heads, "value": shape.kv_heads}
+    for name, number in heads.items():
+        mapped = np.lib.format.open_memmap(
+            folder / f"{name}.npy", "w+", np.float32, (1, number, length, shape.head_dim)
+        )
+        for head in range(number):
+            mapped[0, head] = generator.standard_normal(mapped.shape[2:], dtype=np.float32)
+    return [folder / f"{name}.npy" for name in (*heads, "output")]
+
+
+def _most_resident(pid: int) -> int:
+    """Return the most bytes that a process has had in memory; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return 1024 * int(found[0]) if found else 0
+
+
+def _error(files: list[Path], is_causal: bool) -> float:
+    """Return the distance of sampled rows to float64, of the first or the last head: the worse."""
+    query, key, value, output = (torch.from_numpy(np.load(path, mmap_mode="c")) for path in files)
+    rows = torch.linspace(0, query.shape[2] - 1, _SAMPLE).long()
+    group_size = query.shape[1] // key.shape[1]
+
+    def error_of(head: int) -> float:
+        numbers = head, head // group_size, head // group_size
+        of_head = (t[:, [i]] for t, i in zip((query, key, value), numbers, strict=True))
+        exact = exact_rows(check_problem(*of_head, is_causal=is_causal), rows)
+        return float((output[:, [head]][:, :, rows] - exact).norm() / exact.norm())
+
+    return max(error_of(head) for head in (0, query.shape[1] - 1))

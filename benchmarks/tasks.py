@@ -1,0 +1,173 @@
+"""What cutting costs: all tasks of W on this device against one call of the same kernels."""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.options import add_common
+from benchmarks.publish import publish
+from cqs.cases import Case
+from cqs.executors.local import run_local, run_local_backward
+from cqs.gradients import Gradients
+from cqs.partial import Partial, lse_dtype
+from cqs.problem import Problem
+from cqs.report.measurement import Measurement, summarize
+from cqs.report.timing import time_in_turn
+from cqs.scheduler import Plan
+from cqs.testing import assert_tracks_exact, exact_rows
+from cqs.tiler import GradientSum, Tiler
+from cqs.worker import HeldTokens, Worker, choose_backend
+
+_NUM_TASKS = (7, 8, 13, 31)
+_ALONE, _TOGETHER = "one by one", "local"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser)
+
+
+def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
+    """Check and time every W, forward and with gradients, causal and not, in turn with W = 1.
+
+    ``local`` is :func:`cqs.attention`, which on a GPU computes all tasks together; ``one by one``
+    computes each as if it were alone on the device, and merges.
+
+    Args:
+        tokens: Sequence length; ``None`` means 8192 on the CPU, 65,536 on a GPU.
+        repeats: How often each is timed.
+        out: File to append rows to, or ``None``.
+    """
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    tokens = tokens or (65536 if on_gpu else 8192)
+    rows: list[Measurement] = []
+    for head_dim in (128, 64) if on_gpu else (64,):
+        for is_causal in (False, True):
+            heads = 16 if on_gpu else 8
+            kind = "causal" if is_causal else "full"
+            case = Case(kind, tokens, tokens, heads, heads, head_dim, is_causal=is_causal)
+            rows += _measure(case.make(dtype, device), repeats)
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "case": lambda row: row.case,
+        "pass": lambda row: row.benchmark.partition(" ")[2],
+        "tasks": lambda row: row.executor,
+        "W": lambda row: row.num_tasks,
+        "median ms": lambda row: f"{row.median_ms:.1f}",
+        "over one call": lambda row: f"{row.ratio:.3f}",
+        "over PyTorch's": lambda row: f"{row.details['over_torch']:.3f}",
+    }
+    publish(rows, columns, out)
+
+
+def _measure(problem: Problem, repeats: int) -> list[Measurement]:
+    """Check every W, then time it; one row for each pass, W and way."""
+    tensors = problem.query, problem.key, problem.value
+    device, tokens = problem.query.device.type, problem.query.shape[2]
+    plans = {num_tasks: problem.make_plan(num_tasks) for num_tasks in (1, *_NUM_TASKS)}
+    kinds = (_TOGETHER, _ALONE) if device == "cuda" else (_TOGETHER,)
+    ways = [(_TOGETHER, 1)] + [(way, w) for way in kinds for w in _NUM_TASKS]
+    sample = torch.linspace(0, tokens - 1, 64, device=device).long()
+    exact = exact_rows(problem, sample)
+    eager = F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)[:, :, sample]
+    grad_output = torch.randn_like(problem.query)
+    backend = choose_backend(*tensors)
+    answer = run_local(problem, plans[1], backend=backend)
+    whole = run_local_backward(problem, plans[1], answer, grad_output, backend=backend)
+
+    def forward(way: str, plan: Plan) -> Partial:
+        return _forward[way](problem, plan, backend=backend)
+
+    def backward(way: str, plan: Plan, answer: Partial) -> Gradients:
+        return _backward[way](problem, plan, answer, grad_output, backend=backend)
+
+    for way, num_tasks in ways:
+        output = forward(way, plans[num_tasks]).output
+        assert_tracks_exact(output[:, :, sample], eager, exact)
+        found = backward(way, plans[num_tasks], answer)
+        for part, expected in zip(found, whole, strict=True):
+            assert (part - expected).norm() < 2e-3 * expected.norm()
+        del found
+    del whole
+
+    def of_torch(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)  # type: ignore
+
+    rows = []
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    passes: dict[str, tuple[Callable[[], object], Callable[[str, Plan], object]]] = {
+        "forward": (
+            partial(of_torch, *tensors),
+            forward,
+        ),
+        "forward and backward": (
+            lambda: torch.autograd.grad(of_torch(*leaves), leaves, grad_output),
+            lambda way, plan: backward(way, plan, forward(way, plan)),
+        ),
+    }
+    for name, (library, compute) in passes.items():
+        computations = {"torch": library}
+        for way, num_tasks in ways:
+            computations[f"{way} {num_tasks}"] = partial(compute, way, plans[num_tasks])
+        seconds = time_in_turn(computations, repeats, device)
+        for way, num_tasks in ways:
+            own = seconds[f"{way} {num_tasks}"]
+            over_one, over_torch = (
+                statistics.median(a / b for a, b in zip(own, seconds[other], strict=True))
+                for other in (f"{_TOGETHER} 1", "torch")
+            )
+            rows.append(
+                Measurement(
+                    benchmark=f"tasks {name}",
+                    case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
+                    f"-h{problem.query.shape[1]}-d{problem.query.shape[3]}",
+                    baseline=f"one call, {backend}",
+                    num_tasks=num_tasks,
+                    executor=way,
+                    dtype=str(problem.query.dtype).removeprefix("torch."),
+                    ratio=over_one,
+                    repeats=repeats,
+                    details={"over_torch": over_torch},
+                    **summarize(own),  # type: ignore[arg-type]
+                )
+            )
+    return rows
+
+
+def _attend_one_by_one(problem: Problem, plan: Plan, *, backend: str) -> Partial:
+    tiler = Tiler(plan, *problem.empty_answer())
+    worker = Worker.of(problem, backend)
+    held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
+    for task in plan.tasks:
+        tiler.add(task.index, worker.run(task, *held, dtype=lse_dtype(problem.query.dtype)))
+    return tiler.finish()
+
+
+def _differentiate_one_by_one(
+    problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor, *, backend: str
+) -> Gradients:
+    worker = Worker.of(problem, backend)
+    tensors = problem.query, problem.key, problem.value
+    total = GradientSum(plan, Gradients.zeros(*tensors))
+    for task in plan.tasks:
+        of_queries, of_keys = (
+            [HeldTokens((r, tensor[:, :, r.start : r.stop]) for r in ranges) for tensor in side]
+            for ranges, side in (
+                (task.held_queries, (problem.query, grad_output, *answer)),
+                (task.held_keys, tensors[1:]),
+            )
+        )
+        found = worker.run_backward(task.steps, of_queries[0], *of_keys, *of_queries[1:])
+        queries = found.query.split(list(map(len, task.held_queries)), dim=2)
+        keys = (part.split(list(map(len, task.held_keys)), dim=2) for part in found[1:])
+        total.add(task.index, list(queries), list(zip(*keys, strict=True)))
+    return total.finish()
+
+
+_forward = {_TOGETHER: run_local, _ALONE: _attend_one_by_one}
+_backward = {_TOGETHER: run_local_backward, _ALONE: _differentiate_one_by_one}

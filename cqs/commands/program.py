@@ -1,0 +1,100 @@
+"""What programs of several commands have in common: options, exit statuses and errors."""
+
+import argparse
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import NamedTuple, Self
+
+import cqs
+
+
+class Command(NamedTuple):
+    """One command of a program."""
+
+    description: str | None
+    add_arguments: Callable[[argparse.ArgumentParser], object]
+    run: Callable[[argparse.Namespace], object]
+
+    @classmethod
+    def of(cls, module: ModuleType) -> Self:
+        """Return the command that a module describes, declares and runs."""
+        return cls(module.__doc__, module.add_arguments, module.run)
+
+
+def run_program(
+    program: str,
+    description: str | None,
+    summaries: Mapping[str, str],
+    load: Callable[[str], Command],
+    arguments: list[str] | None = None,
+) -> int:
+    """Run one command; return its exit status.
+
+    The status is 2 for errors that the user can correct, and 1 for a wrong result or failed
+    workers; both print one line. It is 141, without a line, if the reader of the output closed it.
+
+    Args:
+        program: Name of the program.
+        description: What it does, for ``--help``.
+        summaries: Name and summary of every command.
+        load: Returns the command of a name.
+        arguments: Of the command line; ``None`` means those of this process.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Paths are bytes, and results name them: those that are no text are printed as they are.
+        sys.stdout.reconfigure(errors="surrogateescape")
+    try:
+        try:
+            return _run_command(program, description, summaries, load, arguments)
+        finally:
+            print(end="", flush=True)  # not later: Python prints errors of its last flush
+    except OSError as error:  # of the output: other errors are reported by _run_command
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_command(
+    program: str,
+    description: str | None,
+    summaries: Mapping[str, str],
+    load: Callable[[str], Command],
+    arguments: list[str] | None,
+) -> int:
+    """Run one command; return its exit status unless the reader of the output has closed it."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog="\n".join(f"  {name:10}{summary}" for name, summary in summaries.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cqs {cqs.__version__}")
+    parser.add_argument("command", choices=summaries, metavar="command")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=f"see {program} command --help")
+    chosen = parser.parse_args(arguments)
+
+    command, name = load(chosen.command), f"{program} {chosen.command}"
+    parser = argparse.ArgumentParser(prog=name, description=command.description)
+    command.add_arguments(parser)
+    try:
+        command.run(parser.parse_args(chosen.options))
+    except BrokenPipeError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, OSError, MemoryError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        from cqs.executors.ray import TaskFailedError, WorkersFailedError
+        from cqs.verify import VerificationError
+
+        if not isinstance(error, VerificationError | WorkersFailedError | TaskFailedError):
+            raise
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,119 @@
+"""One row per measurement, with everything needed to read it later."""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import statistics
+import subprocess
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+import cqs
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A timed configuration and its ratio to a baseline of the same run."""
+
+    benchmark: str
+    case: str
+    baseline: str
+    num_tasks: int
+    executor: str
+    dtype: str
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    ratio: float
+    """Median over the repeats of (this time / the baseline's time in the same repeat)."""
+    repeats: int
+    details: dict[str, float] = field(default_factory=dict)
+    device: str = field(default_factory=lambda: describe_device())
+    torch_version: str = torch.__version__
+    cqs_version: str = cqs.__version__
+    commit: str = field(default_factory=lambda: _commit())
+    utc: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def summarize(seconds: list[float]) -> dict[str, float]:
+    """Return median, 20th and 80th percentile in milliseconds."""
+    if len(seconds) == 1:
+        return dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), 1e3 * seconds[0])
+    cuts = statistics.quantiles(seconds, n=5, method="inclusive")
+    return {
+        "median_ms": 1e3 * statistics.median(seconds),
+        "p20_ms": 1e3 * cuts[0],
+        "p80_ms": 1e3 * cuts[-1],
+    }
+
+
+def append_rows(rows: list[Measurement], out: str | None) -> None:
+    """Append rows to a file of one JSON object per line, unless ``out`` is None.
+
+    Raises:
+        ValueError: The file has other content.
+        OSError: The file cannot be written.
+    """
+    if out is not None:
+        if Path(out).exists() and not Path(out).is_file():
+            check_rows(out)  # to open a pipe may wait forever
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        content = b"".join(json.dumps(asdict(row)).encode() + b"\n" for row in rows)
+        with open(out, "a+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may be writing a row
+            check_rows(out)
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(end - 1, 0))
+            if file.read(1) not in (b"", b"\n"):  # an editor has removed the end of the line
+                content = b"\n" + content
+            if file.write(content) < len(content):
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), out)
+
+
+def check_rows(path: str) -> None:
+    """Raise ValueError unless a file is new, or a regular one of a JSON object per line."""
+    if not Path(path).exists():
+        return
+    if not Path(path).is_file():
+        raise ValueError(f"out must be a new or a regular file, got {path!r}")
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        try:
+            is_row = isinstance(json.loads(line), dict)
+        except ValueError:
+            is_row = False
+        if not is_row:
+            raise ValueError(
+                f"out must be a file of JSON rows, got {path!r} with line {number} {line[:40]!r}"
+            )
+
+
+def describe_device() -> str:
+    """Name the GPU, or the processor and the number of cores that PyTorch uses."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip()

@@ -1,0 +1,74 @@
+"""Fits find the machine that rows are of."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.fitting import Row, fit, read_rows
+from cqs.scheduler import AttentionShape
+from cqs.simulation import Case, Machine, forecast
+
+
+def test_a_fit_finds_the_machine_that_rows_are_of():
+    hidden = Machine(500e12, 390e12, per_row=1e-9, bandwidth=110e9, latency=60e-6)
+    rows = []
+    for tokens in (8192, 32768, 131072):
+        case = Case(tokens, AttentionShape(16, 128))
+        for method in ("cqs", "cqs quorums", "ring", "all-gather", "ulysses"):
+            for passes in ("forward", "backward"):
+                seconds = forecast(method, case, 8, hidden, passes).seconds
+                rows.append(Row(method, case, 8, passes, seconds))
+    found = fit(rows)
+    for name in ("rate", "backward_rate", "per_row", "bandwidth", "latency"):
+        assert getattr(found, name) == pytest.approx(getattr(hidden, name), rel=0.05)
+    assert all(row.ratio(found) == pytest.approx(1, abs=0.02) for row in rows)
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Rows as ``python -m benchmarks peers`` writes them, of two devices."""
+    times = {"one": 234.571, "cqs": 122.448, "ring": 118.0, "torch": 130.0}
+    rows = [
+        {
+            "benchmark": "peers forward",
+            "case": "full-131072-h16-kv16-d128",
+            "executor": name,
+            "num_tasks": 2,
+            "dtype": "bfloat16",
+            "median_ms": each,
+        }
+        for name, each in times.items()
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_of_the_benchmark_are_read(measured):
+    rows = read_rows(str(measured))
+    assert [(row.method, row.num_devices) for row in rows] == [("ring", 1), ("cqs", 2), ("ring", 2)]
+    assert rows[0].case == Case(131072, AttentionShape(16, 128, num_kv_heads=16))
+    assert all(row.ratio(fit(rows)) == pytest.approx(1, abs=0.03) for row in rows)
+    measured.write_text(measured.read_text().replace("-d128", "-d128-best"))
+    assert read_rows(str(measured)) == rows, "of other kernels"
+    measured.write_text('{"benchmark": "peers forward"}\n')
+    with pytest.raises(ValueError, match="line 1: KeyError"):
+        read_rows(str(measured))
+    measured.write_text("")
+    with pytest.raises(ValueError, match="has no rows"):
+        read_rows(str(measured))
+
+
+def test_the_command_checks_and_fits(capsys, measured):
+    assert main(["simulate", "--check", str(measured), "--fit", str(measured)]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("Fitted: ") and "torch" not in output
+    assert re.search(r"The largest deviation: (0.9|1.0)\d+ of what was measured", output)
+
+
+def test_rows_that_are_missing_are_an_error(capsys):
+    assert main(["simulate", "--check", "missing.jsonl"]) == 2
+    output, error = capsys.readouterr()
+    assert output == "" and "missing.jsonl" in error and error.count("\n") == 1

@@ -1,0 +1,104 @@
+"""The benchmark ``block``: ways to spread a layer that are checked, timed and taken apart."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_mesh
+
+from benchmarks import block, layer_parts
+from benchmarks.__main__ import main
+from benchmarks.plots.layer_parts import plot_parts
+from cqs.patterns import sliding_window
+from cqs.verify import VerificationError
+
+SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "feed_forward_size": 64}
+LAYOUTS = {"hybrid 2x2": (2, 2), "sequence 4x1": (4, 1)}
+
+
+def measured(group, spoil):
+    """Return the rows of a small benchmark, or what it raises."""
+    plain, meshes = block.reduce_gradients, {n: make_mesh(*s) for n, s in LAYOUTS.items()}
+    block.reduce_gradients = (lambda layer, mesh: None) if spoil else plain
+    device = torch.device("cpu")
+    try:
+        return block.measure(
+            meshes, SIZES, 64, sliding_window(4, 0), device, repeats=1, group=group
+        )
+    except VerificationError as error:
+        return str(error)
+    finally:
+        block.reduce_gradients = plain
+
+
+def test_rows_of_every_layout_are_kept_by_the_first_rank(mesh_ranks):
+    rows, *others = mesh_ranks.run(4, measured, False)
+    assert others == [[]] * 3
+    assert [row.executor for row in rows] == list(LAYOUTS)
+    for row in rows:
+        parts = [row.details[f"{part}_ms"] for part in layer_parts.PARTS]
+        assert min(parts) > 0 and row.num_tasks == 4 and row.case.startswith("window-64-h4-kv2")
+
+
+def test_a_layer_whose_gradients_are_not_summed_is_wrong(mesh_ranks):
+    first, *others = mesh_ranks.run(4, measured, True)
+    assert first.startswith("hybrid 2x2 is wrong: its gradient of ") and others == [first] * 3
+
+
+def test_a_clock_gives_each_part_its_time():
+    clock = layer_parts._Clock("cpu")
+    clock.enter("attention")
+    time.sleep(0.02)
+    layer_parts._as_communication(time.sleep, clock)(0.05)
+    assert clock.part == "attention"
+    clock.enter("feed-forward")
+    found = clock.stop()
+    assert 0.02 <= found["attention"] and 0.05 <= found["communication"]
+    assert found["rest"] == 0 <= found["feed-forward"] < 0.02
+
+
+def test_alone_it_needs_no_torchrun(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "rows.jsonl"
+    options = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--repeats", "1"]
+    assert main(["block", *options, "--out", str(out)]) == 0
+    assert not dist.is_initialized()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["case"], row["executor"]) for row in rows] == [
+        (f"{kind}-{tokens}-h2-kv2-d16", "one")
+        for tokens in (64, 96)
+        for kind in ("dense", "window")
+    ]
+    assert all(row["details"]["communication_ms"] == 0 for row in rows)
+    axes = plot_parts([block.Measurement(**row) for row in rows])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(layer_parts.PARTS)
+    ends = {bar.get_y(): bar.get_x() + bar.get_width() for bar in axes.patches}
+    sums = [sum(row["details"][f"{part}_ms"] for part in layer_parts.PARTS) for row in rows]
+    assert list(ends.values()) == pytest.approx(sums)
+
+
+def test_rows_of_a_case_stand_together():
+    row = block.Measurement("block step", "a", "x", 2, "x", "float32", 1, 1, 1, 1, 1)
+    row = replace(row, details={f"{part}_ms": 1.0 for part in layer_parts.PARTS})
+    rows = [replace(row, case=case, executor=by) for by in "xy" for case in "ab"]
+    axes = plot_parts(rows)
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert labels == ["a  x", "a  y", "b  x", "b  y"]
+    with pytest.raises(ValueError, match="no rows"):
+        plot_parts([])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "0"], "--heads must be at least 1, got 0"),
+        (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(options, message, capsys):
+    assert main(["block", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,64 @@
+"""What the benchmark ``patterns`` compares: the same pairs said twice, passes that agree."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from benchmarks import patterns
+from cqs.problem import check_problem
+from cqs.testing import visible_mask
+
+TOKENS = 1024
+FOUND = {case.name: case for case in patterns._cases(TOKENS)}
+EVERY_PATTERN = pytest.mark.parametrize("name", FOUND)
+
+
+@EVERY_PATTERN
+def test_pattern_and_mask_function_name_the_same_pairs(name):
+    case = FOUND[name]
+    tokens = torch.arange(TOKENS)
+    allowed = case.mask(0, 0, tokens[:, None], tokens)
+    assert np.array_equal(case.pattern.to_mask(TOKENS), allowed.numpy())
+
+
+@pytest.mark.parametrize("name", ["window-25", "documents-32", "bigbird-128", "every-2"])
+def test_block_mask_is_that_of_pytorch(name):
+    mask = FOUND[name].mask
+    expected = create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu")
+    ours = patterns._make_block_mask(mask, TOKENS, torch.device("cpu"))
+    assert torch.equal(ours.to_dense(), expected.to_dense())
+    for kind in ("kv", "full_kv"):
+        numbers, places = (f"{kind}_num_blocks", f"{kind}_indices")
+        assert torch.equal(getattr(ours, numbers), getattr(expected, numbers))
+        for row, number in enumerate(getattr(ours, numbers)[0, 0]):
+            found = (getattr(each, places)[0, 0, row, :number] for each in (ours, expected))
+            assert torch.equal(*(each.sort().values for each in found))
+
+
+def test_passes_of_all_contenders_agree(monkeypatch):
+    def by_definition(problem, mask):  # PyTorch's has no backward pass on a CPU
+        return lambda: patterns._naive(problem, visible_mask(problem))
+
+    monkeypatch.setattr(patterns, "_flex", by_definition)
+    tensors = (torch.randn(1, 2, TOKENS, 16).requires_grad_() for _ in range(3))
+    case = FOUND["causal-window-25"]
+    found = patterns._contenders(check_problem(*tensors, pattern=case.pattern), case)
+    assert {what: set(passes) for what, passes in found.items()} == {
+        "forward": {"cqs", "flex", "dense"},
+        "backward": {"cqs", "flex", "dense"},
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is a benchmark")
+def test_rows_are_kept(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    patterns.run(tokens=TOKENS, repeats=1, only="block-diagonal,window-50", out=str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(row["executor"] for row in rows) == ["cqs"] * 3 + ["dense"] * 3 + ["naive"] * 3
+    assert rows[0]["details"]["density"] == pytest.approx(0.5, abs=0.01)
+    assert "times naive: geometric mean" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="only must name patterns"):
+        patterns.run(only="nothing")

@@ -1,0 +1,178 @@
+"""Every method that ``python -m benchmarks peers`` times is attention, forward and backward."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import peers
+from benchmarks.__main__ import main
+from benchmarks.peer_methods import METHODS
+from benchmarks.peer_methods.calls import make_call
+from benchmarks.peer_methods.ring import Ring
+from cqs.cases import Case
+from cqs.testing import exact_answer
+from cqs.verify import VerificationError
+from cqs.worker import Worker
+
+CASES = (
+    Case("square", 48, 48, num_heads=24, num_kv_heads=24, batch=2),
+    Case("gqa", 48, 48, num_heads=48, num_kv_heads=24),
+    Case("few-key-heads", 48, 48, num_heads=24, num_kv_heads=2),
+)
+REFUSED = {
+    ("few-key-heads", 2): {"ulysses in two"},
+    ("few-key-heads", 3): {"ulysses", "ulysses in two"},
+    ("few-key-heads", 4): {"ulysses in two"},
+}
+
+
+def largest_errors(group, case):
+    """Return for each method by how much this rank's float64 results stray, or why it cannot."""
+    problem = case.make(torch.float64)
+    tensors = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
+    exact = exact_answer(problem).output
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
+    whole = exact, *torch.autograd.grad(exact, tensors, grad)
+    found = {}
+    for name, make in METHODS.items():
+        method = make(group, Worker.of(problem), is_causal=case.is_causal)
+        if reason := method.why_not(problem):
+            found[name] = reason
+            continue
+        shard = [method.shard(tensor.detach()) for tensor in tensors]
+        output, saved = method.forward(*shard)
+        for _ in range(2):  # the second finds what the first did not spoil
+            gradients = method.backward(saved, method.shard(grad))
+        if method.tokens(case.seqlen_q) == (range(0),):
+            found[name] = 0.0
+            continue
+        pairs = zip((output, *gradients), map(method.shard, whole), strict=True)
+        found[name] = max(float((a - b).abs().max()) for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_method_is_exact(ranks, num_ranks, case, is_causal):
+    refused = {"one each", "cqs replayed", "torch", "torch all-to-all"}
+    refused |= REFUSED.get((case.name, num_ranks), set())
+    for found in ranks.run(num_ranks, largest_errors, replace(case, is_causal=is_causal)):
+        assert {name for name, error in found.items() if isinstance(error, str)} == refused
+        assert max(error for error in found.values() if isinstance(error, float)) < 1e-12
+
+
+def test_what_a_method_cannot_take_is_left_out_with_the_reason(ranks):
+    (found, _) = ranks.run(2, largest_errors, Case("uneven", 51, 51, 3, 3))
+    assert found["ring"] == found["all-gather"] == "needs tokens in multiples of 4, got 51"
+    assert found["ulysses"] == "needs heads in multiples of 2, got 3 of queries and 3 of keys"
+    assert found["cqs"] < 1e-12
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_zig_zag_gives_every_rank_as_many_pairs_at_each_hop(num_ranks):
+    last = 2 * num_ranks - 1
+    pairs = []
+    for rank in range(num_ranks):
+        calls = [make_call((rank, last - rank), ((0, rank), (1, last - rank)), 4, True)]
+        for hop in range(1, num_ranks):
+            source = (rank - hop) % num_ranks
+            calls.append(make_call((rank, last - rank), ((0, source), (1, last - source)), 4, True))
+        assert all(len(call.steps) == len(call.steps[0].blocks()) == 1 for call in calls)
+        pairs.append([sum(step.live_pairs for step in call.steps) for call in calls])
+    assert pairs == [[36, *[32] * (num_ranks - 1)]] * num_ranks
+
+
+class Forgetful(Ring):
+    """Loses what one rank computes of the second half of its queries alone."""
+
+    def compute(self, call, *tensors):
+        partial, rows = super().compute(call, *tensors)
+        if self.rank == 1 and rows.start:
+            partial.lse.fill_(-torch.inf)
+        return partial, rows
+
+
+def measured(group, out, wrong, backend=None):
+    """Return the rows of a small benchmark, or what it raises."""
+    problem = Case("peers", 48, 48, 4, 2, is_causal=True).make()
+    METHODS["ring"] = Forgetful if wrong else Ring
+    grad = torch.randn(problem.query.shape, generator=torch.Generator().manual_seed(0))
+    try:
+        options = {"repeats": 2, "backend": backend, "out": out}
+        return peers.measure(group, list(METHODS), problem, grad, **options)
+    except VerificationError as error:
+        return str(error)
+    finally:
+        METHODS["ring"] = Ring
+
+
+def test_rows_say_whose_kernels_they_are_of(ranks):
+    for backend in ("reference", "best"):
+        rows, _ = ranks.run(2, measured, None, False, backend)
+        assert {row.case for row in rows} == {f"causal-48-h4-kv2-d16-{backend}"}
+
+
+def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    rows, *others = ranks.run(4, measured, str(out), False)
+    assert others == [[]] * 3
+    names = {"one", "cqs", "cqs quorums", "ring", "all-gather", "ulysses"}
+    assert {(row.benchmark, row.executor) for row in rows} == {
+        (f"peers {what}", name) for what in ("forward", "both") for name in names
+    }
+    (one, *_) = rows
+    assert one.ratio == 1 and one.details["efficiency"] == 1 and one.details["ranks"] == 4
+    assert [json.loads(line)["executor"] for line in out.read_text().splitlines()] == [
+        r.executor for r in rows
+    ]
+
+
+def left_out(group):
+    """Return the rows of a benchmark of what cannot take the problem."""
+    return peers.measure(group, ["ring"], Case("uneven", 51, 51).make(), None, repeats=1)
+
+
+def test_without_a_method_that_can_there_are_no_rows(ranks):
+    assert ranks.run(2, left_out) == [[], []]
+
+
+def test_a_wrong_method_stops_every_rank(ranks):
+    first, *others = ranks.run(3, measured, None, True)
+    assert first.startswith("ring is wrong: its output strays by ") and others == [first] * 2
+
+
+def test_without_torchrun_it_says_how_to_start(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["peers"]) == 2
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["peers", "--only", "star"], "only must name some of one, one each, cqs"),
+        (["peers", "--seqlen", "64K,0"], "--seqlen must be at least 1, got 0"),
+        (["peers", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["peers", "--kv-heads", "0"], "--kv-heads must be at least 1, got 0"),
+        (["accuracy", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_are_refused_in_one_line(options, message, capsys):
+    assert main(options) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_fewer_than_two_tokens_for_each_rank_are_refused(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["peers", "--seqlen", "16,7"]) == 2
+    assert capsys.readouterr().err.endswith(" tokens must be at least 8, got 7\n")
+    assert not dist.is_initialized()

@@ -1,0 +1,106 @@
+"""``python -m benchmarks``: options, files and errors."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.files import written_files
+
+from benchmarks.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["simulate", "--life", "opt", "--tasks", "1e8"], "--tasks"),
+        (["simulate", "--life", "opt", "--tasks", "1K", "--devices", "1K"], "--devices"),
+        (["simulate", "--life", "opt", "--trials", "1000000000"], "--trials"),
+        (["simulate", "--life", "opt", "--saves", "1000000000"], "--saves"),
+    ],
+    ids=str,
+)
+def test_more_work_than_can_be_done_is_refused_at_once(capsys, options, name):
+    start = time.process_time()
+    assert main(options) == 2
+    assert time.process_time() - start < 10
+    output, error = capsys.readouterr()
+    assert output == "" and name in error and "at most" in error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["kernels", "--heads", "2"],
+        ["ray", "--only", "cqs"],
+        ["tasks", "--seqlen", "8,16"],
+        ["block", "--causal", "yes"],
+        ["peers", "--deaths", "1"],
+    ],
+    ids=" ".join,
+)
+def test_options_of_other_benchmarks_are_rejected(capsys, options):
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    assert options[1] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--fit"], ["--check"], ["--life", "opt", "--spread"]],
+    ids=lambda options: options[-1],
+)
+def test_only_regular_files_are_read(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.mkdir("folder")
+    for path in ("pipe", "folder", "/dev/zero"):
+        assert main(["simulate", *options, path]) == 2
+        output, error = capsys.readouterr()
+        assert output == "" and path in error
+
+
+def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with open("rows.jsonl", "w") as file:
+        file.truncate(10 * 2**30)
+    assert main(["simulate", "--fit", "rows.jsonl"]) == 2
+    assert "must have at most 67108864 bytes, got 10737418240" in capsys.readouterr().err
+    os.remove("rows.jsonl")
+    with open("rows.jsonl", "w") as file:
+        file.write("[" * 100_000)
+    assert main(["simulate", "--fit", "rows.jsonl"]) == 2
+    assert "rows.jsonl, line 1" in capsys.readouterr().err
+
+
+def test_pictures_replace_nothing_that_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("{}\n")
+    os.symlink("rows.jsonl", "rows.png")
+    before = written_files()
+    for command in (
+        ["simulate", "--fit", "rows.jsonl", "--picture", "rows.png"],
+        ["simulate", "--spread", "rows.jsonl", "--life", "opt", "--picture", "rows.png"],
+        ["patterns", "--out", "rows.jsonl", "--picture", "rows.png"],
+    ):
+        assert main(command) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert "--picture" in error and repr(command[-1]) in error
+    assert written_files() == before
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "folder", "pipe", "one.json", "array.npy"])
+def test_rows_are_appended_to_rows_alone(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    Path("thesis.tex").write_text("\\begin{document}\n")
+    Path("one.json").write_text("[1, 2]\n")
+    np.save("array.npy", np.zeros(3))
+    os.mkdir("folder")
+    os.mkfifo("pipe")
+    monkeypatch.setattr("benchmarks.accuracy.run", lambda **_: pytest.fail("it is measured"))
+    before = written_files()
+    assert main(["accuracy", "--out", name]) == 2
+    error = capsys.readouterr().err
+    assert repr(name) in error and error.count("\n") == 1
+    assert written_files() == before

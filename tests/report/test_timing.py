@@ -1,0 +1,22 @@
+"""Computations that are timed in turn are timed alike."""
+
+from itertools import pairwise, permutations
+
+from cqs.report.timing import time_in_turn, turns
+
+
+def test_nothing_always_follows_the_same():
+    orders = list(turns("abcd", 30))
+    assert all(sorted(order) == list("abcd") for order in orders)
+    following = {pair for order in orders for pair in pairwise(order)}
+    assert following == set(permutations("abcd", 2))
+    assert {order[0] for order in orders} == set("abcd")
+    assert orders == list(turns("abcd", 30))  # on every rank
+
+
+def test_each_is_timed_as_often_in_its_turn():
+    calls = []
+    computations = {name: lambda name=name: calls.append(name) for name in "abc"}
+    seconds = time_in_turn(computations, 5, "cpu")
+    assert list(seconds) == list("abc") and all(len(each) == 5 for each in seconds.values())
+    assert calls == [name for order in turns("abc", 5) for name in order]
