@@ -18,7 +18,7 @@ from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
 from cqs.streaming.attention import Streamed
 from cqs.streaming.budget import parse_budget
-from cqs.streaming.plan import Block, Position
+from cqs.streaming.plan import HeldBlock, Position
 from cqs.streaming.sources import InMemory, Source
 from cqs.worker import Worker
 
@@ -297,7 +297,7 @@ def _error(
     sources: Sequence[Source],
     is_causal: bool,
     rows: range,
-    block: Block | None = None,
+    block: HeldBlock | None = None,
 ) -> float:
     """Return the distance of sampled rows to float64, of the first or the last head: the worse."""
     heads = range(output.shape[1]) if block is None else block.heads

@@ -9,7 +9,7 @@ from torch import Tensor
 from cqs.partial import Partial, RunningMerge, lse_dtype
 from cqs.scheduler import Step
 from cqs.streaming.engine import Side, stream
-from cqs.streaming.plan import START, Block, Position, StreamPlan, Visit
+from cqs.streaming.plan import START, HeldBlock, Position, StreamPlan, Visit
 from cqs.streaming.sources import InMemory, Source, Target
 from cqs.worker import HeldTokens, Worker
 
@@ -35,7 +35,7 @@ class Streamed:
         *,
         start: Position = START,
         visited: Callable[[Visit], None] = lambda visit: None,
-        finished: Callable[[Block], None] = lambda block: None,
+        finished: Callable[[HeldBlock], None] = lambda block: None,
     ) -> None:
         """Compute the output and the log-sum-exp.
 

@@ -32,7 +32,7 @@ _MOST_NAMED = 5
 """Changed results that an error message lists."""
 _SECONDS_BETWEEN_SAVES = 1.0
 """Least interval of saves: fsync takes longer than the computation of a small block."""
-_PIECE_BYTES = 2**20
+_READ_BYTES = 2**20
 """Bytes of results that are read at a time to compute a digest."""
 _RECORD = np.dtype(
     [(name, "<i8") for name in ("batch", "head", "start", "stop")]
@@ -70,7 +70,7 @@ class WorkingDirectory:
             if not is_empty and not lock.is_file():
                 raise ValueError(
                     "resume must be a new path, an empty directory or that of an earlier run, got "
-                    f"'{self.path}', which something else has made"
+                    f"'{self.path}', which has other files"
                 ) from None
         self._process = os.getpid()
         try:
@@ -81,8 +81,8 @@ class WorkingDirectory:
         except (BlockingIOError, FileNotFoundError):
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
-                "resume must be a directory that nothing else uses: wait for the other process, or "
-                "take another directory",
+                "resume must be a directory that no other process uses: wait for that process, or "
+                "pass another directory",
                 str(self.path),
             ) from None
         return self
@@ -228,15 +228,16 @@ class Checkpoint:
         for name, value in self._request.items():
             if state["request"].get(name) != value:
                 raise ValueError(
-                    f"'{self._directory.path}' is of another computation: it has {name} "
-                    f"{state['request'].get(name)}, this one {value}"
+                    f"resume must be the directory of this computation, got "
+                    f"'{self._directory.path}', whose {name} is {state['request'].get(name)} "
+                    f"instead of {value}: pass another directory"
                 )
         begun = [replace(plan, **each) for plan, each in zip(plans, state["plans"], strict=True)]
         for plan in begun[state["part"] :]:
             if plan.peak_bytes > plan.budget:
                 raise ValueError(
-                    f"'{self._directory.path}' was begun with a larger memory budget: to go on "
-                    f"takes {plan.peak_bytes} bytes, got {plan.budget}"
+                    f"memory_budget must be at least {plan.peak_bytes} bytes to resume "
+                    f"'{self._directory.path}', got {plan.budget}"
                 )
         self._check_results(*state["blocks"])
         return begun, state["part"], Position(*state["position"])
@@ -345,7 +346,7 @@ class Checkpoint:
                     )
         if differing:
             raise ValueError(
-                f"results that '{self._directory.path}' calls final have changed: "
+                f"final results of '{self._directory.path}' have changed: "
                 f"{'; '.join(differing[:_MOST_NAMED])}"
                 f"{'; ...' if len(differing) > _MOST_NAMED else ''}. Restore them, or remove "
                 f"'{self._directory.path}' to begin anew"
@@ -359,12 +360,12 @@ class Checkpoint:
 def _digest(results: InFile, batch: int, head: int, rows: range) -> int:
     """Return the XXH3 digest of rows of one head in their file, read 1 MiB at a time."""
     columns = results.shape[3]
-    length = max(_PIECE_BYTES // max(columns * results.dtype.itemsize, 1), 1)
-    pieces = [rows[first : first + length] for first in range(0, len(rows), length)]
-    space = torch.empty((len(pieces[0]), columns), dtype=results.dtype, device="cpu")
+    length = max(_READ_BYTES // max(columns * results.dtype.itemsize, 1), 1)
+    parts = [rows[first : first + length] for first in range(0, len(rows), length)]
+    space = torch.empty((len(parts[0]), columns), dtype=results.dtype, device="cpu")
     hasher = xxhash.xxh3_64()
-    for piece in pieces:
-        into = space[: len(piece)]
-        results.read(batch, head, piece, into)
+    for part in parts:
+        into = space[: len(part)]
+        results.read(batch, head, part, into)
         hasher.update(bytes_of(into))
     return hasher.intdigest()

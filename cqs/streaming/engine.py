@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cqs.streaming.plan import START, Block, Position, StreamPlan, Visit
+from cqs.streaming.plan import START, HeldBlock, Position, StreamPlan, Visit
 from cqs.streaming.sources import Source, Target
 from cqs.streaming.transfers import Transfers, make_transfers
 
@@ -48,7 +48,7 @@ def stream(
     *,
     start: Position = START,
     visited: Callable[[Visit], None] = lambda visit: None,
-    finished: Callable[[Block], None] = lambda block: None,
+    finished: Callable[[HeldBlock], None] = lambda block: None,
 ) -> None:
     """Execute a plan: upload blocks and chunks, reduce them, and download the results.
 
@@ -70,16 +70,18 @@ def stream(
         torch.autocast(device.type, enabled=False),  # keep the dtypes of the sources
         closing(make_transfers(device)) as transfers,
     ):
-        blocks = _Inbox(transfers, plan, held, min(plan.rows, plan.num_held), device)
-        chunks = _Inbox(transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device)
-        leaving: tuple[Block, list[Callable[[], None]]] | None = None
+        blocks = _InputBuffers(transfers, plan, held, min(plan.rows, plan.num_held), device)
+        chunks = _InputBuffers(
+            transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device
+        )
+        downloading: tuple[HeldBlock, list[Callable[[], None]]] | None = None
 
-        def order(visit: Visit) -> None:
-            blocks.order(visit.block, visit.block.tokens)
+        def prefetch(visit: Visit) -> None:
+            blocks.prefetch(visit.block, visit.block.tokens)
             if visit.tokens is not None:
-                chunks.order(visit.block, visit.tokens)
+                chunks.prefetch(visit.block, visit.tokens)
 
-        def send(block: Block, results: Sequence[Tensor]) -> list[Callable[[], None]]:
+        def download(block: HeldBlock, results: Sequence[Tensor]) -> list[Callable[[], None]]:
             mark = transfers.mark()
             return [
                 transfers.download(
@@ -93,10 +95,10 @@ def stream(
                 for result, target in zip(results, targets, strict=True)
             ]
 
-        def arrive() -> None:
-            nonlocal leaving
-            if leaving is not None:
-                (block, waits), leaving = leaving, None
+        def finish_download() -> None:
+            nonlocal downloading
+            if downloading is not None:
+                (block, waits), downloading = downloading, None
                 for wait in waits:
                     wait()
                 finished(block)
@@ -104,23 +106,24 @@ def stream(
         visits = plan.visits(start)
         current = next(visits, None)
         if current is not None:
-            order(current)
+            prefetch(current)
         while current is not None:
-            own, others = blocks.take(), chunks.take() if current.tokens is not None else []
+            own, others = blocks.wait(), chunks.wait() if current.tokens is not None else []
             reduction.add(current, own, others)
             visited(current)
             if current.is_last:
-                arrive()  # one block's download is in progress at a time, as the plan counts it
-                leaving = current.block, send(current.block, reduction.finish(own))
-            blocks.give_back()
-            chunks.give_back()
+                # The plan counts the memory of one download: finish it before the next starts.
+                finish_download()
+                downloading = current.block, download(current.block, reduction.finish(own))
+            blocks.release()
+            chunks.release()
             current = next(visits, None)
             if current is not None:
-                order(current)
-        arrive()
+                prefetch(current)
+        finish_download()
 
 
-class _Inbox:
+class _InputBuffers:
     """The device buffers of one side: one is filled while another is used."""
 
     def __init__(
@@ -134,7 +137,7 @@ class _Inbox:
         """Allocate buffers for ``num_tokens`` tokens of a group of heads each."""
         self._transfers, self._side = transfers, side
         num_heads = plan.heads_at_once * (1 if side.has_kv_heads else plan.group_size)
-        self._room = [
+        self._buffers = [
             [
                 torch.empty(
                     (num_heads, num_tokens, source.shape[3]), dtype=source.dtype, device=device
@@ -144,12 +147,12 @@ class _Inbox:
             for _ in range(plan.num_buffers)
         ]
         self._contents: list[Any] = [None] * plan.num_buffers
-        self._arrived: list[Any] = [None] * plan.num_buffers
+        self._uploaded: list[Any] = [None] * plan.num_buffers
         # The allocator may return memory that launched kernels still use: wait for these too.
         self._used: list[Any] = [transfers.mark()] * plan.num_buffers
         self._current = 0
 
-    def order(self, block: Block, tokens: range) -> None:
+    def prefetch(self, block: HeldBlock, tokens: range) -> None:
         """Start the upload of tokens of a block's heads, unless a buffer contains them."""
         heads = block.kv_heads if self._side.has_kv_heads else block.heads
         wanted = block.batch, heads, tokens
@@ -157,18 +160,18 @@ class _Inbox:
             self._current = self._contents.index(wanted)
             return
         self._current = here = (self._current + 1) % len(self._contents)
-        for source, room in zip(self._side.sources, self._room[here], strict=True):
-            self._arrived[here] = self._transfers.upload(
-                source, block.batch, heads, tokens, room[:, : len(tokens)], self._used[here]
+        for source, buffer in zip(self._side.sources, self._buffers[here], strict=True):
+            self._uploaded[here] = self._transfers.upload(
+                source, block.batch, heads, tokens, buffer[:, : len(tokens)], self._used[here]
             )
         self._contents[here] = wanted
 
-    def take(self) -> list[Tensor]:
-        """Return the tokens that were ordered last, ``[1, heads, tokens, columns]``."""
-        self._transfers.wait(self._arrived[self._current])
+    def wait(self) -> list[Tensor]:
+        """Wait for the last prefetch and return its tokens, ``[1, heads, tokens, columns]``."""
+        self._transfers.wait(self._uploaded[self._current])
         _, _, tokens = self._contents[self._current]
-        return [room[None, :, : len(tokens)] for room in self._room[self._current]]
+        return [buffer[None, :, : len(tokens)] for buffer in self._buffers[self._current]]
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Let the buffer be overwritten once everything launched so far has completed."""
         self._used[self._current] = self._transfers.mark()

@@ -122,7 +122,7 @@ def is_read_only(tensor: Tensor) -> bool:
     return not all(mapping.is_writable for mapping in _mappings_of(tensor))
 
 
-class _Place:
+class _ArrayInterface:
     """An object that NumPy turns into an array at a position, without reading memory."""
 
     def __init__(self, position: int, shape: Sequence[int], strides: Sequence[int], size: int):
@@ -136,7 +136,7 @@ class _Place:
 
 
 def _elements(position: int, shape: Sequence[int], strides: Sequence[int], size: int) -> np.ndarray:
-    return np.asarray(_Place(position, shape, strides, size))
+    return np.asarray(_ArrayInterface(position, shape, strides, size))
 
 
 def _share(one: np.ndarray, other: np.ndarray) -> bool:

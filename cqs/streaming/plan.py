@@ -69,7 +69,7 @@ class Position(NamedTuple):
 START = Position(0, 0)
 
 
-class Block(NamedTuple):
+class HeldBlock(NamedTuple):
     """Tokens of the held side, for one group of heads. All their results become final together."""
 
     batch: int
@@ -87,7 +87,7 @@ class Block(NamedTuple):
 class Visit(NamedTuple):
     """The computation of one chunk of the streamed side with one block."""
 
-    block: Block
+    block: HeldBlock
     tokens: range | None
     """Tokens of the streamed side; None if the block has no live pairs."""
     is_first: bool
@@ -106,10 +106,13 @@ class StreamPlan:
     """
 
     seqlen_q: int
+    """Number of queries."""
     seqlen_kv: int
+    """Number of keys."""
     shape: AttentionShape
     """Batch, heads, head dimensions and itemsize of the tensors."""
     is_causal: bool
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
     pattern: Any
     """A pattern bound to the two lengths, or ``None``."""
     budget: int
@@ -117,6 +120,7 @@ class StreamPlan:
     rates: Rates
     """Throughput and bandwidth of the device."""
     which: Pass
+    """The pass that is planned."""
     heads_at_once: int
     """KV heads of a group; divides the number of KV heads."""
     rows: int
@@ -161,7 +165,7 @@ class StreamPlan:
         """Whether the streamed side has several chunks, so that partial outputs are merged."""
         return self.chunk < self.num_streamed
 
-    def blocks(self, start: Position = START) -> Iterator[Block]:
+    def blocks(self, start: Position = START) -> Iterator[HeldBlock]:
         """Yield the blocks in order, beginning at a position."""
         groups_per_batch = self.shape.kv_heads // self.heads_at_once
         row = start.row
@@ -173,7 +177,7 @@ class StreamPlan:
                 tokens = range(first, min(first + self.rows, self.num_held))
                 is_last = tokens.stop == self.num_held
                 end = Position(group + 1, 0) if is_last else Position(group, tokens.stop)
-                yield Block(batch, heads, kv_heads, tokens, end)
+                yield HeldBlock(batch, heads, kv_heads, tokens, end)
             row = 0
 
     def visits(self, start: Position = START) -> Iterator[Visit]:
@@ -244,7 +248,7 @@ class StreamPlan:
         return held + self._bytes_of_results(rows, chunk) + _LIST_BYTES * -(-rows // _TILE)
 
     @cached_property
-    def bytes_moved(self) -> int:
+    def bytes_uploaded(self) -> int:
         """Approximate number of bytes sent to the device."""
         loaded = self._bytes_of_streamed(self._num_loaded)
         return self.num_groups * (self._bytes_of_held(self.num_held) + loaded)
@@ -265,7 +269,7 @@ class StreamPlan:
         """Predicted time in seconds, by the cost model."""
         rates, shape = self.rates, self._shape_of_group
         rows, chunk = min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
-        computing, moving = self.flops / rates.flops, self.bytes_moved / rates.link
+        computing, moving = self.flops / rates.flops, self.bytes_uploaded / rates.link
         if not rates.is_gpu:
             return computing + moving
         heads = shape.kv_heads if self.holds_keys else shape.num_heads
@@ -283,25 +287,26 @@ class StreamPlan:
     @property
     def cost(self) -> float:
         """The quantity that planning minimises: predicted seconds plus a charge for traffic."""
-        return self.seconds + _DISTURBANCE * self.bytes_moved / self.rates.link
+        return self.seconds + _DISTURBANCE * self.bytes_uploaded / self.rates.link
 
     def explain(self) -> str:
         """Describe the plan and its predictions, and compare it with the quorum split."""
         held, streamed = ("keys", "queries") if self.holds_keys else ("queries", "keys")
         blocks, chunks = -(-self.num_held // self.rows), -(-self.num_streamed // self.chunk)
         lines = [
-            f"{self.which.value}: {self.heads_at_once} of {self.shape.kv_heads} key heads at a "
+            f"{self.which.value}: {self.heads_at_once} of {self.shape.kv_heads} KV heads at a "
             f"time, {blocks} blocks of {self.rows} {held}, held while {chunks} chunks of "
             f"{self.chunk} {streamed} stream past",
             f"peak {self.peak_bytes / 2**20:.0f} MiB of a budget of {self.budget / 2**20:.0f}; "
-            f"{self.bytes_moved / 2**30:.3g} GiB to the device; about {self.seconds:.3g} s",
+            f"{self.bytes_uploaded / 2**30:.3g} GiB to the device; about {self.seconds:.3g} s",
         ]
         if self.which == Pass.FORWARD and (split := self._quorum_split()) is not None:
             num_tasks, moved, seconds = split
             lines.append(
-                f"not the cyclic quorum split: its {num_tasks} tasks would move "
-                f"{moved / 2**30:.3g} GiB to this device, and as many results back and forth; "
-                f"about {seconds:.3g} s. It moves the least where each task has its own device"
+                f"the cyclic quorum split into {num_tasks} tasks would send "
+                f"{moved / 2**30:.3g} GiB to this device and as many results in both directions; "
+                f"about {seconds:.3g} s. "
+                "It is for tasks that have a device each"
             )
         return "\n".join(lines)
 
@@ -467,8 +472,8 @@ def make_stream_plan(
     if best is None:
         assert least is not None
         raise ValueError(
-            f"a memory budget of {budget} bytes is too small: a tile of {_TILE} queries and keys "
-            f"takes {least.peak_bytes}"
+            f"memory_budget must be at least {least.peak_bytes} bytes, for a tile of {_TILE} "
+            f"queries and keys, got {budget}"
         )
     return best
 

@@ -24,7 +24,7 @@ from cqs.streaming.plan import (
     CPU,
     GPU,
     START,
-    Block,
+    HeldBlock,
     Pass,
     Position,
     StreamPlan,
@@ -93,9 +93,14 @@ def attend_within(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
     )
     if needs_grad and (out is not None or resume is not None):
-        raise ValueError("out= and resume= record no gradients: detach the tensors")
+        raise ValueError(
+            "query, key and value must not require gradients with out= or resume=: detach them"
+        )
     if needs_grad and not all(isinstance(source, InMemory) for source in sources):
-        raise ValueError("gradients need all tensors in memory: load the others, or detach")
+        raise ValueError(
+            "query, key and value must all be in memory if one requires gradients: load the "
+            "others, or detach all"
+        )
     with ExitStack() as stack:
         if resume is None or isinstance(resume, WorkingDirectory):
             directory = resume
@@ -156,16 +161,21 @@ class _Run:
         lse: InMemory | InFile
         if directory is not None:
             if not isinstance(target, InFile) or len(watched) < len(sources):
-                raise ValueError("resume= needs an out= that is in a file, and in no input's file")
+                raise ValueError(
+                    "out must be in a file of its own if resume= is given, not in memory or in the "
+                    "file of an input"
+                )
             checkpoint = Checkpoint(directory, self._request(problem, prints, target), target)
             plans, first, start = checkpoint.load(plans)
             lse = checkpoint.lse
         else:
             lse = InMemory(torch.empty((*shape[:3], 1), dtype=lse_dtype(dtype), device="cpu"))
 
-        def finish(number: int, where: tuple[slice, slice], plan: StreamPlan, block: Block) -> None:
+        def finish(
+            number: int, where: tuple[slice, slice], plan: StreamPlan, block: HeldBlock
+        ) -> None:
             if _fingerprints(watched) != prints:
-                raise OSError("an input file was changed while it was read")
+                raise OSError("an input file was changed while it was read: start again")
             if checkpoint is not None:
                 plans[number] = plan
                 batch, head = (each.start or 0 for each in where)
@@ -209,11 +219,11 @@ class _Run:
         target: Target,
         lse: Target,
         position: Position,
-        finish: Callable[[StreamPlan, Block], None],
+        finish: Callable[[StreamPlan, HeldBlock], None],
     ) -> None:
         """Compute one part; after an out-of-memory error continue with a smaller plan."""
 
-        def finished(block: Block) -> None:
+        def finished(block: HeldBlock) -> None:
             nonlocal position
             finish(plan, block)
             position = block.end
@@ -370,7 +380,7 @@ def _of_shape(name: str, source: Source, tensor: Tensor) -> Source:
         return InMemory(tensor.detach())
     if source.shape != tuple(tensor.shape):
         raise ValueError(
-            f"{name} must have shape {list(tensor.shape)} where it is not in memory, "
+            f"{name} must have shape {list(tensor.shape)} if it is not in memory, "
             f"got {list(source.shape)}"
         )
     return source
@@ -391,7 +401,7 @@ def _choose_device(device: "torch.device | str | None") -> torch.device:
     if chosen.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"device must be the CPU or a GPU, got {chosen}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise NotImplementedError(f"device is {chosen}, but there is no GPU")
+        raise NotImplementedError(f"device must be the CPU without a GPU, got {chosen}")
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

@@ -290,11 +290,13 @@ def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
             tensor = torch.from_numpy(tensor)
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"{name} must be a tensor, a NumPy array or of cqs.streaming, "
+            f"{name} must be a tensor, a NumPy array or a source of cqs.streaming, "
             f"got {type(tensor).__name__}"
         )
     if tensor.device.type != "cpu":
-        raise ValueError(f"a memory budget is for tensors on the CPU, {name} is on {tensor.device}")
+        raise ValueError(
+            f"{name} must be on the CPU if memory_budget is given, got {tensor.device}"
+        )
     if tensor.ndim != 4:
         raise ValueError(
             f"{name} must be [batch, num_heads, seqlen, head_dim], got shape {tuple(tensor.shape)}"
@@ -337,10 +339,12 @@ def as_target(
         target.is_writable if isinstance(target, InFile) else not is_read_only(target.tensor)
     )
     if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise ValueError("out cannot be written to: it is read-only")
+        raise ValueError("out must be writable, got a read-only tensor")
     extents = target.extents(is_written=True)
     if extents[0].repeats:
-        raise ValueError("out cannot be written to: its elements share memory")
+        raise ValueError(
+            "out must have one memory location per element, got a tensor that overlaps itself"
+        )
     if any(share_bytes(extents, source.extents(is_written=False)) for source in sources):
         raise ValueError("out must share neither memory nor a file with query, key and value")
     return target

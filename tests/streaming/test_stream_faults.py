@@ -49,7 +49,7 @@ def test_a_query_may_be_learned_while_the_rest_is_given(tensors, maps):
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad, atol=1e-6, rtol=1e-5)
     made = OnDemand(lambda batch, head, rows: key[batch, head, rows], SHAPE, torch.float32)
     for elsewhere in (maps[1], open_tensor("k.npy"), made):
-        with pytest.raises(ValueError, match="gradients need all tensors in memory"):
+        with pytest.raises(ValueError, match="must all be in memory"):
             cqs.attention(leaves[0], elsewhere, value, **BOTH_WAYS)
 
 
@@ -97,7 +97,7 @@ def test_an_output_that_is_read_or_written_twice_is_refused(tensors, maps):
     for arguments, out in overlaps:
         with pytest.raises(ValueError, match="share neither memory nor a file with query, key"):
             cqs.attention(*arguments, out=out, **WITHIN)
-    with pytest.raises(ValueError, match="its elements share memory"):
+    with pytest.raises(ValueError, match="overlaps itself"):
         cqs.attention(*tensors, out=torch.zeros(1, 1, 300, 16).expand(SHAPE), **WITHIN)
     packed = torch.stack([*tensors, torch.zeros(SHAPE)], dim=3).bfloat16()
     *inputs, out = packed.unbind(dim=3)
@@ -118,7 +118,7 @@ def test_options_that_cannot_be_are_named(tensors, monkeypatch):
         with pytest.raises(ValueError, match=f"device must be .*, got '{device}'"):
             cqs.attention(*tensors, memory_budget=60_000, device=device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(NotImplementedError, match="device is cuda:1, but there is no GPU"):
+    with pytest.raises(NotImplementedError, match="device must be the CPU .* got cuda:1"):
         cqs.attention(*tensors, memory_budget=60_000, device="cuda:1")
 
 
