@@ -193,10 +193,10 @@ class RankTask:
         is_kept = keep and is_final
         # without rows they only give dtype and shape
         results = _new_results(held, sum(route.receives) if is_kept else 0)
-        travelling = results if with_lse or not is_final else results[:1]
+        sent = results if with_lse or not is_final else results[:1]
         if is_kept:
             self._compute_away(results, chunk, shards, held)
-            return exchange.send_back(i, travelling, [route] * len(travelling)), results
+            return exchange.send_back(i, sent, [route] * len(sent)), results
 
         def make(places: list[Tensor]) -> None:
             output, *lse = places
@@ -204,7 +204,7 @@ class RankTask:
                 lse = [results.lse.new_empty(output.shape[:3])]
             self._compute_away(Partial(output, *lse), chunk, shards, held)
 
-        return exchange.send_made(i, travelling, route, make), ()
+        return exchange.send_made(i, sent, route, make), ()
 
     def _compute_home(
         self,

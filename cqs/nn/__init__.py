@@ -1,4 +1,4 @@
-"""Modules for models of long sequences: hybrid blocks and the parallel layers they are made of."""
+"""Provide modules for long-context models: transformer blocks and tensor-parallel layers."""
 
 from cqs.nn.block import HybridTransformerBlock
 from cqs.nn.decoder import HybridDecoder

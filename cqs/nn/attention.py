@@ -1,4 +1,4 @@
-"""Self-attention whose heads are cut over one axis of a mesh, and its sequence over the other."""
+"""Self-attention that is tensor-parallel over heads and context-parallel over the sequence."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from cqs.scheduler.arguments import as_integer, to_float
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary embeddings; for arguments see the block."""
+    """Grouped-query attention with rotary embeddings.
+
+    The arguments and errors are those of :class:`cqs.nn.HybridTransformerBlock`.
+    """
 
     def __init__(
         self,
@@ -31,13 +34,13 @@ class SelfAttention(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Draw the parameters."""
+        """Check the sizes and initialise the parameters."""
         super().__init__()
         hidden_size = as_integer("hidden_size", hidden_size, 1)
         num_heads = as_integer("num_heads", num_heads, 1)
         num_kv_heads = as_integer("num_kv_heads", num_kv_heads, 1)
         if pattern is not None and not isinstance(pattern, Pattern):
-            raise TypeError(f"pattern must be of cqs.patterns, got {type(pattern).__name__}")
+            raise TypeError(f"pattern must be a cqs.patterns.Pattern, got {type(pattern).__name__}")
         if not to_float(rope_theta, "rope_theta must be a number") > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
         if hidden_size % (2 * num_heads):
@@ -75,7 +78,16 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden: Tensor, tokens: range) -> Tensor:
-        """Attend; see :meth:`cqs.nn.HybridTransformerBlock.forward`."""
+        """Compute attention for the rows of this rank.
+
+        Args:
+            hidden: ``[batch, rows, hidden_size]``, the rows of this rank.
+            tokens: Positions of the rows of all ranks of this tensor axis, see
+                :func:`cqs.nn.rows.find_tokens`.
+
+        Returns:
+            ``[batch, rows, hidden_size]``.
+        """
         heads = self.project(hidden, tokens)
         if self.mesh is None:
             output = cqs.attention(*heads, is_causal=self.is_causal, pattern=self.pattern)
@@ -91,7 +103,12 @@ class SelfAttention(nn.Module):
         return self.merge(output)
 
     def project(self, hidden: Tensor, tokens: range) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value, ``[batch, heads of this rank, len(tokens), head_dim]``."""
+        """Return query, key and value, ``[batch, heads of this rank, len(tokens), head_dim]``.
+
+        Args:
+            hidden: ``[batch, rows, hidden_size]``, the rows of this rank.
+            tokens: Positions of the rows of all ranks of this tensor axis.
+        """
         rows = gather(hidden, tokens, self.mesh)
         query, key, value = (
             layer(rows).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -101,18 +118,25 @@ class SelfAttention(nn.Module):
         return rotate(query, tokens, theta), rotate(key, tokens, theta), value
 
     def merge(self, heads: Tensor) -> Tensor:
-        """Return the rows of this rank from the output of its heads."""
+        """Apply the output projection and return the rows of this rank.
+
+        Args:
+            heads: ``[batch, heads of this rank, len(tokens), head_dim]``.
+
+        Returns:
+            ``[batch, rows, hidden_size]``, summed over the tensor axis.
+        """
         rows: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return rows
 
 
 def _of_own_heads(pattern: Pattern, num_heads: int, axis: DeviceMesh | None) -> Pattern:
-    """Return the pattern of the heads of this rank."""
+    """Return the pattern of the query heads of this rank."""
     batch, heads = pattern.heads
     if heads == 1 or axis is None:
         return pattern
     if heads != num_heads:
-        raise ValueError(f"the pattern is for {heads} heads, num_heads is {num_heads}")
+        raise ValueError(f"pattern must be for num_heads = {num_heads} heads, got {heads}")
     number = num_heads // axis.size()
     own = range(axis.get_local_rank() * number, (axis.get_local_rank() + 1) * number)
     return per_head([[pattern.head(element, head) for head in own] for element in range(batch)])

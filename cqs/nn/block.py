@@ -1,4 +1,4 @@
-"""A transformer block whose sequence is cut over one axis of a mesh, its layers over the other."""
+"""A transformer block with context and tensor parallelism over two axes of a device mesh."""
 
 import torch
 from torch import Tensor, nn
@@ -13,48 +13,53 @@ from cqs.patterns import Pattern
 
 
 class HybridTransformerBlock(nn.Module):
-    """A transformer block: attention by cyclic quorums, the rest by tensor parallelism.
+    """A Llama block with context parallelism by quorums and tensor parallelism.
 
-    ``hidden + attention(norm(hidden))``, then ``hidden + feed_forward(norm(hidden))``, as in Llama:
-    RMSNorm, grouped-query attention with rotary embeddings, SwiGLU, no biases.
+    The block computes ``hidden + attention(norm(hidden))``, then
+    ``hidden + feed_forward(norm(hidden))``. It uses RMSNorm, grouped-query attention with rotary
+    embeddings and SwiGLU, without biases.
 
-    The sequence is cut over all ranks of the mesh, in order: every rank has a contiguous part. For
-    attention and for the feed-forward layer the ranks of a tensor axis gather their rows, and each
-    computes with its slice of the heads and features: Megatron's sequence parallelism (Korthikanti
-    et al., arXiv 2205.05198), four collectives forward and four backward within the tensor axis.
-    In between :func:`cqs.distributed.attention` works over the sequence axis. With a tensor axis of
-    1 this is sequence parallelism alone, with a sequence axis of 1 tensor parallelism alone.
+    The sequence is divided among all ranks of the mesh, in order: every rank has a contiguous
+    shard. The ranks of a tensor axis gather their rows before attention and before the feed-forward
+    layer, and each computes its own heads and features. This is Megatron's sequence parallelism
+    (Korthikanti et al., arXiv 2205.05198), with four collectives forward and four backward within
+    the tensor axis. :func:`cqs.distributed.attention` computes attention over the sequence axis.
+    With a tensor axis of size 1 this is context parallelism alone; with a sequence axis of size 1
+    it is tensor parallelism alone.
 
-    Parameters are DTensors over the tensor axis, and replicated over the sequence axis: after
-    ``backward`` call :func:`cqs.nn.reduce_gradients`, or wrap the model by
-    ``torch.distributed.fsdp.fully_shard(model, mesh=mesh["sequence"])``. All ranks get what the
-    first rank draws: from one seed the same parameters for any mesh.
+    Parameters are DTensors over the tensor axis and are replicated over the sequence axis. After
+    ``backward`` call :func:`cqs.nn.reduce_gradients`, or wrap the model with
+    ``torch.distributed.fsdp.fully_shard(model, mesh=mesh["sequence"])``. All ranks receive the
+    initial values of the first rank, so one random seed gives the same parameters for any mesh.
 
-    State dicts have the same names for any mesh, and none. Take and load those that are whole
-    with ``get_model_state_dict`` and ``set_model_state_dict`` of
-    ``torch.distributed.checkpoint.state_dict`` and ``StateDictOptions(full_state_dict=True)``;
-    ``torch.distributed.checkpoint`` saves those that are cut, and loads them for another mesh.
+    State dicts have the same names for any mesh and without one. For full state dicts use
+    ``get_model_state_dict`` and ``set_model_state_dict`` of
+    ``torch.distributed.checkpoint.state_dict`` with ``StateDictOptions(full_state_dict=True)``.
+    ``torch.distributed.checkpoint`` saves sharded ones and loads them for another mesh.
 
     Args:
         hidden_size: Features of a token; an even multiple of ``num_heads``.
-        num_heads: Heads of the queries.
-        feed_forward_size: Features between the layers of the feed-forward part.
-        num_kv_heads: Heads of keys and values; ``None`` means as many. It divides ``num_heads``.
-        is_causal: As for :func:`cqs.attention`.
-        pattern: Likewise; if it differs by head it is for all of ``num_heads``.
+        num_heads: Number of query heads.
+        feed_forward_size: Hidden features of the feed-forward layer.
+        num_kv_heads: Number of KV heads, a divisor of ``num_heads``; ``None`` means ``num_heads``.
+        is_causal: Whether token i attends only to tokens up to i.
+        pattern: Query-key pairs that attend, see :func:`cqs.attention`. A pattern that differs by
+            head has one entry for each of ``num_heads``.
         rope_theta: Base of the rotary embeddings.
-        norm_eps: Added to mean squares in norms.
-        head_parallel: See :func:`cqs.distributed.attention`; of the heads that a rank has.
-        mesh: Devices, of the axes ``("sequence", "tensor")``, from
-            ``torch.distributed.device_mesh.init_device_mesh``; ``None``: this device alone. The
-            tensor axis divides heads, key heads and ``feed_forward_size``.
-        device: As for ``torch.nn.Linear``; of the kind of the mesh, or ``"meta"``.
-        dtype: Likewise.
+        norm_eps: Value added to the mean square in the norms.
+        head_parallel: Head-parallel degree of the heads of a rank, see
+            :func:`cqs.distributed.attention`.
+        mesh: Device mesh with the axes ``("sequence", "tensor")``, from
+            ``torch.distributed.device_mesh.init_device_mesh``; ``None`` means this device alone.
+            The size of the tensor axis must divide ``num_heads``, ``num_kv_heads`` and
+            ``feed_forward_size``.
+        device: Device of the parameters: ``None``, the device type of the mesh, or ``"meta"``.
+        dtype: Dtype of the parameters; ``None`` means PyTorch's default.
 
     Raises:
-        TypeError: for sizes that are no integers, and a pattern that is none.
-        ValueError: for sizes that do not fit each other or the mesh, and for a mesh of other axes,
-            whose ranks do not ascend, or that this process is not in.
+        TypeError: A size is not an integer, or ``pattern`` is not a pattern.
+        ValueError: Sizes do not fit each other or the mesh. Also if the mesh has other axes, its
+            ranks do not ascend, or it does not contain this process.
 
     Example:
         >>> block = HybridTransformerBlock(64, 4, 128, num_kv_heads=2)
@@ -78,7 +83,7 @@ class HybridTransformerBlock(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Draw the parameters, and keep this rank's slices."""
+        """Initialise the parameters and keep this rank's shards."""
         super().__init__()
         check_mesh(mesh)
         self.hidden_size, self.mesh = hidden_size, mesh
@@ -112,18 +117,18 @@ class HybridTransformerBlock(nn.Module):
         """Compute the block for the rows of this rank; every rank of the mesh calls this.
 
         Args:
-            hidden: ``[batch, rows, hidden_size]``: a contiguous part of the sequence, the first on
-                the first rank of the mesh. Every rank needs a row. Along the tensor axis parts are
-                cut as ``torch.chunk`` cuts; between tensor axes they may differ in length.
-                ``distribute_tensor(whole, mesh, [Shard(1), Shard(1)]).to_local()`` is such a part.
-            tokens: Positions of the rows of all ranks of this tensor axis; ``None`` asks the others
-                for their numbers, which a stack of blocks needs to do once.
+            hidden: ``[batch, rows, hidden_size]``, this rank's contiguous shard of the sequence, in
+                rank order, with at least one row. Along the tensor axis the rows must be divided as
+                by ``torch.chunk``; shards of different tensor axes may differ in length.
+                ``distribute_tensor(whole, mesh, [Shard(1), Shard(1)]).to_local()`` is such a shard.
+            tokens: Positions of the rows of all ranks of this tensor axis. ``None`` exchanges the
+                numbers of rows, which a stack of blocks does once.
 
         Returns:
-            The same shape.
+            ``[batch, rows, hidden_size]``.
 
         Raises:
-            ValueError: on every rank, if what ranks pass does not fit together.
+            ValueError: The shards of the ranks do not fit together; raised on every rank.
         """
         if tokens is None:
             tokens = find_tokens(hidden, self.mesh)

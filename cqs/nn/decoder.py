@@ -1,4 +1,4 @@
-"""A small language model of hybrid blocks."""
+"""A decoder-only language model of hybrid blocks."""
 
 from collections.abc import Iterable
 
@@ -12,22 +12,23 @@ from cqs.nn.rows import find_tokens
 
 
 class HybridDecoder(nn.Module):
-    """An embedding, blocks, a norm and a linear layer to the vocabulary.
+    """A decoder-only language model: embedding, hybrid blocks, norm and output projection.
 
-    Each rank of the mesh of the blocks embeds its own rows and computes their logits: embedding and
-    last layer are replicated, and nothing is communicated for them. For the rest see
-    :class:`HybridTransformerBlock`.
+    Each rank of the mesh embeds its own rows and computes their logits. Embedding and output
+    projection are replicated and require no communication. Parallelism, parameters and state dicts
+    are those of :class:`HybridTransformerBlock`.
 
     Args:
-        vocab_size: Number of different tokens.
-        blocks: At least one, all of the same size and mesh; each may have its own pattern.
-        norm_eps: Added to the mean square in the last norm.
-        device: As for ``torch.nn.Linear``.
-        dtype: Likewise.
+        vocab_size: Size of the vocabulary.
+        blocks: At least one block, all with the same ``hidden_size`` and mesh; each may have its
+            own pattern.
+        norm_eps: Value added to the mean square in the last norm.
+        device: Device of the parameters: ``None``, the device type of the mesh, or ``"meta"``.
+        dtype: Dtype of the parameters; ``None`` means PyTorch's default.
 
     Raises:
-        TypeError: if a block is none.
-        ValueError: if there are no blocks, or they differ in size or mesh.
+        TypeError: An element of ``blocks`` is not a :class:`HybridTransformerBlock`.
+        ValueError: There are no blocks, or they differ in ``hidden_size`` or mesh.
 
     Example:
         >>> from cqs.patterns import sliding_window
@@ -46,13 +47,17 @@ class HybridDecoder(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Draw the parameters of all but the blocks."""
+        """Initialise the embedding, the norm and the output projection."""
         super().__init__()
         blocks = list(blocks)
         if not all(isinstance(block, HybridTransformerBlock) for block in blocks):
-            raise TypeError("blocks must be of HybridTransformerBlock")
+            kinds = sorted({type(block).__name__ for block in blocks})
+            raise TypeError(f"blocks must be HybridTransformerBlocks, got {kinds}")
         if len({(block.hidden_size, block.mesh) for block in blocks}) != 1:
-            raise ValueError("blocks must be at least one, all of the same hidden_size and mesh")
+            raise ValueError(
+                "blocks must be at least one block, all with the same hidden_size and mesh, "
+                f"got {len(blocks)}"
+            )
         hidden_size, self.mesh = blocks[0].hidden_size, blocks[0].mesh
         self.embedding = nn.Embedding(vocab_size, hidden_size, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(blocks)
@@ -70,14 +75,14 @@ class HybridDecoder(nn.Module):
         """Return the logits of the rows of this rank; every rank of the mesh calls this.
 
         Args:
-            tokens: ``[batch, rows]``, int64: this rank's part, as for
+            tokens: ``[batch, rows]``, int64: this rank's shard, divided as ``hidden`` of
                 :meth:`HybridTransformerBlock.forward`.
 
         Returns:
             ``[batch, rows, vocab_size]``.
 
         Raises:
-            ValueError: on every rank, if what ranks pass does not fit together.
+            ValueError: The shards of the ranks do not fit together; raised on every rank.
         """
         positions = find_tokens(tokens, self.mesh)
         hidden = self.embedding(tokens)

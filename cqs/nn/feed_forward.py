@@ -1,4 +1,4 @@
-"""A feed-forward layer that is cut over the tensor axis."""
+"""A tensor-parallel feed-forward layer."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,10 @@ from cqs.scheduler.arguments import as_integer
 
 
 class FeedForward(nn.Module):
-    """``down(silu(gate(hidden)) * up(hidden))``: SwiGLU (Shazeer, arXiv 2002.05202)."""
+    """SwiGLU (Shazeer, arXiv 2002.05202): ``down(silu(gate(hidden)) * up(hidden))``.
+
+    The arguments are those of :class:`cqs.nn.HybridTransformerBlock`.
+    """
 
     def __init__(
         self,
@@ -23,7 +26,7 @@ class FeedForward(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Draw the parameters."""
+        """Initialise the parameters and keep this rank's shards."""
         super().__init__()
         axis = tensor_axis(mesh)
         feed_forward_size = as_integer("feed_forward_size", feed_forward_size, 1)
@@ -46,7 +49,15 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, hidden: Tensor, tokens: range) -> Tensor:
-        """Return the rows of this rank; see :meth:`cqs.nn.HybridTransformerBlock.forward`."""
+        """Compute the layer for the rows of this rank.
+
+        Args:
+            hidden: ``[batch, rows, hidden_size]``, the rows of this rank.
+            tokens: Positions of the rows of all ranks of this tensor axis.
+
+        Returns:
+            ``[batch, rows, hidden_size]``.
+        """
         rows = gather(hidden, tokens, self.mesh)
         output: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
         return output

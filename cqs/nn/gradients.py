@@ -1,4 +1,4 @@
-"""What is left to do for gradients after the last backward pass of a step."""
+"""Reduction of gradients over the ranks of a device mesh."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,25 +16,27 @@ from cqs.nn.mesh import AXES
 
 @torch.no_grad()
 def reduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum the gradients of what several ranks have, over those ranks.
+    """Sum the gradients of replicated parameters over the ranks that replicate them.
 
-    Call it on every rank of the mesh, once for each optimiser step, between ``backward`` and
-    ``step``. Then every gradient is that of the sum, over all ranks, of what each called
-    ``backward`` on: a mean over the tokens of all ranks is the sum of theirs over the number of
-    all. DTensors, as the parameters of :mod:`cqs.nn`, are summed over the sequence axis, and over
-    the tensor axis if they are not cut; other parameters over both. A rank on which a parameter was
-    not used, as an expert may be, counts as 0, and has a gradient afterwards if another rank has.
+    Call this on every rank of the mesh, once per optimiser step, between ``backward`` and ``step``.
+    Afterwards every gradient is that of the sum of the ranks' losses. For a mean over all tokens,
+    divide each rank's summed loss by the total number of tokens.
 
-    Not for modules under ``torch.distributed.fsdp.fully_shard(module, mesh=mesh["sequence"])``,
-    which does this itself. It takes the mean over the sequence axis unless it is told not to, by
-    ``module.set_gradient_divide_factor(1.0)``.
+    DTensors, such as the parameters of :mod:`cqs.nn`, are summed over the sequence axis, and over
+    the tensor axis if they are replicated there. Other parameters are summed over both axes. A
+    missing gradient counts as 0, for example that of an expert without tokens; the parameter has a
+    gradient afterwards if it has one on any rank.
+
+    ``torch.distributed.fsdp.fully_shard(module, mesh=mesh["sequence"])`` reduces gradients itself;
+    do not call this function for such modules. FSDP takes the mean over the sequence axis unless
+    ``module.set_gradient_divide_factor(1.0)`` is called.
 
     Args:
-        module: Any, of layers of :mod:`cqs.nn` and others.
-        mesh: Of the axes sequence and tensor.
+        module: A module of layers of :mod:`cqs.nn` and other layers.
+        mesh: Device mesh with the axes ``("sequence", "tensor")``.
 
     Raises:
-        ValueError: on every rank, if modules differ in their number of parameters.
+        ValueError: Modules differ in their number of parameters; raised on every rank.
     """
     parameters = list(module.parameters())
     has_gradient = [parameter.grad is not None for parameter in parameters]
@@ -56,9 +58,9 @@ def reduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _of_any(flags: Sequence[bool], group: Any) -> list[bool]:
-    """Return which flags any rank of a group has; GPUs are not waited for."""
+    """Return the logical or of the flags of all ranks, without a synchronisation of GPUs."""
     calls, num_ranks = calls_on(group), dist.get_world_size(group)
-    with calls.call():  # another thread's messages must not come between
+    with calls.call():  # messages of other threads must not interleave
         agree(group, {"call": "reduce_gradients", "parameters": len(flags)}, None)
         found = swap(control_group(group), list(map(int, flags)), [len(flags)] * num_ranks)
     calls.check()

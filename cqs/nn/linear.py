@@ -1,4 +1,4 @@
-"""Linear layers that are cut over the ranks of a tensor-parallel axis, as in Megatron."""
+"""Tensor-parallel linear layers, as in Megatron-LM."""
 
 from typing import Any
 
@@ -12,30 +12,32 @@ from cqs.nn.mesh import check_divisible
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear layer of which every rank computes some of the outputs.
+    """A linear layer whose output features are divided among the ranks of a mesh axis.
 
-    ``output = input @ weight.T + bias``, weight and bias cut along ``out_features``: the first
-    layer of two in Megatron-LM (Shoeybi et al., arXiv 1909.08053). Forward nothing is communicated.
-    Backward the gradient of the input is a sum over the ranks: one all-reduce; if the input is a
-    DTensor, it is left to be summed where that was made, so that several layers can share it.
+    Every rank computes some columns of ``output = input @ weight.T + bias``. This is the first of
+    two layers in Megatron-LM (Shoeybi et al., arXiv 1909.08053). The forward pass requires no
+    communication. The gradient of the input is summed by one all-reduce in the backward pass. If
+    the input is a DTensor, the gradient stays partial, so that several layers share one reduction.
 
-    Input ``[..., in_features]``, the same on every rank; output ``[..., out_features / ranks]``, a
-    plain tensor, this rank's slice.
+    The input has shape ``[..., in_features]`` and is equal on every rank. The output has shape
+    ``[..., out_features / ranks]`` and is a plain tensor, this rank's columns.
 
-    The parameters are DTensors; this is ``torch.nn.Linear`` under
-    :class:`torch.distributed.tensor.parallel.ColwiseParallel`. All ranks get what the first rank of
-    the axis draws. Without a mesh it is a plain ``torch.nn.Linear`` with the same names.
+    The parameters are DTensors: the layer is ``torch.nn.Linear`` under
+    :class:`torch.distributed.tensor.parallel.ColwiseParallel`. All ranks receive the initial values
+    of the first rank. Without a mesh the layer is a plain ``torch.nn.Linear`` with the same names.
 
     Args:
-        in_features: Size of the last dimension of the input, which every rank has whole.
-        out_features: That of the output of all ranks together; a multiple of their number.
-        bias: Whether there is one.
-        mesh: Of one axis, as ``mesh["tensor"]``.
-        device: As for ``torch.nn.Linear``.
-        dtype: Likewise.
+        in_features: Features of the input.
+        out_features: Features of the output over all ranks; a multiple of the number of ranks.
+        bias: Whether the layer adds a bias.
+        mesh: Device mesh with one axis, such as ``mesh["tensor"]``; ``None`` means this device
+            alone.
+        device: Device of the parameters: ``None``, the device type of the mesh, or ``"meta"``.
+        dtype: Dtype of the parameters; ``None`` means PyTorch's default.
 
     Raises:
-        ValueError: if ``out_features`` is no multiple of the ranks, or the mesh has several axes.
+        ValueError: The number of ranks does not divide ``out_features``, or the mesh has several
+            axes.
     """
 
     def __init__(
@@ -56,32 +58,35 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer of which every rank computes with some of the inputs.
+    """A linear layer whose input features are divided among the ranks of a mesh axis.
 
-    ``output = input @ weight.T + bias``, weight cut along ``in_features``: the second layer of two,
-    whose input is the output of a :class:`ColumnParallelLinear`. The outputs are sums over the
-    ranks: one all-reduce forward and nothing backward or, with ``scatter_dim``, one reduce-scatter
-    and one all-gather (Korthikanti et al., arXiv 2205.05198).
+    Every rank multiplies its input features; ``output = input @ weight.T + bias`` is the sum over
+    the ranks. This is the second of two layers: its input is the output of a
+    :class:`ColumnParallelLinear`. The sum takes one all-reduce in the forward pass. With
+    ``scatter_dim`` it takes one reduce-scatter forward and one all-gather backward (Korthikanti et
+    al., arXiv 2205.05198).
 
-    Input ``[..., in_features / ranks]``; output ``[..., out_features]``, a plain tensor.
+    The input has shape ``[..., in_features / ranks]``, the output ``[..., out_features]``; it is a
+    plain tensor.
 
-    The parameters are DTensors, the bias replicated; this is ``torch.nn.Linear`` under
-    :class:`torch.distributed.tensor.parallel.RowwiseParallel`. For the rest see
-    :class:`ColumnParallelLinear`.
+    The parameters are DTensors, the bias is replicated: the layer is ``torch.nn.Linear`` under
+    :class:`torch.distributed.tensor.parallel.RowwiseParallel`. All ranks receive the initial values
+    of the first rank. Without a mesh the layer is a plain ``torch.nn.Linear`` with the same names.
 
     Args:
-        in_features: Size of the last dimension of the input of all ranks together; a multiple of
-            their number.
-        out_features: That of the output.
-        bias: Whether there is one; added once.
-        scatter_dim: The dimension along which every rank gets a part of the output, as
-            ``torch.chunk`` cuts it: some ranks' may be shorter, or empty. ``None``: all get all.
-        mesh: Of one axis, as ``mesh["tensor"]``.
-        device: As for ``torch.nn.Linear``.
-        dtype: Likewise.
+        in_features: Features of the input over all ranks; a multiple of the number of ranks.
+        out_features: Features of the output.
+        bias: Whether the layer adds a bias, once.
+        scatter_dim: Dimension of the output that is divided among the ranks as by ``torch.chunk``;
+            some parts may be shorter or empty. ``None`` returns the whole output on every rank.
+        mesh: Device mesh with one axis, such as ``mesh["tensor"]``; ``None`` means this device
+            alone.
+        device: Device of the parameters: ``None``, the device type of the mesh, or ``"meta"``.
+        dtype: Dtype of the parameters; ``None`` means PyTorch's default.
 
     Raises:
-        ValueError: if ``in_features`` is no multiple of the ranks, or the mesh has several axes.
+        ValueError: The number of ranks does not divide ``in_features``, or the mesh has several
+            axes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The devices of a layer: one mesh with an axis for the sequence and one for tensor parallelism."""
+"""Device meshes with one axis for context parallelism and one for tensor parallelism."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,36 +12,35 @@ from torch.distributed.tensor import DTensor
 from cqs.uncompiled import uncompiled
 
 AXES = ("sequence", "tensor")
+"""Names of the axes of a mesh."""
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Refuse a mesh of other axes, out of order, or without this process.
-
-    Raises:
-        ValueError: which says what is wrong.
-    """
+    """Raise ValueError for a mesh with other axes, unordered ranks, or without this process."""
     if mesh is None:
         return
     if mesh.mesh_dim_names != AXES:
-        raise ValueError(f"the mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
+        raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
-        raise ValueError(f"the ranks of the mesh must ascend, got {mesh.mesh.tolist()}")
+        raise ValueError(f"mesh must have ascending ranks, got {mesh.mesh.tolist()}")
     if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()}, this process, is not in the mesh of {ranks}")
+        raise ValueError(f"mesh must contain this process, rank {dist.get_rank()}, got {ranks}")
 
 
 def check_divisible(name: str, number: int, axis: DeviceMesh | None) -> None:
-    """Refuse a number that cannot be cut for the ranks of a mesh of one axis.
+    """Raise ValueError unless the ranks of a mesh axis divide a number.
 
-    Raises:
-        ValueError: which names both numbers.
+    Args:
+        name: Name of the number in the error.
+        number: The number to divide.
+        axis: A mesh with one axis; ``None`` accepts any number.
     """
     if axis is None:
         return
     if axis.ndim != 1:
-        raise ValueError(f"a layer is cut over one axis of a mesh, got {axis.mesh_dim_names}")
+        raise ValueError(f"mesh must have one axis, such as mesh['tensor'], got {axis.ndim} axes")
     if number % axis.size():
         raise ValueError(
             f"{name} must be a multiple of the {axis.size()} ranks of the tensor axis, got {number}"
@@ -49,12 +48,18 @@ def check_divisible(name: str, number: int, axis: DeviceMesh | None) -> None:
 
 
 def tensor_axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return what linear layers are cut over."""
+    """Return the tensor axis of a mesh, or ``None`` without a mesh."""
     return None if mesh is None else mesh["tensor"]
 
 
 def broadcast_parameters(module: nn.Module, mesh: DeviceMesh, axis: str) -> None:
-    """Give all ranks of an axis the parameters of its first, unless they are on ``meta``."""
+    """Broadcast the parameters of the first rank of an axis, unless they are on ``meta``.
+
+    Args:
+        module: The module whose parameters are overwritten.
+        mesh: Device mesh with the axes ``("sequence", "tensor")``.
+        axis: Name of the axis.
+    """
     for parameter in module.parameters():
         data = parameter.detach()
         local = data.to_local() if isinstance(data, DTensor) else data
@@ -63,7 +68,7 @@ def broadcast_parameters(module: nn.Module, mesh: DeviceMesh, axis: str) -> None
 
 
 def uncompiled_on_mesh(forward: _Forward) -> _Forward:
-    """Have ``torch.compile`` leave a module as it is if it has a mesh.
+    """Exclude a module's forward method from ``torch.compile`` if the module has a mesh.
 
     PyTorch 2.13 fails to compile the norm of a DTensor whose shape varies.
     """

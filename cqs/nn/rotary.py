@@ -5,19 +5,19 @@ from torch import Tensor
 
 
 def rotate(heads: Tensor, tokens: range, theta: float) -> Tensor:
-    """Rotate pairs of features by angles that grow with the position.
+    """Apply rotary position embeddings.
 
-    Features i and ``i + head_dim / 2`` of the token at position p turn by
-    ``p * theta ** (-2 i / head_dim)`` (Su et al., arXiv 2104.09864, with the features in the order
-    of Llama). Angles are computed in float64: they hold at any position.
+    Features i and ``i + head_dim / 2`` of the token at position p are rotated by the angle
+    ``p * theta ** (-2 i / head_dim)`` (Su et al., arXiv 2104.09864, with the order of features of
+    Llama). Angles are computed in float64, so they are accurate at any position.
 
     Args:
-        heads: ``[batch, heads, rows, head_dim]``, ``head_dim`` even.
-        tokens: The positions of the rows.
-        theta: The base.
+        heads: ``[batch, heads, rows, head_dim]`` with an even ``head_dim``.
+        tokens: Positions of the rows.
+        theta: Base of the angles.
 
     Returns:
-        The same shape and dtype.
+        The rotated heads, ``[batch, heads, rows, head_dim]`` in the dtype of ``heads``.
 
     Example:
         >>> rotate(torch.ones(1, 1, 1, 2), range(0, 1), 10_000.0)

@@ -1,4 +1,4 @@
-"""Where the rows of a rank lie in the sequence, and those of its tensor-parallel group together."""
+"""Positions of a rank's rows in the sequence, and the all-gather over the tensor axis."""
 
 from typing import Any
 
@@ -14,18 +14,21 @@ from cqs.uncompiled import uncompiled
 
 @uncompiled
 def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
-    """Return the positions of what the ranks of this tensor axis have together.
+    """Return the positions of the rows of all ranks of this tensor axis.
 
-    Every rank of the mesh calls this. Numbers travel between CPUs; GPUs are not waited for.
+    Every rank of the mesh calls this. The ranks exchange their numbers of rows between CPUs,
+    without a synchronisation of GPUs.
 
     Args:
-        shard: ``[batch, rows, ...]``: the rows of this rank.
-        mesh: Of the axes sequence and tensor; ``None``: the rows are all there are.
+        shard: The rows of this rank, ``[batch, rows, ...]``.
+        mesh: Device mesh with the axes ``("sequence", "tensor")``; ``None`` means that the shard is
+            the whole sequence.
 
     Raises:
-        TypeError: if the shard is no tensor; ValueError on all other ranks.
-        ValueError: on every rank, if shards differ in more than their rows, are elsewhere than the
-            mesh, are empty, or are not cut over the tensor axis as ``torch.chunk`` cuts.
+        TypeError: The shard is not a plain tensor; the other ranks raise ValueError.
+        ValueError: Shards differ in dtype, batch or features, are on another device type than the
+            mesh, are empty, or are not divided as by ``torch.chunk`` over the tensor axis. Raised
+            on every rank.
     """
     if mesh is None:
         return range(shard.shape[1])
@@ -56,31 +59,38 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
 
 def _check_shard(shard: Tensor, mesh: DeviceMesh) -> None:
     if not isinstance(shard, Tensor):
-        raise TypeError(f"the input must be a tensor, got {type(shard).__name__}")
+        raise TypeError(f"hidden must be a tensor, got {type(shard).__name__}")
     if isinstance(shard, DTensor):
         raise TypeError("hidden must be a plain torch.Tensor, got DTensor: pass hidden.to_local()")
     if shard.device.type != mesh.device_type:
-        raise ValueError(f"the mesh is of {mesh.device_type}, the input on {shard.device}")
+        raise ValueError(
+            f"hidden must be on the {mesh.device_type} device of the mesh, got {shard.device}"
+        )
     if shard.ndim < 2 or not shard.shape[0]:
         shape = tuple(shard.shape)
-        raise ValueError(f"the input must be [batch of at least 1, rows, ...], got {shape}")
+        raise ValueError(f"hidden must be [batch of at least 1, rows, ...], got {shape}")
 
 
 def _check_chunks(rows: tuple[int, ...]) -> None:
     length = -(-sum(rows) // len(rows))
     if 0 in rows:
-        raise ValueError(f"every rank needs rows, a tensor axis has {rows}: the mesh is too large")
+        raise ValueError(
+            f"hidden must have a row on every rank, got {rows} on the ranks of a tensor axis: use "
+            "a smaller mesh"
+        )
     if any(mine != min(length, sum(rows[i:])) for i, mine in enumerate(rows)):
-        raise ValueError(f"along the tensor axis rows must be cut as torch.chunk cuts, got {rows}")
+        raise ValueError(
+            f"hidden must be divided over the tensor axis as by torch.chunk, got rows {rows}"
+        )
 
 
 def gather(shard: Tensor, tokens: range, mesh: DeviceMesh | None) -> Tensor:
-    """Return the rows of all ranks of the tensor axis; their gradients are summed and cut again.
+    """All-gather the rows of the tensor axis; the backward pass reduce-scatters their gradients.
 
     Args:
-        shard: ``[batch, rows, size]``.
-        tokens: What :func:`find_tokens` returned.
-        mesh: Likewise; ``None`` returns the shard.
+        shard: The rows of this rank, ``[batch, rows, size]``.
+        tokens: Positions of the gathered rows, from :func:`find_tokens`.
+        mesh: Device mesh with the axes ``("sequence", "tensor")``; ``None`` returns the shard.
 
     Returns:
         ``[batch, len(tokens), size]``, a DTensor for :class:`~cqs.nn.ColumnParallelLinear`.

@@ -165,7 +165,7 @@ def test_a_compiled_decoder_on_a_mesh_trains_as_on_one_device(mesh_ranks):
 
 def test_blocks_of_a_decoder_are_alike():
     for blocks in ([], [make_block(None), make_block(None, hidden_size=48)]):
-        with pytest.raises(ValueError, match="at least one, all of the same hidden_size and mesh"):
+        with pytest.raises(ValueError, match="blocks must be at least one"):
             HybridDecoder(5, blocks)
 
 

@@ -27,7 +27,7 @@ from cqs.patterns import causal, per_head
         (
             (1, 2),
             {"pattern": per_head([[causal()] * 6])},
-            "the pattern is for 6 heads, num_heads is 12",
+            "pattern must be for num_heads = 12 heads, got 6",
         ),
     ],
 )
@@ -41,9 +41,9 @@ def test_a_mesh_that_does_not_fit_the_layer(mesh_ranks, shape, options, message)
     [
         (
             {"names": ("tensor", "sequence")},
-            "the mesh must have the axes ('sequence', 'tensor'), got ('tensor', 'sequence')",
+            "mesh must have the axes ('sequence', 'tensor'), got ('tensor', 'sequence')",
         ),
-        ({"backwards": True}, "the ranks of the mesh must ascend, got [[1, 0]]"),
+        ({"backwards": True}, "mesh must have ascending ranks, got [[1, 0]]"),
     ],
     ids=str,
 )
@@ -54,7 +54,7 @@ def test_a_mesh_that_does_not_fit_the_group(mesh_ranks, how, message):
 def test_a_rank_outside_of_the_mesh(mesh_ranks):
     assert mesh_ranks.run(8, refusal, (1, 2), {}) == [
         *[None] * 2,
-        *(f"rank {i}, this process, is not in the mesh of [0, 1]" for i in range(2, 8)),
+        *(f"mesh must contain this process, rank {i}, got [0, 1]" for i in range(2, 8)),
     ]
 
 
@@ -64,17 +64,20 @@ ROWS = torch.zeros(1, 2, 24, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([ROWS[:, :1], ROWS, ROWS, ROWS], "must be cut as torch.chunk cuts, got (1, 2)"),
-        ([ROWS, ROWS, ROWS, ROWS[:, :0]], "every rank needs rows, a tensor axis has (2, 0)"),
+        ([ROWS[:, :1], ROWS, ROWS, ROWS], "as by torch.chunk, got rows (1, 2)"),
+        ([ROWS, ROWS, ROWS, ROWS[:, :0]], "hidden must have a row on every rank, got (2, 0)"),
         ([ROWS, ROWS, ROWS.repeat(2, 1, 1), ROWS], "batch 1, rank 0 has 2"),
         ([ROWS, ROWS, ROWS, ROWS.float()], "dtype torch.float32, rank 0 has torch.float64"),
-        ([ROWS, ROWS.to("meta"), ROWS, ROWS], "the mesh is of cpu, the input on meta"),
+        (
+            [ROWS, ROWS.to("meta"), ROWS, ROWS],
+            "hidden must be on the cpu device of the mesh, got meta",
+        ),
         (
             [ROWS, ROWS, torch.zeros(24), ROWS],
             "must be [batch of at least 1, rows, ...], got (24,)",
         ),
         ([ROWS[:0]] * 4, "must be [batch of at least 1, rows, ...], got (0, 2, 24)"),
-        ([ROWS, None, ROWS, ROWS], "the input must be a tensor, got NoneType"),
+        ([ROWS, None, ROWS, ROWS], "hidden must be a tensor, got NoneType"),
     ],
     ids=["chunks", "rows", "batch", "dtype", "device", "dimensions", "empty", "none"],
 )
@@ -112,7 +115,7 @@ def test_sizes_that_do_not_fit(options, message):
 
 
 def test_what_is_no_pattern_and_no_block():
-    with pytest.raises(TypeError, match=r"pattern must be of cqs\.patterns, got str"):
+    with pytest.raises(TypeError, match=r"pattern must be a cqs\.patterns\.Pattern, got str"):
         make_block(None, pattern="causal")
-    with pytest.raises(TypeError, match="blocks must be of HybridTransformerBlock"):
+    with pytest.raises(TypeError, match="blocks must be HybridTransformerBlocks, got"):
         HybridDecoder(10, [torch.nn.Linear(2, 2)])
