@@ -1,4 +1,4 @@
-"""JAX: attention by cqs on JAX's arrays, with gradients."""
+"""Attention for JAX arrays, with gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,44 +36,46 @@ def attention(
     backend: str | None = None,
     executor: "str | Cluster | None" = None,
 ) -> jax.Array:
-    """Compute what ``jax.nn.dot_product_attention`` computes, by :func:`cqs.attention`.
+    """Compute attention with the signature of ``jax.nn.dot_product_attention``.
 
-    Arrays go to PyTorch and back by DLPack, without a copy, on the CPU or the GPU where they are. A
-    GPU is waited for before and after: JAX and PyTorch do not know what the other still reads.
-    Inside ``jax.jit`` and other transformations PyTorch is called back with arrays in host memory,
-    and computes on the CPU. Reverse-mode derivatives are defined, once; the backward pass computes
-    the forward pass again.
+    PyTorch receives the arrays through DLPack without a copy, on their CPU or GPU. The GPU is
+    synchronised before and after the computation, because JAX and PyTorch do not track each other's
+    reads. Inside ``jax.jit`` and other transformations PyTorch is called back with arrays in host
+    memory, and computes on the CPU. First reverse-mode derivatives are defined; the backward pass
+    recomputes the forward pass.
 
-    One difference: a query that sees no key gives 0, not the mean of all values.
+    A query that sees no key has output 0; in JAX it has the mean of all values.
 
     Args:
-        query: ``[batch, seqlen_q, num_heads, head_dim]``, or without the batch; float64, float32,
-            bfloat16 or float16.
+        query: ``[batch, seqlen_q, num_heads, head_dim]``, or without the batch dimension; float64,
+            float32, bfloat16 or float16.
         key: ``[batch, seqlen_kv, num_kv_heads, head_dim]``; ``num_heads`` must be a multiple of
-            ``num_kv_heads``, and consecutive query heads share one.
+            ``num_kv_heads``, and consecutive query heads share a KV head.
         value: ``[batch, seqlen_kv, num_kv_heads, value_dim]``.
-        bias: Must be ``None``: scores cannot be biased.
-        mask: Boolean ``[batch, num_heads, seqlen_q, seqlen_kv]``, True where a query sees a key; 1
-            stands for all, as do dimensions that are left out in front.
+        bias: Must be ``None``; a bias on the scores is not supported.
+        mask: Boolean ``[batch, num_heads, seqlen_q, seqlen_kv]``, True where a query sees a key. A
+            dimension of 1 applies to all; leading dimensions may be omitted.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-        is_causal: Query i sees the keys up to key i: aligned at the top left, as in JAX.
-        query_seq_lengths: int32 ``[batch]``: later queries give 0.
-        key_value_seq_lengths: int32 ``[batch]``: later keys are not seen.
-        local_window_size: Query i sees the keys from ``i - left`` to ``i + right``; a number is
-            both.
-        pattern: Further limits, of :mod:`cqs.patterns`.
-        num_tasks: As for :func:`cqs.attention`.
-        backend: Likewise.
-        executor: Likewise.
+        is_causal: Query i sees keys up to i, aligned at the top left as in JAX.
+        query_seq_lengths: Number of queries of each batch element, int32 ``[batch]``; later queries
+            have output 0.
+        key_value_seq_lengths: Number of keys of each batch element, int32 ``[batch]``; later keys
+            are masked out.
+        local_window_size: ``(left, right)``: query i sees the keys from ``i - left`` to
+            ``i + right``. One integer sets both.
+        pattern: Pattern of :mod:`cqs.patterns`, intersected with the other masks.
+        num_tasks: Number of tasks, see :func:`cqs.attention`.
+        backend: Name of a backend; ``None`` selects one, see :func:`cqs.attention`.
+        executor: ``None``, ``"local"``, ``"ray"`` or a cluster, see :func:`cqs.attention`.
 
     Returns:
-        ``[batch, seqlen_q, num_heads, value_dim]`` in the dtype of ``query``; without the batch if
-        ``query`` has none.
+        ``[batch, seqlen_q, num_heads, value_dim]`` in the dtype of ``query``; without the batch
+        dimension if ``query`` has none.
 
     Raises:
-        NotImplementedError: for a bias, and as for :func:`cqs.attention`.
-        TypeError: as for :func:`cqs.attention`.
-        ValueError: likewise.
+        NotImplementedError: ``bias`` is not ``None``, or no backend supports the call.
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: Shapes, dtypes or options do not fit together.
 
     Example:
         >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 50, 4, 16))
@@ -83,12 +85,15 @@ def attention(
         True
     """
     if bias is not None:
-        raise NotImplementedError("a bias on the scores is not supported; a mask or a pattern is")
+        raise NotImplementedError(
+            f"bias must be None, got {type(bias).__name__}: pass a mask or a pattern, or call "
+            "cqs.flex_attention with a score_mod"
+        )
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
     if isinstance(scale, np.generic | jax.Array):
         scale = scale.item()
-    call = _Call(
+    options = _Options(
         bool(is_causal),
         local_window_size,
         pattern,
@@ -106,13 +111,13 @@ def attention(
         mask = jnp.asarray(mask)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     limits = mask, query_seq_lengths, key_value_seq_lengths
-    output = _attend(call, query, key, value, limits)
+    output = _attend(options, query, key, value, limits)
     return output if has_batch else output[0]
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What does not depend on arrays."""
+class _Options:
+    """The static arguments of a call, which JAX does not trace."""
 
     is_causal: bool
     window: tuple[int, int] | None
@@ -150,7 +155,15 @@ class _Call:
     def backward(
         self, query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, *limits: Any
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of query, key and value; arguments as for the forward pass."""
+        """Compute the gradients of query, key and value.
+
+        Args:
+            query: ``[batch, seqlen_q, num_heads, head_dim]``.
+            key: ``[batch, seqlen_kv, num_kv_heads, head_dim]``.
+            value: ``[batch, seqlen_kv, num_kv_heads, value_dim]``.
+            grad_output: Gradient of the output, ``[batch, seqlen_q, num_heads, value_dim]``.
+            limits: The mask and the lengths of queries and keys, each an array or ``None``.
+        """
         tensors = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         output = self.forward(*tensors, *limits)
         gradients = torch.autograd.grad(output, tensors, grad_output)
@@ -174,7 +187,7 @@ class _Call:
 
 
 def _as_tensor(array: jax.Array) -> Tensor:
-    """Return a tensor like an array by head, of no memory: an array may have no values yet."""
+    """Return a tensor without memory in the array's shape, because a traced array has no values."""
     like = torch.empty((), dtype=getattr(torch, array.dtype.name, torch.int8)).expand(array.shape)
     return like.transpose(1, 2) if like.ndim == 4 else like
 
@@ -205,24 +218,24 @@ def _of_lengths(q_lengths: Any, kv_lengths: Any, seqlen_q: int, seqlen_kv: int) 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    call: _Call, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
+    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
 ) -> jax.Array:
     shape = (*query.shape[:3], value.shape[3])
     result = jax.ShapeDtypeStruct(shape, query.dtype)
-    output: jax.Array = _by_torch(call.forward, result, (query, key, value), limits)
+    output: jax.Array = _by_torch(options.forward, result, (query, key, value), limits)
     return output
 
 
 def _attend_forward(
-    call: _Call, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
+    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
 ) -> tuple[jax.Array, Any]:
-    return _attend(call, query, key, value, limits), (query, key, value, limits)
+    return _attend(options, query, key, value, limits), (query, key, value, limits)
 
 
-def _attend_backward(call: _Call, kept: Any, grad_output: jax.Array) -> tuple[Any, ...]:
+def _attend_backward(options: _Options, kept: Any, grad_output: jax.Array) -> tuple[Any, ...]:
     *operands, limits = kept
     results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands)
-    return *_by_torch(call.backward, results, (*operands, grad_output), limits), None
+    return *_by_torch(options.backward, results, (*operands, grad_output), limits), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -231,13 +244,13 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _by_torch(
     function: Callable[..., Any], results: Any, operands: Sequence[jax.Array], limits: Any
 ) -> Any:
-    """Call a function of tensors: at once, or when the arrays are known.
+    """Call a function of tensors at once, or by a callback if an array is traced.
 
     Args:
-        function: Called with the operands as tensors and the limits as they are.
-        results: Shapes and dtypes of what it returns.
-        operands: Arrays.
-        limits: Arrays or ``None``.
+        function: Called with the operands as tensors, then the unchanged limits.
+        results: Shapes and dtypes of the function's results.
+        operands: Arrays that become tensors.
+        limits: The mask and the lengths of queries and keys, each an array or ``None``.
     """
 
     def call(give: Callable[[Tensor], Any], operands: Any, limits: Any) -> Any:
@@ -254,17 +267,17 @@ def _by_torch(
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for a GPU.
+    """Wait until a GPU has finished.
 
-    DLPack has streams wait for arrays to be computed, but not for them to be read: JAX frees memory
-    once its kernels are launched, for itself and for PyTorch to write to.
+    DLPack orders reads after the writes of an array, but not later writes after the reads: JAX
+    reuses memory as soon as its kernels are launched.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _to_numpy(tensor: Tensor) -> Any:
-    """Return an array that shares memory; numpy itself knows no bfloat16."""
+    """Return an array that shares the tensor's memory; NumPy itself has no bfloat16."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
     return tensor.numpy()

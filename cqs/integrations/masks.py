@@ -1,4 +1,4 @@
-"""What the masks of Hugging Face transformers mean, as patterns."""
+"""Conversion of masks of Hugging Face transformers to patterns."""
 
 import inspect
 import math
@@ -34,13 +34,14 @@ from cqs.patterns.regular import bind_pieces
 def of_function(
     mask_function: Callable[..., Tensor], distance: int, is_part: bool
 ) -> Pattern | None:
-    """Return the pattern of a mask function of transformers, ``None`` for one not known.
+    """Return the pattern of a mask function of transformers, or ``None`` if it is not recognised.
 
     Args:
-        mask_function: Of :mod:`transformers.masking_utils`; what it was made from is read from its
-            closure.
-        distance: From the position of the last query to that of the last key.
-        is_part: Whether sequences go on elsewhere, so that packed ones are not known.
+        mask_function: A function of :mod:`transformers.masking_utils`; its parameters are read from
+            its closure.
+        distance: Position of the last key minus position of the last query.
+        is_part: Whether the rank has a part of each sequence; packed sequences are then not
+            recognised.
     """
     if mask_function.__module__ != "transformers.masking_utils":
         return None
@@ -72,7 +73,7 @@ def _of_sequences(numbers: Tensor) -> Pattern:
     """Return the pattern of packed sequences.
 
     Args:
-        numbers: Of the sequence that each token belongs to ``[batch, seqlen]``, ascending.
+        numbers: Index of each token's sequence, ascending integers ``[batch, seqlen]``.
     """
     rows = []
     for row in as_array(numbers):
@@ -84,9 +85,14 @@ def _of_sequences(numbers: Tensor) -> Pattern:
 def visible_keys(
     attention_mask: Tensor | None, kv_offset: int, kv_length: int
 ) -> NDArray[np.bool_] | None:
-    """Return which keys are no padding ``[batch, kv_length]``, ``None`` if all are.
+    """Return the keys that are not padding, boolean ``[batch, kv_length]``; ``None`` if all are.
 
-    Positions beyond the mask are padding, as they are in transformers.
+    Positions beyond the mask are padding, as in transformers.
+
+    Args:
+        attention_mask: ``[batch, positions]``, False or 0 at padding; ``None`` without padding.
+        kv_offset: Position of the first key.
+        kv_length: Number of keys.
     """
     if attention_mask is None:
         return None
@@ -96,7 +102,11 @@ def visible_keys(
 
 
 def of_padding(visible: NDArray[np.bool_]) -> Pattern:
-    """Return the pattern of padding, given which keys are none ``[batch, kv_length]``."""
+    """Return the pattern of padding.
+
+    Args:
+        visible: True for keys that are not padding, boolean ``[batch, kv_length]``.
+    """
     edges = (np.flatnonzero(np.diff(row, prepend=False, append=False)) for row in visible)
     return by_batch([_Visible(tuple(map(int, each))) for each in edges])
 
@@ -116,15 +126,15 @@ class _Visible(Pattern):
 
 
 def by_batch(rows: Sequence[Pattern]) -> Pattern:
-    """Return the pattern of ``rows[batch]`` for all heads."""
+    """Return the pattern that applies ``rows[batch]`` to all heads of a batch element."""
     return rows[0] if len(set(rows)) == 1 else per_head([[row] for row in rows])
 
 
 def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
-    """Return the pattern of a boolean mask, or of one to be added to the scores.
+    """Return the pattern of a boolean or additive mask.
 
     Args:
-        mask: ``[batch, heads, seqlen_q, seqlen_kv]``; 1 stands for all.
+        mask: ``[batch, heads, seqlen_q, seqlen_kv]``; a dimension of 1 applies to all.
         q_length: Number of queries.
         kv_length: Number of keys.
 
@@ -134,32 +144,49 @@ def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
     """
     if mask.ndim != 4:
         raise NotImplementedError(
-            f"the mask must be [batch, heads, seqlen_q, seqlen_kv], got {list(mask.shape)}"
+            f"attention_mask must be [batch, heads, seqlen_q, seqlen_kv], got {list(mask.shape)}"
         )
     if mask.shape[2] not in (1, q_length) or mask.shape[3] not in (1, kv_length):
         raise ValueError(
-            f"the mask is {list(mask.shape)}, of {q_length} queries and {kv_length} keys"
+            f"attention_mask must be for {q_length} queries and {kv_length} keys, "
+            f"got {list(mask.shape)}"
         )
     return from_mask(mask.expand(-1, -1, q_length, kv_length))
 
 
 def without_mask(lengths: tuple[int, int], is_causal: bool, window: int | None) -> Pattern:
-    """Return the pattern of a layer that has no mask, for its numbers of queries and keys."""
+    """Return the pattern of a layer that has no mask.
+
+    Args:
+        lengths: Number of queries and of keys.
+        is_causal: Whether the layer is causal.
+        window: The ``sliding_window`` that the layer passes, or ``None``.
+
+    Raises:
+        NotImplementedError: The layer has a window, or is causal with unequal lengths.
+    """
     if window is not None:
-        raise NotImplementedError(f"a sliding window of {window} without a mask is not supported")
+        raise NotImplementedError(
+            f"sliding_window must be None without a mask, got {window}: pass the mask of the window"
+        )
     q_length, kv_length = lengths
     if not is_causal or q_length == 1:
         return sliding_window(None, None)
     if q_length != kv_length:
         raise NotImplementedError(
-            f"causal attention of {q_length} queries to {kv_length} keys without a mask "
-            "does not say at which keys the queries are"
+            f"causal attention of {q_length} queries to {kv_length} keys requires a mask, because "
+            "the positions of the queries are unknown"
         )
     return causal()
 
 
 def stack(pattern: Pattern, q_length: int, kv_length: int) -> "Stacked | None":
-    """Return what is the same for a batch as one sequence, if its elements differ, in pieces."""
+    """Return the equivalent pattern of the batch as one sequence.
+
+    Returns:
+        The stacked pattern; ``None`` if all batch elements have the same pattern, or if one has a
+        block list.
+    """
     batch, _ = pattern.heads
     rows = tuple(pattern.head(element, 0) for element in range(batch))
     if batch == 1 or any(row.bind(q_length, kv_length).blocks is not None for row in rows):
@@ -169,7 +196,7 @@ def stack(pattern: Pattern, q_length: int, kv_length: int) -> "Stacked | None":
 
 @dataclass(frozen=True)
 class Stacked(Pattern):
-    """Sequences of equal lengths one after another, each with a pattern of its own."""
+    """The pattern of sequences of equal lengths one after another, each with its own pattern."""
 
     rows: tuple[Pattern, ...]
     q_length: int
@@ -197,17 +224,18 @@ def _moved(axis: Axis, by: int) -> Axis:
 def of_group(
     group: Any, pattern: Pattern | None, visible: NDArray[np.bool_], q_offset: int
 ) -> Pattern:
-    """Return the pattern of the whole sequence, of which each rank has a part.
+    """Return the pattern of the whole sequence, which is sharded over the ranks of a group.
 
     Args:
         group: The process group.
-        pattern: That of the mask function; ``None`` for one not known.
-        visible: Which keys of this rank are no padding ``[batch, kv_length]``.
-        q_offset: Position of this rank's first query in its own part.
+        pattern: Pattern of the mask function; ``None`` if it was not recognised.
+        visible: True for keys of this rank that are not padding, boolean ``[batch, kv_length]``.
+        q_offset: Position of this rank's first query in its own shard; above 0 with a cache.
 
     Raises:
-        NotImplementedError: for a cache and an unknown mask; ValueError on other ranks.
-        ValueError: if ranks do not ask for the same.
+        NotImplementedError: There is a cache, or the mask function was not recognised; the other
+            ranks raise ValueError.
+        ValueError: Ranks differ in batch size or pattern.
     """
     error: NotImplementedError | None = None
     if q_offset:
@@ -220,7 +248,7 @@ def of_group(
     batch, length = visible.shape
     request = {"call": "a mask", "pattern": pattern, "batch": batch}
     calls = calls_on(group)
-    with calls.call():  # another thread's messages must not come between
+    with calls.call():  # messages of other threads must not interleave
         lengths = agree(group, request, error, seqlen_kv=length).seqlens_kv
         numbers = [-(-batch * each // 64) for each in lengths]
         words = iter(swap(control_group(group), _to_words(visible), numbers))
@@ -235,13 +263,13 @@ def of_group(
 
 
 def _to_words(flags: NDArray[np.bool_]) -> list[int]:
-    """Pack flags into integers of 64 bits, to travel."""
+    """Pack flags into 64-bit integers, which ranks exchange."""
     bits = np.zeros(-(-flags.size // 64) * 64, dtype=bool)
     bits[: flags.size] = flags.ravel()
     return np.packbits(bits).view(np.int64).tolist()
 
 
 def _from_words(words: list[int], shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return the flags of :func:`_to_words`."""
+    """Return the flags, boolean of the given shape, that :func:`_to_words` has packed."""
     bits = np.unpackbits(np.array(words, dtype=np.int64).view(np.uint8))
     return bits[: math.prod(shape)].astype(bool).reshape(shape)

@@ -36,7 +36,7 @@ _NOT_HONOURED = (
     "sinks",
     "softcap",
 )
-"""What layers may ask of attention, beyond a mask, that changes its result."""
+"""Arguments of layers, besides a mask, that change the result and are not supported."""
 
 
 def register(
@@ -47,36 +47,38 @@ def register(
     num_tasks: int | None = None,
     backend: str | None = None,
 ) -> None:
-    """Make ``attn_implementation=name`` mean attention by cqs, in every model of transformers.
+    """Register cqs as an ``attn_implementation`` of Hugging Face transformers.
 
-    It works in models that take their attention from transformers' ``AttentionInterface``: causal
-    or not, with grouped queries, sliding windows, padding, packed sequences, caches and dropout.
-    Masks become patterns, of a few integers where transformers' rule is known, padding or not,
-    otherwise exactly those of the mask. Code of a model that reads or changes the mask gets an
-    ordinary boolean tensor. A query that sees no key, as in padding on the left, gives 0.
+    It supports models that use transformers' ``AttentionInterface``: causal or non-causal, with
+    GQA, sliding windows, padding, packed sequences, caches and dropout. Masks become patterns. A
+    mask function of transformers becomes a few integers; any other mask becomes a block list. Code
+    of a model that reads or changes the mask gets an ordinary boolean tensor. A query that sees no
+    key, as in padding on the left, has output 0.
 
     A model that does not use the interface, such as Falcon and BLOOM, raises ``ValueError`` when it
     is built with the name; ``set_attn_implementation`` logs transformers' own warning and changes
     nothing. A model that does not declare its support, such as the speech encoder of Granite
     Speech, gives a warning: layers that do not use the interface keep their own attention.
 
-    What a layer asks for that cannot be honoured raises an error that names the layer when the
-    model is called: scores that are capped or biased, attention sinks, sparse indices, a paged
-    cache, attention weights as an output.
+    Unsupported arguments of a layer raise an error that names the layer when the model is called:
+    capped or biased scores, attention sinks, sparse indices, a paged cache, and attention weights
+    as an output.
 
     Args:
-        name: Several registrations may stand side by side; a name that is registered is replaced.
-        executor: As for :func:`cqs.attention`: a :class:`cqs.Cluster` computes every layer.
-        group: A process group, each rank of which calls the model with its contiguous part of
-            every sequence, as for :func:`cqs.distributed.attention`, and with the ``position_ids``
-            of the whole: ``torch.distributed.group.WORLD`` for all ranks. Masks of padding are cut
-            like the sequence. Neither caches nor packed sequences.
-        num_tasks: As for :func:`cqs.attention`; not with a group.
-        backend: As for :func:`cqs.attention`.
+        name: Name to register; it replaces an earlier registration of the same name. Several names
+            may be registered.
+        executor: ``None``, ``"local"``, ``"ray"`` or a :class:`cqs.Cluster` that computes every
+            layer, see :func:`cqs.attention`.
+        group: Process group for context parallelism, such as ``torch.distributed.group.WORLD``.
+            Each rank calls the model with its contiguous shard of every sequence, see
+            :func:`cqs.distributed.attention`, with its ``position_ids`` in the whole sequence, and
+            with its shard of the padding mask. Caches and packed sequences are not supported.
+        num_tasks: Number of tasks, see :func:`cqs.attention`. Not supported with ``group``.
+        backend: Name of a backend; ``None`` selects one, see :func:`cqs.attention`.
 
     Raises:
-        ImportError: if transformers is not installed, or has not the interface.
-        ValueError: for options that do not fit together.
+        ImportError: transformers is not installed, or too old to have the interface.
+        ValueError: ``group`` is given together with ``executor`` or ``num_tasks``.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -94,7 +96,10 @@ def register(
     elif executor is num_tasks is None:
         compute = partial(cqs.distributed.attention, group=group, backend=backend)
     else:
-        raise ValueError("a process group takes neither an executor nor a number of workers")
+        raise ValueError(
+            "executor and num_tasks must be None with a process group, "
+            f"got {executor!r} and {num_tasks!r}"
+        )
     implementation = _Implementation(compute, dense_mask, group)
     _check_models(name)
     attention_interface.register(name, implementation.attend)
@@ -102,7 +107,7 @@ def register(
 
 
 def _extension_points() -> tuple[Any, Any, Any]:
-    """Return transformers' registries of attention and of masks, and its maker of dense masks."""
+    """Return transformers' registries of attention and masks, and its function of dense masks."""
     needed = "pip install 'transformers>=5.4'"
     try:
         import transformers
@@ -115,8 +120,8 @@ def _extension_points() -> tuple[Any, Any, Any]:
         inspect.signature(sdpa_mask).bind_partial(q_offset=0)
     except (ImportError, TypeError) as error:
         raise ImportError(
-            f"transformers {transformers.__version__} has not the interface for attention and "
-            f"masks that cqs registers with: {needed}"
+            f"transformers must have AttentionInterface and AttentionMaskInterface, got version "
+            f"{transformers.__version__}: {needed}"
         ) from error
     return AttentionInterface, AttentionMaskInterface, sdpa_mask
 
@@ -126,10 +131,10 @@ _names: set[str] = set()
 
 
 def _check_models(name: str) -> None:
-    """Check every model that is built with a name, or set to it, as transformers does for sdpa.
+    """Check every model that is built with a registered name, as transformers does for ``sdpa``.
 
-    Transformers checks its own names in a method of all models and accepts every other name that
-    is registered, so the method is wrapped, once for all names.
+    Transformers checks its own names in a method of all models and accepts any other registered
+    name. The method is therefore wrapped, once for all names.
     """
     import transformers
 
@@ -148,7 +153,7 @@ def _check_models(name: str) -> None:
 
 
 def _check_model(model: Any, name: str) -> None:
-    """Raise where a model has its own attention, warn where some of its layers may.
+    """Raise for a model with its own attention; warn if some of its layers may have their own.
 
     Args:
         model: A model of transformers.
@@ -177,14 +182,14 @@ def _check_model(model: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Implementation:
-    """What a name stands for: the two functions that transformers calls."""
+    """The attention function and the mask function that transformers calls for a name."""
 
     compute: Callable[..., Any]
-    """:func:`cqs.attention`, or that of :mod:`cqs.distributed`."""
+    """:func:`cqs.attention` or :func:`cqs.distributed.attention`, with options."""
     dense_mask: Callable[..., Tensor]
-    """Makes transformers' own boolean mask ``[batch, 1, seqlen_q, seqlen_kv]``."""
+    """Makes transformers' own boolean mask, ``[batch, 1, seqlen_q, seqlen_kv]``."""
     group: Any
-    """The process group, if there is one."""
+    """The process group, or ``None``."""
 
     @uncompiled
     def attend(
@@ -206,19 +211,25 @@ class _Implementation:
             query: ``[batch, num_heads, seqlen_q, head_dim]``.
             key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
             value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-            attention_mask: What :meth:`mask` returned, a mask of the user's own, or ``None``.
-            dropout: Chance that a probability is zeroed.
-            scaling: Factor on the scores.
-            is_causal: Whether attention without a mask is causal; ``None`` means what the layer
-                says.
-            asked: Whatever else the layer passes on.
+            attention_mask: A mask of :meth:`mask` or of the user,
+                ``[batch, heads, seqlen_q, seqlen_kv]``, or ``None``.
+            dropout: Probability that an attention weight is zeroed.
+            scaling: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+            is_causal: Whether attention without a mask is causal; ``None`` uses the ``is_causal``
+                attribute of the layer.
+            asked: Further keyword arguments of the layer.
 
         Returns:
-            ``[batch, seqlen_q, num_heads, value_dim]``, and no weights.
+            The output, ``[batch, seqlen_q, num_heads, value_dim]``, and None for the weights.
+
+        Raises:
+            NotImplementedError: An argument of the layer is not supported.
+            TypeError: Tensors have an unsupported dtype.
+            ValueError: The mask does not fit the tensors, or ranks differ.
         """
         lengths = query.shape[2], key.shape[2]
         try:
-            with self._telling():
+            with self._errors_shared():
                 pattern = self._pattern_of(module, lengths, attention_mask, is_causal, asked)
             device = query.device.type
             if torch.is_autocast_enabled(device):
@@ -240,7 +251,7 @@ class _Implementation:
         is_causal: bool | None,
         asked: Mapping[str, Any],
     ) -> "Pattern | masks.Stacked":
-        """Return which queries of a layer see which keys, or refuse what is asked of it."""
+        """Return the pattern of a layer; raise NotImplementedError for unsupported arguments."""
         for name in _NOT_HONOURED:
             if asked.get(name) is not None and asked[name] is not False:
                 raise NotImplementedError(f"{name} is not supported")
@@ -260,8 +271,8 @@ class _Implementation:
         elif attention_mask is not None:
             if self.group is not None:
                 raise NotImplementedError(
-                    "a mask of your own is not supported with a process group: pass the padding, "
-                    "[batch, positions]"
+                    "attention_mask must be the padding mask, [batch, positions], with a process "
+                    f"group, got {list(attention_mask.shape)}"
                 )
             pattern = masks.of_tensor(attention_mask, *lengths)
         else:
@@ -273,8 +284,8 @@ class _Implementation:
         return pattern
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell other ranks, which wait for this one's request, what is wrong here."""
+    def _errors_shared(self) -> Iterator[None]:
+        """Send an error of the block to the other ranks, which wait for this rank's request."""
         try:
             yield
         except Exception as error:
@@ -299,23 +310,31 @@ class _Implementation:
     ) -> PatternMask:
         """Return the mask that a model passes to its layers.
 
-        It is never ``None``, not even where ``sdpa`` takes none: layers of models that do not
-        support ``sdpa`` need not say whether they are causal.
+        It is never ``None``, in contrast to ``sdpa``: layers of models that do not support ``sdpa``
+        may not declare whether they are causal.
 
         Args:
             batch_size: Number of sequences.
             q_length: Number of queries.
             kv_length: Number of keys.
-            mask_function: Says whether a query sees a key, padding aside.
+            mask_function: Function of transformers that returns whether a query sees a key, without
+                regard to padding.
             q_offset: Position of the first query.
             kv_offset: Position of the first key.
-            attention_mask: ``[batch, positions]``, False where there is padding.
-            use_vmap: Whether ``mask_function`` takes scalars only.
+            attention_mask: ``[batch, positions]``, False at padding; ``None`` without padding.
+            use_vmap: Whether ``mask_function`` supports scalars only.
             device: Device of the mask.
-            options: Further arguments of transformers' own functions.
+            options: Further arguments of transformers' own mask functions.
+
+        Returns:
+            The mask, ``[batch, 1, q_length, kv_length]``.
+
+        Raises:
+            NotImplementedError: The mask is not supported with a process group.
+            ValueError: Ranks of the group differ in batch size or pattern.
         """
         q_offset = int(q_offset)
-        with self._telling():
+        with self._errors_shared():
             visible = masks.visible_keys(attention_mask, kv_offset, kv_length)
             distance = kv_offset + kv_length - q_offset - q_length
             pattern = masks.of_function(mask_function, distance, self.group is not None)
@@ -366,7 +385,7 @@ def _compute_stacked(
     value: Tensor,
     pattern: "masks.Stacked",
 ) -> Tensor:
-    """Compute a batch as one sequence, its elements one after another: one call, not many."""
+    """Compute a batch as one sequence in a single call, its elements one after another."""
     stacked = (
         tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
         for tensor in (query, key, value)
@@ -376,19 +395,19 @@ def _compute_stacked(
 
 
 def _check_part(asked: Mapping[str, Any], rank: int) -> None:
-    """Raise unless a rank says at which positions of the whole sequence its part is."""
+    """Raise if a rank passes packed sequences, or positions that count from 0 in its shard."""
     if asked.get("cu_seq_lens_q") is not None:
         raise NotImplementedError("packed sequences are not supported with a process group")
     position_ids = asked.get("position_ids")
     if rank and position_ids is not None and (position_ids == 0).any():
         raise ValueError(
-            f"position_ids of rank {rank} of the group count from 0: pass those of its part of "
-            "the whole sequence, and do not pack sequences"
+            f"position_ids must be positions in the whole sequence, got 0 on rank {rank} of the "
+            "group: pass those of the rank's shard, and do not pack sequences"
         )
 
 
 def _name_of(module: torch.nn.Module) -> str:
-    """Return what to call a layer: modules do not know their place in the model."""
+    """Return the name of a layer in errors: its class and, if known, its index."""
     index = getattr(module, "layer_idx", None)
     name = type(module).__name__
     return name if index is None else f"{name} of layer {index}"
