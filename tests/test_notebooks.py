@@ -112,10 +112,10 @@ def test_a_notebook_is_stored_with_its_outputs(name):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_asks_and_answers_in_small_steps(name):
+def test_a_notebook_has_a_title_a_summary_and_small_steps(name):
     notebook, cells = read(name)
     title, *_, last = (cell.source for cell in notebook.cells)
-    assert re.match(r"# [^\n]*\?\n", title)
+    assert re.match(r"# [^\n?]+\n", title)
     assert last.startswith("**To remember.**")
     for cell in cells:
         assert len(cell.source.splitlines()) <= 8, cell.source
