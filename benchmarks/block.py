@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.layer_parts import PARTS, time_parts, time_travels
+from benchmarks.layer_parts import PARTS, time_communication, time_parts
 from benchmarks.options import add_common, add_heads
 from benchmarks.peers import judge, peak_bytes, stray, time_together
 from benchmarks.publish import publish
@@ -174,7 +174,9 @@ def measure(
     seconds = time_together(steps, repeats, group, device)
     parts = {name: time_parts(layers[name], step, repeats, group) for name, step in steps.items()}
     on_gpu = device.type == "cuda"
-    travels = {name: time_travels(step, group) if on_gpu else {} for name, step in steps.items()}
+    communication = {
+        name: time_communication(step, group) if on_gpu else {} for name, step in steps.items()
+    }
     if dist.get_rank(group):
         return []
     baseline = next(iter(steps))
@@ -194,7 +196,7 @@ def measure(
                 "tokens": length,
                 **sizes,
                 **{f"{part}_ms": 1e3 * each for part, each in parts[name].items()},
-                **({"peak_bytes": peaks[name], **travels[name]} if on_gpu else {}),
+                **({"peak_bytes": peaks[name], **communication[name]} if on_gpu else {}),
             },
             **summarize(own),  # type: ignore[arg-type]
         )

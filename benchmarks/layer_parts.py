@@ -49,11 +49,19 @@ def time_parts(
     return dict(zip(PARTS, (medians / dist.get_world_size(group)).tolist(), strict=True))
 
 
-def time_travels(step: Callable[[], Any], group: Any) -> dict[str, float]:
-    """Return for how many milliseconds something travels to a GPU, and computes beside it.
+def time_communication(step: Callable[[], Any], group: Any) -> dict[str, float]:
+    """Return the milliseconds of communication of a step, and how many of them it overlaps.
 
-    The means of all ranks, by PyTorch's profiler. A message of NCCL travels from where it begins to
-    wait for other ranks.
+    Both are means over the ranks, by PyTorch's profiler. Communication with NCCL includes the time
+    in which its kernels wait for other ranks.
+
+    Args:
+        step: The computation of one step on this rank.
+        group: Process group of the ranks.
+
+    Returns:
+        ``travels_ms``, the time of communication, and ``hidden_ms``, the part of it in which the
+        GPU also computes.
     """
     behind = make_busy_together(group)
     step()
@@ -67,18 +75,18 @@ def time_travels(step: Callable[[], Any], group: Any) -> dict[str, float]:
         if event.device_type == DeviceType.CUDA
     ]
     begun = min(end for name, _, end in events if "nccl" in name)  # of what was to be behind
-    travelling, computing = [], []
+    communicating, computing = [], []
     for name, start, end in events:
         if start >= begun:
             if "PtoP" in name or "nccl" in name:
-                travelling.append((start, end))
+                communicating.append((start, end))
             elif not name.startswith("Mem"):
                 computing.append((start, end))
-    travels, overlapped = measure_overlap(travelling, computing)
-    found = torch.tensor([travels, overlapped], device="cuda")
+    communication, overlapped = measure_overlap(communicating, computing)
+    found = torch.tensor([communication, overlapped], device="cuda")
     dist.all_reduce(found, group=group)
-    travels, overlapped = (found / dist.get_world_size(group)).tolist()
-    return {"travels_ms": travels, "hidden_ms": overlapped}
+    communication, overlapped = (found / dist.get_world_size(group)).tolist()
+    return {"travels_ms": communication, "hidden_ms": overlapped}
 
 
 def measure_overlap(some: Intervals, others: Intervals) -> tuple[float, float]:

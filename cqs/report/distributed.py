@@ -53,18 +53,18 @@ def opened(settings: Settings) -> Iterator[Measure]:
         ranks = _Ranks(settings)
 
         def measure(num_tasks: int, name: str, tick: Tick) -> ScalingRow:
-            _tell(name)
+            _broadcast(name)
             return ranks.measure(name, tick)
 
         yield measure
-        _tell("")
+        _broadcast("")
 
 
 def serve(settings: Settings) -> None:
     """Measure what the first rank asks for, until it is done."""
     with _group():
         ranks = _Ranks(settings)
-        while name := _tell(""):
+        while name := _broadcast(""):
             ranks.measure(name, lambda: None)
 
 
@@ -81,8 +81,8 @@ def _group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _tell(item: Item) -> Item:
-    """Return what the first rank passed."""
+def _broadcast(item: Item) -> Item:
+    """Return the item of rank 0 on every rank."""
     box = [item]
     dist.broadcast_object_list(box)
     return box[0]
@@ -194,4 +194,4 @@ class _Ranks:
 
     def _time_on_first(self, compute: Callable[[], object]) -> float:
         """Return the seconds of the first rank while the others wait."""
-        return _tell(self._watch.time(compute)[0] if self._rank == 0 else 0.0)
+        return _broadcast(self._watch.time(compute)[0] if self._rank == 0 else 0.0)

@@ -22,7 +22,7 @@ def opened(settings: Settings) -> Iterator[Measure]:
     """Prepare to measure what the settings describe.
 
     The time of all workers is that of the slowest task, and a W-th of the merge, which on W devices
-    is shared out; nothing travels.
+    is shared out; no data is sent.
     """
     work_of, watch = cache(partial(make_pass, settings)), Stopwatch()
 

@@ -13,7 +13,7 @@ Rows = Sequence[ScalingRow]
 METHODS = {
     "local": "All tasks ran in one process, one after another, each timed as if it were alone on "
     "its device: the slowest is the time that W devices would take. The time of all workers is "
-    "that and a W-th of the merge, which W devices would share. Nothing travelled.",
+    "that and a W-th of the merge, which W devices would share. No data was sent.",
     "ray": "Tasks ran on the actors of a Ray cluster. The time of all workers is that of a whole "
     "call, from tensors on the driver to the answer there; that of one worker is of a call with a "
     "single task. The driver merges beside the computation.",

@@ -43,7 +43,7 @@ def test_every_case_is_exact_and_always_has_the_same_bits(cluster, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_every_dtype_travels(cluster, dtype):
+def test_every_dtype_is_sent(cluster, dtype):
     problem = CASES[5].make(dtype)
     output = cluster.attention(*tensors(problem), **options(problem), num_tasks=7)
     assert output.dtype == dtype
@@ -306,7 +306,7 @@ def test_partial_results_survive_the_trip_as_they_are():
         assert torch.equal(Blob(tensor).tensor(), tensor)
 
 
-def test_views_that_are_negated_lazily_travel(cluster):
+def test_views_that_are_negated_lazily_are_sent(cluster):
     query, key = torch.randn(2, 1, 2, 30, 8, dtype=torch.complex64).conj().imag
     value = torch._neg_view(torch.randn(1, 2, 30, 8))
     assert query.is_neg() and value.is_neg() and value.is_contiguous()

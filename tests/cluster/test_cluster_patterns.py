@@ -142,7 +142,7 @@ def test_a_pattern_without_pairs_needs_no_actor(three):
     assert not any(gradient.any() for gradient in torch.autograd.grad(output.sum(), tensors))
 
 
-def test_a_pattern_travels_once_for_all_tasks(three, monkeypatch):
+def test_a_pattern_is_sent_once_for_all_tasks(three, monkeypatch):
     pickled = []
 
     def spy(self, protocol):

@@ -440,7 +440,7 @@ def test_every_thread_that_closes_a_cluster_waits_until_it_is_closed(tmp_path):
     assert "closed" in run_python(script, tmp_path)
 
 
-def test_a_thread_that_cuts_sequences_while_its_cluster_closes_is_told(tmp_path):
+def test_a_thread_that_cuts_sequences_while_its_cluster_closes_gets_an_error(tmp_path):
     """Ray ends a process, or starts anew, where something is put into a store that is gone."""
     script = """
         import concurrent.futures, cqs, ray, threading, time, torch
@@ -462,9 +462,9 @@ def test_a_thread_that_cuts_sequences_while_its_cluster_closes_is_told(tmp_path)
         cluster.close()
         thread.join(60)
         assert len(errors) == 1 and not ray.is_initialized()
-        print("told")
+        print("raised")
     """
-    assert "told" in run_python(script, tmp_path)
+    assert "raised" in run_python(script, tmp_path)
 
 
 def test_the_environment_of_the_user_neither_weakens_it_nor_changes(tmp_path):
@@ -518,7 +518,7 @@ def test_a_long_tmpdir_is_no_obstacle(tmp_path):
     assert "short" in run_python(script, tmp_path, TMPDIR=str(long))
 
 
-def test_a_second_cluster_is_told_that_the_private_one_is_in_use(tmp_path):
+def test_a_second_cluster_raises_while_the_private_one_is_in_use(tmp_path):
     script = """
         import cqs, time, torch
         tensors = [torch.randn(1, 1, 8, 8) for _ in range(3)]
@@ -534,13 +534,13 @@ def test_a_second_cluster_is_told_that_the_private_one_is_in_use(tmp_path):
                 except ValueError as error:
                     assert "another Cluster of this process has a private Ray" in str(error), error
                     assert "close that Cluster" in str(error) and "address" in str(error), error
-                    print("told")
+                    print("raised")
             assert time.monotonic() - start < 3
             first.attention(*tensors, verify=True)
         with cqs.Cluster(num_workers=1) as second:
             second.attention(*tensors, verify=True)
     """
-    assert run_python(script, tmp_path).count("told") == 3
+    assert run_python(script, tmp_path).count("raised") == 3
 
 
 def test_executor_ray_starts_and_ends_a_cluster(tmp_path):

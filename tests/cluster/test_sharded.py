@@ -30,7 +30,7 @@ LENGTHS = 40, 0, 3, 70
 
 
 @pytest.fixture(scope="module", autouse=True)
-def functions_travel(ray_session):
+def pickle_by_value(ray_session):
     """Actors cannot import this file."""
     this = sys.modules[__name__]
     ray_session.cloudpickle.register_pickle_by_value(this)

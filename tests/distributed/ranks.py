@@ -1,4 +1,4 @@
-"""Processes that wait to be told what to run together."""
+"""Processes that wait for functions to run together."""
 
 import os
 import socket

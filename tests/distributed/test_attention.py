@@ -110,7 +110,7 @@ def test_what_else_a_group_does_is_no_matter(ranks, program, num_ranks, is_causa
 
 
 def test_keys_may_be_written_to_before_the_backward_pass(ranks):
-    """Though on one of three ranks nothing of theirs travels."""
+    """Though one of three ranks sends and receives no rows of theirs."""
     case = Case("square", 60, 60, 4, 4, is_causal=True)
     cuts = 2 * ([0, 20, 40, 60],)
     gradients, others = (

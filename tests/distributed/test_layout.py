@@ -74,7 +74,7 @@ def check_places(routes):
             assert receiver.places_home.most >= sum(back)
 
 
-def test_heads_of_a_slice_see_the_key_heads_that_are_theirs():
+def test_heads_of_a_group_see_their_kv_heads():
     options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1, "head_dim": 16}
     options |= {"chunk_rule": FETCHED, "with_gradients": False}
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
@@ -163,16 +163,16 @@ def test_gradients_want_heads_cut_where_that_spares_most(tokens):
     assert chosen(6, 2, 2, tokens, with_gradients=True) == 2
 
 
-def test_a_short_forward_pass_leaves_pairs_to_compute_while_the_first_stage_travels():
+def test_a_short_forward_pass_leaves_pairs_to_compute_while_the_first_chunk_is_sent():
     assert chosen(4, 16, 16, 2**15, is_causal=True) == 1
     assert chosen(4, 16, 16, 2**15, is_causal=True, with_gradients=True) == 4
 
 
-def test_on_many_ranks_heads_are_cut_less_where_their_way_would_not_be_hidden():
-    """One key head of a rank is one head chunk, in which nothing travels beside a computation."""
+def test_on_many_ranks_heads_are_cut_less_where_communication_would_be_exposed():
+    """One KV head of a rank is one head chunk: no communication overlaps computation."""
     options = {"is_causal": True, "with_gradients": True}
     assert [chosen(64, 40, 8, 2**n, **options) for n in (14, 17, 20)] == [8, 4, 8]
-    # few pairs leave nothing to hide it
+    # few pairs leave no computation to overlap with
     assert chosen(64, 40, 8, 2**17, num_pairs=2**27, with_gradients=True) == 8
 
 

@@ -1,4 +1,4 @@
-"""Moves: every element goes where it is told to, and nothing else changes."""
+"""Row copies: every element reaches its target, and nothing else changes."""
 
 import random
 

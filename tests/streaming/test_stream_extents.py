@@ -155,7 +155,7 @@ def test_a_map_whose_file_was_replaced_is_read_itself(tensors, file):
     assert torch.equal(cqs.attention(query, before, value, **WITHIN), expected)
 
 
-def test_a_file_with_inode_0_is_told_from_memory_without_a_file(
+def test_a_file_with_inode_0_differs_from_memory_without_a_file(
     tensors, file, tmp_path, monkeypatch
 ):
     """The first System V segment of a machine has it."""

@@ -162,7 +162,7 @@ def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_tasks, de
 
 @SOME_NUM_TASKS
 @SOME_CASES
-def test_predicted_bytes_are_those_that_travel(case, num_tasks):
+def test_predicted_bytes_are_those_that_are_sent(case, num_tasks):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         problem = case.make(dtype)
         for task in problem.make_plan(num_tasks).tasks:

@@ -311,7 +311,7 @@ def _row_statistics(grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[T
 
 
 def _plain_options(query: Tensor, value: Tensor, dropout: Dropout | None) -> dict[str, Any]:
-    """Return what all plain kernels are compiled for, or told about dropout."""
+    """Return the arguments for block sizes, precision and dropout that all plain kernels share."""
     return {
         "drop_below": 0 if dropout is None else dropout.threshold,
         "keep_scale": 1.0 if dropout is None else dropout.scale,
