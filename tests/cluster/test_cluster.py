@@ -50,6 +50,7 @@ def test_every_dtype_is_sent(cluster, dtype):
     assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("num_actors", [1, 3])
 def test_any_number_of_actors_gives_the_same_bits(ray_session, cluster, num_actors):
     problem = CASES[3].make()

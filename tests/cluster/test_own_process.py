@@ -248,19 +248,20 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
             }
 
         found = []
-        for _ in range(5):
+        for _ in range(3):
             with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
                 query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
                 cluster.attention(query, key, value, num_tasks=3)
                 cluster.attention(cluster.shard(query, key, value)).to_local()
             found.append(held())
-        assert found[1:] == [found[1]] * 4, found
+        assert found[2] == found[1], found
         assert found[1]["files"] == found[1]["processes"] == [], found
         print("nothing")
     """
     assert "nothing" in run_python(script, tmp_path, TMPDIR=str(short_folder))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("process", ["gcs_server", "raylet"])
 def test_ray_ends_the_driver_if_one_of_its_servers_is_killed(tmp_path, process):
     script = f"""
@@ -364,6 +365,7 @@ def test_interrupts_while_ray_starts_do_not_end_the_process_in_its_next_start(
     assert found.split() == ["interrupted", "interrupted", "works"]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("is_private", "when"), [(True, "between calls"), (True, "in a call"), (False, "in a call")]
 )
@@ -472,7 +474,6 @@ def test_the_environment_of_the_user_neither_weakens_it_nor_changes(tmp_path):
         import ray, cqs, os, torch
 
         settings = [
-            {{}},
             {{"RAY_AUTH_TOKEN": "known to all", "RAY_USAGE_STATS_ENABLED": "1"}},
             {{"RAY_AUTH_MODE": "disabled"}},
         ]
@@ -498,7 +499,7 @@ def test_the_environment_of_the_user_neither_weakens_it_nor_changes(tmp_path):
         ray.shutdown()
         print(len(tokens), "tokens")
     """
-    assert "3 tokens" in run_python(script, tmp_path)
+    assert "2 tokens" in run_python(script, tmp_path)
 
 
 def test_a_long_tmpdir_is_no_obstacle(tmp_path):
@@ -761,6 +762,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
     assert (tmp_path / "mark").exists()
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("call", ["cluster.attention(*tensors, num_tasks=13)", "sharded.map(idle)"])
 def test_workers_end_with_a_driver_that_is_killed(tmp_path, call):
     script = f"""

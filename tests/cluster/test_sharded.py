@@ -80,6 +80,7 @@ def shards_on(cluster):
     return counted.to_local(dim=0).tolist()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_is_exact(some, case):
     problem = case.make(torch.float64)
@@ -100,6 +101,7 @@ def test_every_dtype_tracks_exact(cluster, dtype):
     assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output, slack=4)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("head_parallel", ["auto", 1, 2, 4])
 def test_patterns_and_dropout_are_those_of_one_process(cluster, head_parallel):
     pattern = sliding_window(30, 0) | global_tokens(4)
@@ -324,6 +326,7 @@ def test_lost_shards_are_made_again(cluster, problem, undisturbed, tmp_path):
     assert len(set(shards_on(cluster))) == 1, "nothing is left of what was between"
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("is_settled", [False, True])
 def test_what_was_made_before_a_death_counts_if_all_were_done(pair, is_settled, tmp_path):
     """A first answer stands for the garbage of a GPU that waits for a rank when that dies."""
@@ -341,6 +344,7 @@ def test_what_was_made_before_a_death_counts_if_all_were_done(pair, is_settled, 
     assert made.to_local(dim=0).tolist() == [float(is_settled), 0.0]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
 def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, number, seed):
@@ -361,6 +365,7 @@ def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, n
     assert not set(victims) & set(cluster.pids)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("part", ["send_out", "_compute_away", "send_made"])
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
 def test_deaths_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
@@ -406,6 +411,7 @@ def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed):
     assert victim not in cluster.pids and not os.path.exists(f"/proc/{victim}")
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("is_settled", [False, True])
 def test_a_worker_that_stalls_alone_is_replaced(ray_session, is_settled):
     """In calls in which no other waits for it, or only to be told that all are done."""
@@ -429,6 +435,7 @@ def test_workers_meet_after_some_have_failed_to(problem):
     torch.testing.assert_close(output, cqs.attention(*tensors(problem)))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("ends", ["raises", "dies"])
 def test_workers_at_work_outlive_the_failure_of_another(ray_session, ends, tmp_path):
     """They are waited for longer than those that do not answer, and no error is lost meanwhile."""
