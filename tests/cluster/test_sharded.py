@@ -555,7 +555,7 @@ def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypa
     ones, before = pair.make_sharded(lambda *_: torch.ones(1)), pair.pids
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        ones.map(lambda rows: (time.sleep(3), rows)[1], is_collective=is_collective)
+        ones.map(lambda rows: (time.sleep(1), rows)[1], is_collective=is_collective)
     assert ones.map(lambda rows: rows + 1).to_local(dim=0).tolist() == [2, 2]
 
     def interrupt_late(future, cancelled):
