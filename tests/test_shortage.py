@@ -28,7 +28,7 @@ def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
     message = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity, index=1)
     needed = PROBLEM.make_plan(3).predict_cost(1, PROBLEM.shape, backend).peak_bytes
     assert f"task 1 of 3 requires {needed / 2**30:.3g} GiB" in message
-    assert f"13 tasks, each would need {peak(13, backend) / 2**30:.3g} GiB: " in message
+    assert f"num_tasks=13 each task would require {peak(13, backend) / 2**30:.3g} GiB: " in message
     assert "attention(..., num_tasks=13)" in message
     smaller = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity - 8, index=1)
     assert "num_tasks=21" in smaller
@@ -52,7 +52,7 @@ def test_the_advice_knows_the_pattern(backend):
     limit = max(sparse_peaks(13, backend))
     message = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) + 1, index=1)
     assert f"task 1 of 3 requires {needed[1] / 2**30:.3g} GiB" in message
-    assert f"13 tasks, each would need {limit / 2**30:.3g} GiB: " in message
+    assert f"num_tasks=13 each task would require {limit / 2**30:.3g} GiB: " in message
     smaller = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) - 8, index=1)
     assert "num_tasks=13" not in smaller and "num_tasks=" in smaller
     whole = explain_shortage(SPARSE, plan, "triton", 2**40)
@@ -99,7 +99,7 @@ def test_on_a_cluster(ray_session):
         actor_class = Small
 
     with SmallCluster(num_workers=1, use_gpus=False) as cluster:
-        with pytest.raises(torch.OutOfMemoryError, match=r"task \d of 7 needs .*num_tasks=\d+"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"task \d of 7 requires .*num_tasks=\d+"):
             cluster.attention(*TENSORS, num_tasks=7)
 
 

@@ -22,7 +22,9 @@ class Shards(NamedTuple):
     """Shard lengths of all ranks, and the common seed."""
 
     seqlens_q: tuple[int, ...]
+    """Number of queries in every rank's shard."""
     seqlens_kv: tuple[int, ...]
+    """Number of keys in every rank's shard."""
     seed: int
     """Random seed of rank 0, which all ranks use."""
 
@@ -56,7 +58,7 @@ def agree(
         RuntimeError: Threads of this process have called on the group at the same time, or a rank
             has failed or does not answer within the timeout of the group.
     """
-    # equal values have equal text, which ranks can exchange
+    # Equal values have an equal repr, so ranks compare digests of text.
     request = {name: repr(value) for name, value in (request or {}).items()}
     with calls_on(group).call():
         return _agree(group, request, error or calls_on(group).error, seqlen_q, seqlen_kv, seed)
@@ -96,12 +98,12 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
         control.alltoall_base(found, sent, list(lengths), [len(own)] * len(lengths)).wait()
     except RuntimeError as lost:
         raise RuntimeError(
-            f"not all ranks of the group answer: one has failed, or does not call this ({lost})"
+            f"a rank of the group has failed or did not make this call: {lost}"
         ) from lost
     return found.tolist()
 
 
-def meet(control: Any) -> None:
+def barrier(control: Any) -> None:
     """Block until all ranks have called this; raises RuntimeError if one has failed."""
     swap(control, [0], [1] * control.size())
 

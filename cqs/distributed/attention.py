@@ -270,7 +270,7 @@ def _check_head_parallel(
     number = as_integer("head_parallel", head_parallel, 1)
     reason = why_not_head_parallel(number, num_ranks, problem.query.shape[1], problem.key.shape[1])
     if differ and number > 1:
-        reason = "heads that have patterns of their own are computed one by one"
+        reason = "heads with different patterns are computed one by one"
     if reason is not None:
-        raise ValueError(f"head_parallel cannot be {number}: {reason}")
+        raise ValueError(f"head_parallel must be a supported degree, got {number}: {reason}")
     return number

@@ -77,7 +77,7 @@ class Exchange:
         """
         coming: list[Tensor] = []
         packets = []
-        for route, chosen in by_way(shards, routes):
+        for route, chosen in by_route(shards, routes):
             sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
             widths = [len(of_ranks[0]) for of_ranks in together]
             own = route.sends[route.rank]
@@ -108,7 +108,7 @@ class Exchange:
         """
         coming: list[Tensor] = []
         packets = []
-        for route, chosen in by_way(held, routes):
+        for route, chosen in by_route(held, routes):
             sources = [held[i] for i in chosen]
             widths = tuple(source.shape[1] for source in sources)
             schedule = () if route.stays else _schedule_home(route, widths)
@@ -158,7 +158,7 @@ class Exchange:
         return self._transfers[-1]
 
 
-def by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
+def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
     """Group adjacent tensors that one packet can hold: same route, trailing shape and dtype.
 
     Routes are compared by identity, because routes that are equal on this rank may differ on
@@ -168,10 +168,10 @@ def by_way(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Rou
         For each group its route and the indices of its tensors.
     """
 
-    def way(i: int) -> Any:
+    def packet_key(i: int) -> Any:
         return id(routes[i]), tensors[i].shape[3:], tensors[i].dtype
 
-    groups = [list(chosen) for _, chosen in groupby(range(len(tensors)), way)]
+    groups = [list(chosen) for _, chosen in groupby(range(len(tensors)), packet_key)]
     return [(routes[chosen[0]], chosen) for chosen in groups]
 
 

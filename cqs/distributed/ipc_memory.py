@@ -7,7 +7,7 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from cqs.distributed.agreement import meet, swap
+from cqs.distributed.agreement import barrier, swap
 
 _LEAST_BYTES = 1 << 21
 """Smallest allocation in bytes: a smaller one shares its page with other memory of the process."""
@@ -107,7 +107,7 @@ class IpcMemory:
     def let_go(self, control: Any) -> None:
         """Close the peers' buffers and free this rank's; every rank must call this."""
         self.disconnect()
-        meet(control)
+        barrier(control)
         self.free()
 
     def disconnect(self) -> None:

@@ -15,6 +15,7 @@ from cqs.scheduler.task import join_ranges
 from cqs.simulation import Case, Machine, forecast
 
 Lengths = tuple[int, ...]
+"""Number of tokens in every rank's shard."""
 
 _SLACK = 0.02
 """Relative predicted time by which the chosen head-parallel degree may exceed the fastest. The cost
@@ -51,12 +52,12 @@ class Route:
     """For every rank, the token positions that it requires, in ascending ranges."""
 
     @cached_property
-    def places_out(self) -> PackOffsets:
+    def offsets_out(self) -> PackOffsets:
         """Send buffer offsets of shard rows."""
         return _places(self._numbers, self.rank)
 
     @cached_property
-    def places_home(self) -> PackOffsets:
+    def offsets_home(self) -> PackOffsets:
         """Send buffer offsets of results, which are sent in reverse."""
         return _places(list(zip(*self._numbers, strict=True)), self.rank)
 

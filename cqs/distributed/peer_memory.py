@@ -21,7 +21,7 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from cqs.cuda_graphs import check_not_captured, is_captured
-from cqs.distributed.agreement import control_group, meet, timeout_of
+from cqs.distributed.agreement import barrier, control_group, timeout_of
 from cqs.distributed.ipc_memory import IpcMemory, check
 from cqs.distributed.transfer import Fill, Packet, PendingTransfer
 from cqs.scheduler.heads import FETCHED
@@ -278,7 +278,7 @@ class PeerMemory:
             raise RuntimeError("the group is no more")
         check_not_captured(self._device)
         control = control_group(group)
-        meet(control)  # raises if a rank has failed
+        barrier(control)  # raises if a rank has failed
         if self._memory.own.nbytes:
             with self._launching:
                 self._close_pass()

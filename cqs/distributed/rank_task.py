@@ -14,7 +14,7 @@ from cqs.distributed.exchange import (
     Exchange,
     HeadsOfRanks,
     Piece,
-    by_way,
+    by_route,
     pieces,
     schedule_back,
 )
@@ -39,8 +39,11 @@ class RankTask:
     """Computes the task of one rank and exchanges its inputs and results with other ranks."""
 
     transport: Transport
+    """Transport of this rank's exchanges."""
     rank: int
+    """Rank of this process in the group."""
     layout: Layout
+    """The rank's work and routing tables."""
     worker: Worker
     """Worker for all heads; its dropout mask is that of the whole problem."""
 
@@ -74,11 +77,11 @@ class RankTask:
                 with streams.at(i):
                     return exchange.send_out(i, tensors, layout.chunks[i].heads, routes)
 
-            coming = self._in_turns(send_out)
+            incoming = self._in_turns(send_out)
             own: list[Partial | None] = []
             home: list[tuple[Partial, slice] | None] = []
             returning: list[Transfer] = []
-            for i, (chunk, transfer) in enumerate(zip(layout.chunks, coming, strict=True)):
+            for i, (chunk, transfer) in enumerate(zip(layout.chunks, incoming, strict=True)):
                 with streams.at(i):
                     if i == 0:  # overlaps the exchange of the first head chunk
                         own.append(self._compute_own(chunk, tensors))
@@ -145,7 +148,7 @@ class RankTask:
             for i, (chunk, transfer) in enumerate(zip(layout.chunks, returning, strict=True)):
                 with streams.at(i):
                     received = transfer.wait()
-                    for route, chosen in by_way(received, self._routes):
+                    for route, chosen in by_route(received, self._routes):
                         _add_up(
                             [gradients[n] for n in chosen],
                             [received[n] for n in chosen],
@@ -191,7 +194,7 @@ class RankTask:
         """
         chunk, route, is_final = self.layout.chunks[i], self.layout.of_results, self.layout.is_final
         is_kept = keep and is_final
-        # without rows they only give dtype and shape
+        # Without rows, the results determine only dtype and shape.
         results = _new_results(held, sum(route.receives) if is_kept else 0)
         sent = results if with_lse or not is_final else results[:1]
         if is_kept:
@@ -372,8 +375,8 @@ def _add_up(
     """Write the sum of the received gradients of each row and head into ``targets``."""
     once = [n for n, of_ranks in enumerate(heads) if len(set(of_ranks)) == len(of_ranks)]
     if once:
-        came = [received[n] for n in once]
-        _place([targets[n] for n in once], came, [heads[n] for n in once], route, 0)
+        gradients = [received[n] for n in once]
+        _place([targets[n] for n in once], gradients, [heads[n] for n in once], route, 0)
     for n, of_ranks in enumerate(heads):
         if n in once:
             continue

@@ -52,7 +52,7 @@ class Packet:
     @cached_property
     def places(self) -> PackOffsets:
         """Row offsets of the packed rows in the send buffers of all ranks."""
-        return self.route.places_home if self.is_home else self.route.places_out
+        return self.route.offsets_home if self.is_home else self.route.offsets_out
 
     @cached_property
     def received(self) -> Tensor:

@@ -718,7 +718,7 @@ def test_a_killed_node_does_not_change_a_bit(tmp_path):
         nodes.shutdown()
     """
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "n" * 64}
-    assert "same bits" in run_python(script, tmp_path, **environment)
+    assert "bitwise identical" in run_python(script, tmp_path, **environment)
 
 
 def test_the_memory_monitor_does_not_change_a_bit(tmp_path):

@@ -252,7 +252,11 @@ def test_wrong_arguments_are_named(cluster, pair):
         (lambda: cluster.attention(sharded, scale="a"), TypeError, "scale must be a number"),
         (lambda: cluster.attention(sharded, backend="fast"), ValueError, "backend must be"),
         (lambda: cluster.attention(sharded, backend="cudnn"), NotImplementedError, "CUDA"),
-        (lambda: cluster.attention(sharded, head_parallel=3), ValueError, "cannot be 3"),
+        (
+            lambda: cluster.attention(sharded, head_parallel=3),
+            ValueError,
+            "head_parallel must be .* got 3",
+        ),
     ]
     for call, error, message in wrong:
         with pytest.raises(error, match=message):
@@ -319,7 +323,7 @@ def test_lost_shards_are_made_again(cluster, problem, undisturbed, tmp_path):
     assert len(os.listdir(tmp_path)) == 4, "a replica needs no maker"
     assert all(map(torch.equal, made.to_local(), whole()))
     assert len(os.listdir(tmp_path)) == 5, "only the lost shard is made again"
-    with pytest.raises(ValueError, match=r"shapes \(\(1,\),\), and of \(\(2,\),\) when"):
+    with pytest.raises(ValueError, match=r"must repeat the shapes .*\(\(1,\),\), got \(\(2,\),\)"):
         changing.to_local(dim=0)
     gc.collect()
     del made, changing, copied, second
@@ -571,7 +575,9 @@ def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypa
 
 
 def test_a_function_that_kills_its_workers_is_named(pair):
-    with pytest.raises(TaskFailedError, match=r"make_sharded failed 2 times.*rank 1 died"):
+    with pytest.raises(
+        TaskFailedError, match=r"make_sharded failed 2 times.*rank 1 failed or hung"
+    ):
         pair.make_sharded(lambda rank, num_ranks: os._exit(1) if rank else torch.ones(1))
     assert pair.make_sharded(lambda rank, num_ranks: torch.ones(1)).to_local(dim=0).sum() == 2
 

@@ -68,10 +68,10 @@ def check_places(routes):
         back = [0 if other == rank else number for other, number in enumerate(route.receives)]
         assert route.stays == (not any(sent) and not any(back))
         for other, receiver in enumerate(routes):
-            assert receiver.places_out.firsts[rank] == sum(sent[:other])
-            assert receiver.places_home.firsts[rank] == sum(back[:other])
-            assert receiver.places_out.most >= sum(sent)
-            assert receiver.places_home.most >= sum(back)
+            assert receiver.offsets_out.firsts[rank] == sum(sent[:other])
+            assert receiver.offsets_home.firsts[rank] == sum(back[:other])
+            assert receiver.offsets_out.most >= sum(sent)
+            assert receiver.offsets_home.most >= sum(back)
 
 
 def test_heads_of_a_group_see_their_kv_heads():
