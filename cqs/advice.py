@@ -1,4 +1,4 @@
-"""Answers to arguments of other attention functions, which ours do not take."""
+"""Errors that name the equivalent of another attention function's argument."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -67,19 +67,19 @@ ADVICE = {
     "group": _GROUP,
     "process_group": _GROUP,
 }
-"""What to do instead, by the name of an argument of scaled_dot_product_attention, FlexAttention,
-FlashAttention, xFormers, JAX or Transformers; unless the function has an argument of that name."""
+"""The equivalent of each argument of scaled_dot_product_attention, FlexAttention, FlashAttention,
+xFormers, JAX or Transformers that our functions lack."""
 
 
 def with_advice(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Raise TypeError that says what to pass instead, where a keyword is another library's."""
+    """Make a function raise TypeError with the equivalent of another library's keyword argument."""
     names = signature(function).parameters
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for name in kwargs:
             if name in ADVICE and name not in names:
-                raise TypeError(f"{function.__name__}() does not take {name}: {ADVICE[name]}")
+                raise TypeError(f"{function.__name__}() does not support {name}: {ADVICE[name]}")
         return function(*args, **kwargs)
 
     return call

@@ -135,7 +135,10 @@ def attention(
     check_backend_name(backend)
     if memory_budget is not None:
         if not (num_tasks is interest_set is None and executor in (None, "local")):
-            raise ValueError("a memory budget chooses tasks itself, and computes in this process")
+            raise ValueError(
+                "num_tasks, interest_set and executor must be None with a memory_budget, got "
+                f"{num_tasks!r}, {interest_set!r} and {executor!r}"
+            )
         from cqs.streaming.run import attend_within
 
         answer = attend_within(
@@ -153,7 +156,9 @@ def attention(
         )
         return (answer.output, answer.lse) if return_lse else answer.output
     if not (device is out is resume is None and progress is False):
-        raise ValueError("device, out, resume and progress are for calls with a memory_budget")
+        raise ValueError(
+            "memory_budget must be given with device, out, resume or progress, got None"
+        )
     problem = check_problem(query, key, value, **problem_options)
 
     def make_plan(problem: Problem) -> Plan:

@@ -10,23 +10,38 @@ from cqs.problem import Problem, check_problem
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and options of one problem; the tensors are random but fixed."""
+    """Shapes and options of one problem, with random tensors that depend on its name alone."""
 
     name: str
+    """Name of the case, which seeds the random tensors."""
     seqlen_q: int
+    """Number of queries."""
     seqlen_kv: int
+    """Number of keys."""
     num_heads: int = 4
+    """Number of query heads."""
     num_kv_heads: int = 4
+    """Number of KV heads."""
     head_dim: int = 16
+    """Size of a head of query, key and value."""
     batch: int = 1
+    """Number of batch elements."""
     is_causal: bool = False
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
     pattern: Pattern | None = None
+    """Query-key pairs that attend; ``None`` means all."""
     scale: float | None = None
+    """Factor on the scores; ``None`` means ``head_dim ** -0.5``."""
     magnitude: float = 1.0
     """Standard deviation of query and key: scores grow with its square."""
 
     def make(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Problem:
-        """Draw the tensors, the same for every dtype up to rounding."""
+        """Draw the tensors, equal for every dtype up to rounding.
+
+        Args:
+            dtype: Dtype of the tensors, which are drawn in float64.
+            device: Device of the tensors.
+        """
         generator = torch.Generator().manual_seed(sum(map(ord, self.name)))
 
         def draw(num_heads: int, seqlen: int, magnitude: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is different where a CUDA graph is captured, which will be replayed without the caller."""
+"""Checks and caches for calls that a CUDA graph captures."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -10,10 +10,11 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _replayed: dict[int, object] = {}
+"""Values that captured CUDA graphs read, by id; they are never freed."""
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured on the current stream of a device."""
+    """Return whether a CUDA graph is being captured on the current stream of a device."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -21,20 +22,23 @@ def is_captured(device: torch.device) -> bool:
 
 
 def check_not_captured(device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is captured, before what a graph cannot do."""
+    """Raise RuntimeError if a CUDA graph is being captured, before an unsupported operation."""
     if is_captured(device):
         raise RuntimeError(
-            "a first call cannot be captured in a CUDA graph: "
-            "make one with the same arguments before"
+            "a CUDA graph cannot capture the first call: call once with the same arguments before "
+            "the capture"
         )
 
 
 def cached_on_device(
     make: Callable[Concatenate[torch.device, _P], _T],
 ) -> Callable[Concatenate[torch.device, _P], _T]:
-    """Cache what kernels read on a device: for good, if a CUDA graph that reads it is captured.
+    """Cache a function's tensors per device; keep those forever that a captured CUDA graph reads.
 
-    A function made so raises RuntimeError where it would have to make anew what is captured.
+    The cached function raises RuntimeError if it would have to compute during a capture.
+
+    Args:
+        make: Function of a device and hashable arguments.
     """
 
     @lru_cache(maxsize=256)

@@ -95,7 +95,8 @@ def flex_attention(
     problem = check_problem(query, key, value, scale=scale)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}: enable_gqa must be True"
+            f"enable_gqa must be True for {query.shape[1]} query heads and {key.shape[1]} KV "
+            "heads, got False"
         )
     if score_mod is None:
         return attention(
@@ -111,8 +112,8 @@ def flex_attention(
         )
     if backend is not None or executor not in (None, "local"):
         raise NotImplementedError(
-            "a score_mod is computed by FlexAttention in this process: "
-            "it takes neither a backend nor an executor"
+            f"backend and executor must be None with a score_mod, got {backend!r} and "
+            f"{executor!r}: FlexAttention computes it in this process"
         )
     if block_mask is not None:
         _check_block_mask(block_mask, problem)
@@ -152,12 +153,12 @@ def _check_block_mask(mask: "BlockMask", problem: Problem) -> None:
         raise TypeError(f"block_mask must be a BlockMask, got {type(mask).__name__}")
     lengths = problem.query.shape[2], problem.key.shape[2]
     if tuple(mask.seq_lengths) != lengths:
-        raise ValueError(f"block_mask is for lengths {mask.seq_lengths}, got {lengths}")
+        raise ValueError(f"block_mask must be for lengths {lengths}, got {mask.seq_lengths}")
     for name, number, of_mask in zip(
         ("batch", "number of heads"), problem.query.shape[:2], mask.shape[:2], strict=True
     ):
         if of_mask not in (1, number):
-            raise ValueError(f"block_mask is for a {name} of {of_mask}, got {number}")
+            raise ValueError(f"block_mask must be for a {name} of {number} or 1, got {of_mask}")
 
 
 @dataclass(frozen=True)

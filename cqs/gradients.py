@@ -1,4 +1,4 @@
-"""Gradients of one attention problem, or of a part of it: sums over pairs, so parts add up."""
+"""Gradients of an attention problem, or the contribution of some of its query-key pairs."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,11 @@ from cqs.partial import lse_dtype
 
 
 class Gradients(NamedTuple):
-    """Of some queries, keys and values, in float32 (float64 for float64 tensors) or their dtype."""
+    """Gradients of query, key and value.
+
+    Their dtype is that of the tensors, or float32 (float64 for float64 tensors) for sums.
+    Contributions of disjoint sets of pairs add up.
+    """
 
     query: Tensor
     """``[batch, num_heads, rows, head_dim]``."""
@@ -21,6 +25,13 @@ class Gradients(NamedTuple):
     def zeros(
         cls, query: Tensor, key: Tensor, value: Tensor, device: str | None = None
     ) -> "Gradients":
-        """Allocate the gradients of these tensors, on their device if ``device`` is None."""
+        """Return zero gradients in the accumulation dtype, float32 or float64.
+
+        Args:
+            query: ``[batch, num_heads, rows, head_dim]``.
+            key: ``[batch, num_kv_heads, rows, head_dim]``.
+            value: ``[batch, num_kv_heads, rows, value_dim]``.
+            device: Device of the gradients; ``None`` means that of the tensors.
+        """
         dtype = lse_dtype(query.dtype)
         return cls(*(t.new_zeros(t.shape, dtype=dtype, device=device) for t in (query, key, value)))

@@ -1,4 +1,4 @@
-"""Checks of files before they are opened: regular ones, of bounded size."""
+"""Checks of input files before they are opened."""
 
 import os
 import stat
@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 _MAX_ROWS_BYTES = 2**26
-"""64 MiB: a row takes less than a KiB."""
+"""Largest text file in bytes, 64 MiB; a row has less than 1 KiB."""
 
 
 def check_input_file(path: str | Path, max_bytes: int = sys.maxsize) -> None:
-    """Raise ValueError unless a path names a regular file of at most so many bytes.
+    """Raise ValueError unless a path is a regular file of at most ``max_bytes`` bytes.
 
-    To open a pipe may wait forever, and a device such as /dev/zero never ends.
+    Opening a pipe may block forever, and a device such as /dev/zero has no end.
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
@@ -25,8 +25,8 @@ def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a text file of at most 64 MiB.
 
     Raises:
-        ValueError: if it is no regular file, is too large, or is no UTF-8 text.
-        OSError: if it cannot be read.
+        ValueError: The file is not a regular file, is larger than 64 MiB, or is not UTF-8 text.
+        OSError: The file cannot be read.
     """
     check_input_file(path, _MAX_ROWS_BYTES)
     with open(path, encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Files that are written whole: what has their name stays as it is until they are complete."""
+"""Atomic replacement of files, and exclusive use of directories."""
 
 import errno
 import fcntl
@@ -11,14 +11,17 @@ from pathlib import Path
 
 @contextmanager
 def replace_file(path: str | Path) -> Iterator[Path]:
-    """Give the path of a file to write, which becomes ``path`` if there is no error.
+    """Yield the path of a temporary file, which replaces ``path`` if the block succeeds.
 
-    Until then it is beside ``path``, under a name of its own with the same ending; after an error
-    it is removed. A symbolic link stays one, and the file that it names is replaced.
+    The temporary file is in the directory of ``path``, under a random name with the same suffix.
+    After an error it is removed. If ``path`` is a symbolic link, its target is replaced.
+
+    Args:
+        path: The file to write, which may exist.
 
     Raises:
-        ValueError: if the path names something else than a regular file, such as a device.
-        OSError: if the file cannot take its place.
+        ValueError: The path is not a new or a regular file, but for example a device.
+        OSError: The file cannot be replaced.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -35,14 +38,14 @@ def replace_file(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def lock_directory(name: str, path: Path) -> Iterator[None]:
-    """Keep other processes that call this from using a directory; no file is made.
+    """Lock a directory until the end of the block, without creating a file.
 
     Args:
-        name: What the error calls the directory, such as ``--out``.
-        path: The directory, which exists.
+        name: Name of the argument in the error, such as ``--out``.
+        path: An existing directory.
 
     Raises:
-        BlockingIOError: Another process or thread uses it.
+        BlockingIOError: Another process or thread has locked the directory.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -51,8 +54,8 @@ def lock_directory(name: str, path: Path) -> Iterator[None]:
         except BlockingIOError:
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
-                f"{name} must be a directory that nothing else uses: wait for the other process, "
-                "or take another directory",
+                f"{name} must be a directory that no other process uses: wait for that process, "
+                "or pass another directory",
                 str(path),
             ) from None
         except OSError:

@@ -133,7 +133,7 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
         tensor([[[[0.5000, 0.5000]]]])
     """
     if not partials:
-        raise ValueError("merge_partials needs at least one partial")
+        raise ValueError("partials must have at least one element, got none")
     first = partials[0]
     for i, partial in enumerate(partials):
         check_partial(partial, first, f"partial {i}")

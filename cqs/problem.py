@@ -196,13 +196,22 @@ def check_problem(
         if tensor.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise NotImplementedError(f"{name} is inside torch.func.vmap or grad: not supported")
+            raise NotImplementedError(
+                f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
+                "cqs.attention outside of the transformation"
+            )
         if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(f"{name} has a tangent: no forward-mode derivatives")
+            raise NotImplementedError(
+                f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
+            )
         if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} is {tensor.dtype} but query is {query.dtype}")
+            raise ValueError(
+                f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}"
+            )
         if tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device} but query is on {query.device}")
+            raise ValueError(
+                f"{name} must be on the device of query, {query.device}, got {tensor.device}"
+            )
         batch = tensor.shape[0] if batch == 1 else batch
         if tensor.shape[0] not in (1, batch):
             raise ValueError(f"{name} must have a batch of 1 or {batch}, got {tensor.shape[0]}")
@@ -214,7 +223,9 @@ def check_problem(
             f"and {tuple(value.shape)}"
         )
     if key.shape[3] != query.shape[3]:
-        raise ValueError(f"key has head_dim {key.shape[3]} but query has {query.shape[3]}")
+        raise ValueError(
+            f"key must have the head_dim of query, {query.shape[3]}, got {key.shape[3]}"
+        )
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
@@ -299,7 +310,7 @@ def check_pattern(
         ("batch", "num_heads"), (batch, num_heads), pattern.heads, strict=True
     ):
         if needed not in (1, has):
-            raise ValueError(f"{pattern!r} needs {name} {needed}, got {has}")
+            raise ValueError(f"{name} must be {needed} with pattern {pattern!r}, got {has}")
     if is_causal:
         pattern = pattern & causal()
     for batch_element, head in product(*map(range, pattern.heads)):
@@ -311,15 +322,15 @@ def check_is_pattern(pattern: Pattern) -> None:
     """Raise TypeError unless ``pattern`` is a :class:`cqs.patterns.Pattern`."""
     if not isinstance(pattern, Pattern):
         raise TypeError(
-            "pattern must be one of cqs.patterns, per_head([[...], ...]) of several or "
-            f"from_mask(mask) of a mask, got {type(pattern).__name__}"
+            f"pattern must be a cqs.patterns.Pattern, got {type(pattern).__name__}: convert a mask "
+            "with from_mask, a list of patterns with per_head"
         )
 
 
 def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:
     probability = to_float(dropout_p, "dropout_p must be a number")
     if not 0 <= probability < 1:
-        raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if seed is not None:
         seed = as_integer("seed", seed, 0)
     if not probability:

@@ -1,4 +1,4 @@
-"""Rows that ``python -m benchmarks NAME --out`` wrote: one JSON object in each line."""
+"""Reader of result rows: JSON lines written by ``python -m benchmarks NAME --out``."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -8,11 +8,11 @@ from cqs.input_files import read_lines
 
 _T = TypeVar("_T")
 _RENAMED = {"num_workers": "num_tasks"}
-"""Names of fields in rows of earlier commits, and their names today."""
+"""Former names of fields and their current names."""
 
 
 def parse_row(line: str | bytes) -> Any:
-    """Return the JSON object of a line, with today's names of fields."""
+    """Return the JSON object of a line, with the current names of fields."""
     row = json.loads(line)
     if not isinstance(row, dict):
         return row
@@ -20,14 +20,16 @@ def parse_row(line: str | bytes) -> Any:
 
 
 def read_result_rows(path: str, pick: Callable[[Any], Iterable[_T]]) -> list[_T]:
-    """Return what is picked from each row, together.
+    """Return the values that ``pick`` extracts from the rows of a file.
 
     Args:
-        path: Of the file.
-        pick: Takes a row, and raises LookupError, TypeError or ValueError where it is none.
+        path: Path of the JSON lines file.
+        pick: Called with each row; returns its values, or raises LookupError, TypeError or
+            ValueError for a malformed row.
 
     Raises:
-        ValueError: if it is no regular file of at most 64 MiB, or a line is no such row; names it.
+        ValueError: The path is not a regular file of at most 64 MiB, or a row is malformed; the
+            message gives its line.
     """
     found: list[_T] = []
     for number, line in enumerate(read_lines(path), 1):

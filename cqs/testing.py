@@ -1,4 +1,4 @@
-"""How answers are judged: against float64 on the same inputs, by what eager PyTorch strays."""
+"""Test support: exact results in float64, and error bounds relative to eager PyTorch."""
 
 from typing import Any
 
@@ -13,7 +13,12 @@ from cqs.verify import visible_rows
 
 
 def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and the lse of a problem by :func:`cqs.attention`."""
+    """Return the output and the LSE of a problem, computed by :func:`cqs.attention`.
+
+    Args:
+        problem: The problem.
+        options: Further arguments of :func:`cqs.attention`.
+    """
     output, lse = cqs.attention(
         problem.query,
         problem.key,
@@ -28,9 +33,11 @@ def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def visible_mask(problem: Problem) -> Tensor | None:
-    """Return the boolean mask of a problem, or None if no pair is masked out.
+    """Return the mask of a problem, True at live pairs, or None if no pair is masked out.
 
-    ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` if it differs by head.
+    Returns:
+        Boolean ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` if the pattern
+        differs by head.
     """
     if not (problem.is_causal or problem.pattern):
         return None
@@ -43,7 +50,7 @@ def visible_mask(problem: Problem) -> Tensor | None:
 
 
 def exact_answer(problem: Problem) -> Partial:
-    """Compute attention and its lse in float64 from the definition."""
+    """Compute output and LSE in float64 from the definition, with all scores in memory."""
     group_size = problem.query.shape[1] // problem.key.shape[1]
     query = problem.query.double()
     key, value = (t.double().repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
@@ -56,7 +63,15 @@ def exact_answer(problem: Problem) -> Partial:
 
 
 def exact_rows(problem: Problem, rows: Tensor) -> Tensor:
-    """Compute some query rows of :func:`exact_answer`, for problems too long for all of them."""
+    """Compute the output of some query rows in float64, for problems too long for all rows.
+
+    Args:
+        problem: The problem.
+        rows: Query indices, int64 ``[rows]``.
+
+    Returns:
+        ``[batch, num_heads, rows, value_dim]``, float64.
+    """
     group_size = problem.query.shape[1] // problem.key.shape[1]
     masked_out = ~visible_rows(problem, rows)
     outputs = []
@@ -69,7 +84,7 @@ def exact_rows(problem: Problem, rows: Tensor) -> Tensor:
 
 
 def eager_output(problem: Problem) -> Tensor:
-    """Compute attention in one call of PyTorch in the dtype of the problem."""
+    """Compute the output by ``scaled_dot_product_attention`` in the dtype of the problem."""
     square = problem.query.shape[2] == problem.key.shape[2] and problem.pattern is None
     output = F.scaled_dot_product_attention(
         problem.query,
@@ -86,11 +101,17 @@ def eager_output(problem: Problem) -> Tensor:
 def assert_tracks_exact(
     actual: Tensor, eager: Tensor, exact: Tensor, *, slack: float = 2.0, name: str = "output"
 ) -> None:
-    """Fail when ``actual`` strays from ``exact`` by more than ``slack`` times what ``eager`` does.
+    """Raise AssertionError unless the error is at most ``slack`` times that of eager PyTorch.
 
-    ``exact`` is the float64 answer for the *same quantised inputs*; ``eager`` the plain PyTorch
-    computation in the dtype under test. One rounding step of the largest exact value is allowed on
-    top, so that an eager result which happens to be perfect does not demand perfection.
+    One rounding step of the largest exact value is added to the bound, so that an eager result
+    without error does not require a result without error.
+
+    Args:
+        actual: The result under test, in its dtype.
+        eager: Result of plain PyTorch in the dtype under test.
+        exact: Result in float64 for the same quantised inputs.
+        slack: Largest permitted ratio of the two errors.
+        name: Name of the result in the message.
     """
     assert actual.shape == exact.shape, f"{name}: shape {actual.shape}, expected {exact.shape}"
     assert torch.isfinite(actual).all(), f"{name}: non-finite values"

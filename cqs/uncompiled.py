@@ -1,4 +1,4 @@
-"""Functions that ``torch.compile`` leaves as they are."""
+"""Functions that ``torch.compile`` does not compile."""
 
 import sys
 from collections.abc import Callable
@@ -10,10 +10,10 @@ _T = TypeVar("_T")
 
 
 def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have ``torch.compile`` break its graph where a function is called, and run it as it is.
+    """Make ``torch.compile`` break its graph at calls of a function, which then runs eagerly.
 
-    As ``torch.compiler.disable``, which imports the compiler and Triton at once. This imports
-    nothing, not even PyTorch, because most programs compile nothing.
+    ``torch.compiler.disable`` does the same, but imports the compiler and Triton at once. This
+    decorator imports nothing, not even PyTorch, because most programs compile nothing.
     """
 
     @cache
@@ -29,7 +29,7 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         import torch
 
-        if torch.compiler.is_dynamo_compiling():  # skipped, or it would be compiled for all kinds
+        if torch.compiler.is_dynamo_compiling():  # else Dynamo would compile this wrapper
             torch._dynamo.skip_frame(msg=f"{function.__name__} of cqs runs outside of the graph")
         return outside()(*args, **kwargs)
 

@@ -225,6 +225,6 @@ def _compare_rows(
         worst = int(error[first].masked_fill(~wrong[first], 0).argmax())
         raise VerificationError(
             f"{name} of batch {batch_and_head[0]}, head {batch_and_head[1]}, row {rows[first]} "
-            f"is off by {error[first, worst]:.3g}, more than rounding explains "
+            f"deviates by {error[first, worst]:.3g}, more than rounding explains "
             f"({bound[first, worst]:.3g}){note}"
         )

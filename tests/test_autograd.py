@@ -242,10 +242,13 @@ def test_autocast_leaves_patterns_by_head_alone():
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_other_derivatives_are_refused():
     query = torch.randn(2, 1, 2, 30, 8)
-    with pytest.raises(NotImplementedError, match="query is inside torch.func.vmap"):
+    with pytest.raises(NotImplementedError, match="query must .* torch.func.vmap"):
         torch.func.vmap(lambda each: cqs.attention(each, each, each, num_tasks=2))(query)
     query = query[0]
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="key has a tangent"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="key must not have a tangent"),
+    ):
         cqs.attention(query, forward_ad.make_dual(query, query), query)
 
 

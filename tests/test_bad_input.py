@@ -90,12 +90,12 @@ BAD = {
     "key-other-dtype": (
         attend(key=tensor(dtype=torch.float64)),
         ValueError,
-        "key is torch.float64 but query is torch.float32",
+        "key must have the dtype of query, torch.float32, got torch.float64",
     ),
     "value-other-dtype": (
         attend(value=tensor(dtype=torch.bfloat16)),
         ValueError,
-        "value is torch.bfloat16 but query is torch.float32",
+        "value must have the dtype of query, torch.float32, got torch.bfloat16",
     ),
     "key-other-device": (
         attend(key=tensor(device="meta")),
@@ -109,7 +109,7 @@ BAD = {
         "value .* batch .* 2, got 3",
     ),
     "value-empty-batch": (attend(value=tensor(0, 4, 10, 8)), ValueError, "value .* 2, got 0"),
-    "key-other-head-dim": (attend(key=tensor(2, 4, 10, 9)), ValueError, "key has head_dim 9"),
+    "key-other-head-dim": (attend(key=tensor(2, 4, 10, 9)), ValueError, "key must have the head_dim of query, 8, got 9"),
     "value-other-seqlen": (
         attend(value=tensor(2, 4, 11, 8)),
         ValueError,
@@ -138,7 +138,7 @@ BAD = {
     ),
     "value-dim-0": (attend(value=tensor(2, 4, 10, 0)), ValueError, r"value .* \(2, 4, 10, 0\)"),
     # Options of attention.
-    "pattern-list": (attend(pattern=[[causal()]]), TypeError, "pattern .*per_head.* got list"),
+    "pattern-list": (attend(pattern=[[causal()]]), TypeError, "pattern must be .* got list"),
     "pattern-tensor": (attend(pattern=torch.ones(10, 10)), TypeError, "pattern .* got Tensor"),
     "is-causal-int": (attend(is_causal=1), TypeError, "is_causal must be a bool, got 1"),
     "is-causal-none": (attend(is_causal=None), TypeError, "is_causal must be a bool, got None"),

@@ -267,7 +267,7 @@ def test_attend_finds_a_wrong_answer(files, monkeypatch, capsys):
         command, "run_local", lambda *arguments, answer, **options: answer.output.fill_(7)
     )
     assert run_attend("--verify") == 1
-    assert "cqs attend: output of batch 0, head 0, row 0 is off by" in capsys.readouterr().err
+    assert "cqs attend: output of batch 0, head 0, row 0 deviates by" in capsys.readouterr().err
     assert not os.path.exists("o.npy")
 
 

@@ -201,7 +201,7 @@ def test_backends_that_cannot_drop_out_refuse(backend):
 @pytest.mark.parametrize("probability", [-0.1, 1.0, 2, float("nan")])
 def test_a_probability_out_of_range_is_refused(probability):
     tensors = [torch.randn(1, 2, 50, 16) for _ in range(3)]
-    with pytest.raises(ValueError, match=r"dropout_p must lie in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\)"):
         cqs.attention(*tensors, dropout_p=probability)
 
 

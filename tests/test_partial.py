@@ -182,7 +182,7 @@ def test_equal_outputs_merge_into_themselves_however_large_the_scores():
 
 
 def test_merging_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one partial"):
+    with pytest.raises(ValueError, match="partials must have at least one element"):
         merge_partials([])
 
 

@@ -51,7 +51,7 @@ def test_one_wrong_output_is_found_and_named(case, dtype):
     answer = right_answer(problem)
     row = last_visible_row(problem)
     answer.output[0, 1, row, 2] += 1
-    message = rf"output of batch 0, head 1, row {row} is off by (1|0\.99|1\.0).*\(.+\)"
+    message = rf"output of batch 0, head 1, row {row} deviates by (1|0\.99|1\.0).*\(.+\)"
     with pytest.raises(VerificationError, match=message):
         verify_rows(problem, answer)
 
@@ -61,7 +61,9 @@ def test_the_first_row_is_always_among_the_sampled():
     for part in ("output", "lse"):
         answer = right_answer(problem)
         getattr(answer, part)[1, 3, 0] += 1
-        with pytest.raises(VerificationError, match=f"{part} of batch 1, head 3, row 0 is off by"):
+        with pytest.raises(
+            VerificationError, match=f"{part} of batch 1, head 3, row 0 deviates by"
+        ):
             verify_rows(problem, answer, num_rows=1, seed=5)
 
 
@@ -71,7 +73,7 @@ def test_a_wrong_lse_is_found(case):
     answer = right_answer(problem)
     row = last_visible_row(problem)
     answer.lse[0, 2, row] += 1e-3 * (1 + answer.lse[0, 2, row].abs())
-    with pytest.raises(VerificationError, match=f"lse of batch 0, head 2, row {row} is off by"):
+    with pytest.raises(VerificationError, match=f"lse of batch 0, head 2, row {row} deviates by"):
         verify_rows(problem, answer)
 
 
@@ -183,7 +185,7 @@ def test_a_value_elsewhere_does_not_hide_an_error(huge):
         answer.output[:, :, 100:, 2] = exact_answer(problem).output[:, :, 100:, 2]
         verify_rows(problem, answer, num_rows=2000)
         answer.output[1, 2, row, column] += 0.01
-        message = f"output of batch 1, head 2, row {row} is off by 0.01"
+        message = f"output of batch 1, head 2, row {row} deviates by 0.01"
         with pytest.raises(VerificationError, match=message):
             verify_rows(problem, answer, num_rows=2000)
 
@@ -195,7 +197,7 @@ def test_an_infinite_score_does_not_hide_an_error():
     answer = right_answer(problem)
     verify_rows(problem, answer)
     answer.output[0, 0, 0, 0] += 0.01
-    with pytest.raises(VerificationError, match="row 0 is off by 0.01"):
+    with pytest.raises(VerificationError, match="row 0 deviates by 0.01"):
         verify_rows(problem, answer)
 
 
@@ -241,7 +243,7 @@ def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_tasks):
         worker_module.ATTEND, "cpu", lambda *args, **options: spoil(attend_cpu(*args, **options))
     )
     problem = BY_NAME["ragged-causal"].make()
-    with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ is off by"):
+    with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ deviates by"):
         attend(problem, num_tasks=num_tasks, verify=True)
 
 
@@ -279,7 +281,7 @@ def test_the_error_is_an_arithmetic_error_that_quotes_error_and_bound():
     with pytest.raises(ArithmeticError) as raised:
         verify_rows(problem, answer)
     error, bound = re.fullmatch(
-        r"output of batch 0, head 0, row 0 is off by (\S+), more than .* \((\S+)\)",
+        r"output of batch 0, head 0, row 0 deviates by (\S+), more than .* \((\S+)\)",
         str(raised.value),
     ).groups()
     assert float(error) == pytest.approx(0.5, abs=1e-3) and 0 < float(bound) < 1e-3

@@ -228,7 +228,7 @@ def test_verification_catches_a_wrong_worker(ray_session):
     problem = CASES[0].make()
     with WrongCluster(num_workers=1, use_gpus=False) as cluster:
         cluster.attention(*tensors(problem), num_tasks=7)
-        with pytest.raises(VerificationError, match=r"row \d+ is off by 0\.0"):
+        with pytest.raises(VerificationError, match=r"row \d+ deviates by 0\.0"):
             cluster.attention(*tensors(problem), num_tasks=7, verify=True)
 
 

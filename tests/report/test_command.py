@@ -259,7 +259,9 @@ def test_one_process_at_a_time_writes_a_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(report._KINDS, "scaling", kind._replace(measure=measure_twice))
     assert main(command) == 0 and statuses == [2]
     error = capsys.readouterr().err
-    assert "--out must be a directory that nothing else uses" in error and str(tmp_path) in error
+    assert (
+        "--out must be a directory that no other process uses" in error and str(tmp_path) in error
+    )
     assert [row.tokens for row in read_rows(tmp_path / "rows.jsonl")] == [60]
 
 
