@@ -108,4 +108,4 @@ def test_first_calls_are_not_captured(ranks, num_ranks):
     """Sizes of which there has been no call, or which need more memory than any call."""
     for rows in (9, 300_000):
         for error, text in ranks.run(num_ranks, complaint_in_a_graph, rows):
-            assert error is RuntimeError and "make one with the same arguments before" in text
+            assert error is RuntimeError and "call once with the same arguments" in text

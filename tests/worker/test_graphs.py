@@ -57,6 +57,6 @@ def test_first_calls_are_not_captured():
     tensors = draw(torch.bfloat16, rows=77)
     with (
         torch.cuda.graph(torch.cuda.CUDAGraph()),
-        pytest.raises(RuntimeError, match="make one with the same arguments before"),
+        pytest.raises(RuntimeError, match="call once with the same arguments"),
     ):
         attend(tensors, {})
