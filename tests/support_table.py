@@ -1,4 +1,4 @@
-"""Which backend computes what of which pattern: the tables of docs/patterns.md.
+"""Which backend computes what of which pattern: the tables of docs/pattern-support.md.
 
 ``python tests/support_table.py`` runs every case and writes the tables anew.
 """
@@ -37,7 +37,7 @@ from cqs.problem import Problem
 from cqs.testing import assert_tracks_exact, attend, eager_output, exact_answer
 from cqs.worker import WHY_NOT
 
-PAGE = Path(__file__).parent.parent / "docs" / "patterns.md"
+PAGE = Path(__file__).parent.parent / "docs" / "pattern-support.md"
 BEGIN, END = "<!-- tables of tests/support_table.py -->\n", "<!-- end of tables -->\n"
 
 

@@ -1,4 +1,4 @@
-"""Every cell of the tables in docs/patterns.md says what happens."""
+"""Every cell of the tables in docs/pattern-support.md says what happens."""
 
 import pytest
 from support_table import CELLS, format_tables, page_tables, read_tables, run
