@@ -2,8 +2,8 @@
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,9 @@ from benchmarks.options import add_common
 from benchmarks.publish import publish
 from cqs.cases import Case
 from cqs.problem import Problem
+from cqs.report.exact import relative_error
 from cqs.report.measurement import Measurement, summarize
+from cqs.report.timing import Timer
 from cqs.testing import visible_mask
 from cqs.worker import WHY_NOT
 
@@ -42,7 +44,7 @@ def run(*, tokens: int | None = None, repeats: int = 10, out: str | None = None)
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     tokens = tokens or (8192 if on_gpu else 512)
-    rows = []
+    rows, timer = [], Timer(device)
     for dtype in (torch.float16, torch.bfloat16):
         errors: dict[str, list[list[float]]] = {}
         seconds: dict[str, list[float]] = {}
@@ -53,10 +55,11 @@ def run(*, tokens: int | None = None, repeats: int = 10, out: str | None = None)
             grad_output = torch.randn(problem.query.shape).to(problem.query)
             exact = _differentiate(_definition, problem, grad_output, torch.float64)
             for name, attend in _contenders(problem).items():
-                start = time.perf_counter()
-                found = _differentiate(attend, problem, grad_output, dtype)
-                seconds.setdefault(name, []).append(time.perf_counter() - start)
-                errors.setdefault(name, []).append(list(map(_error, found, exact)))
+                elapsed, found = timer.time(
+                    partial(_differentiate, attend, problem, grad_output, dtype)
+                )
+                seconds.setdefault(name, []).append(elapsed)
+                errors.setdefault(name, []).append(list(map(relative_error, found, exact)))
             del exact
         base = statistics.mean(error[0] for error in next(iter(errors.values())))
         for name, of_seeds in errors.items():
@@ -129,7 +132,3 @@ def _differentiate(
     leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in tensors]
     output = attend(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad_output.to(dtype))]
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())

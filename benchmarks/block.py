@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.layer_parts import PARTS, time_communication, time_parts
 from benchmarks.options import add_common, add_heads
-from benchmarks.peers import judge, peak_bytes, stray, time_together
+from benchmarks.peers import peak_bytes, time_together, verify_together
 from benchmarks.publish import publish
 from cqs.nn import HybridTransformerBlock, reduce_gradients
 from cqs.nn.mesh import AXES
 from cqs.patterns import Pattern, sliding_window
 from cqs.problem import check_problem
+from cqs.report.exact import verify_close
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.scheduler.arguments import as_integer
 from cqs.testing import exact_rows
@@ -168,7 +169,7 @@ def measure(
     for name, layer in layers.items():
         shard, grad_shard = (_cut(whole, layer.mesh).contiguous() for whole in (hidden, grad))
         steps[name] = partial(_step, layer, shard, grad_shard)
-        judge(name, _errors(layer, steps[name](), expected), dtype, group)
+        verify_together(partial(_verify, name, layer, steps[name](), expected), group)
     del expected, hidden, grad
     peaks = {name: peak_bytes(step, group) for name, step in steps.items()}
     seconds = time_together(steps, repeats, group, device)
@@ -246,9 +247,12 @@ def _expect(
     rows = torch.linspace(0, hidden.shape[1] - 1, _ROWS, device=hidden.device).long()
     with torch.no_grad():
         exact = _exact_rows_of(layer, hidden, rows)
-    ours = expected["output"][:, rows].double()
-    worst = ((ours - exact).norm(dim=-1) / exact.norm(dim=-1)).max()
-    judge("the layer on one device", {"output": worst}, hidden.dtype, group)
+
+    def verify() -> None:
+        for i in range(_ROWS):
+            verify_close("the layer on one device", expected["output"][:, rows[i]], exact[:, i])
+
+    verify_together(verify, group)
     return expected
 
 
@@ -263,19 +267,21 @@ def _exact_rows_of(layer: HybridTransformerBlock, hidden: Tensor, rows: Tensor) 
     return exact
 
 
-def _errors(
-    layer: HybridTransformerBlock, found: dict[str, Tensor], expected: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return by how much each result strays."""
-    errors = {}
-    for name, theirs in expected.items():
-        ours = found[name]
-        if name in ("output", "input"):
+def _verify(
+    name: str,
+    layer: HybridTransformerBlock,
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+) -> None:
+    """Compare this rank's output and gradients with those of one device."""
+    for what, theirs in expected.items():
+        ours = found[what]
+        if what in ("output", "input"):
             theirs = _cut(theirs, layer.mesh)
         elif isinstance(ours, DTensor):
             ours = ours.full_tensor()
-        errors[name if name == "output" else f"gradient of {name}"] = stray(ours, theirs)
-    return errors
+        what = what if what == "output" else f"gradient of {what}"
+        verify_close(f"{name}: {what}", ours, theirs)
 
 
 _COLUMNS: dict[str, Callable[[Measurement], object]] = {

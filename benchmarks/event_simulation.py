@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cqs.result_rows import read_result_rows
+from cqs.report import measurement
 
 _HOUR = 3600.0
 _MOST_DEATHS = 10**6
@@ -282,7 +282,7 @@ def read_relative_times(path: str) -> tuple[float, ...]:
             return []
         return [1.0, *(row[name] / row["median_ms"] for name in ("p20_ms", "p80_ms"))]
 
-    found = read_result_rows(path, pick)
+    found = measurement.read_rows(path, pick)
     if not found:
         raise ValueError(f"{path} has no rows of {_LEAST_REPEATS} repeats or more")
     return tuple(sorted(found))

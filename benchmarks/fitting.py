@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cqs.result_rows import read_result_rows
+from cqs.report import measurement
 from cqs.scheduler import AttentionShape
 from cqs.simulation import METHODS, Case, Machine, forecast
 
@@ -37,7 +37,7 @@ def read_rows(path: str) -> list[Row]:
     Raises:
         ValueError: if there is none, or a line is no JSON object.
     """
-    rows = read_result_rows(path, _pick)
+    rows = measurement.read_rows(path, _pick)
     if not rows:
         raise ValueError(f"{path} has no rows of `benchmarks peers`")
     return rows

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cqs.distributed.exchange
 import cqs.nn.rows
-from benchmarks.peers import make_busy_together
 from cqs.nn import HybridTransformerBlock
+from cqs.report.timing import make_busy
 
 PARTS = ("attention", "feed-forward", "communication", "rest")
 Intervals = Sequence[tuple[float, float]]
@@ -63,10 +63,11 @@ def time_communication(step: Callable[[], Any], group: Any) -> dict[str, float]:
         ``travels_ms``, the time of communication, and ``hidden_ms``, the part of it in which the
         GPU also computes.
     """
-    behind = make_busy_together(group)
+    signal = torch.zeros(1, device="cuda")
+    warm_up = make_busy(lambda: dist.all_reduce(signal, group=group))
     step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        behind()
+        warm_up()
         step()
         torch.cuda.synchronize()
     events = [

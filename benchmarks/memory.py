@@ -1,7 +1,6 @@
 """What a task holds at its peak, against the plan's prediction, for every backend."""
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from cqs.cases import Case
 from cqs.problem import Problem
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.memory import hold, measure_held
+from cqs.report.timing import Timer
 from cqs.scheduler import Task, predict_cost
 from cqs.worker import WHY_NOT, Worker
 
@@ -73,9 +73,10 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
 
 
 def _measure_worst(problem: Problem, backend: str, num_tasks: int, repeats: int) -> Measurement:
-    start = time.perf_counter()
     tasks = problem.make_plan(num_tasks).tasks
-    found = [measure_task(problem, task, backend) for task in tasks for _ in range(repeats)]
+    seconds, found = Timer(problem.query.device.type, by_wall_clock=True).time(
+        lambda: [measure_task(problem, task, backend) for task in tasks for _ in range(repeats)]
+    )
     predicted, peak = max(found, key=lambda pair: abs(pair[1] / pair[0] - 1))
     _, num_heads, tokens, head_dim = problem.query.shape
     return Measurement(
@@ -88,5 +89,5 @@ def _measure_worst(problem: Problem, backend: str, num_tasks: int, repeats: int)
         ratio=peak / predicted,
         repeats=repeats,
         details={"predicted_bytes": predicted, "peak_bytes": peak},
-        **summarize([time.perf_counter() - start]),  # type: ignore[arg-type]
+        **summarize([seconds]),  # type: ignore[arg-type]
     )

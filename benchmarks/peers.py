@@ -17,20 +17,15 @@ from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
 from benchmarks.peer_methods.method import Method
 from benchmarks.publish import publish
 from cqs.distributed.transports import peak_peer_bytes, reset_peak_peer_bytes
-from cqs.partial import lse_dtype
+from cqs.gradients import Gradients
 from cqs.problem import Problem, check_problem
+from cqs.report.exact import verify_answer, verify_close, verify_gradients, verify_output
 from cqs.report.measurement import Measurement, append_rows, summarize
-from cqs.report.timing import make_busy, time_calls, time_in_turn, turns
+from cqs.report.timing import make_timer, run_in_turn, time_calls
 from cqs.scheduler.arguments import as_integer
-from cqs.testing import exact_rows
 from cqs.verify import VerificationError
 from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
-
-_ROWS = 48
-"""How many of its rows a rank compares with float64."""
-_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Norm of an error, over that of what is right; of gradients, both are rounded."""
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
 """Name of a pass -> name of a method -> what computes it."""
@@ -192,6 +187,12 @@ def _prepare(
         answer = attend_alone(worker, *tensors, is_causal=is_causal)
         saved = *tensors, *answer
         expected = differentiate_alone(worker, saved, grad_output, is_causal=is_causal)
+
+        def verify_expected() -> None:
+            verify_answer(problem, answer)
+            verify_gradients(problem, answer, grad_output, Gradients(*expected), name="one:")
+
+        verify_together(verify_expected, group)
         del answer, saved
     passes: Passes = {what: {} for what in ("forward", "both")[: 2 if expected else 1]}
     for name in names:
@@ -202,15 +203,14 @@ def _prepare(
             continue
         shard = [method.shard(tensor) for tensor in tensors]
         passes["forward"][name] = partial(_attend, method, shard)
-        errors = {"output": _stray_of_rows(method, problem, passes["forward"][name]())}
+        output, gradients = passes["forward"][name](), ()
         if grad_output is not None:
             grad = method.shard(grad_output)
             passes["both"][name] = partial(_differentiate, method, shard, grad)
-            found = passes["both"][name]()
-            for side, ours, theirs in zip(("query", "key", "value"), found, expected, strict=True):
-                errors[f"gradient of the {side}"] = stray(ours, method.shard(theirs))
-            del found
-        judge(name, errors, problem.query.dtype, group)
+            gradients = passes["both"][name]()
+        verify = partial(_verify, name, method, problem, output, gradients, expected)
+        verify_together(verify, group)
+        del output, gradients, verify
     return passes if passes["forward"] else {}
 
 
@@ -229,43 +229,34 @@ def _differentiate(
     return method.backward(saved, grad_output)
 
 
-def _stray_of_rows(method: Method, problem: Problem, output: Tensor) -> Tensor:
-    """Return the largest error of sampled rows of a shard."""
-    device = output.device
-    tokens = torch.cat(
-        [
-            torch.arange(r.start, r.stop, device=device)
-            for r in method.tokens(problem.query.shape[2])
-        ]
-    )
-    if not len(tokens):
-        return torch.zeros((), dtype=torch.float64, device=device)
-    rows = torch.linspace(0, len(tokens) - 1, _ROWS, device=device).long()
-    exact = exact_rows(problem, tokens[rows])
-    errors = (output[:, :, rows].double() - exact).norm(dim=-1)
-    worst: Tensor = (errors / exact.norm(dim=-1)).max()
-    return worst
+def _verify(
+    name: str,
+    method: Method,
+    problem: Problem,
+    output: Tensor,
+    gradients: Sequence[Tensor],
+    expected: Sequence[Tensor],
+) -> None:
+    """Compare this rank's output with float64, and its gradients with those of one device."""
+    tokens = [torch.arange(r.start, r.stop) for r in method.tokens(problem.query.shape[2])]
+    rows = torch.cat(tokens).to(output.device)
+    verify_output(problem, output, rows, name=f"{name}: output")
+    for side, ours, whole in zip(Gradients._fields, gradients, expected, strict=True):
+        verify_close(f"{name}: gradient of the {side}", ours, method.shard(whole))
 
 
-def stray(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the norm of the difference, beside that of the right one."""
-    if not theirs.numel():
-        return torch.zeros((), dtype=torch.float64, device=theirs.device)
-    ours, theirs = (tensor.to(lse_dtype(tensor.dtype)) for tensor in (ours, theirs))
-    error: Tensor = (ours - theirs).norm() / theirs.norm()
-    return error.double()
-
-
-def judge(name: str, errors: dict[str, Tensor], dtype: torch.dtype, group: Any) -> None:
-    """Raise on every rank if an error of any is too large, or not a number."""
-    worst = torch.stack(list(errors.values())).nan_to_num(nan=torch.inf)
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-    for what, error in zip(errors, worst.tolist(), strict=True):
-        if error > _TOLERANCES[dtype]:
-            raise VerificationError(
-                f"{name} is wrong: its {what} strays by {error:.2g}, "
-                f"allowed are {_TOLERANCES[dtype]:.2g}"
-            )
+def verify_together(verify: Callable[[], object], group: Any) -> None:
+    """Run a check on every rank; raise the VerificationError of the first that fails on all."""
+    failure = None
+    try:
+        verify()
+    except VerificationError as error:
+        failure = str(error)
+    found: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, failure, group=group)
+    for each in found:
+        if each is not None:
+            raise VerificationError(each)
 
 
 def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
@@ -288,29 +279,24 @@ def time_together(
     passes: dict[str, Callable[[], Any]], repeats: int, group: Any, device: torch.device
 ) -> dict[str, list[float]]:
     """Time methods in turn; return for each the seconds of the slowest rank, repeat by repeat."""
-    behind = make_busy_together(group) if device.type == "cuda" else None
-    seconds: dict[str, list[float]] = {name: [] for name in passes}
-    for order in turns(passes, repeats):
-        for name in order:
+    signal = torch.zeros(1, device=device)
+    timer = make_timer(lambda: dist.all_reduce(signal, group=group))
+
+    def timed(compute: Callable[[], Any]) -> Callable[[], float]:
+        def time() -> float:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier(group)
-            own = time_in_turn({name: passes[name]}, 1, device.type, behind=behind)
-            seconds[name] += own[name]
-    table = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
-    return dict(zip(passes, table.tolist(), strict=True))
+            return timer.time(compute)[0]
 
+        return time
 
-def make_busy_together(group: Any) -> Callable[[], None]:
-    """Return what keeps all GPUs busy until the last of them is done."""
-    work, signal = make_busy(), torch.zeros(1, device="cuda")
-
-    def work_together() -> None:
-        work()
-        dist.all_reduce(signal, group=group)
-
-    return work_together
+    timed_passes = {name: timed(compute) for name, compute in passes.items()}
+    rounds = list(run_in_turn(timed_passes, repeats))
+    table = [[found[name] for found in rounds] for name in passes]
+    slowest = torch.tensor(table, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return dict(zip(passes, slowest.tolist(), strict=True))
 
 
 def _case(problem: Problem) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,9 @@ import cqs
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.streaming_files import measure_files
+from cqs.report.exact import check_error, relative_error
 from cqs.report.measurement import Measurement, summarize
+from cqs.report.timing import Timer
 from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
 from cqs.streaming.attention import Streamed
@@ -141,8 +142,8 @@ def _measure_forward(
         seconds, peak, _ = _time_and_measure(stream)
         streamed.append(seconds)
     error = _error(output, sources, is_causal, range(length))
-    assert error < _ERROR, f"sampled rows are wrong by {error}"
-    assert error_of_resident < 5 * _ERROR, f"those of the resident call by {error_of_resident}"
+    check_error("sampled rows", error, _ERROR)
+    check_error("sampled rows of the resident call", error_of_resident, 5 * _ERROR)
     plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal)
     row = _row("forward", shape, plan, streamed, resident, peak, plan.peak_bytes, plan.seconds)
     row.details.update(error=error, baseline_error=error_of_resident)
@@ -173,7 +174,7 @@ def _measure_both(
         seconds, peak, gradients = _time_and_measure(stream)
         streamed.append(seconds)
     distance = max(map(_distance, gradients, expected))
-    assert distance < _DISTANCE, f"gradients differ from those of the resident call by {distance}"
+    check_error("gradients, to the resident call", distance, _DISTANCE)
     plans = [
         make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal, which=which)
         for which in Pass
@@ -209,7 +210,7 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
 
     seconds, peak, _ = _time_and_measure(stream)
     error = _error(output, sources, is_causal, last.tokens, last)
-    assert error < _ERROR, f"sampled rows are wrong by {error}"
+    check_error("sampled rows", error, _ERROR)
     share = plan.count(last.tokens, range(length)) / plan.live_pairs / plan.num_groups
     row = _row(
         "forward, one block",
@@ -253,16 +254,9 @@ def _time_resident(
 ) -> tuple[list[float], Any]:
     """Time a computation of tensors on the GPU."""
     on_gpu = [tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in host]
-    results = [_time(lambda: compute(on_gpu)) for _ in range(repeats)]
+    timer = Timer("cuda", by_wall_clock=True)
+    results = [timer.time(lambda: compute(on_gpu)) for _ in range(repeats)]
     return [seconds for seconds, _ in results], results[-1][1]
-
-
-def _time(compute: Callable[[], Any]) -> tuple[float, Any]:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    found = compute()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start, found
 
 
 def _time_and_measure(compute: Callable[[], Any]) -> tuple[float, int, Any]:
@@ -270,7 +264,7 @@ def _time_and_measure(compute: Callable[[], Any]) -> tuple[float, int, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    seconds, found = _time(compute)
+    seconds, found = Timer("cuda", by_wall_clock=True).time(compute)
     return seconds, torch.cuda.max_memory_allocated() - before, found
 
 
@@ -287,7 +281,7 @@ def _warm_up(compute: Callable[..., Any], host: list[Tensor]) -> None:
 def _distance(ours: Tensor, theirs: Tensor) -> float:
     """Return the norm of the difference over that of the other, of the worst head."""
     return max(
-        float((here.cuda().float() - there.cuda().float()).norm() / there.cuda().float().norm())
+        relative_error(here.cuda(), there.cuda())
         for here, there in zip(ours[0], theirs[0], strict=True)
     )
 
@@ -308,7 +302,7 @@ def _error(
         query = torch.cat([_read(sources[0], head, range(row, row + 1)) for row in sample])
         exact = _exact(query, sources[1:], head // group_size, sample, is_causal)
         found = output[0, head, sample].cuda().double()
-        worst = max(worst, float((found - exact).norm() / exact.norm()))
+        worst = max(worst, relative_error(found, exact))
     return worst
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cqs.__main__ import main
 from cqs.distributed.layout import choose_head_parallel, lay_out
-from cqs.result_rows import parse_row
+from cqs.report.measurement import read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
 from cqs.scheduler.heads import FETCHED
 from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
@@ -241,8 +241,7 @@ def test_memory_forward_is_that_of_layouts(shape, is_causal, num_chunks, num_dev
 @pytest.mark.parametrize("passes", ["forward", "both"])
 @pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
 def test_memory_is_what_gpus_allocated(method, passes):
-    with open(RESULTS / "peers-h200-x2.jsonl") as file:
-        rows = [parse_row(line) for line in file]
+    rows = read_rows(RESULTS / "peers-h200-x2.jsonl", lambda row: [row])
     rows = [
         row for row in rows if row["benchmark"] == f"peers {passes}" and row["executor"] == method
     ]
@@ -262,8 +261,7 @@ def test_memory_is_what_gpus_allocated(method, passes):
 def test_memory_of_gradients_is_what_four_gpus_allocated(method):
     """Some in four head chunks, where two would do now; sums of two slices were held at one
     time."""
-    with open(RESULTS / "peers-h200-x4.jsonl") as file:
-        rows = [parse_row(line) for line in file]
+    rows = read_rows(RESULTS / "peers-h200-x4.jsonl", lambda row: [row])
     rows = [
         row for row in rows if row["benchmark"] == "peers backward" and row["executor"] == method
     ]

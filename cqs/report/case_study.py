@@ -19,7 +19,7 @@ from cqs.report.measurement import summarize
 from cqs.report.passes import Forward, Pass, make_pass
 from cqs.report.rows import Row, fields_of, read_kind
 from cqs.report.settings import Settings
-from cqs.report.stopwatch import Stopwatch, in_turn
+from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan, Task, make_plan, quorum
 from cqs.worker.memory import record_memory
 from cqs.worker.resident import STATM, record_resident
@@ -107,7 +107,7 @@ def measure(
     Raises:
         VerificationError: if the merged result of all tasks is wrong.
     """
-    work, watch = make_pass(settings, "forward"), Stopwatch()
+    work, timer = make_pass(settings, "forward"), make_timer()
     assert isinstance(work, Forward)
     plans = {number: plan_case(settings, number) for number in sorted({1, *workers})}
     tasks = {number: longest_task(plan) for number, plan in plans.items()}
@@ -116,9 +116,9 @@ def measure(
         _check(work, plans[number])
         recordings[number] = _record(work, tasks[number], settings.repeats)
         tick()
-    contenders = {str(number): partial(_time, work, task, watch) for number, task in tasks.items()}
+    contenders = {str(number): partial(_time, work, task, timer) for number, task in tasks.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for found in in_turn(contenders, settings.repeats):
+    for found in run_in_turn(contenders, settings.repeats):
         for name, each in found.items():
             seconds[name].append(each)
         tick()
@@ -176,8 +176,8 @@ def _record(work: Pass, task: Task, repeats: int) -> _Recording:
     return _Recording(memory, min(recorded, key=lambda samples: samples[-1][0]))
 
 
-def _time(work: Pass, task: Task, watch: Stopwatch) -> float:
-    return watch.time(partial(work.compute, task, work.hold(task)))[0]
+def _time(work: Pass, task: Task, timer: Timer) -> float:
+    return timer.time(partial(work.compute, task, work.hold(task)))[0]
 
 
 def _make_row(

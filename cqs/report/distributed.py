@@ -17,7 +17,7 @@ from cqs.report.local import Measure, Tick
 from cqs.report.passes import Backward, Forward, Pass, bytes_of, make_pass
 from cqs.report.rows import ScalingRow, Turn, make_row
 from cqs.report.settings import Settings
-from cqs.report.stopwatch import Stopwatch, in_turn
+from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.worker.memory import measure_peak_bytes
 
 Item = TypeVar("Item")
@@ -103,9 +103,9 @@ class _Ranks:
         self._settings = settings
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._work_of = cache(partial(make_pass, settings))
-        self._watch = Stopwatch()
+        self._timer = make_timer()
         signal = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
-        self._watch_of_calls = Stopwatch(last=lambda: dist.all_reduce(signal))
+        self._timer_of_calls = make_timer(lambda: dist.all_reduce(signal))
 
     def measure(self, name: str, tick: Tick) -> ScalingRow:
         """Check a pass, measure memory and time it; every rank returns the row."""
@@ -119,13 +119,13 @@ class _Ranks:
         details = {"call_bytes": float(max(_gather(call_bytes)))}
         tick()
         contenders = {
-            "tasks": lambda: self._time(self._watch, compute),
-            "all": lambda: max(self._time(self._watch_of_calls, call)),
+            "tasks": lambda: self._time(self._timer, compute),
+            "all": lambda: max(self._time(self._timer_of_calls, call)),
             "one": lambda: self._time_on_first(work.one),
             "dense": lambda: self._time_on_first(work.dense),
         }
         turns = []
-        for found in in_turn(contenders, self._settings.repeats):
+        for found in run_in_turn(contenders, self._settings.repeats):
             turns.append(
                 Turn(
                     found["tasks"],
@@ -187,11 +187,11 @@ class _Ranks:
             found.append(whole.to(shard.dtype))
         return Partial(*found) if isinstance(work, Forward) else Gradients(*found)
 
-    def _time(self, watch: Stopwatch, compute: Callable[[], object]) -> list[float]:
+    def _time(self, timer: Timer, compute: Callable[[], object]) -> list[float]:
         """Return the seconds of every rank, from a barrier on."""
         dist.barrier()
-        return _gather(watch.time(compute)[0])
+        return _gather(timer.time(compute)[0])
 
     def _time_on_first(self, compute: Callable[[], object]) -> float:
         """Return the seconds of the first rank while the others wait."""
-        return _broadcast(self._watch.time(compute)[0] if self._rank == 0 else 0.0)
+        return _broadcast(self._timer.time(compute)[0] if self._rank == 0 else 0.0)

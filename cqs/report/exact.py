@@ -1,15 +1,73 @@
-"""Gradients of sampled tokens in float64, to check what is about to be timed."""
+"""The check that precedes every measurement: sampled rows against float64, by relative error."""
 
 import torch
 from torch import Tensor
 
 from cqs.gradients import Gradients
-from cqs.partial import Partial
+from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem
-from cqs.verify import VerificationError, visible_rows
+from cqs.testing import exact_rows
+from cqs.verify import VerificationError, verify_rows, visible_rows
 
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Norm of an error, over that of the largest of the three gradients."""
+"""Largest relative errors in the Frobenius norm."""
+
+
+def check_error(name: str, error: float, tolerance: float) -> None:
+    """Raise VerificationError unless a relative error is at most its tolerance; NaN is not."""
+    if not error <= tolerance:
+        raise VerificationError(
+            f"relative error of {name} must be at most {tolerance:.2g}, got {error:.2g}"
+        )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the Frobenius norm of the difference divided by that of ``expected``."""
+    if not expected.numel():
+        return 0.0
+    found, expected = (tensor.to(lse_dtype(tensor.dtype)) for tensor in (found, expected))
+    return float((found - expected).norm() / expected.norm())
+
+
+def verify_close(name: str, found: Tensor, expected: Tensor) -> None:
+    """Raise VerificationError unless a tensor is that of another computation, within its dtype."""
+    check_error(name, relative_error(found, expected), _TOLERANCES[found.dtype])
+
+
+@torch.no_grad()
+def verify_output(
+    problem: Problem, output: Tensor, rows: Tensor | None = None, *, name: str = "the output"
+) -> None:
+    """Raise unless every sampled row of an output agrees with float64 attention.
+
+    Args:
+        problem: The attention problem: one pattern for all heads, no dropout.
+        output: The whole output, ``[batch, heads, seqlen_q, head_dim]``, or the rows that ``rows``
+            names.
+        rows: Query indices of the rows of ``output``, int64; ``None`` means all.
+        name: What an error calls the output.
+
+    Raises:
+        VerificationError: The relative error of a row exceeds the tolerance of its dtype.
+    """
+    if rows is None:
+        rows = torch.arange(output.shape[2], device=output.device)
+    sample = _sample(len(rows), 64, output.device)
+    if not len(sample):
+        return
+    exact = exact_rows(problem, rows[sample])
+    distances = (output[:, :, sample].double() - exact).norm(dim=-1)
+    errors = (distances / exact.norm(dim=-1)).masked_fill(distances == 0, 0)  # rows of zeros: 0 / 0
+    check_error(name, float(errors.max()), _TOLERANCES[output.dtype])
+
+
+def verify_answer(problem: Problem, answer: Partial) -> None:
+    """Raise VerificationError unless sampled rows of output and LSE agree with float64.
+
+    Besides :func:`verify_output`, every entry keeps the bound of :func:`cqs.verify.verify_rows`.
+    """
+    verify_rows(problem, answer)
+    verify_output(problem, answer.output)
 
 
 @torch.no_grad()
@@ -19,35 +77,41 @@ def verify_gradients(
     grad_output: Tensor,
     gradients: Gradients,
     *,
-    num_tokens: int = 32,
+    name: str = "",
 ) -> None:
-    """Raise unless the gradients of evenly spaced queries, keys and values are right.
+    """Raise unless the gradients of sampled queries, keys and values agree with float64.
 
     With ``P = exp(scores - lse)`` and ``D = sum(grad_output * output)`` of each row, those of
     values are ``P^T grad_output``, and with ``dS = P * (grad_output value^T - D)`` those of
     queries and keys ``scale dS key`` and ``scale dS^T query``: in float64 from the tensors and the
-    answer, which :func:`cqs.verify.verify_rows` must have passed.
+    answer, which :func:`verify_answer` must have passed. Errors are relative to the largest of the
+    three gradients.
 
     Args:
-        problem: What was asked: as many queries as keys, one pattern for all heads, no dropout.
-        answer: Of the whole problem.
-        grad_output: Gradient of its output.
-        gradients: What to check.
-        num_tokens: How many to sample; the first and the last are among them.
+        problem: As many queries as keys, one pattern for all heads, no dropout.
+        answer: Output and LSE of the whole problem.
+        grad_output: Gradient of the output, of its shape.
+        gradients: What to check, of the shapes of query, key and value.
+        name: What an error calls the method.
 
     Raises:
-        VerificationError: with the relative error in norm, and what is allowed.
+        VerificationError: A relative error exceeds the tolerance of the dtype.
     """
-    tokens = problem.query.shape[2]
-    sample = torch.linspace(0, tokens - 1, num_tokens, device=problem.query.device).long().unique()
+    sample = _sample(problem.query.shape[2], 32, problem.query.device)
     exact = _exact_gradients(problem, answer, grad_output, sample)
-    allowed, size = _TOLERANCES[problem.query.dtype], max(float(each.norm()) for each in exact)
-    for name, found, right in zip(Gradients._fields, gradients, exact, strict=True):
+    size = max(float(each.norm()) for each in exact)
+    tolerance = _TOLERANCES[problem.query.dtype]
+    for side, found, right in zip(Gradients._fields, gradients, exact, strict=True):
         error = float((found[:, :, sample].double() - right).norm()) / size
-        if not error <= allowed:
-            raise VerificationError(
-                f"the gradient of the {name} strays by {error:.2g}, allowed are {allowed:.2g}"
-            )
+        check_error(f"{name} gradient of the {side}".lstrip(), error, tolerance)
+
+
+def _sample(number: int, most: int, device: torch.device) -> Tensor:
+    """Return evenly spaced indices of ``number`` rows, the first and the last among them."""
+    if not number:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    indices: Tensor = torch.linspace(0, number - 1, most, device=device).long().unique()
+    return indices
 
 
 def _exact_gradients(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cqs.report.passes import Pass, bytes_of, make_pass
 from cqs.report.rows import Held, ScalingRow, Turn, make_row, median_seconds
 from cqs.report.settings import Settings
-from cqs.report.stopwatch import Stopwatch, in_turn
+from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan
 
 Tick = Callable[[], object]
@@ -24,7 +24,7 @@ def opened(settings: Settings) -> Iterator[Measure]:
     The time of all workers is that of the slowest task, and a W-th of the merge, which on W devices
     is shared out; no data is sent.
     """
-    work_of, watch = cache(partial(make_pass, settings)), Stopwatch()
+    work_of, timer = cache(partial(make_pass, settings)), make_timer()
 
     def measure(num_tasks: int, name: str, tick: Tick) -> ScalingRow:
         work = work_of(name)
@@ -32,12 +32,12 @@ def opened(settings: Settings) -> Iterator[Measure]:
         held = _check_and_weigh(work, plan)
         tick()
         contenders = {
-            "tasks": lambda: _time_tasks(work, plan, watch),
-            "one": lambda: watch.time(work.one)[0],
-            "dense": lambda: watch.time(work.dense)[0],
+            "tasks": lambda: _time_tasks(work, plan, timer),
+            "one": lambda: timer.time(work.one)[0],
+            "dense": lambda: timer.time(work.dense)[0],
         }
         rounds = []
-        for found in in_turn(contenders, settings.repeats):
+        for found in run_in_turn(contenders, settings.repeats):
             rounds.append(found)
             tick()
         medians = median_seconds([found["tasks"].seconds for found in rounds])
@@ -71,9 +71,9 @@ class _TimedTasks(NamedTuple):
     merge: float
 
 
-def _time_tasks(work: Pass, plan: Plan, watch: Stopwatch) -> _TimedTasks:
+def _time_tasks(work: Pass, plan: Plan, timer: Timer) -> _TimedTasks:
     """Time every task, and the merge of what they return."""
-    timed = [watch.time(partial(work.compute, task, work.hold(task))) for task in plan.tasks]
+    timed = [timer.time(partial(work.compute, task, work.hold(task))) for task in plan.tasks]
     seconds, results = zip(*timed, strict=True)
-    merge, _ = watch.time(work.merger(plan, results))
+    merge, _ = timer.time(work.merger(plan, results))
     return _TimedTasks(list(seconds), merge)

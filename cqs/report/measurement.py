@@ -1,4 +1,4 @@
-"""One row per measurement, with everything needed to read it later."""
+"""Rows of measurements: one JSON object per line, with all that is needed to read it later."""
 
 import errno
 import fcntl
@@ -7,13 +7,21 @@ import os
 import platform
 import statistics
 import subprocess
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 import cqs
+from cqs.input_files import read_lines
+
+_RENAMED = {"num_workers": "num_tasks"}
+"""Names of fields in rows of earlier commits, and their names today."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,32 @@ def check_rows(path: str) -> None:
             raise ValueError(
                 f"out must be a file of JSON rows, got {path!r} with line {number} {line[:40]!r}"
             )
+
+
+def read_rows(path: str | Path, parse: Callable[[Any], Iterable[Item]]) -> list[Item]:
+    """Return the items that ``parse`` makes of the rows of a file, in one list.
+
+    Args:
+        path: The file.
+        parse: Takes the JSON object of a row, with today's names of fields. It raises LookupError,
+            TypeError or ValueError if the object is not such a row.
+
+    Raises:
+        ValueError: The file is not a regular file of at most 64 MiB, or a line is not such a row.
+    """
+    found: list[Item] = []
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            found += parse(_rename(json.loads(line)))
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: {error!r}") from error
+    return found
+
+
+def _rename(row: Any) -> Any:
+    if not isinstance(row, dict):
+        raise TypeError(f"a row must be an object, got {row!r:.40}")
+    return {_RENAMED.get(name, name): value for name, value in row.items()}
 
 
 def describe_device() -> str:

@@ -13,13 +13,12 @@ from cqs.executors.ray.job import TensorGroups, attend_task, differentiate_task
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.problem import Problem
-from cqs.report.exact import verify_gradients
+from cqs.report.exact import verify_answer, verify_gradients
 from cqs.report.memory import hold, measure_held
 from cqs.report.rows import Held
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, Task, predict_cost
 from cqs.tiler import GradientSum, Tiler
-from cqs.verify import verify_rows
 from cqs.worker import HeldTokens, Worker
 
 Sides = tuple[list[HeldTokens], list[HeldTokens]]
@@ -128,7 +127,7 @@ class Forward(Pass):
 
     def verify(self, result: Partial) -> None:
         """Raise VerificationError unless sampled rows of the answer agree with float64."""
-        verify_rows(self.problem, result)
+        verify_answer(self.problem, result)
 
     @torch.no_grad()
     def dense(self) -> Tensor:
@@ -152,7 +151,7 @@ class Backward(Pass):
         super().__init__(settings, problem)
         self.grad_output = grad_output
         self.answer = run_local(problem, problem.make_plan(1), backend=self.backend)
-        verify_rows(problem, self.answer)
+        verify_answer(problem, self.answer)
         self._leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
         self._dense_output = self._attend_densely(*self._leaves)
 

@@ -12,7 +12,7 @@ from cqs.report.local import Measure, Tick
 from cqs.report.passes import Backward, Pass, make_pass
 from cqs.report.rows import Held, ScalingRow, Turn, make_row
 from cqs.report.settings import Settings
-from cqs.report.stopwatch import Stopwatch, in_turn
+from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan
 
 PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
@@ -34,10 +34,10 @@ def opened(
     """
     with ExitStack() as stack:
         start = cache(lambda: stack.enter_context(cqs.Cluster(num_actors, address=address)))
-        work_of, watch = cache(partial(make_pass, settings)), Stopwatch()
+        work_of, timer = cache(partial(make_pass, settings)), make_timer()
 
         def measure(num_tasks: int, name: str, tick: Tick) -> ScalingRow:
-            return _measure(settings, start(), work_of(name), num_tasks, watch, tick)
+            return _measure(settings, start(), work_of(name), num_tasks, timer, tick)
 
         yield measure
 
@@ -47,7 +47,7 @@ def _measure(
     cluster: cqs.Cluster,
     work: Pass,
     num_tasks: int,
-    watch: Stopwatch,
+    timer: Timer,
     tick: Tick,
 ) -> ScalingRow:
     """Check a run, which also says what its tasks hold, then time others."""
@@ -67,10 +67,10 @@ def _measure(
     contenders = {
         "all": lambda: _run(cluster, work, plan)[1],
         "one": lambda: _run(cluster, work, plan_of_one)[1],
-        "dense": lambda: watch.time(work.dense)[0],
+        "dense": lambda: timer.time(work.dense)[0],
     }
     turns, reports = [], []
-    for found in in_turn(contenders, settings.repeats):
+    for found in run_in_turn(contenders, settings.repeats):
         report = found["all"]
         reports.append(report)
         turns.append(

@@ -10,10 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cqs.input_files import read_lines
+from cqs.report import measurement
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.settings import Settings
-from cqs.result_rows import parse_row
 from cqs.scheduler import Plan, make_plan
 
 PASSES = ("forward", "backward")
@@ -233,14 +232,8 @@ def read_kind(kind: type[RowKind], path: Path) -> list[RowKind]:
     """
     if not path.exists():
         return []
-    found = {}
-    for number, line in enumerate(read_lines(path), 1):
-        try:
-            row = kind(**parse_row(line))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} is no row of a report: {error}") from error
-        found[row.key] = row
-    return list(found.values())
+    rows = measurement.read_rows(path, lambda row: [kind(**row)])
+    return list({row.key: row for row in rows}.values())
 
 
 def _milliseconds(seconds: Sequence[float | None]) -> float | None:

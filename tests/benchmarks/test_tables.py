@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fitting import fit, read_rows
+from benchmarks import fitting
 from benchmarks.layer_parts import PARTS
-from cqs.result_rows import parse_row
+from cqs.report.measurement import read_rows
 
 ROOT = Path(__file__).parents[2]
 
 
 def rows_of(name):
-    with open(ROOT / "benchmarks" / "results" / f"{name}.jsonl") as file:
-        return [parse_row(line) for line in file]
+    return read_rows(ROOT / "benchmarks/results" / f"{name}.jsonl", lambda row: [row])
 
 
 def the(rows, **conditions):
@@ -298,9 +297,10 @@ def test_two_gpus_with_flash_attention():
 
 def test_four_gpus_are_predicted_from_two():
     fitted, measured = (
-        read_rows(ROOT / f"benchmarks/results/peers-h200-{name}.jsonl") for name in ("x2", "x4")
+        fitting.read_rows(ROOT / f"benchmarks/results/peers-h200-{name}.jsonl")
+        for name in ("x2", "x4")
     )
-    machine = fit(fitted)
+    machine = fitting.fit(fitted)
     (body,) = tables("docs/scale.md", "| rows | times | within 5 % | within 10 % |")
     errors = []
     for rows, (_, *cells) in zip((fitted, measured), body, strict=True):

@@ -206,7 +206,7 @@ def test_options_that_a_report_on_memory_cannot_honour_are_refused(
 def test_a_directory_has_rows_of_one_kind(tmp_path, written, capsys):
     assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 0
     assert main([*MEMORY, "--seqlen", "60", "--out", str(tmp_path)]) == 2
-    assert "line 1 is no row of a report" in capsys.readouterr().err
+    assert "rows.jsonl, line 1" in capsys.readouterr().err
     assert main([*TINY, "--seqlen", "60,70", "--out", str(tmp_path)]) == 2
     assert "--seqlen takes several numbers for cqs report memory alone" in capsys.readouterr().err
 

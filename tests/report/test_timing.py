@@ -2,7 +2,7 @@
 
 from itertools import pairwise, permutations
 
-from cqs.report.timing import time_in_turn, turns
+from cqs.report.timing import Timer, time_in_turn, turns
 
 
 def test_nothing_always_follows_the_same():
@@ -17,6 +17,6 @@ def test_nothing_always_follows_the_same():
 def test_each_is_timed_as_often_in_its_turn():
     calls = []
     computations = {name: lambda name=name: calls.append(name) for name in "abc"}
-    seconds = time_in_turn(computations, 5, "cpu")
+    seconds = time_in_turn(computations, 5, Timer("cpu"))
     assert list(seconds) == list("abc") and all(len(each) == 5 for each in seconds.values())
     assert calls == [name for order in turns("abc", 5) for name in order]
