@@ -109,7 +109,11 @@ BAD = {
         "value .* batch .* 2, got 3",
     ),
     "value-empty-batch": (attend(value=tensor(0, 4, 10, 8)), ValueError, "value .* 2, got 0"),
-    "key-other-head-dim": (attend(key=tensor(2, 4, 10, 9)), ValueError, "key must have the head_dim of query, 8, got 9"),
+    "key-other-head-dim": (
+        attend(key=tensor(2, 4, 10, 9)),
+        ValueError,
+        "key must have the head_dim of query, 8, got 9",
+    ),
     "value-other-seqlen": (
         attend(value=tensor(2, 4, 11, 8)),
         ValueError,

@@ -404,14 +404,14 @@ def test_wrong_arguments_are_named(arrays, tmp_path):
         ((q, k, v), ok | {"backend": "cudnn"}, NotImplementedError, "CUDA"),
         ((q, k, [1]), ok, TypeError, "value must be a tensor, a NumPy array"),
         ((q, k, v[0]), ok, ValueError, "value must be .batch, num_heads, seqlen, head_dim"),
-        ((q, k[:, :, :, :8], v), ok, ValueError, "key has head_dim 8 but query has 16"),
+        ((q, k[:, :, :, :8], v), ok, ValueError, "key must have the head_dim of query, 16, got 8"),
         (
             (leaf, leaf, leaf),
             ok | {"out": torch.zeros(1, 1, 8, 16)},
             ValueError,
             "must not require gradients",
         ),
-        ((leaf, leaf, leaf), {"progress": True}, ValueError, "with a memory_budget"),
+        ((leaf, leaf, leaf), {"progress": True}, ValueError, "memory_budget must be given"),
     ]
     for arguments, options, error, message in wrong:
         with pytest.raises(error, match=message):
