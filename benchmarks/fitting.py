@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cqs.report import measurement
 from cqs.scheduler import AttentionShape
-from cqs.simulation import METHODS, Case, Machine, forecast
+from cqs.simulation import METHODS, Machine, Workload, predict
 
 _FITTED = ("rate", "backward_rate", "per_row", "bandwidth", "latency")
 _PENALTY = 1e-3
@@ -19,14 +19,14 @@ class Row(NamedTuple):
     """A measured time."""
 
     method: str
-    case: Case
+    case: Workload
     num_devices: int
     passes: str
     seconds: float
 
     def ratio(self, machine: Machine) -> float:
         """Return the predicted time over the measured one."""
-        found = forecast(self.method, self.case, self.num_devices, machine, self.passes)
+        found = predict(self.method, self.case, self.num_devices, machine, self.passes)
         assert found is not None, "it was measured"
         return found.seconds / self.seconds
 
@@ -91,7 +91,7 @@ def _pick(found: dict[str, Any]) -> list[Row]:
     return [
         Row(
             "ring" if is_one else found["executor"],
-            Case(tokens, shape, match[1] == "causal"),
+            Workload(tokens, shape, match[1] == "causal"),
             1 if is_one else int(found["num_tasks"]),
             passes,
             found["median_ms"] / 1e3,

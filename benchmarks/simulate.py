@@ -21,7 +21,7 @@ from cqs.commands.table import format_table, percent
 from cqs.curves import save
 from cqs.scheduler.arguments import as_integer
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
-from cqs.simulation import Case, Machine, forecast
+from cqs.simulation import Machine, Workload, predict
 
 _MAX_TRIALS = 100_000
 _LIVES = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     trouble.add_argument(
         "--slow", type=_slow, default=(0.0, 1.0), metavar="SHARE:FACTOR",
-        help="of the devices, this share takes longer by this factor",
+        help="of the devices, this share supports longer by this factor",
     )  # fmt: skip
     trouble.add_argument(
         "--spread", metavar="FILE.jsonl", help="let times stray as those of such rows"
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     elif options.life:
         play(options, simulate.read_case(options), machine, simulate.read_passes(options))
     else:
-        simulate.show_forecasts(options, machine)
+        simulate.show_predictions(options, machine)
 
 
 def _fitted(path: str) -> Machine:
@@ -122,7 +122,7 @@ def check_table(path: str, machine: Machine) -> str:
 
 
 def ways_to_work(
-    case: Case,
+    case: Workload,
     num_devices: int,
     machine: Machine,
     passes: str,
@@ -137,7 +137,7 @@ def ways_to_work(
     """
 
     def seconds(method: str, num_devices: int) -> float:
-        found = forecast(method, case, num_devices, machine, passes)
+        found = predict(method, case, num_devices, machine, passes)
         assert found is not None, "neither cuts heads"
         return found.seconds
 
@@ -154,7 +154,7 @@ def ways_to_work(
     return ways
 
 
-def play(options: argparse.Namespace, case: Case, machine: Machine, passes: str) -> None:
+def play(options: argparse.Namespace, case: Workload, machine: Machine, passes: str) -> None:
     """Play calls under every kind of trouble, print a table, and perhaps draw it."""
     as_integer("--trials", options.trials, 1, _MAX_TRIALS)
     as_integer("--saves", options.saves, 0, MAX_NUM_TASKS)
@@ -170,7 +170,7 @@ def play(options: argparse.Namespace, case: Case, machine: Machine, passes: str)
     )
     rows, means = [], []
     for num_devices in options.devices:
-        ideal = case.seconds_of_one(machine, passes) / num_devices
+        ideal = case.one_device_seconds(machine, passes) / num_devices
         ways = ways_to_work(case, num_devices, machine, passes, options.tasks, options.saves)
         for life_hours in options.life:
             deadly = replace(trouble, life_hours=life_hours)

@@ -1,10 +1,10 @@
-"""Pictures of what ``cqs simulate`` predicts; matplotlib is imported when one is drawn."""
+"""Plots of the predictions of ``cqs simulate``; matplotlib is imported at the first plot."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from cqs.plotting.figures import save_figure
-from cqs.simulation import Forecast
+from cqs.simulation import Prediction
 
 _STYLES = {
     "cqs quorums": ("#0072b2", "-o"),
@@ -14,15 +14,18 @@ _STYLES = {
     "ulysses": ("#009e73", "--D"),
     "2-D": ("#000000", "-x"),
 }
-"""Colours of Okabe and Ito, which colour-blind people tell apart; lines and markers."""
+"""Colour, line and marker of each method; the colours are the colour-blind safe palette of Okabe
+and Ito."""
 
 
-def draw_forecasts(found: Mapping[int, Mapping[str, Forecast]], seconds_of_one: float) -> Any:
-    """Draw memory, traffic and efficiency of methods against the number of devices.
+def draw_predictions(
+    found: Mapping[int, Mapping[str, Prediction]], one_device_seconds: float
+) -> Any:
+    """Plot memory, traffic and efficiency of methods against the number of devices.
 
     Args:
-        found: By number of devices, and by name of the method.
-        seconds_of_one: Of one device.
+        found: Predictions by number of devices, then by method.
+        one_device_seconds: Predicted time of one device in seconds, for the efficiency.
 
     Returns:
         The three matplotlib axes.
@@ -31,9 +34,9 @@ def draw_forecasts(found: Mapping[int, Mapping[str, Forecast]], seconds_of_one: 
 
     axes = new_panels(13, 3)
     quantities = (
-        ("GiB that a device holds", lambda each, devices: each.peak_bytes / 2**30),
-        ("GiB that a device receives", lambda each, devices: each.bytes_each_way / 2**30),
-        ("efficiency", lambda each, devices: seconds_of_one / devices / each.seconds),
+        ("peak memory of a device in GiB", lambda each, devices: each.peak_bytes / 2**30),
+        ("GiB received by a device", lambda each, devices: each.bytes_received / 2**30),
+        ("efficiency", lambda each, devices: one_device_seconds / devices / each.seconds),
     )
     for panel, (label, quantity) in zip(axes, quantities, strict=True):
         for name, (color, line) in _STYLES.items():
@@ -59,12 +62,17 @@ def draw_forecasts(found: Mapping[int, Mapping[str, Forecast]], seconds_of_one: 
 
 
 def save(axes: Any, path: str) -> None:
-    """Write the figure of some axes to a file; its name says in which format."""
+    """Write the figure of the axes to a file, in the format of its suffix."""
     save_figure(axes[0].figure, path, dpi=100)
 
 
 def new_panels(width: float, number: int) -> Any:
-    """Return the axes of a new figure with so many panels, ``width`` inches wide together."""
+    """Return the axes of a new figure.
+
+    Args:
+        width: Width of the figure in inches.
+        number: Number of axes, side by side.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 4), layout="constrained")

@@ -1,9 +1,9 @@
-"""How long ways to spread one attention over devices should take, by arithmetic alone.
+"""The cost model: predicted time, traffic and memory of methods of context parallelism.
 
-A device computes, sends and receives at constant rates, and all devices do the same; beside its
-products a kernel takes a time for each row that it begins with. Left out are launches and merges,
-which flatters the ring with its many steps; and copies around a collective, its growing latency and
-links that share a switch, which flatters whatever exchanges with many devices at once.
+All devices compute, send and receive at constant rates. A kernel takes a fixed time per query row
+besides its matrix products. The model has no launch overhead and no merges, which favours the ring
+with its many steps. It also has no copies around a collective, no latency that grows with the
+number of devices, and no shared switch, which favours methods that exchange with many devices.
 """
 
 import math
@@ -18,35 +18,36 @@ from cqs.scheduler.heads import choose_num_chunks, possible_head_parallel
 from cqs.scheduler.interest_sets import load_interest_set
 
 _SUM_ITEMSIZE = 4
-"""Gradients are summed in float32."""
+"""Bytes of an element of a gradient sum, which is float32."""
 
 _PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
-"""Whether each is backward."""
+"""For each choice of ``passes``, whether each of its passes is a backward pass."""
 _BACKWARD_ROWS = 6
-"""How many times as long as forward a kernel takes for a row backward, beside its products."""
+"""Time per query row of a backward kernel relative to a forward kernel."""
 
 _FEW_KEYS = 2**19
-"""Up to which number it was measured to pay forward that kernels go through fewer of them."""
+"""Number of keys up to which the lowest degree was measured to be fastest in a forward pass."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What devices and their links can do."""
+    """Throughput of the devices, and bandwidth and latency of their links."""
 
     rate: float = 600e12
-    """Operations per second of one device, forward; the default is of an H200 and our kernels."""
+    """Throughput of a forward kernel in FLOP/s; the default is an H200 with the Triton backend."""
     backward_rate: float = 420e12
-    """The same of the backward pass."""
+    """Throughput of a backward kernel in FLOP/s."""
     per_row: float = 0.7e-9
-    """Seconds that a kernel takes, forward, for each row of queries and head beside its products:
-    to begin and to end it. A row that several kernels work on is paid several times."""
+    """Seconds of a forward kernel for each query row and head, besides its matrix products. A row
+    that several kernels process is counted several times."""
     bandwidth: float = 300e9
-    """Bytes per second that a device sends within its node, while it receives as many."""
+    """Bandwidth of a device within its node, bytes per second and direction."""
     latency: float = 20e-6
-    """Seconds that a collective, or a hop of the ring, takes beside its bytes."""
+    """Latency of a collective, or of a hop of the ring, in seconds."""
     devices_per_node: float = math.inf
+    """Number of devices in a node."""
     between: float = math.inf
-    """Bytes per second and device, each way, between nodes."""
+    """Bandwidth of a device between nodes, bytes per second and direction."""
 
     def __post_init__(self) -> None:
         """Raise ValueError unless all numbers are positive; times are finite, and may be 0."""
@@ -57,35 +58,47 @@ class Machine:
                 raise ValueError(f"{field.name} must be {wanted}, got {number:g}")
 
     def exchange(self, inside: float, outside: float = 0) -> float:
-        """Return the seconds in which a device moves bytes within its node and beyond it."""
+        """Return the seconds of an exchange.
+
+        Args:
+            inside: Bytes that a device sends within its node, and as many that it receives.
+            outside: Bytes that a device sends to other nodes, and as many that it receives.
+        """
         if not (inside or outside):
             return 0.0
         return self.latency + max(inside / self.bandwidth, outside / self.between)
 
     def hop(self, num_bytes: float, num_devices: int) -> float:
-        """Return the seconds of one step of a ring: of its slowest hop."""
+        """Return the seconds of one step of a ring, which are those of its slowest hop.
+
+        Args:
+            num_bytes: Bytes that every device sends to the next.
+            num_devices: Number of devices in the ring.
+        """
         crosses = num_devices > self.devices_per_node
         return self.exchange(0, num_bytes) if crosses else self.exchange(num_bytes)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One attention, by default of a sequence to itself."""
+class Workload:
+    """The attention problem whose cost is predicted."""
 
     tokens: int
-    """Of the queries."""
+    """Number of queries."""
     shape: AttentionShape
+    """Batch, heads, head dimensions and itemsize of the tensors."""
     is_causal: bool = False
+    """Whether attention is causal."""
     num_keys: int | None = None
-    """``None``: as many as queries."""
+    """Number of keys; ``None`` means the number of queries."""
     num_pairs: float | None = None
-    """How many pairs attend; ``None``: all, or half of them if causal."""
+    """Number of live pairs; ``None`` means all pairs, or half of them if causal."""
 
     def flops(self, *, is_backward: bool) -> float:
-        """Return the operations: 4 d for each pair and head, 10 backward.
+        """Return the FLOPs of live pairs: 4 d per pair and head forward, 10 d backward.
 
-        The two products of matrices of the forward pass, and the five of the backward pass of
-        FlashAttention-2 (Dao, arXiv 2307.08691).
+        The forward pass has two matrix products, the backward pass of FlashAttention-2 has five
+        (Dao, arXiv 2307.08691).
         """
         shape, pairs = self.shape, self.num_pairs
         if pairs is None:
@@ -93,50 +106,62 @@ class Case:
         return (10 if is_backward else 4) * pairs * shape.head_dim * shape.num_heads * shape.batch
 
     def seconds(self, machine: Machine, *, is_backward: bool, calls: float = 1) -> float:
-        """Return the time of one device.
+        """Return the seconds of one pass on one device.
 
         Args:
-            machine: On what.
-            is_backward: Which pass.
-            calls: Of kernels that each query takes part in.
+            machine: Throughput of the device.
+            is_backward: Whether the pass is a backward pass.
+            calls: Number of kernel calls that process each query, on average.
         """
         rate = machine.backward_rate if is_backward else machine.rate
         row = machine.per_row * (_BACKWARD_ROWS if is_backward else 1)
         rows = calls * self.tokens * self.shape.num_heads * self.shape.batch
         return self.flops(is_backward=is_backward) / rate + rows * row
 
-    def seconds_of_one(self, machine: Machine, passes: str) -> float:
-        """Return the time of one device; see :func:`forecast`."""
+    def one_device_seconds(self, machine: Machine, passes: str) -> float:
+        """Return the seconds of the passes on one device.
+
+        Args:
+            machine: Throughput of the device.
+            passes: ``"forward"``, ``"backward"`` or ``"both"``.
+        """
         return sum(self.seconds(machine, is_backward=each) for each in _PASSES[passes])
 
-    def shard_bytes(self, num_devices: int, num_slices: int = 1) -> tuple[int, int, int]:
+    def shard_bytes(self, num_devices: int, head_parallel: int = 1) -> tuple[int, int, int]:
         """Return the bytes of a shard's queries, of its keys and values, and of its results.
 
         Args:
-            num_devices: W.
-            num_slices: Of the heads; the bytes are those of one.
+            num_devices: Number of devices that share the tokens.
+            head_parallel: Head-parallel degree; the bytes are those of one head group.
         """
-        part = self.part(num_slices)
+        part = self.part(head_parallel)
         rows, keys = (-(-number // num_devices) for number in (self.tokens, self._keys))
         return part.query_bytes(rows), part.key_bytes(keys), part.result_bytes(rows)
 
-    def part(self, num_slices: int) -> AttentionShape:
-        """Return a slice of the heads; key heads fewer than slices go to several."""
-        kv_heads = max(self.shape.kv_heads // num_slices, 1)
+    def part(self, head_parallel: int) -> AttentionShape:
+        """Return the shape of one head group; groups share KV heads if there are fewer of these."""
+        kv_heads = max(self.shape.kv_heads // head_parallel, 1)
         return replace(
-            self.shape, num_heads=self.shape.num_heads // num_slices, num_kv_heads=kv_heads
+            self.shape, num_heads=self.shape.num_heads // head_parallel, num_kv_heads=kv_heads
         )
 
     def num_chunks(
-        self, num_devices: int, num_slices: int, most: int | None = None, *, is_backward: bool
+        self, num_devices: int, head_parallel: int, most: int | None = None, *, is_backward: bool
     ) -> int:
-        """Return into how many head chunks a device cuts its heads; ``most`` as in the layout."""
-        num_tasks = num_devices // num_slices
+        """Return the number of head chunks of a device.
+
+        Args:
+            num_devices: Number of devices.
+            head_parallel: Head-parallel degree.
+            most: Maximum number of chunks; ``None`` chooses by the work.
+            is_backward: Whether a backward pass is included.
+        """
+        num_tasks = num_devices // head_parallel
         return choose_num_chunks(
             most,
             flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
             num_ranks=num_devices,
-            num_kv_heads=self.part(num_slices).kv_heads,
+            num_kv_heads=self.part(head_parallel).kv_heads,
             num_keys=self._keys * len(load_interest_set(num_tasks)) // num_tasks,
             with_gradients=is_backward,
         )
@@ -147,74 +172,80 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Of one device, the slowest."""
+class Prediction:
+    """Predicted costs of the slowest device."""
 
     seconds: float
-    bytes_each_way: float
-    """What it receives, and as much that it sends."""
+    """Time in seconds."""
+    bytes_received: float
+    """Bytes that the device receives; it sends as many."""
     peak_bytes: float
-    """The most that it holds at once beside its shard, without a kernel's scratch: buffers,
-    results, and in a backward pass what the forward pass has kept and all gradients."""
-    num_slices: int = 1
-    """Of the heads; devices of one slice share the tokens."""
+    """Peak memory in bytes, besides the shard and the scratch of kernels: buffers, results, and in
+    a backward pass also the tensors that the forward pass saved and all gradients."""
+    head_parallel: int = 1
+    """Head-parallel degree; the devices of one head group share the tokens."""
 
 
-def by_quorums(
-    case: Case,
+def predict_quorums(
+    workload: Workload,
     num_devices: int,
     machine: Machine,
-    num_slices: int,
+    head_parallel: int,
     *,
     is_backward: bool,
     num_chunks: int | None = None,
-) -> Forecast:
-    """Forecast :func:`cqs.distributed.attention`.
+) -> Prediction:
+    """Predict the costs of :func:`cqs.distributed.attention`.
 
-    A shard goes to ``num_slices`` devices for each of the m quorums that hold it, one of them its
-    own, and results come back from there: in all ``(2 + 2g)(m - 1) / W`` of N x d per head without
-    slices, with g key heads per head and W devices; with as many slices as devices, what Ulysses
-    moves. For even W a group or two of a quorum may be queries or keys alone, and if attention is
-    causal those at its ends are: then the device that moves most counts. Of S head chunks the first
-    one's way in and the last one's way out are exposed, the rest travels beside the computation.
-    Forward, pairs of the device's own shard, 1 / W^2 of all, are computed beside these: of the
-    first head chunk before the others, of the rest after them. With as many slices as devices, what
-    is computed for a device's own queries is last: 1 / W of a head chunk, and 1 / W^2 on the first
-    device if causal; if gradients follow it is not, which is left out. With slices, but fewer than
-    devices, the bytes held in a causal forward pass are a bound, up to a tenth too high.
+    Traffic: every shard is sent to the ``head_parallel`` devices of each of the m quorums that hold
+    it, and results are sent back. With a degree of 1 each device receives ``(2 + 2g)(m - 1) / W``
+    of N x d per head, with g KV heads per query head and W devices. With a degree of W the traffic
+    is that of Ulysses. Some tasks read only queries or only keys of a group (even W, causal); the
+    prediction is for the device with the most traffic.
+
+    Time: the sends of the first of S head chunks and the results of the last are exposed; all other
+    communication overlaps with computation. In a forward pass a device also computes the pairs of
+    its own shard, 1 / W^2 of all, during the exposed communication: those of the first head chunk
+    before the others, the rest after them. With a degree of W it computes its own queries last:
+    1 / W of a head chunk, or 1 / W^2 on the first device if causal. With gradients it does not,
+    which the prediction ignores.
+
+    Memory: with a degree between 1 and W, the peak of a causal forward pass is an upper bound, up
+    to 10 % too high.
 
     Args:
-        case: What is computed.
-        num_devices: W, a multiple of the slices.
-        machine: On what.
-        num_slices: Of the heads.
-        is_backward: Which pass.
-        num_chunks: S at most; ``None`` chooses by the work.
+        workload: The attention problem.
+        num_devices: W, a multiple of ``head_parallel``.
+        machine: Throughput and links of the devices.
+        head_parallel: Head-parallel degree.
+        is_backward: Whether to predict the backward pass instead of the forward pass.
+        num_chunks: Maximum number S of head chunks; ``None`` chooses it by the work.
     """
-    num_tasks = num_devices // num_slices
+    num_tasks = num_devices // head_parallel
     interest_set = load_interest_set(num_tasks)
-    holders = len(interest_set) * num_slices
-    near = _near(interest_set, num_tasks, num_slices, machine.devices_per_node)
+    holders = len(interest_set) * head_parallel
+    near = _near(interest_set, num_tasks, head_parallel, machine.devices_per_node)
     is_near = (near - 1) / (holders - 1) if holders > 1 else 1.0
-    chunks = case.num_chunks(num_devices, num_slices, num_chunks, is_backward=is_backward)
+    chunks = workload.num_chunks(num_devices, head_parallel, num_chunks, is_backward=is_backward)
 
-    queries, keys, results = case.shard_bytes(num_devices, num_slices)
-    merged = results if num_tasks > 1 else queries  # whole rows need no lse
+    queries, keys, results = workload.shard_bytes(num_devices, head_parallel)
+    merged = results if num_tasks > 1 else queries  # final rows are sent without their LSE
     needs = [
         GroupNeeds(
-            each.queries * num_slices,
-            each.keys * num_slices,
-            # a device is in one half of its group, and half of the queries may be all of its own
-            (each.query_results if num_slices == 1 else math.ceil(each.query_results)) * num_slices,
-            each.key_results * num_slices,
-            each.home if num_slices == 1 else float(num_tasks > 1),
-            each.own_keys if num_slices == 1 else 1,
+            each.queries * head_parallel,
+            each.keys * head_parallel,
+            # A device owns a part of its token group; half of the group may be all of its queries.
+            (each.query_results if head_parallel == 1 else math.ceil(each.query_results))
+            * head_parallel,
+            each.key_results * head_parallel,
+            each.home if head_parallel == 1 else float(num_tasks > 1),
+            each.own_keys if head_parallel == 1 else 1,
         )
-        for each in group_needs(interest_set, num_tasks, case.is_causal)
+        for each in group_needs(interest_set, num_tasks, workload.is_causal)
     ]
 
-    def moved(needed: GroupNeeds) -> tuple[float, float]:
-        """Return the bytes that come to a worker, and those of results, on either way."""
+    def bytes_of(needed: GroupNeeds) -> tuple[float, float]:
+        """Return the bytes of inputs and of results that a device sends or receives at most."""
         there = (needed.queries - 1) * queries + (needed.keys - 1) * keys
         if not is_backward:
             return there, (max(needed.queries, needed.query_results) - 1) * merged
@@ -223,7 +254,7 @@ def by_quorums(
         return (needed.queries - 1) * with_gradients, max(there, back)
 
     def packed() -> float:
-        """Return the bytes that are packed for others, of which all have the room of the most."""
+        """Return the bytes of a send buffer, which has one size on all devices."""
         most = GroupNeeds(*map(max, zip(*needs, strict=True)))
         for_queries = queries + (merged if num_tasks > 1 else 0) if is_backward else queries
         there = (most.query_results - 1) * for_queries
@@ -232,199 +263,210 @@ def by_quorums(
         return max(there, back + of_keys[1]) if is_backward else max(there + of_keys[0], back)
 
     def peak_of(needed: GroupNeeds) -> float:
+        """Return the peak memory of a device in bytes, without its send buffer."""
         if is_backward:
             copied = _copied(needed.queries, needed.query_results) * queries
             copied += _copied(needed.keys, needed.key_results) * keys
             held = needed.queries * queries + needed.keys * keys
-            held += answer if num_tasks == 1 else 0  # kept as computed, and had by the caller
+            held += answer if num_tasks == 1 else 0  # saved for backward besides the caller's
             received = needed.query_results * queries + needed.key_results * keys
-            sums = queries * _SUM_ITEMSIZE / case.shape.itemsize if num_tasks > 1 else 0.0
+            sums = queries * _SUM_ITEMSIZE / workload.shape.itemsize if num_tasks > 1 else 0.0
             return held + answer + received + (copied + sums) / chunks + sum(tensors)
         if num_devices == 1:
             return answer
-        came = (needed.queries - 1) * queries + (needed.keys - 1 + needed.own_keys) * keys
+        fetched = (needed.queries - 1) * queries + (needed.keys - 1 + needed.own_keys) * keys
         returned = (needed.query_results - 1) * merged
         own, home = (results, needed.home * results) if num_tasks > 1 else (0, 0)
-        first = came + (own + home + returned) / chunks
-        last = (came + own) / chunks + home + returned
+        first = fetched + (own + home + returned) / chunks
+        last = (fetched + own) / chunks + home + returned
         return answer + max(first, last, own + home + returned)
 
-    going, coming = map(max, zip(*map(moved, needs), strict=True))
-    way_in, way_out = (
+    input_bytes, result_bytes = map(max, zip(*map(bytes_of, needs), strict=True))
+    send, send_back = (
         machine.exchange(is_near * each / chunks, (1 - is_near) * each / chunks)
-        for each in (going, coming)
+        for each in (input_bytes, result_bytes)
     )
-    calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / num_slices
-    compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
-    before, after = 0.0, 0.0  # what is computed while all that travels is a way
+    calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / head_parallel
+    compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
+    before, after = 0.0, 0.0  # computation that overlaps the first sends, and the last results
     if not is_backward and num_tasks > 1:
         before = compute * num_tasks / num_devices**2 / chunks
         after = (chunks - 1) * before
     elif not is_backward:
-        after = compute / num_devices ** (2 if case.is_causal else 1) / chunks
-    seconds = max(compute, (chunks - 1) * (way_in + way_out))
-    seconds += max(way_in - before, 0.0) + max(way_out - after, 0.0)
-    *tensors, answer = case.shard_bytes(num_devices)
-    return Forecast(seconds, going + coming, max(map(peak_of, needs)) + packed(), num_slices)
+        after = compute / num_devices ** (2 if workload.is_causal else 1) / chunks
+    seconds = max(compute, (chunks - 1) * (send + send_back))
+    seconds += max(send - before, 0.0) + max(send_back - after, 0.0)
+    *tensors, answer = workload.shard_bytes(num_devices)
+    peak = max(map(peak_of, needs)) + packed()
+    return Prediction(seconds, input_bytes + result_bytes, peak, head_parallel)
 
 
-def by_ring(
-    case: Case, num_devices: int, machine: Machine, num_slices: int, *, is_backward: bool
-) -> Forecast:
-    """Forecast heads for rows within groups, and a ring across them, zig-zag if causal.
+def predict_ring(
+    workload: Workload, num_devices: int, machine: Machine, head_parallel: int, *, is_backward: bool
+) -> Prediction:
+    """Predict the costs of Ulysses within groups of devices and a ring across the groups.
 
-    One slice is a ring (Liu et al., arXiv 2310.01889), in which every step waits for the slower of
-    block and hop; as many slices as devices is Ulysses (Jacobs et al., arXiv 2309.14509), whose
-    ways are exposed; between them 2-D, or USP (Fang and Zhao, arXiv 2405.07719). Traffic in units
-    of N x d per head, with g key heads per head, U slices and R steps: ``(2 + 2g)(U - 1) / (U W)
-    + 2g (R - 1) / R / U``. Partial results are merged as they come, into float32, as in
-    github.com/zhuzilin/ring-flash-attention. Backward, sums for the keys travel behind them.
+    A degree of 1 is ring attention (Liu et al., arXiv 2310.01889); every step takes the longer of
+    its computation and its hop. A degree of W is Ulysses (Jacobs et al., arXiv 2309.14509), whose
+    communication is exposed. Degrees between them are 2-D, or USP (Fang and Zhao, arXiv
+    2405.07719). Causal rings are zig-zag. Partial outputs are merged in float32 as they arrive, as
+    in github.com/zhuzilin/ring-flash-attention. In the backward pass, key gradients follow the keys
+    around the ring.
+
+    The traffic of a device in units of N x d per head, with g KV heads per query head, degree U and
+    R steps, is ``(2 + 2g)(U - 1) / (U W) + 2g (R - 1) / R / U``.
 
     Args:
-        case: What is computed.
+        workload: The attention problem.
         num_devices: W = U R.
-        machine: On what.
-        num_slices: U; devices of a group are neighbours, and those of a node as far as they go.
-        is_backward: Which pass.
+        machine: Throughput and links of the devices.
+        head_parallel: Head-parallel degree U. The devices of a group are neighbours, in one node as
+            far as it has enough.
+        is_backward: Whether to predict the backward pass instead of the forward pass.
     """
-    num_steps = num_devices // num_slices
+    num_steps = num_devices // head_parallel
     queries, keys, answer = (
-        num_slices * each for each in case.shard_bytes(num_devices, num_slices)
+        head_parallel * each for each in workload.shard_bytes(num_devices, head_parallel)
     )
-    sums = keys * _SUM_ITEMSIZE / case.shape.itemsize
-    of_sums = queries * _SUM_ITEMSIZE / case.shape.itemsize
+    sums = keys * _SUM_ITEMSIZE / workload.shape.itemsize
+    of_sums = queries * _SUM_ITEMSIZE / workload.shape.itemsize
 
-    near = min(num_slices, machine.devices_per_node)
-    swaps = [(queries + keys) / num_slices, queries / num_slices]
-    seconds = sum(machine.exchange((near - 1) * each, (num_slices - near) * each) for each in swaps)
+    near = min(head_parallel, machine.devices_per_node)
+    swaps = [(queries + keys) / head_parallel, queries / head_parallel]
+    seconds = sum(
+        machine.exchange((near - 1) * each, (head_parallel - near) * each) for each in swaps
+    )
 
-    hops = [
-        (float(keys), num_steps - 1),
-        (0.0, 1),
-    ]  # bytes that travel beside a step, and how often
+    # Bytes that are sent during a step, and the number of such steps.
+    hops = [(float(keys), num_steps - 1), (0.0, 1)]
     home = 0.0
     if is_backward and num_steps > 1:
         hops = [(float(keys), 1), (keys + sums, num_steps - 2), (sums, 1)]
         home = float(keys)
-    each_call = (
-        0.5 if case.is_causal else 1
-    )  # zig-zag: of half of the rows, or with half of the keys
+    # Zig-zag: a step has half of the rows, or half of the keys.
+    each_call = 0.5 if workload.is_causal else 1
     calls = 1 + (num_steps - 1) * each_call
-    step = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices / num_steps
+    step = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices / num_steps
     seconds += sum(n * max(step, machine.hop(each, num_devices)) for each, n in hops)
     seconds += machine.hop(home, num_devices)
 
     ring = 2 * keys + queries + of_sums if num_steps > 1 else queries
-    packed = queries + keys if num_slices > 1 else 0
+    packed = queries + keys if head_parallel > 1 else 0
     if is_backward:
         ring = 2 * keys + 3 * sums + 2 * of_sums if num_steps > 1 else queries + keys
         peak = answer + packed + max(ring, queries + keys) + 2 * packed + queries + keys
-    elif num_slices > 1:
+    elif head_parallel > 1:
         peak = 2 * packed + max(ring, 3 * queries) + answer
     else:
         peak = ring + (answer - queries)
-    moved = (num_slices - 1) * sum(swaps) + sum(n * each for each, n in hops) + home
-    return Forecast(seconds, moved, peak, num_slices)
+    moved = (head_parallel - 1) * sum(swaps) + sum(n * each for each, n in hops) + home
+    return Prediction(seconds, moved, peak, head_parallel)
 
 
-def by_all_gather(
-    case: Case, num_devices: int, machine: Machine, num_slices: int, *, is_backward: bool
-) -> Forecast:
-    """Forecast all keys gathered beside a device's own block, as in Llama 3 (arXiv 2407.21783).
+def predict_all_gather(
+    workload: Workload, num_devices: int, machine: Machine, head_parallel: int, *, is_backward: bool
+) -> Prediction:
+    """Predict the costs of all-gathering keys and values, as in Llama 3 (arXiv 2407.21783).
 
-    Traffic ``2g (W - 1) / W``. Backward the keys come again beside one half of the own block, and
-    gradients are reduced and scattered in float32 beside the other. Between nodes every byte
+    A device receives ``2g (W - 1) / W`` of N x d per head. The gather overlaps with the device's
+    own block. In the backward pass the keys are gathered again during one half of the own block,
+    and gradients are reduce-scattered in float32 during the other half. Between nodes every byte
     enters a node once, over all its links, as in NCCL's rings.
 
     Args:
-        case: What is computed.
+        workload: The attention problem.
         num_devices: W.
-        machine: On what.
-        num_slices: 1.
-        is_backward: Which pass.
+        machine: Throughput and links of the devices.
+        head_parallel: Head-parallel degree, which must be 1.
+        is_backward: Whether to predict the backward pass instead of the forward pass.
     """
-    queries, keys, answer = case.shard_bytes(num_devices)
-    wider = _SUM_ITEMSIZE / case.shape.itemsize
+    queries, keys, answer = workload.shard_bytes(num_devices)
+    wider = _SUM_ITEMSIZE / workload.shape.itemsize
 
     moved = (num_devices - 1) * keys
     entering = max(num_devices / machine.devices_per_node - 1, 0) * keys
     calls = min(num_devices, 2)
-    compute = case.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
+    compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     own = compute / num_devices
     gather = machine.exchange(moved, entering)
     if not is_backward:
         beside = 2 * queries + num_devices * keys if num_devices > 1 else 0
-        return Forecast(max(own, gather) + compute - own, moved, answer + beside)
+        return Prediction(max(own, gather) + compute - own, moved, answer + beside)
     scatter = machine.exchange(wider * moved, wider * entering)
     seconds = max(own / 2, gather) + compute - own + max(own / 2, scatter)
     buffers = (1 + 2 * wider) * num_devices * keys + 2 * wider * keys + 3 * wider * queries
-    return Forecast(seconds, (1 + wider) * moved, answer + buffers)
+    return Prediction(seconds, (1 + wider) * moved, answer + buffers)
 
 
-class Method(NamedTuple):
-    """A way to spread attention."""
+class CostModel(NamedTuple):
+    """The predictions of one method of context parallelism."""
 
-    forecast: Callable[..., Forecast]
-    takes: Callable[[int, int], bool]
-    """Whether so many slices of the heads, on so many devices, are this method."""
+    predict: Callable[..., Prediction]
+    """Predicts one pass; the arguments are those of :func:`predict_ring`."""
+    supports: Callable[[int, int], bool]
+    """Returns whether a head-parallel degree, on a number of devices, belongs to the method."""
 
 
 METHODS = {
-    "cqs quorums": Method(by_quorums, lambda n, devices: n == 1),
-    "cqs": Method(by_quorums, lambda n, devices: True),
-    "ring": Method(by_ring, lambda n, devices: n == 1),
-    "all-gather": Method(by_all_gather, lambda n, devices: n == 1),
-    "ulysses": Method(by_ring, lambda n, devices: n == devices),
-    "ulysses in two": Method(partial(by_quorums, num_chunks=2), lambda n, devices: n == devices),
-    "2-D": Method(by_ring, lambda n, devices: 1 < n < devices),
+    "cqs quorums": CostModel(predict_quorums, lambda n, devices: n == 1),
+    "cqs": CostModel(predict_quorums, lambda n, devices: True),
+    "ring": CostModel(predict_ring, lambda n, devices: n == 1),
+    "all-gather": CostModel(predict_all_gather, lambda n, devices: n == 1),
+    "ulysses": CostModel(predict_ring, lambda n, devices: n == devices),
+    "ulysses in two": CostModel(
+        partial(predict_quorums, num_chunks=2), lambda n, devices: n == devices
+    ),
+    "2-D": CostModel(predict_ring, lambda n, devices: 1 < n < devices),
 }
-"""By name, as in ``python -m benchmarks peers``."""
+"""Cost models by the names of methods in ``python -m benchmarks peers``."""
 
 
-def forecast(
+def predict(
     method: str,
-    case: Case,
+    workload: Workload,
     num_devices: int,
     machine: Machine,
     passes: str = "forward",
     slack: float = 0.0,
-) -> Forecast | None:
-    """Forecast a method with as many slices of the heads as take the least time.
+) -> Prediction | None:
+    """Predict the costs of a method, with the best head-parallel degree.
 
     Args:
         method: One of :data:`METHODS`.
-        case: What is computed.
-        num_devices: W.
-        machine: On what.
+        workload: The attention problem.
+        num_devices: Number of devices, W.
+        machine: Throughput and links of the devices.
         passes: ``"forward"``, ``"backward"`` or ``"both"``.
-        slack: Of the numbers of slices that take at most by this part longer, take the one of which
-            a device holds the fewest bytes. Of ``cqs`` forward, up to 512K keys, take the least of
-            them: kernels then go through fewer keys, and find more of them in the cache.
+        slack: Relative time by which the chosen degree may exceed the fastest. Among these degrees
+            the one with the lowest peak memory is chosen. For ``"cqs"``, forward and up to 512K
+            keys, it is the lowest degree: kernels then read fewer keys, more of them from cache.
 
     Returns:
-        ``None`` if the heads do not allow it.
+        The prediction, or ``None`` if the method supports no degree for these heads.
 
     Example:
-        >>> case = Case(2**20, AttentionShape(32, 128, num_kv_heads=8))
-        >>> forecast("cqs", case, 256, Machine()).num_slices
+        >>> workload = Workload(2**20, AttentionShape(32, 128, num_kv_heads=8))
+        >>> predict("cqs", workload, 256, Machine()).head_parallel
         2
-        >>> forecast("ulysses", case, 256, Machine()) is None
+        >>> predict("ulysses", workload, 256, Machine()) is None
         True
     """
-    chosen, shape = METHODS[method], case.shape
+    chosen, shape = METHODS[method], workload.shape
     found = []
-    for num_slices in possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads):
-        if chosen.takes(num_slices, num_devices):
+    for head_parallel in possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads):
+        if chosen.supports(head_parallel, num_devices):
             each = [
-                chosen.forecast(case, num_devices, machine, num_slices, is_backward=is_backward)
+                chosen.predict(
+                    workload, num_devices, machine, head_parallel, is_backward=is_backward
+                )
                 for is_backward in _PASSES[passes]
             ]
             found.append(
-                Forecast(
+                Prediction(
                     sum(one.seconds for one in each),
-                    sum(one.bytes_each_way for one in each),
+                    sum(one.bytes_received for one in each),
                     max(one.peak_bytes for one in each),
-                    num_slices,
+                    head_parallel,
                 )
             )
     if not found:
@@ -433,27 +475,27 @@ def forecast(
     if not slack:
         return fastest
     nearly = [one for one in found if one.seconds <= (1 + slack) * fastest.seconds]
-    if (method, passes) == ("cqs", "forward") and case._keys <= _FEW_KEYS:
-        return min(nearly, key=lambda one: one.num_slices)
+    if (method, passes) == ("cqs", "forward") and workload._keys <= _FEW_KEYS:
+        return min(nearly, key=lambda one: one.head_parallel)
     return min(nearly, key=lambda one: one.peak_bytes)
 
 
 def _copied(needed: float, results: float) -> float:
-    """Return of how many groups a worker has a copy; of its own none if nothing of it travels."""
+    """Return the number of groups that a device copies: 0 if its own group is not exchanged."""
     return needed if max(needed, results) > 1 else 0.0
 
 
 def _near(
-    interest_set: tuple[int, ...], num_tasks: int, num_slices: int, devices_per_node: float
+    interest_set: tuple[int, ...], num_tasks: int, head_parallel: int, devices_per_node: float
 ) -> float:
-    """Return how many of the devices that hold a shard are in its node, itself among them.
+    """Return the mean number of devices with a shard that are in its own node, itself included.
 
-    The mean over nodes in which neighbours are workers, and the slices of each.
+    Ranks of a node are consecutive, and so are the head groups of a task.
     """
-    if num_slices * num_tasks <= devices_per_node:
-        return len(interest_set) * num_slices
-    if num_slices > devices_per_node:
+    if head_parallel * num_tasks <= devices_per_node:
+        return len(interest_set) * head_parallel
+    if head_parallel > devices_per_node:
         return devices_per_node
-    workers = devices_per_node // num_slices
+    workers = devices_per_node // head_parallel
     distances = (min(offset, num_tasks - offset) for offset in interest_set)
-    return num_slices * sum(max(workers - each, 0) for each in distances) / workers
+    return head_parallel * sum(max(workers - each, 0) for each in distances) / workers

@@ -1,4 +1,4 @@
-"""Forecasts move the bytes that real layouts move, and behave as arithmetic says."""
+"""The cost model has the traffic of real layouts and obeys its formulas."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from cqs.distributed.layout import choose_head_parallel, lay_out
 from cqs.report.measurement import read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
 from cqs.scheduler.heads import FETCHED
-from cqs.simulation import METHODS, Case, Machine, _near, by_quorums, by_ring, forecast
+from cqs.simulation import METHODS, Machine, Workload, _near, predict, predict_quorums, predict_ring
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 FULL = AttentionShape(32, 128)
@@ -24,7 +24,7 @@ WITHOUT_NODES = Machine()
 NODES = Machine(devices_per_node=8, between=50e9)
 
 
-def layouts(case, num_devices, num_slices, num_chunks=1, *, with_gradients=False):
+def layouts(case, num_devices, head_parallel, num_chunks=1, *, with_gradients=False):
     lengths = (case.tokens // num_devices,) * num_devices
     return [
         lay_out(
@@ -34,7 +34,7 @@ def layouts(case, num_devices, num_slices, num_chunks=1, *, with_gradients=False
             num_heads=case.shape.num_heads,
             num_kv_heads=case.shape.kv_heads,
             head_dim=case.shape.head_dim,
-            head_parallel=num_slices,
+            head_parallel=head_parallel,
             num_chunks=num_chunks,
             is_causal=case.is_causal,
             pattern=None,
@@ -47,9 +47,9 @@ def layouts(case, num_devices, num_slices, num_chunks=1, *, with_gradients=False
     ]
 
 
-def bytes_received(case, layout, num_slices, rank):
+def bytes_received(case, layout, head_parallel, rank):
     """What comes to a rank: tokens on the way in, results for its shard on the way out."""
-    part = case.part(num_slices)
+    part = case.part(head_parallel)
     queries, keys = layout.of_queries, layout.of_keys
     there = part.query_bytes(sum(queries.receives) - queries.receives[rank])
     there += part.key_bytes(sum(keys.receives) - keys.receives[rank])
@@ -60,17 +60,19 @@ def bytes_received(case, layout, num_slices, rank):
 @pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize(
-    ("num_devices", "num_slices"),
+    ("num_devices", "head_parallel"),
     [(1, 1), (2, 1), (2, 2), (4, 2), (7, 1), (8, 1), (8, 2), (8, 8), (16, 4), (16, 16), (26, 2)],
 )
-def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, num_slices):
-    case = Case(120 * num_devices, shape, is_causal)
-    moved = by_quorums(case, num_devices, Machine(), num_slices, is_backward=False).bytes_each_way
+def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, head_parallel):
+    case = Workload(120 * num_devices, shape, is_causal)
+    moved = predict_quorums(
+        case, num_devices, Machine(), head_parallel, is_backward=False
+    ).bytes_received
     real = [
-        bytes_received(case, layout, num_slices, rank)
-        for rank, layout in enumerate(layouts(case, num_devices, num_slices))
+        bytes_received(case, layout, head_parallel, rank)
+        for rank, layout in enumerate(layouts(case, num_devices, head_parallel))
     ]
-    if is_causal and num_slices < num_devices:  # who gets most tokens may get fewer results
+    if is_causal and head_parallel < num_devices:  # who gets most tokens may get fewer results
         assert 0.9 * moved < max(real) <= moved
     else:
         assert set(real) == {moved}
@@ -79,36 +81,36 @@ def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, num_slices
 def test_stages_are_those_of_the_layout():
     lengths = 4096, 16384, 40000, 2**17  # of which quorums hold no more than four head chunks suit
     for tokens, is_causal, is_backward in product(lengths, *2 * [(False, True)]):
-        case = Case(tokens, GROUPED, is_causal)
-        for num_slices in (1, 2, 8):
-            layout = layouts(case, 8, num_slices, None, with_gradients=is_backward)[0]
-            assert case.num_chunks(8, num_slices, is_backward=is_backward) == len(layout.chunks)
+        case = Workload(tokens, GROUPED, is_causal)
+        for head_parallel in (1, 2, 8):
+            layout = layouts(case, 8, head_parallel, None, with_gradients=is_backward)[0]
+            assert case.num_chunks(8, head_parallel, is_backward=is_backward) == len(layout.chunks)
 
 
 @pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
 @pytest.mark.parametrize("num_devices", [1, 2, 8, 32])
 @pytest.mark.parametrize("is_backward", [False, True])
-def test_as_many_slices_as_devices_move_what_ulysses_moves(shape, num_devices, is_backward):
-    case = Case(2**20, shape)
+def test_a_degree_of_all_devices_has_the_traffic_of_ulysses(shape, num_devices, is_backward):
+    case = Workload(2**20, shape)
     for machine in (WITHOUT_NODES, NODES):
-        one = by_quorums(case, num_devices, machine, num_devices, is_backward=is_backward)
-        other = by_ring(case, num_devices, machine, num_devices, is_backward=is_backward)
-        assert one.bytes_each_way == other.bytes_each_way
+        one = predict_quorums(case, num_devices, machine, num_devices, is_backward=is_backward)
+        other = predict_ring(case, num_devices, machine, num_devices, is_backward=is_backward)
+        assert one.bytes_received == other.bytes_received
         assert one.seconds <= other.seconds  # in head chunks, some of it is hidden
 
 
 def test_traffic_is_that_of_the_formulas():
-    case, shard_of_all = Case(2**20, GROUPED), GROUPED.query_bytes(2**20)
+    case, shard_of_all = Workload(2**20, GROUPED), GROUPED.query_bytes(2**20)
 
     def units(method, num_devices):
-        return forecast(method, case, num_devices, Machine()).bytes_each_way / shard_of_all
+        return predict(method, case, num_devices, Machine()).bytes_received / shard_of_all
 
     g = 1 / 4
     assert units("ring", 64) == units("all-gather", 64) == 2 * g * 63 / 64
     assert units("ulysses", 8) == (2 + 2 * g) * 7 / 64
     with_lse = (2 + 2 * g + 4 / 256) * (len(load_interest_set(64)) - 1) / 64
     assert math.isclose(units("cqs quorums", 64), with_lse)
-    two = by_ring(case, 64, Machine(), 4, is_backward=False).bytes_each_way / shard_of_all
+    two = predict_ring(case, 64, Machine(), 4, is_backward=False).bytes_received / shard_of_all
     assert math.isclose(two, (2 + 2 * g) * 3 / 4 / 64 + 2 * g * 15 / 64)
 
 
@@ -117,10 +119,10 @@ def test_traffic_is_that_of_the_formulas():
 )
 def test_where_quorums_begin_to_move_less_than_a_ring(shape, even, first, always):
     """With four queries per key head 21 devices move as much but for the lse."""
-    case = Case(2**20, shape)
+    case = Workload(2**20, shape)
     ratios = {
-        num_devices: forecast("cqs quorums", case, num_devices, Machine()).bytes_each_way
-        / forecast("ring", case, num_devices, Machine()).bytes_each_way
+        num_devices: predict("cqs quorums", case, num_devices, Machine()).bytes_received
+        / predict("ring", case, num_devices, Machine()).bytes_received
         for num_devices in range(2, 200)
     }
     assert ratios[even] < 1.01
@@ -132,10 +134,10 @@ def test_where_quorums_begin_to_move_less_than_a_ring(shape, even, first, always
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", [FULL, GROUPED])
 def test_from_three_devices_up_quorums_hold_more_than_a_ring(shape, is_causal):
-    case = Case(2**20, shape, is_causal=is_causal)
+    case = Workload(2**20, shape, is_causal=is_causal)
     for num_devices in range(3, 200):
         quorums, ring = (
-            forecast(method, case, num_devices, Machine()).peak_bytes
+            predict(method, case, num_devices, Machine()).peak_bytes
             for method in ("cqs quorums", "ring")
         )
         assert quorums > ring, num_devices
@@ -144,13 +146,13 @@ def test_from_three_devices_up_quorums_hold_more_than_a_ring(shape, is_causal):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("passes", ["forward", "backward", "both"])
 def test_more_of_anything_never_takes_longer(method, passes):
-    case = Case(2**20, GROUPED, is_causal=True)
+    case = Workload(2**20, GROUPED, is_causal=True)
     for machine in (WITHOUT_NODES, NODES):
         for num_devices in (1, 2, 4, 8, 16, 32, 128, 512):
-            found = forecast(method, case, num_devices, machine, passes)
+            found = predict(method, case, num_devices, machine, passes)
             if found is None:
                 continue
-            least = case.seconds_of_one(machine, passes) / num_devices
+            least = case.one_device_seconds(machine, passes) / num_devices
             assert found.seconds >= least * (1 - 1e-12)
             for better in (
                 replace(machine, rate=2 * machine.rate, backward_rate=2 * machine.backward_rate),
@@ -159,28 +161,30 @@ def test_more_of_anything_never_takes_longer(method, passes):
                 replace(machine, latency=machine.latency / 2),
                 replace(machine, devices_per_node=2 * machine.devices_per_node),
             ):
-                again = forecast(method, case, num_devices, better, passes)
+                again = predict(method, case, num_devices, better, passes)
                 assert again.seconds <= found.seconds * (1 + 1e-12)
-            longer = forecast(method, replace(case, tokens=2**21), num_devices, machine, passes)
+            longer = predict(method, replace(case, tokens=2**21), num_devices, machine, passes)
             assert longer.seconds > found.seconds
-            if longer.num_slices == found.num_slices:
-                assert longer.bytes_each_way == 2 * found.bytes_each_way
+            if longer.head_parallel == found.head_parallel:
+                assert longer.bytes_received == 2 * found.bytes_received
                 chunks = [
-                    each.num_chunks(num_devices, found.num_slices, is_backward=passes != "forward")
+                    each.num_chunks(
+                        num_devices, found.head_parallel, is_backward=passes != "forward"
+                    )
                     for each in (case, replace(case, tokens=2**21))
                 ]
                 most_more = 2 * max(chunks[0] / chunks[1], 1)
                 assert longer.peak_bytes <= most_more * found.peak_bytes
             if num_devices == 1:
-                assert found.bytes_each_way == 0 and math.isclose(found.seconds, least)
+                assert found.bytes_received == 0 and math.isclose(found.seconds, least)
 
 
 @pytest.mark.parametrize("method", ["cqs quorums", "cqs", "ring"])
 @pytest.mark.parametrize("passes", ["forward", "both"])
 def test_more_devices_hold_less_each(method, passes):
-    case, slow = Case(2**20, GROUPED), Machine(bandwidth=1e9)
+    case, slow = Workload(2**20, GROUPED), Machine(bandwidth=1e9)
     peaks = [
-        forecast(method, case, 4**n, machine, passes, slack=0.02).peak_bytes
+        predict(method, case, 4**n, machine, passes, slack=0.02).peak_bytes
         for machine in (Machine(), slow)
         for n in range(1, 7)
     ]
@@ -188,18 +192,18 @@ def test_more_devices_hold_less_each(method, passes):
     assert peaks[6:] == sorted(peaks[6:], reverse=True)
 
 
-def bytes_kept(case, layout, num_slices):
+def bytes_kept(case, layout, head_parallel):
     """Of what a rank received, and of its answer, at the end of a forward pass."""
-    part = case.part(num_slices)
+    part = case.part(head_parallel)
     kept = case.shard_bytes(len(layout.of_queries.sends))[2] * (2 if layout.is_final else 1)
     kept += part.query_bytes(sum(layout.of_queries.receives))
     return kept + part.key_bytes(sum(layout.of_keys.receives))
 
 
-def most_held_forward(case, layout, num_slices):
+def most_held_forward(case, layout, head_parallel):
     """Play what a rank allocates and frees, head chunk by head chunk, beside what it packs for
     others."""
-    part, chunks, home = case.part(num_slices), len(layout.chunks), 0
+    part, chunks, home = case.part(head_parallel), len(layout.chunks), 0
     if layout.home_steps and not layout.is_final:
         seeing = layout.home_steps[-1].queries.stop - layout.home_steps[0].queries.start
         home = part.result_bytes(seeing)
@@ -225,16 +229,18 @@ def most_held_forward(case, layout, num_slices):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("num_devices", "num_slices"),
+    ("num_devices", "head_parallel"),
     [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4), (7, 1), (8, 1), (8, 2), (8, 8), (26, 2), (31, 1)],
 )
-def test_memory_forward_is_that_of_layouts(shape, is_causal, num_chunks, num_devices, num_slices):
-    case = Case(120 * num_devices, shape, is_causal)
-    of_ranks = layouts(case, num_devices, num_slices, num_chunks)
-    held = max(most_held_forward(case, layout, num_slices) for layout in of_ranks)
+def test_memory_forward_is_that_of_layouts(
+    shape, is_causal, num_chunks, num_devices, head_parallel
+):
+    case = Workload(120 * num_devices, shape, is_causal)
+    of_ranks = layouts(case, num_devices, head_parallel, num_chunks)
+    held = max(most_held_forward(case, layout, head_parallel) for layout in of_ranks)
     options = {"is_backward": False, "num_chunks": num_chunks}
-    found = by_quorums(case, num_devices, Machine(), num_slices, **options).peak_bytes
-    is_bound = is_causal and 1 < num_slices < num_devices
+    found = predict_quorums(case, num_devices, Machine(), head_parallel, **options).peak_bytes
+    is_bound = is_causal and 1 < head_parallel < num_devices
     assert held <= found * (1 + 1e-12) and found <= held * (1.1 if is_bound else 1 + 1e-12)
 
 
@@ -249,11 +255,13 @@ def test_memory_is_what_gpus_allocated(method, passes):
     for row in rows:
         details = row["details"]
         shape = AttentionShape(details["heads"], 128, num_kv_heads=details["kv_heads"])
-        case = Case(details["tokens"], shape, row["case"].startswith("causal"))
-        num_slices = 1
+        case = Workload(details["tokens"], shape, row["case"].startswith("causal"))
+        head_parallel = 1
         if method == "cqs":
-            num_slices = choose_head_parallel(case, 2, with_gradients=passes == "both")
-        peak = by_quorums(case, 2, Machine(), num_slices, is_backward=passes == "both").peak_bytes
+            head_parallel = choose_head_parallel(case, 2, with_gradients=passes == "both")
+        peak = predict_quorums(
+            case, 2, Machine(), head_parallel, is_backward=passes == "both"
+        ).peak_bytes
         assert peak == pytest.approx(details["peak_bytes"], rel=0.01)
 
 
@@ -269,41 +277,41 @@ def test_memory_of_gradients_is_what_four_gpus_allocated(method):
     for row in rows:
         details = row["details"]
         shape = AttentionShape(details["heads"], 128, num_kv_heads=details["kv_heads"])
-        case = Case(details["tokens"], shape, row["case"].startswith("causal"))
-        num_slices = 2 if case.tokens <= 2**15 else 4  # as was chosen
+        case = Workload(details["tokens"], shape, row["case"].startswith("causal"))
+        head_parallel = 2 if case.tokens <= 2**15 else 4  # as was chosen
         if method == "cqs quorums":
-            num_slices = 1
+            head_parallel = 1
         in_four = details["tokens"] == 2**17 or row["case"].startswith(
             ("causal-32768", "full-16384")
         )
-        chunks = case.num_chunks(4, num_slices, 4 if in_four else None, is_backward=True)
+        chunks = case.num_chunks(4, head_parallel, 4 if in_four else None, is_backward=True)
         options = {"is_backward": True, "num_chunks": chunks}
-        peak = by_quorums(case, 4, Machine(), num_slices, **options).peak_bytes
-        layout = layouts(case, 4, num_slices, None, with_gradients=True)[0]
-        peak -= bytes_kept(case, layout, num_slices)
-        if num_slices == 2:
+        peak = predict_quorums(case, 4, Machine(), head_parallel, **options).peak_bytes
+        layout = layouts(case, 4, head_parallel, None, with_gradients=True)[0]
+        peak -= bytes_kept(case, layout, head_parallel)
+        if head_parallel == 2:
             peak += 2 * case.shard_bytes(4, 2)[0] / chunks  # in float32
-        rough = case.is_causal and num_slices < 4
+        rough = case.is_causal and head_parallel < 4
         assert peak == pytest.approx(details["peak_bytes"], rel=0.07 if rough else 0.005)
 
 
 @pytest.mark.parametrize(("method", "num_mebibytes"), [("all-gather", 451), ("ulysses", 641)])
 def test_memory_of_others_is_near_what_two_gpus_allocated(method, num_mebibytes):
-    found = forecast(method, Case(32768, AttentionShape(16, 128)), 2, Machine(bandwidth=1e9))
+    found = predict(method, Workload(32768, AttentionShape(16, 128)), 2, Machine(bandwidth=1e9))
     assert found.peak_bytes / 2**20 == pytest.approx(num_mebibytes, rel=0.12)
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_parallel", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_devices", [16, 32, 56, 64])
-def test_holders_in_the_same_node_are_counted(num_devices, num_slices):
-    num_tasks = num_devices // num_slices
+def test_holders_in_the_same_node_are_counted(num_devices, head_parallel):
+    num_tasks = num_devices // head_parallel
     interest_set = load_interest_set(num_tasks)
     same = 0
     for rank in range(num_devices):
-        workers = {(rank // num_slices - offset) % num_tasks for offset in interest_set}
-        holders = [w * num_slices + i for w in workers for i in range(num_slices)]
+        workers = {(rank // head_parallel - offset) % num_tasks for offset in interest_set}
+        holders = [w * head_parallel + i for w in workers for i in range(head_parallel)]
         same += sum(other // 8 == rank // 8 for other in holders)
-    found = _near(interest_set, num_tasks, num_slices, 8)
+    found = _near(interest_set, num_tasks, head_parallel, 8)
     assert math.isclose(found, same / num_devices)
 
 
@@ -318,7 +326,7 @@ def test_the_command_marks_the_best(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--between", "ib"], "--between goes with --devices-per-node"),
+        (["--between", "ib"], "--devices-per-node must be given"),
         (["--rate", "0"], "rate must be positive, got 0"),
         (["--latency", "-1"], "latency must be at least 0 and finite, got -1e-06"),
         (["--latency", "inf"], "latency must be at least 0 and finite, got inf"),
@@ -339,7 +347,7 @@ def test_what_is_no_integer_is_refused(text):
         main(["simulate", f"--devices={text}"])
 
 
-def test_forecasts_need_neither_torch_nor_numpy():
+def test_predictions_need_neither_torch_nor_numpy():
     script = (
         "import sys; from cqs.__main__ import main; main(['simulate', '--devices', '8,4096'])\n"
         "assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"

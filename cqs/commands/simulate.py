@@ -1,4 +1,4 @@
-"""Predict time, traffic and memory of ways to spread one attention over many devices."""
+"""Predict time, traffic and memory of context-parallel methods on many devices."""
 
 import argparse
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from cqs.commands.written_files import check_written
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.arguments import as_integer
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
-from cqs.simulation import Case, Forecast, Machine, forecast
+from cqs.simulation import Machine, Prediction, Workload, predict
 
 _METHODS = ("cqs quorums", "cqs", "ring", "all-gather", "ulysses", "2-D")
 _LINKS = {"nvlink": 300.0, "ib": 50.0}
-"""GB/s per device and direction: what NCCL gets of NVLink 4's 450, and 400 Gb/s InfiniBand."""
+"""GB/s per device and direction: NVLink 4 as NCCL uses it (of 450), and 400 Gb/s InfiniBand."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backward", action="store_true", help="forward and backward together")
     parser.add_argument(
         "--slack", type=float, default=0.0, metavar="PERCENT",
-        help="of splits that take so much longer than the fastest, that of head_parallel=\"auto\"",
+        help="among the degrees so much slower than the fastest, choose as head_parallel=\"auto\"",
     )  # fmt: skip
     parser.add_argument(
-        "--picture", metavar="FILE", help="draw all this against the number of devices"
+        "--picture", metavar="FILE", help="plot the predictions against the number of devices"
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
@@ -53,23 +53,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument(
         "--per-row", type=float, metavar="NANOSECONDS",
-        help="of a kernel, forward, for each row of queries and head beside its products; "
+        help="of a forward kernel for each query row and head, besides its matrix products; "
         "default: 0.7",
     )  # fmt: skip
     machine.add_argument(
-        "--devices-per-node", type=int, metavar="D", help="then --link is for within a node"
+        "--devices-per-node", type=int, metavar="D", help="--link then applies within a node"
     )
-    machine.add_argument("--between", type=_link, metavar="LINK", help="of nodes; default: ib")
+    machine.add_argument("--between", type=_link, metavar="LINK", help="link of nodes; default: ib")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what is predicted."""
+    """Print the predictions, and plot them with ``--picture``."""
     check_options(options)
-    show_forecasts(options, read_machine(options, Machine()))
+    show_predictions(options, read_machine(options, Machine()))
 
 
 def check_options(options: argparse.Namespace, read: Iterable[str | None] = ()) -> None:
-    """Raise ValueError unless numbers are possible, and no file that is read is drawn over."""
+    """Raise ValueError for an invalid option.
+
+    Args:
+        options: The parsed options.
+        read: Paths of files that the command reads; ``--picture`` must not overwrite them.
+    """
     if options.picture:
         from cqs.plotting import check_picture
 
@@ -81,51 +86,56 @@ def check_options(options: argparse.Namespace, read: Iterable[str | None] = ()) 
         as_integer("--devices", number, 1, MAX_NUM_TASKS)
 
 
-def read_case(options: argparse.Namespace) -> Case:
-    """Return what is computed."""
+def read_case(options: argparse.Namespace) -> Workload:
+    """Return the workload of the options."""
     shape = AttentionShape(options.heads, options.head_dim, num_kv_heads=options.kv_heads)
-    return Case(as_integer("--seqlen", options.seqlen, 1), shape, options.causal == "yes")
+    return Workload(as_integer("--seqlen", options.seqlen, 1), shape, options.causal == "yes")
 
 
 def read_passes(options: argparse.Namespace) -> str:
-    """Return which passes are predicted."""
+    """Return the passes of the options, ``"forward"`` or ``"both"``."""
     return "both" if options.backward else "forward"
 
 
-def show_forecasts(options: argparse.Namespace, machine: Machine) -> None:
-    """Print a table of forecasts, and perhaps draw them."""
+def show_predictions(options: argparse.Namespace, machine: Machine) -> None:
+    """Print a table of the predictions, and plot them with ``--picture``."""
     case, passes = read_case(options), read_passes(options)
     found = {
         num_devices: {
             method: each
             for method in _METHODS
-            if (each := forecast(method, case, num_devices, machine, passes, options.slack / 100))
+            if (each := predict(method, case, num_devices, machine, passes, options.slack / 100))
         }
         for num_devices in options.devices
     }
-    seconds_of_one = case.seconds_of_one(machine, passes)
-    print(forecast_table(found, seconds_of_one))
-    print(f"Least time, within 1 %: {winners(found)} devices.")
+    one_device_seconds = case.one_device_seconds(machine, passes)
+    print(prediction_table(found, one_device_seconds))
+    print(f"Least time, within 1 %: {describe_fastest(found)} devices.")
     if options.picture:
-        from cqs.curves import draw_forecasts, save
+        from cqs.curves import draw_predictions, save
 
-        save(draw_forecasts(found, seconds_of_one), options.picture)
+        save(draw_predictions(found, one_device_seconds), options.picture)
 
 
-def forecast_table(found: dict[int, dict[str, Forecast]], seconds_of_one: float) -> str:
-    """Tabulate forecasts by number of devices and method."""
+def prediction_table(found: dict[int, dict[str, Prediction]], one_device_seconds: float) -> str:
+    """Return the text table of predictions.
+
+    Args:
+        found: Predictions by number of devices, then by method.
+        one_device_seconds: Predicted time of one device in seconds, for the efficiency.
+    """
     rows = []
     for num_devices, methods in found.items():
-        best = best_of(methods)
+        best = fastest_of(methods)
         for i, (method, each) in enumerate(methods.items()):
             rows.append(
                 [
                     "" if i else num_devices,
                     method,
-                    f"{each.num_slices} x {num_devices // each.num_slices}",
+                    f"{each.head_parallel} x {num_devices // each.head_parallel}",
                     f"{1e3 * each.seconds:.4g}",
-                    percent(seconds_of_one / num_devices / each.seconds),
-                    mebibytes(each.bytes_each_way),
+                    percent(one_device_seconds / num_devices / each.seconds),
+                    mebibytes(each.bytes_received),
                     mebibytes(each.peak_bytes),
                     "<" if method == best else "",
                 ]
@@ -134,20 +144,21 @@ def forecast_table(found: dict[int, dict[str, Forecast]], seconds_of_one: float)
     return format_table(header, rows)
 
 
-def best_of(methods: dict[str, Forecast]) -> str:
-    """Return the method that takes the least time, of equals the first."""
+def fastest_of(methods: dict[str, Prediction]) -> str:
+    """Return the method with the least predicted time, the first of equals."""
     return min(methods, key=lambda method: methods[method].seconds)
 
 
-def winners(found: dict[int, dict[str, Forecast]]) -> str:
-    """Say from where to where, in numbers of devices, which methods take the least time.
+def describe_fastest(found: dict[int, dict[str, Prediction]]) -> str:
+    """Describe which methods are fastest on which numbers of devices.
 
-    Those within 1 % of it count as equal: the model is no better than that.
+    Methods within 1 % of the least time count as equal, because the cost model is not more
+    accurate.
     """
 
     def fastest(num_devices: int) -> str:
         methods = found[num_devices]
-        least = methods[best_of(methods)].seconds
+        least = methods[fastest_of(methods)].seconds
         names = [name for name, each in methods.items() if each.seconds <= 1.01 * least]
         return "any method" if len(names) == len(methods) else " or ".join(names)
 
@@ -160,7 +171,12 @@ def winners(found: dict[int, dict[str, Forecast]]) -> str:
 
 
 def read_machine(options: argparse.Namespace, machine: Machine) -> Machine:
-    """Return a machine with the numbers that options give in place of its own."""
+    """Return a machine with the values that the options replace.
+
+    Args:
+        options: The parsed options.
+        machine: Values for options that are not given.
+    """
     given = {
         "rate": _scaled(options.rate, 1e12),
         "backward_rate": _scaled(options.backward_rate, 1e12),
@@ -173,7 +189,7 @@ def read_machine(options: argparse.Namespace, machine: Machine) -> Machine:
     if options.rate and options.backward_rate is None:
         given["backward_rate"] = 0.7 * given["rate"]
     if options.between is not None and options.devices_per_node is None:
-        raise ValueError("--between goes with --devices-per-node")
+        raise ValueError("--devices-per-node must be given with --between, got none")
     if options.devices_per_node is not None and options.between is None:
         given["between"] = 1e9 * _LINKS["ib"]
     return replace(machine, **{name: each for name, each in given.items() if each is not None})

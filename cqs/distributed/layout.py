@@ -12,7 +12,7 @@ from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Plan, Step, make_plan
 from cqs.scheduler.heads import ChunkRule, choose_num_chunks
 from cqs.scheduler.task import join_ranges
-from cqs.simulation import Case, Machine, forecast
+from cqs.simulation import Machine, Workload, predict
 
 Lengths = tuple[int, ...]
 """Number of tokens in every rank's shard."""
@@ -193,7 +193,7 @@ def lay_out(
     num_ranks = len(seqlens_q)
     bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
     if isinstance(head_parallel, str):
-        case = Case(
+        workload = Workload(
             sum(seqlens_q),
             AttentionShape(num_heads, head_dim, num_kv_heads=num_kv_heads),
             is_causal,
@@ -201,7 +201,7 @@ def lay_out(
             num_pairs=None if bound is None else bound.num_pairs,
         )
         head_parallel = choose_head_parallel(
-            case, num_ranks, with_gradients=with_gradients, ranks_per_host=ranks_per_host
+            workload, num_ranks, with_gradients=with_gradients, ranks_per_host=ranks_per_host
         )
     plan = make_plan(
         sum(seqlens_q),
@@ -270,8 +270,10 @@ def _make_chunks(
     """Divide the head group of every rank into ``number`` equal head chunks."""
 
     def of_ranks(num_heads: int, i: int) -> tuple[range, ...]:
-        slices = (_slice(num_heads, head_parallel, r % head_parallel) for r in range(num_ranks))
-        return tuple(_part(heads, number, i) for heads in slices)
+        groups = (
+            _head_group(num_heads, head_parallel, r % head_parallel) for r in range(num_ranks)
+        )
+        return tuple(_part(heads, number, i) for heads in groups)
 
     return tuple(
         HeadChunk(of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number)
@@ -325,37 +327,38 @@ def _places(numbers: Sequence[Sequence[int]], rank: int) -> PackOffsets:
 
 
 def choose_head_parallel(
-    case: Case, num_ranks: int, *, with_gradients: bool, ranks_per_host: float = inf
+    workload: Workload, num_ranks: int, *, with_gradients: bool, ranks_per_host: float = inf
 ) -> int:
     """Return the head-parallel degree for a problem.
 
     The candidates are the degrees that the cost model predicts within 2 % of the fastest, on H200s.
     The one with the lowest peak memory is chosen; without gradients and up to 512K keys, the
-    smallest one. See ``slack`` of :func:`cqs.simulation.forecast`. The choice is the same on all
+    smallest one. See ``slack`` of :func:`cqs.simulation.predict`. The choice is the same on all
     ranks, because it depends on the arguments alone.
 
     Args:
-        case: The attention problem.
+        workload: The attention problem.
         num_ranks: Number of ranks that compute it.
         with_gradients: Whether to predict forward and backward pass together, or forward alone.
         ranks_per_host: Number of consecutive ranks on one host.
 
     Example:
-        >>> case = Case(2**16, AttentionShape(16, 128), is_causal=True)
-        >>> [choose_head_parallel(case, 4, with_gradients=both) for both in (False, True)]
+        >>> workload = Workload(2**16, AttentionShape(16, 128), is_causal=True)
+        >>> [choose_head_parallel(workload, 4, with_gradients=both) for both in (False, True)]
         [1, 4]
-        >>> case = Case(2**17, AttentionShape(32, 128), is_causal=True)
-        >>> [choose_head_parallel(case, 64, with_gradients=True, ranks_per_host=n) for n in (64, 8)]
+        >>> workload = Workload(2**17, AttentionShape(32, 128), is_causal=True)
+        >>> options = {"with_gradients": True}
+        >>> [choose_head_parallel(workload, 64, ranks_per_host=n, **options) for n in (64, 8)]
         [32, 16]
     """
     passes = "both" if with_gradients else "forward"
     machine = replace(_MACHINE, devices_per_node=ranks_per_host)
-    found = forecast("cqs", case, num_ranks, machine, passes, slack=_SLACK)
-    assert found is not None, "one slice is always possible"
-    return found.num_slices
+    found = predict("cqs", workload, num_ranks, machine, passes, slack=_SLACK)
+    assert found is not None, "a head-parallel degree of 1 is always possible"
+    return found.head_parallel
 
 
-def _slice(num_heads: int, head_parallel: int, i: int) -> range:
+def _head_group(num_heads: int, head_parallel: int, i: int) -> range:
     """Return the heads of head group i; with fewer heads than groups, the head it shares."""
     first = i * num_heads // head_parallel
     return range(first, first + max(num_heads // head_parallel, 1))

@@ -8,17 +8,17 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.fitting import Row, fit, read_rows
 from cqs.scheduler import AttentionShape
-from cqs.simulation import Case, Machine, forecast
+from cqs.simulation import Machine, Workload, predict
 
 
 def test_a_fit_finds_the_machine_that_rows_are_of():
     hidden = Machine(500e12, 390e12, per_row=1e-9, bandwidth=110e9, latency=60e-6)
     rows = []
     for tokens in (8192, 32768, 131072):
-        case = Case(tokens, AttentionShape(16, 128))
+        case = Workload(tokens, AttentionShape(16, 128))
         for method in ("cqs", "cqs quorums", "ring", "all-gather", "ulysses"):
             for passes in ("forward", "backward"):
-                seconds = forecast(method, case, 8, hidden, passes).seconds
+                seconds = predict(method, case, 8, hidden, passes).seconds
                 rows.append(Row(method, case, 8, passes, seconds))
     found = fit(rows)
     for name in ("rate", "backward_rate", "per_row", "bandwidth", "latency"):
@@ -49,7 +49,7 @@ def measured(tmp_path):
 def test_rows_of_the_benchmark_are_read(measured):
     rows = read_rows(str(measured))
     assert [(row.method, row.num_devices) for row in rows] == [("ring", 1), ("cqs", 2), ("ring", 2)]
-    assert rows[0].case == Case(131072, AttentionShape(16, 128, num_kv_heads=16))
+    assert rows[0].case == Workload(131072, AttentionShape(16, 128, num_kv_heads=16))
     assert all(row.ratio(fit(rows)) == pytest.approx(1, abs=0.03) for row in rows)
     measured.write_text(measured.read_text().replace("-d128", "-d128-best"))
     assert read_rows(str(measured)) == rows, "of other kernels"

@@ -48,8 +48,8 @@ def cut(case, num_ranks, seed):
     return marks(case.seqlen_q), marks(case.seqlen_kv)
 
 
-def slices(case, num_ranks):
-    """The numbers of slices that the heads can be cut into."""
+def degrees(case, num_ranks):
+    """The head-parallel degrees of a case."""
     return ["auto", *possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads)]
 
 
@@ -58,7 +58,7 @@ def slices(case, num_ranks):
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_every_world_is_exact(ranks, num_ranks, case, is_causal):
     case = Case(**{**vars(case), "is_causal": is_causal})
-    for seed, head_parallel in enumerate(slices(case, num_ranks)):
+    for seed, head_parallel in enumerate(degrees(case, num_ranks)):
         options = {"head_parallel": head_parallel, "num_chunks": 1 + seed % 4}
         errors = ranks.run(num_ranks, largest_error, case, cut(case, num_ranks, seed), options)
         assert max(errors) < 1e-10
@@ -241,7 +241,7 @@ def test_equal_numbers_of_other_types_are_no_difference(ranks, options, changed)
     [([7, 7, 7, 7], 4), ([7, 7, 9, 9], 2), ([7, 7, 7, 9], 1), ([7, 9, 7, 9], 1), ([7], 1)],
     ids=str,
 )
-def test_slices_of_heads_know_what_is_on_one_host(ranks, hosts, number):
+def test_auto_degrees_depend_on_hosts(ranks, hosts, number):
     found = ranks.run(len(hosts), seen_of_hosts, hosts)
     assert found == [(number, number)] * len(hosts)
 

@@ -10,7 +10,7 @@ from cqs.distributed.layout import choose_head_parallel, cut_shards, lay_out
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.heads import FETCHED, possible_head_parallel
-from cqs.simulation import Case, by_quorums
+from cqs.simulation import Workload, predict_quorums
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -151,7 +151,7 @@ def test_stages_are_as_many_as_pay():
 
 
 def chosen(num_ranks, num_heads, num_kv_heads, tokens, *, with_gradients=False, **options):
-    case = Case(tokens, AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads), **options)
+    case = Workload(tokens, AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads), **options)
     return choose_head_parallel(case, num_ranks, with_gradients=with_gradients)
 
 
@@ -176,13 +176,13 @@ def test_on_many_ranks_heads_are_cut_less_where_communication_would_be_exposed()
     assert chosen(64, 40, 8, 2**17, num_pairs=2**27, with_gradients=True) == 8
 
 
-def test_forward_passes_up_to_some_length_take_few_slices():
+def test_short_forward_passes_have_a_low_head_parallel_degree():
     assert [chosen(4, 16, 16, 2**n, is_causal=True) for n in (14, 17, 19, 20)] == [4, 1, 1, 4]
 
 
 @pytest.fixture(scope="module")
 def machine():
-    """For which forecasts are nearest to what was measured."""
+    """The machine is the one whose predictions are nearest to the measurements."""
     return fit(read_rows(RESULTS / "peers-h200-x4.jsonl"))
 
 
@@ -192,9 +192,9 @@ def test_heads_are_cut_so_that_no_split_is_much_faster(machine, num_heads, num_k
     shape = AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads)
     for num_ranks in (2, 6, 8, 16, 24, 64):
         for tokens in (2**14, 2**17, 2**20):
-            case = Case(tokens, shape, is_causal)
+            case = Workload(tokens, shape, is_causal)
             seconds = {
-                n: by_quorums(case, num_ranks, machine, n, is_backward=False).seconds
+                n: predict_quorums(case, num_ranks, machine, n, is_backward=False).seconds
                 for n in possible_head_parallel(num_ranks, num_heads, num_kv_heads)
             }
             number = choose_head_parallel(case, num_ranks, with_gradients=False)
@@ -222,6 +222,6 @@ def test_all_ranks_choose_the_same_split():
         )
         for rank in range(32)
     ]
-    case = Case(sum(lengths), AttentionShape(40, 128, num_kv_heads=8), num_keys=2**17)
+    case = Workload(sum(lengths), AttentionShape(40, 128, num_kv_heads=8), num_keys=2**17)
     number = choose_head_parallel(case, 32, with_gradients=False)
     assert {32 // layout.plan.num_tasks for layout in layouts} == {number}
