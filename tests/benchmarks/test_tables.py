@@ -394,7 +394,7 @@ def test_patterns_on_a_cpu():
 def test_what_a_budget_costs():
     rows = rows_of("streaming-h200")
     header = "| tokens, d | | seconds | to resident | peak MiB, predicted | budget |"
-    (body,) = tables("docs/howto/longer-than-memory.md", header)
+    (body,) = tables("docs/streaming-speed.md", header)
     assert len(body) == len(rows) - 1, "all but that of one block"
     for label, what, *cells in body:
         tokens, dim = label.split(", ")
@@ -432,7 +432,7 @@ def test_what_one_worker_holds():
 def test_where_the_time_of_a_layer_goes():
     rows = rows_of("block-h200-x2") + rows_of("block-h200-x4")
     header = "| layer | sequence x tensor | step | attention | feed-forward | waiting | rest |"
-    (body,) = tables("docs/howto/long-context-block.md", f"{header} MiB of a rank |")
+    (body,) = tables("docs/block-speed.md", f"{header} MiB of a rank |")
     assert len(body) == len(rows)
     for layer, mesh, *cells in body:
         (row,) = (
@@ -453,7 +453,7 @@ def test_what_numbers_of_workers_gain():
     }
     columns = "responsibility ratio | measured / predicted bytes | times as fast as one call"
     header = f"| W | holds | CPU: {columns} | H200: {columns} |"
-    (body,) = tables("docs/howto/number-of-tasks.md", header)
+    (body,) = tables("docs/task-speed.md", header)
     assert [int(number) for number, *_ in body] == list(reports["cpu"])
     for number, holds, *cells in body:
         row = reports["cpu"][int(number)]
