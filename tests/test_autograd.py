@@ -132,7 +132,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(attend, leaves)
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bitwise_identical():
     problem = BY_NAME["gqa-causal"].make()
     for backend in ("cpu", "triton"):
         first, second = (

@@ -20,7 +20,7 @@ def tensor(*shape, **options):
 
 
 def attend(**changes):
-    """Call ``cqs.attention`` on sound arguments but for the changes."""
+    """Call ``cqs.attention`` on valid arguments with changes."""
 
     def call():
         arguments = {"query": tensor(), "key": tensor(), "value": tensor(), "num_tasks": 3}
@@ -42,7 +42,7 @@ def shape(**changes):
 
 
 def read(**changes):
-    """Read a plan from JSON, sound but for the changes."""
+    """Read a plan from JSON, valid except the changes."""
     text = cqs.make_plan(70, num_tasks=7).to_json(list_tasks=True)
     return lambda: cqs.Plan.from_json(json.dumps({**json.loads(text), **changes}))
 

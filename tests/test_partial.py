@@ -52,7 +52,7 @@ def test_any_split_of_the_keys_merges_into_the_exact_answer(cuts, dtype):
     assert error <= 8 * torch.finfo(merged.lse.dtype).eps * exact.lse.abs().max()
 
 
-def test_any_order_gives_the_same_answer_up_to_rounding_and_any_run_the_same_bits():
+def test_any_order_gives_the_same_answer_up_to_rounding_and_any_run_bitwise_identical():
     partials = split(FULL.make(), (5, 40, 128))
     one, other = merge_partials(partials), merge_partials(partials[::-1])
     torch.testing.assert_close(one, other)

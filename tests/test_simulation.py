@@ -48,7 +48,7 @@ def layouts(case, num_devices, head_parallel, num_chunks=1, *, with_gradients=Fa
 
 
 def bytes_received(case, layout, head_parallel, rank):
-    """What comes to a rank: tokens on the way in, results for its shard on the way out."""
+    """Bytes received by a rank: tokens before the kernel, results of its shard after it."""
     part = case.part(head_parallel)
     queries, keys = layout.of_queries, layout.of_keys
     there = part.query_bytes(sum(queries.receives) - queries.receives[rank])
@@ -118,7 +118,7 @@ def test_traffic_is_that_of_the_formulas():
     ("shape", "even", "first", "always"), [(FULL, 6, 6, 6), (GROUPED, 21, 27, 31)]
 )
 def test_where_quorums_begin_to_move_less_than_a_ring(shape, even, first, always):
-    """With four queries per key head 21 devices move as much but for the lse."""
+    """With four query heads per KV head, 21 devices send as much, except the LSE."""
     case = Workload(2**20, shape)
     ratios = {
         num_devices: predict("cqs quorums", case, num_devices, Machine()).bytes_received

@@ -26,7 +26,7 @@ def options(problem):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_is_exact_and_always_has_the_same_bits(cluster, case):
+def test_every_case_is_exact_and_always_is_bitwise_identical(cluster, case):
     """Numbers of workers go round."""
     num_tasks = (1, 4, 7, 13)[CASES.index(case) % 4]
     problem = case.make()
@@ -52,7 +52,7 @@ def test_every_dtype_is_sent(cluster, dtype):
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("num_actors", [1, 3])
-def test_any_number_of_actors_gives_the_same_bits(ray_session, cluster, num_actors):
+def test_results_are_bitwise_identical_for_any_number_of_actors(ray_session, cluster, num_actors):
     problem = CASES[3].make()
     with_four = cluster.attention(*tensors(problem), **options(problem), num_tasks=8)
     with cqs.Cluster(num_workers=num_actors, use_gpus=False) as fewer:

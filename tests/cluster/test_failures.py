@@ -90,7 +90,7 @@ def test_a_hung_worker_is_killed_and_replaced(cluster, tensors, undisturbed):
     assert not os.path.exists(f"/proc/{victim}")
 
 
-def test_all_workers_dead_is_an_error_and_the_cluster_recovers(cluster, tensors, undisturbed):
+def test_failure_of_all_workers_is_an_error_and_the_cluster_recovers(cluster, tensors, undisturbed):
     future, victims = run_with_signal(cluster, tensors, 4, signal.SIGKILL)
     assert len(victims) == 4
     with pytest.raises(WorkersFailedError, match=r"all 4 workers.*tasks \[.*\]"):
@@ -98,7 +98,7 @@ def test_all_workers_dead_is_an_error_and_the_cluster_recovers(cluster, tensors,
     assert torch.equal(cluster.attention(*tensors, is_causal=True, num_tasks=13), undisturbed)
 
 
-def test_workers_that_died_between_runs_are_replaced(cluster, tensors, undisturbed):
+def test_workers_that_failed_between_runs_are_replaced(cluster, tensors, undisturbed):
     wait_for_workers(cluster, 4)
     for pid in cluster.pids[:3]:
         os.kill(pid, signal.SIGKILL)

@@ -631,7 +631,7 @@ def answers(port, process):
     return False
 
 
-def test_ray_client_gives_right_answers_and_survives_a_death(tmp_path, ray_client_address):
+def test_ray_client_gives_right_answers_and_survives_a_failure(tmp_path, ray_client_address):
     script = f"""
         import os, signal, torch, cqs
         from cqs.cases import Case

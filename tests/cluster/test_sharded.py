@@ -1,4 +1,4 @@
-"""Sequences that live on the actors: the answers are those of one process, whoever dies."""
+"""Sequences on the actors: results are those of one process, whichever actor fails."""
 
 import gc
 import os
@@ -332,8 +332,8 @@ def test_lost_shards_are_made_again(cluster, problem, undisturbed, tmp_path):
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("is_settled", [False, True])
-def test_what_was_made_before_a_death_counts_if_all_were_done(pair, is_settled, tmp_path):
-    """A first answer stands for the garbage of a GPU that waits for a rank when that dies."""
+def test_what_was_made_before_a_failure_counts_if_all_were_done(pair, is_settled, tmp_path):
+    """A first answer stands for the garbage of a GPU that waits for a rank when that fails."""
 
     def answer(shard):
         mark = tmp_path / str(dist.get_rank())
@@ -372,7 +372,7 @@ def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, n
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("part", ["send_out", "_compute_away", "send_made"])
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
-def test_deaths_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
+def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
     """Once each, when rows have been sent, before they are computed with, or with results sent."""
 
     def doomed_model(output):
@@ -391,7 +391,7 @@ def test_deaths_in_each_part_of_a_call(request, problem, undisturbed, of, number
         setattr(owner, part, die)
         try:
             return model(output)
-        finally:  # if another death ends this call first
+        finally:  # if another failure ends this call first
             setattr(owner, part, method)
 
     cluster = request.getfixturevalue(of)
@@ -440,7 +440,7 @@ def test_workers_meet_after_some_have_failed_to(problem):
 
 
 @pytest.mark.sample(9)
-@pytest.mark.parametrize("ends", ["raises", "dies"])
+@pytest.mark.parametrize("ends", ["raises", "exits"])
 def test_workers_at_work_outlive_the_failure_of_another(ray_session, ends, tmp_path):
     """They are waited for longer than those that do not answer, and no error is lost meanwhile."""
 
@@ -449,7 +449,7 @@ def test_workers_at_work_outlive_the_failure_of_another(ray_session, ends, tmp_p
         if dist.get_rank() == 0 and is_first:
             time.sleep(0.5)
             (tmp_path / "mark").touch()
-            os._exit(1) if ends == "dies" else {}["no such layer"]
+            os._exit(1) if ends == "exits" else {}["no such layer"]
         time.sleep(8 if is_first else 0)
         return rows + 1
 
@@ -460,10 +460,10 @@ def test_workers_at_work_outlive_the_failure_of_another(ray_session, ends, tmp_p
                 zeros.map(fail_once, is_collective=True)
             assert raised.value.__notes__ == ["raised on rank 0 of 3"]
         assert zeros.map(fail_once, is_collective=True).to_local(dim=0).tolist() == [1, 1, 1]
-        assert len(set(before) - set(cluster.pids)) == (ends == "dies")
+        assert len(set(before) - set(cluster.pids)) == (ends == "exits")
 
 
-def test_workers_that_wait_to_meet_outlive_one_that_dies(ray_session, problem, tmp_path):
+def test_workers_in_a_rendezvous_outlive_one_that_fails(ray_session, problem, tmp_path):
     class Mortal(TaskActor):
         def join(self, generation, rank, *arguments):
             if rank == 1 and not (tmp_path / "mark").exists():
@@ -492,7 +492,7 @@ class StuckEvent:
             time.sleep(0.01)
 
 
-def test_a_gpu_waits_no_longer_for_a_rank_that_has_died(ray_session, problem, tmp_path):
+def test_a_gpu_waits_no_longer_for_a_rank_that_has_failed(ray_session, problem, tmp_path):
     """Though its actor has answered: what is made again first may need no group."""
 
     class Lazy(TaskActor):
@@ -520,7 +520,7 @@ def test_a_gpu_waits_no_longer_for_a_rank_that_has_died(ray_session, problem, tm
     torch.testing.assert_close(found, cqs.attention(*tensors(problem), is_causal=True))
 
 
-def test_other_work_waits_for_no_gpu_that_waits_for_the_dead(ray_session, problem, tmp_path):
+def test_other_work_waits_for_no_gpu_that_waits_for_a_failed_rank(ray_session, problem, tmp_path):
     class Lazy(TaskActor):
         def compute(self, number, pickled, place, *arguments):
             if pickle.loads(pickled).name != "attention" or (tmp_path / str(place[0])).exists():

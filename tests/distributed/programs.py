@@ -74,7 +74,7 @@ def run(group, case, dtype, cuts, options, device="cpu"):
 
 
 def largest_error(group, case, cuts, options):
-    """Return by how much float64 results stray from those of the whole."""
+    """Return the largest error of float64 results, relative to one process."""
     found, lse, _, exact, exact_lse = run(group, case, torch.float64, cuts, options)
     assert torch.equal(lse.isinf(), exact_lse.isinf())
     pairs = [
@@ -98,7 +98,7 @@ def bits(group, case, cuts, options, device="cpu"):
     return [each.detach().cpu() for each in found]
 
 
-def calls_that_stray(group, case, all_cuts):
+def calls_that_deviate(group, case, all_cuts):
     """List calls whose bits are others when calls follow each other at once, on uneven GPUs."""
     rank, device = dist.get_rank(group), torch.device("cuda", torch.cuda.current_device())
     problem, generator = case.make(torch.bfloat16, device), torch.Generator().manual_seed(rank)
@@ -173,7 +173,7 @@ def complaint_of_one(group, of_rank, name, found):
         setattr(module, name, function)
 
 
-def replays_that_stray(group, case, cuts, options):
+def replays_that_deviate(group, case, cuts, options):
     """List turns whose replay of a CUDA graph has other bits than the calls, on uneven GPUs."""
     rank = dist.get_rank(group)
     generator, on_gpu = torch.Generator().manual_seed(rank), torch.Generator("cuda")
@@ -209,7 +209,7 @@ def replays_that_stray(group, case, cuts, options):
     return [turn for turn in range(6) if not all(map(torch.equal, replayed[turn], expected[turn]))]
 
 
-def stray_of_graphed_training(group, case, cuts):
+def deviation_of_graphed_training(group, case, cuts):
     """Return the largest difference of two steps' gradients, captured as PyTorch does it or not."""
     tensors, *_ = shards_of(case.make(torch.bfloat16, "cuda"), cuts, dist.get_rank(group))
 
@@ -224,8 +224,8 @@ def stray_of_graphed_training(group, case, cuts):
             torch.autograd.grad(call(*changed).square().sum(), changed)
             for call in (graphed, attend)
         )
-        strays = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
-        worst = max(worst, *strays)
+        errors = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+        worst = max(worst, *errors)
     return worst
 
 
@@ -284,7 +284,7 @@ def check_local(group, case, options):
 
 
 def error_beside_messages(group, case, cuts, options):
-    """The same while a message of the caller, as long as one of ours may be, is under way."""
+    """The same while a message of the caller, as long as one of ours may be, is being sent."""
     rank, own = dist.get_rank(group), torch.full((512,), 7.0, dtype=torch.float64)
     sent = dist.isend(own, group=group, group_dst=0) if rank == 1 else None
     error = largest_error(group, case, cuts, options)
@@ -298,7 +298,7 @@ def error_beside_messages(group, case, cuts, options):
 
 
 def error_after_failure(group, case, cuts, options):
-    """The same after a call that failed on all ranks with messages under way."""
+    """The same after a call that failed on all ranks with messages in flight."""
     whole = Worker.run_together, Worker.run_into
 
     def fail(self, *arguments, **options):

@@ -92,7 +92,7 @@ def test_every_dtype_tracks_exact(ranks, num_ranks, dtype):
             ranks.run(num_ranks, check_tracks_exact, case, dtype, cuts, options)
 
 
-def test_every_run_has_the_same_bits(ranks):
+def test_every_run_is_bitwise_identical(ranks):
     case = Case("bits", 130, 130, 4, 2, is_causal=True)
     runs = [ranks.run(7, bits, case, cut(case, 7, 2), {}) for _ in range(3)]
     for other in runs[1:]:

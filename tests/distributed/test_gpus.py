@@ -4,13 +4,13 @@ import pytest
 import torch
 from programs import (
     bits,
-    calls_that_stray,
+    calls_that_deviate,
     capture_something_else,
     check_tracks_exact,
     complaint,
     complaint_in_a_graph,
-    replays_that_stray,
-    stray_of_graphed_training,
+    deviation_of_graphed_training,
+    replays_that_deviate,
 )
 from test_attention import cut
 
@@ -52,7 +52,7 @@ def test_every_dtype_tracks_exact(ranks, num_ranks, case, dtype):
 
 
 @pytest.mark.parametrize("head_parallel", ["auto", 1])
-def test_every_run_has_the_same_bits(ranks, num_ranks, head_parallel):
+def test_every_run_is_bitwise_identical(ranks, num_ranks, head_parallel):
     case = Case("bits", 2050, 2050, 8, 8, 128, is_causal=True)
     options = {"head_parallel": head_parallel, "num_chunks": 2}
     cuts = cut(case, num_ranks, 2)
@@ -66,7 +66,7 @@ def test_every_run_has_the_same_bits(ranks, num_ranks, head_parallel):
 def test_calls_may_follow_each_other_at_once(ranks, num_ranks, is_causal):
     case = Case("in-a-row", 3000, 3000, 8, 8, 64, is_causal=is_causal)
     all_cuts = [cut(case, num_ranks, seed) for seed in (2, 3)]
-    assert ranks.run(num_ranks, calls_that_stray, case, all_cuts) == [[]] * num_ranks
+    assert ranks.run(num_ranks, calls_that_deviate, case, all_cuts) == [[]] * num_ranks
 
 
 def test_ranks_that_disagree_find_out(ranks, num_ranks):
@@ -83,20 +83,20 @@ def test_replays_have_the_bits_of_calls(ranks, num_ranks, case, head_parallel):
     for num_chunks in (1, 4):
         options = {"head_parallel": head_parallel, "num_chunks": num_chunks}
         cuts = cut(case, num_ranks, num_chunks)
-        assert ranks.run(num_ranks, replays_that_stray, case, cuts, options) == [[]] * num_ranks
+        assert ranks.run(num_ranks, replays_that_deviate, case, cuts, options) == [[]] * num_ranks
 
 
 def test_replays_drop_what_the_captured_call_dropped(ranks, num_ranks):
     options = {"dropout_p": 0.3, "seed": 5}
     cuts = cut(CASES[0], num_ranks, 0)
-    found = ranks.run(num_ranks, replays_that_stray, CASES[0], cuts, options)
+    found = ranks.run(num_ranks, replays_that_deviate, CASES[0], cuts, options)
     assert found == [[]] * num_ranks
 
 
 def test_training_is_captured_as_pytorch_does_it(ranks, num_ranks):
     case = Case("graphed", 2050, 2050, 8, 8, 128, is_causal=True)
     cuts = cut(case, num_ranks, 0)
-    found = ranks.run(num_ranks, stray_of_graphed_training, case, cuts)
+    found = ranks.run(num_ranks, deviation_of_graphed_training, case, cuts)
     assert found == [0.0] * num_ranks
 
 

@@ -418,7 +418,7 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_who_waits_for_the_dead_can_be_released(peer_memory, seed):
+def test_waits_for_a_failed_rank_can_be_released(peer_memory, seed):
     call = draw_calls(random.Random(seed), 3)[0] | {"lengths": (10, 20, 10), "gradients": False}
     tensors, world, done = draw_tensors(call), make_world(3, seed), []
 
@@ -465,7 +465,7 @@ def test_memory_of_a_pass_that_was_released_is_freed(peer_memory):
 
 
 @pytest.mark.parametrize("has_grown", [False, True])
-def test_replays_that_wait_for_the_dead_can_be_released(peer_memory, monkeypatch, has_grown):
+def test_replays_that_wait_for_a_failed_rank_can_be_released(peer_memory, monkeypatch, has_grown):
     """Also of graphs captured before there was more memory, on a stream that no call was on."""
     set_least_bytes(monkeypatch, 512)
     monkeypatch.setattr(peer_memory, "_RELEASED_SECONDS", 0.5)

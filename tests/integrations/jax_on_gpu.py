@@ -24,7 +24,7 @@ def passes(attend, query, key, value, grad_output):
 
 
 def exact_attention(query, key, value):
-    """Causal, in the dtype of the operands, which have as many key heads as heads."""
+    """Causal, in the dtype of the operands, which have as many KV heads as query heads."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
     scores = jnp.where(jnp.tri(query.shape[1], dtype=bool), scores, -jnp.inf)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)

@@ -113,7 +113,7 @@ def draw(make, tokens, batch, width=SMALL["hidden_size"]):
 
 
 def largest_differences(group, make, shape, options, tokens=29, batch=2, steps=3):
-    """Return by how much a model on a mesh strays from the same on one device."""
+    """Return the error of a model on a mesh, relative to the same on one device."""
     data = draw(make, tokens, batch, options.get("hidden_size", SMALL["hidden_size"]))
     torch.manual_seed(0)
     expected = train(make(None, **options), None, data, steps)
@@ -131,7 +131,7 @@ def largest_differences(group, make, shape, options, tokens=29, batch=2, steps=3
 
 
 def uneven_difference(group, rows, shape):
-    """Shards of other lengths than chunks, between tensor axes: by how much outputs stray."""
+    """Shards of other lengths than chunks, between tensor axes: the error of outputs."""
     torch.manual_seed(0)
     mesh, (inputs, _) = make_mesh(*shape), draw(make_block, sum(rows), 1)
     expected = make_block(None)(inputs)
@@ -143,7 +143,7 @@ def uneven_difference(group, rows, shape):
 
 
 def difference_under_fully_shard(group, shape):
-    """PyTorch's own sharding over the sequence axis: by how much gradients stray."""
+    """PyTorch's own sharding over the sequence axis: the error of gradients."""
     from torch.distributed.fsdp import fully_shard
 
     mesh, data = make_mesh(*shape), draw(make_decoder, 29, 2)

@@ -112,8 +112,8 @@ def test_blocks_steps_and_counts_of_a_task_agree(num_tasks, is_causal):
 def test_a_task_holds_exactly_the_groups_that_its_blocks_need(num_tasks, is_causal):
     for lengths in [(5, 5), (num_tasks, num_tasks), (50, 50), (50, 75), (75, 50), (0, 9)]:
         plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
-        dead = max(lengths[0] - lengths[1], 0) if is_causal else 0
-        query_groups = [range(max(g.start, dead), g.stop) for g in plan.token_groups]
+        blind = max(lengths[0] - lengths[1], 0) if is_causal else 0
+        query_groups = [range(max(g.start, blind), g.stop) for g in plan.token_groups]
         for task in plan.tasks:
             needed_queries = {q for block in task.blocks for q in block.queries}
             needed_keys = {k for block in task.blocks for k in block.keys}

@@ -93,8 +93,8 @@ def test_groups_tile_the_sequence_evenly(lengths, num_tasks, is_causal):
     assert len(plan.token_groups) == num_tasks
     assert [q for group in plan.token_groups for q in group] == list(range(seqlen_q))
     assert [k for group in plan.key_groups for k in group] == list(range(seqlen_kv))
-    dead = max(seqlen_q - seqlen_kv, 0) if is_causal else 0
-    sizes = [len(range(max(group.start, dead), group.stop)) for group in plan.token_groups]
+    blind = max(seqlen_q - seqlen_kv, 0) if is_causal else 0
+    sizes = [len(range(max(group.start, blind), group.stop)) for group in plan.token_groups]
     assert max(sizes) - min(sizes) <= 1
 
 

@@ -144,14 +144,16 @@ def test_a_causal_square_moved_by_one_token_is_refused(plan):
 
 
 @every(CAUSAL)
-def test_a_dead_block_is_refused(plan):
-    """A block behind the diagonal is dead for all of its queries."""
+def test_a_masked_block_is_refused(plan):
+    """A block behind the diagonal is masked out for all of its queries."""
     for worker, index, step in all_steps(plan):
-        first_dead = step.queries.stop + plan.seqlen_kv - plan.seqlen_q
-        for stop in {first_dead + 1, plan.seqlen_kv}:
-            if stop > first_dead:
-                dead = dense_step(step.query_group, step.queries, (range(first_dead, stop),), None)
-                refuse(plan, with_step(plan, worker, index, step, dead))
+        first_masked = step.queries.stop + plan.seqlen_kv - plan.seqlen_q
+        for stop in {first_masked + 1, plan.seqlen_kv}:
+            if stop > first_masked:
+                masked = dense_step(
+                    step.query_group, step.queries, (range(first_masked, stop),), None
+                )
+                refuse(plan, with_step(plan, worker, index, step, masked))
 
 
 @every(CAUSAL)
@@ -191,8 +193,8 @@ def test_a_causal_block_that_is_no_square_is_refused():
 
 def test_queries_that_see_no_key_must_not_be_computed():
     plan = PLANS["more-queries-causal"]
-    dead_rows = dense_step(0, range(0, 3), (range(0, 1),), None)
-    refuse(plan, with_step(plan, 0, 0, plan.task(0).steps[0], dead_rows))
+    masked_rows = dense_step(0, range(0, 3), (range(0, 1),), None)
+    refuse(plan, with_step(plan, 0, 0, plan.task(0).steps[0], masked_rows))
 
 
 def test_a_block_that_computes_nothing_is_refused():

@@ -377,7 +377,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     assert number == 1 or seen[0][0] > seen[-1][1] / 20, "begins where the other ended"
 
 
-def test_another_budget_goes_on_with_the_same_bits(maps):
+def test_another_budget_goes_on_bitwise_identically(maps):
     expected, out = cqs.attention(*maps, **WITHIN), stop(maps)
     cqs.attention(*maps, out=out, **RESUMED | {"memory_budget": "1GiB"}, verify=True)
     assert np.array_equal(out, expected) and not os.path.exists("run")

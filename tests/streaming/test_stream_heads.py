@@ -14,8 +14,8 @@ NEAR, AROUND, ALL = sliding_window(30, 5), sliding_window(8, 8) | global_tokens(
 HEADS = {
     "each its own": (4, [[NEAR, AROUND, ALL, NEAR]]),
     "neighbours alike": (2, [[NEAR, NEAR, NEAR, ALL]]),
-    "unequal in a key head": (2, [[NEAR, AROUND, ALL, ALL]]),
-    "unequal in the only key head": (1, [[NEAR, NEAR, ALL, AROUND]]),
+    "unequal in a KV head": (2, [[NEAR, AROUND, ALL, ALL]]),
+    "unequal in the only KV head": (1, [[NEAR, NEAR, ALL, AROUND]]),
     "by batch element": (2, [[NEAR], [ALL]]),
     "by both": (2, [[NEAR, AROUND, ALL, ALL], [ALL, ALL, NEAR, NEAR]]),
 }
@@ -63,7 +63,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("number", [9, 30])
-def test_unequal_heads_in_files_go_on_with_the_same_bits(tmp_path, number):
+def test_unequal_heads_in_files_go_on_bitwise_identically(tmp_path, number):
     num_kv_heads, patterns = HEADS["by both"]
     tensors = [leaf.detach().float() for leaf in make(num_kv_heads, 400, 500)]
     query, key, value = tensors

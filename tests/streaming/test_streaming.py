@@ -264,7 +264,7 @@ def stop_after(number):
 
 
 @pytest.mark.parametrize("number", [1, 2, 5, 17])
-def test_what_was_stopped_goes_on_with_the_same_bits(arrays, tmp_path, number):
+def test_what_was_stopped_goes_on_bitwise_identically(arrays, tmp_path, number):
     *mapped, out = arrays
     options = {"memory_budget": 60_000, "device": "cpu", "is_causal": True, "return_lse": True}
     whole, whole_lse = cqs.attention(*mapped, **options)
@@ -280,7 +280,7 @@ def test_what_was_stopped_goes_on_with_the_same_bits(arrays, tmp_path, number):
     assert sorted(os.listdir(tmp_path)) == ["k.npy", "out.npy", "q.npy", "v.npy"]
 
 
-def test_a_killed_process_goes_on_with_the_same_bits(arrays, tmp_path):
+def test_a_killed_process_goes_on_bitwise_identically(arrays, tmp_path):
     *mapped, out = arrays
     whole = cqs.attention(*mapped, memory_budget=60_000, device="cpu")
     program = f"""

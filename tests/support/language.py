@@ -57,7 +57,7 @@ def texts_of_python(path: Path) -> Iterator[tuple[int, str, bool]]:
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
         for each in body if isinstance(body, list) else ():
-            value = getattr(each, "value", None)
+            value = each.value if isinstance(each, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield each.lineno, value.value, True
 

@@ -55,7 +55,7 @@ def test_the_answer_is_exact(assert_right, case, num_tasks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @SOME_CASES
-def test_any_order_of_arrival_gives_the_same_bits(case, dtype):
+def test_any_order_of_arrival_is_bitwise_identical(case, dtype):
     run = Run(case, 8, dtype)
     answers = []
     for shuffle in range(6):
@@ -207,7 +207,7 @@ def test_partials_are_never_written_to():
         assert all(map(torch.equal, [partial.output for partial in partials], copies))
 
 
-def test_more_workers_than_tokens_are_no_trouble(assert_right):
+def test_more_workers_than_tokens_are_supported(assert_right):
     run = Run(BY_NAME["two-tokens"], 13)
     for index in range(13):
         run.add(index)

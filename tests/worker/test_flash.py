@@ -267,7 +267,7 @@ def test_the_gradient_of_a_sum_may_be_one_number_for_all():
 @pytest.mark.parametrize(
     ("head_dim", "num_kv_heads"), [(64, 2), (128, 16), (128, 4), (256, 8)], ids=str
 )
-def test_every_run_gives_the_same_bits(head_dim, num_kv_heads, is_causal):
+def test_every_run_is_bitwise_identical(head_dim, num_kv_heads, is_causal):
     case = Case("bits", 3000, 3000, 16, num_kv_heads, head_dim, batch=2)
     problem = make(case, is_causal=is_causal)
     grad_output = torch.randn_like(problem.query)

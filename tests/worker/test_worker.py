@@ -182,7 +182,7 @@ def test_predicted_bytes_are_those_that_are_sent(case, num_tasks):
 
 @pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_predicted_peak_bounds_what_is_held_but_for_the_scratch_of_the_kernel(is_causal, num_tasks):
+def test_predicted_peak_bounds_what_is_held_except_the_scratch_of_the_kernel(is_causal, num_tasks):
     problem = Case("peak", 4000, 4000, 8, 8, head_dim=64, is_causal=is_causal).make()
     task = problem.make_plan(num_tasks).tasks[-1]
     held = hold_only_needed(problem, task)

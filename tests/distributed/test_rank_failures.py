@@ -25,7 +25,7 @@ def join_group(backend, rank, num_ranks, file, **options):
     return [torch.randn(1, 4, 20, 16, device=device) for _ in range(3)]
 
 
-def attend_until_somebody_dies(backend, rank, num_ranks, file, results, all_have_heard, pass_):
+def attend_until_a_rank_fails(backend, rank, num_ranks, file, results, all_have_heard, pass_):
     tensors = join_group(backend, rank, num_ranks, file)
     output = cqs.distributed.attention(*(tensor.requires_grad_() for tensor in tensors))
     if rank == 1:
@@ -38,7 +38,7 @@ def attend_until_somebody_dies(backend, rank, num_ranks, file, results, all_have
             output.sum().backward()
     except RuntimeError as error:
         results.put((rank, str(error), time.monotonic() - start))
-    all_have_heard.wait()  # alive: the others are to hear of the dead one, not of this one
+    all_have_heard.wait()  # alive: the others are to report the failed rank, not this one
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def attend_until_somebody_dies(backend, rank, num_ranks, file, results, all_have
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_dead_rank_ends_the_others_soon(backend, pass_, message, tmp_path):
+def test_a_failed_rank_ends_the_others_soon(backend, pass_, message, tmp_path):
     num_ranks = 5 if backend == "gloo" else num_gpus()
     context = make_context()
     results, all_have_heard = context.Queue(), context.Event()
     arguments = num_ranks, str(tmp_path / "store"), results, all_have_heard, pass_
-    processes = start_all(context, attend_until_somebody_dies, num_ranks, backend, arguments)
+    processes = start_all(context, attend_until_a_rank_fails, num_ranks, backend, arguments)
     found = [results.get(timeout=60) for _ in range(num_ranks - 1)]
     all_have_heard.set()
     for process in processes:
@@ -65,7 +65,7 @@ def test_a_dead_rank_ends_the_others_soon(backend, pass_, message, tmp_path):
         assert text.startswith(message) and seconds < (8 if pass_ == "forward" else 15)
 
 
-def attend_until_one_dies_within(backend, rank, num_ranks, file, results, method):
+def attend_until_a_rank_fails_within(backend, rank, num_ranks, file, results, method):
     tensors = join_group(backend, rank, num_ranks, file)
     if rank == 1:
         setattr(Exchange, method, lambda *arguments: os._exit(1))
@@ -78,12 +78,12 @@ def attend_until_one_dies_within(backend, rank, num_ranks, file, results, method
 
 @pytest.mark.parametrize("method", ["send_out", "send_made"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_rank_that_dies_within_a_call_ends_the_others_at_once(method, tmp_path):
+def test_a_rank_that_fails_within_a_call_ends_the_others_at_once(method, tmp_path):
     """What they have sent each other is not waited for."""
     context = make_context()
     results = context.Queue()
     arguments = 5, str(tmp_path / "store"), results, method
-    start_all(context, attend_until_one_dies_within, 5, "gloo", arguments)
+    start_all(context, attend_until_a_rank_fails_within, 5, "gloo", arguments)
     found = [results.get(timeout=60) for _ in range(4)]
     assert {rank for rank, *_ in found} == {0, 2, 3, 4}
     for _, text, seconds in found:
@@ -103,7 +103,7 @@ def attend_and_die(backend, rank, num_ranks, file, directory):
 
 
 @pytest.mark.gpu
-def test_a_rank_that_dies_before_its_rows_are_there_ends_who_waits_for_them(tmp_path):
+def test_a_rank_that_fails_before_its_rows_are_there_ends_who_waits_for_them(tmp_path):
     num_ranks = num_gpus()
     arguments = num_ranks, str(tmp_path / "store"), str(tmp_path)
     processes = start_all(make_context(), attend_and_die, num_ranks, "nccl", arguments)
