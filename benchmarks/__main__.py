@@ -25,6 +25,7 @@ BENCHMARKS = {
     "block": "where the time of a transformer layer goes, under torchrun",
 }
 _OTHERS = {
+    "tables": "write the tables of results into the pages",
     "simulate": "fit the cost model to rows, compare it with rows, simulate failures",
 }
 _LEAST = {

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cqs.report import measurement
@@ -31,7 +32,7 @@ class Row(NamedTuple):
         return found.seconds / self.seconds
 
 
-def read_rows(path: str) -> list[Row]:
+def read_rows(path: str | Path) -> list[Row]:
     """Read what ``python -m benchmarks peers --out`` wrote, but for methods that are not modelled.
 
     Raises:

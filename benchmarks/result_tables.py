@@ -1,0 +1,589 @@
+"""The tables of results that the pages show, as functions of rows."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fitting
+from benchmarks.layer_parts import PARTS
+from cqs.report.measurement import read_rows
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, Any]
+"""The JSON object of a measurement."""
+
+_PASSES = "forward", "backward", "both"
+_METHODS = ("cqs", "cqs quorums", "ring", "all-gather", "ulysses", "ulysses in two")
+_HEADLINE = {
+    "one GPU": "one",
+    "**cqs**": "cqs",
+    "ring attention": "ring",
+    "Ulysses": "ulysses",
+    "PyTorch context parallelism (cuDNN)": "torch",
+    "all-gather": "all-gather",
+}
+"""Labels of methods, and their names in rows."""
+
+
+@cache
+def rows_of(name: str) -> Sequence[Row]:
+    """Return the rows of a file in ``benchmarks/results``."""
+    return read_rows(RESULTS / f"{name}.jsonl", lambda row: [row])
+
+
+def find_rows(rows: Sequence[Row], **fields: object) -> list[Row]:
+    """Return the rows with such values of fields."""
+    return [row for row in rows if all(row[name] == each for name, each in fields.items())]
+
+
+def find_row(rows: Sequence[Row], **fields: object) -> Row:
+    """Return the only row with such values of fields."""
+    (row,) = find_rows(rows, **fields)
+    return row
+
+
+def to_markdown(
+    header: Sequence[str], rows: Sequence[Sequence[object]], *, num_labels: int = 1
+) -> str:
+    """Return a table; columns after the labels are right-aligned.
+
+    Example:
+        >>> print(to_markdown(["tokens", "ms"], [["16K", 3.7], ["32K", ""]]))
+        | tokens | ms |
+        |---|--:|
+        | 16K | 3.7 |
+        | 32K | |
+    """
+    rule = "|".join(["---"] * num_labels + ["--:"] * (len(header) - num_labels))
+    lines = [" ".join(f"| {cell}".rstrip() for cell in cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def mark_best(cells: Sequence[str], best: Callable[..., float] = max) -> list[str]:
+    """Return cells with the best figure in bold, all of them if several are equal.
+
+    Example:
+        >>> mark_best(["98 %", "", "97 %", "98 %"])
+        ['**98 %**', '', '97 %', '**98 %**']
+    """
+    figures = [_figure(cell) for cell in cells]
+    wanted = best((each for each in figures if each is not None), default=None)
+    return [
+        f"**{cell}**" if wanted is not None and figure == wanted else cell
+        for cell, figure in zip(cells, figures, strict=True)
+    ]
+
+
+def _figure(cell: str) -> float | None:
+    found = re.match(r"[\d.,]+", cell)
+    return float(found[0].replace(",", "")) if found else None
+
+
+def _mark_columns(rows: Sequence[Sequence[str]], best: Callable[..., float]) -> list[list[str]]:
+    columns = [mark_best(column, best) for column in zip(*rows, strict=True)]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _milliseconds(row: Row) -> str:
+    number = row["median_ms"]
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _length(tokens: int) -> str:
+    """Write a number of tokens in units of 1024, or of 1024^2."""
+    return f"{tokens // 2**20}M" if tokens % 2**20 == 0 else f"{tokens // 1024}K"
+
+
+# Peers
+
+
+def headline() -> str:
+    """Two GPUs, 128K causal tokens, forward and backward: time and memory by method."""
+    columns = []
+    for name, suffix in (("peers-h200-x2-best", "-best"), ("peers-h200-x2", "")):
+        case = f"causal-131072-h16-kv16-d128{suffix}"
+        rows = find_rows(rows_of(name), case=case, benchmark="peers both")
+        found = {row["executor"]: row for row in rows}
+        columns.append({key: f"{row['median_ms']:.0f}" for key, row in found.items()})
+        columns.append(
+            {key: f"{row['details']['peak_bytes'] / 2**30:.1f}" for key, row in found.items()}
+        )
+    cells = [[column.get(key, "") for column in columns] for key in _HEADLINE.values()]
+    return to_markdown(
+        ["method", "FlashAttention-4, ms", "GiB", "our Triton kernels, ms", "GiB"],
+        [[label, *row] for label, row in zip(_HEADLINE, _mark_columns(cells, min), strict=True)],
+    )
+
+
+def _cases(rows: Sequence[Row], heads: str) -> list[tuple[str, str, dict[str, Row]]]:
+    """Return label, pass, and row by method of all cases with such heads, in order of length."""
+    found: dict[tuple[int, str, int], dict[str, Row]] = {}
+    for row in rows:
+        kind, tokens, shape = row["case"].split("-", 2)
+        if shape == heads:
+            passes = _PASSES.index(row["benchmark"].partition(" ")[2])
+            found.setdefault((int(tokens), kind, passes), {})[row["executor"]] = row
+    order = sorted(found, key=lambda key: (key[0], key[1] == "causal", key[2]))
+    return [
+        (
+            _length(tokens) + (" causal" if kind == "causal" else ""),
+            _PASSES[passes],
+            found[tokens, kind, passes],
+        )
+        for tokens, kind, passes in order
+    ]
+
+
+def peers(name: str, heads: str) -> str:
+    """Milliseconds of one GPU, and the efficiency of every method."""
+    return to_markdown(
+        ["tokens", "pass", "one", *(f"`{method}`" for method in _METHODS)],
+        [
+            [label, passes, _milliseconds(of_case["one"]), *mark_best(
+                [
+                    _percent(of_case[method]["details"]["efficiency"]) if method in of_case else ""
+                    for method in _METHODS
+                ]
+            )]
+            for label, passes, of_case in _cases(rows_of(name), heads)
+        ],
+        num_labels=2,
+    )  # fmt: skip
+
+
+def peers_best() -> str:
+    """Milliseconds of every method with the fastest kernels."""
+    methods = ["cqs", "ring", "all-gather", "ulysses", "torch"]
+    rows = []
+    for label, passes, of_case in _cases(rows_of("peers-h200-x2-best"), "h16-kv16-d128-best"):
+        one, *cells = (f"{of_case[name]['median_ms']:.1f}" for name in ("one", *methods))
+        rows.append([label, passes, one, *mark_best(cells, min)])
+    header = ["tokens", "pass", "one", *(f"`{method}`" for method in methods)]
+    return to_markdown(header, rows, num_labels=2)
+
+
+def efficiency() -> str:
+    """Efficiency of cqs on two GPUs, non-causal and causal, by length."""
+    cases = _cases(rows_of("peers-h200-x2"), "h16-kv16-d128")
+    found = {
+        (label, passes): f"{100 * of_case['cqs']['details']['efficiency']:.0f}"
+        for label, passes, of_case in cases
+    }
+    return to_markdown(
+        ["tokens", "forward", "forward and backward"],
+        [
+            [
+                length,
+                *(
+                    f"{found[length, passes]} and {found[f'{length} causal', passes]} %"
+                    for passes in ("forward", "both")
+                ),
+            ]
+            for length in ("32K", "128K", "512K")
+        ],
+    )
+
+
+def efficiency_ranges() -> str:
+    """Lowest and highest efficiency over all measured cases."""
+    rows = []
+    for number, count in (("two", 2), ("four", 4)):
+        for passes in ("forward", "both" if count == 2 else "backward"):
+            cells = [f"{number}, {passes}"]
+            for method in ("ring", "cqs", "cqs quorums"):
+                values = [
+                    100 * row["details"]["efficiency"]
+                    for row in find_rows(
+                        rows_of(f"peers-h200-x{count}"),
+                        benchmark=f"peers {passes}",
+                        executor=method,
+                    )
+                ]
+                cells.append(f"{min(values):.0f} to {max(values):.0f} %")
+            rows.append(cells)
+    return to_markdown(["", "ring", "`cqs`", "quorums alone"], rows)
+
+
+def fit() -> str:
+    """Times of four GPUs as predicted by the cost model that is fitted to two."""
+    fitted, measured = (
+        fitting.read_rows(RESULTS / f"peers-h200-{name}.jsonl") for name in ("x2", "x4")
+    )
+    machine = fitting.fit(fitted)
+    rows = []
+    for label, each in (
+        ("two GPUs, fitted", fitted),
+        ("four GPUs, predicted from the fit", measured),
+    ):
+        errors = [abs(row.ratio(machine) - 1) for row in each]
+        within = [sum(error < most for error in errors) for most in (0.05, 0.1)]
+        rows.append([label, len(errors), *within])
+    return to_markdown(["rows", "times", "within 5 %", "within 10 %"], rows)
+
+
+# One device
+
+
+def split_on_cpu() -> str:
+    """Time of all tasks relative to one call of PyTorch, and the overhead of Ray, on a CPU."""
+    rows, columns = rows_of("cpu"), [(w, kind) for w in (7, 13) for kind in ("full", "causal")]
+
+    def cells(benchmark: str, shape: str, show: Callable[[Row], str]) -> list[str]:
+        return [
+            show(find_row(rows, benchmark=benchmark, case=f"{kind}-{shape}", num_tasks=w))
+            for w, kind in columns
+        ]
+
+    def over_torch(row: Row) -> str:
+        return f"{row['details']['over_torch']:.2f}"
+
+    def overhead(row: Row) -> str:
+        return _percent(row["details"]["overhead"], 1)
+
+    return to_markdown(
+        ["", *(f"W = {w}, {kind}" for w, kind in columns)],
+        [
+            ["W tasks in one process, to one call"]
+            + cells("tasks forward", "8192-h8-d64", over_torch),
+            ["the same, forward and backward"]
+            + cells("tasks forward and backward", "8192-h8-d64", over_torch),
+            ["put, fetch, return, merge and waiting on Ray"]
+            + cells("ray", "16384-h8-d64", overhead),
+        ],
+    )
+
+
+def tasks(passes: str) -> str:
+    """Time of all tasks on one GPU relative to one call, non-causal / causal."""
+    rows, numbers = rows_of("h200"), (7, 8, 13, 31)
+
+    def ratio(kind: str, tokens: int, head_dim: int, way: str, num_tasks: int) -> str:
+        row = find_row(
+            rows,
+            benchmark=f"tasks {passes}",
+            case=f"{kind}-{tokens}-h16-d{head_dim}",
+            executor=way,
+            num_tasks=num_tasks,
+        )
+        return f"{row['ratio']:.2f}"
+
+    return to_markdown(
+        [passes, *(f"W = {number}" for number in numbers)],
+        [
+            [
+                f"{label}, {_length(tokens)} tokens, d = {head_dim}",
+                *(
+                    " / ".join(
+                        ratio(kind, tokens, head_dim, way, number) for kind in ("full", "causal")
+                    )
+                    for number in numbers
+                ),
+            ]
+            for label, way in (("together", "local"), ("one by one", "one by one"))
+            for tokens in (2**14, 2**16, 2**17)
+            for head_dim in (128, 64)
+        ],
+    )
+
+
+def kernels() -> str:
+    """TFLOP/s of single calls; the best of each column and pass in bold."""
+    names = {
+        "forward": {
+            "`triton` (Hopper kernel)": "triton",
+            "`flash` (FlashAttention-4, 4.0.0b36)": "flash",
+            "cuDNN": "cudnn",
+            "FlexAttention": "flex",
+        },
+        "backward": {
+            "`triton` (Hopper kernels)": "triton",
+            "`flash`, summed in a fixed order": "flash",
+            "cuDNN": "cudnn",
+        },
+    }
+    columns = [(head_dim, kind) for head_dim in (128, 64) for kind in ("full", "causal")]
+    rows = []
+    for passes, executors in names.items():
+        cells = [
+            [
+                "{:.0f}".format(
+                    find_row(
+                        rows_of("h200"),
+                        benchmark=f"kernels {passes}",
+                        executor=executor,
+                        case=f"{kind}-16384-h16-d{head_dim}",
+                    )["details"]["tflops"]
+                )
+                for head_dim, kind in columns
+            ]
+            for executor in executors.values()
+        ]
+        for label, of_kernel in zip(executors, _mark_columns(cells, max), strict=True):
+            rows.append([f"{passes}, {label}", *of_kernel])
+    header = [f"d = {head_dim}" + ", causal" * (kind == "causal") for head_dim, kind in columns]
+    return to_markdown(["", *header], rows)
+
+
+def accuracy(dtype: str) -> str:
+    """Relative errors of output and gradients against float64."""
+    labels = {
+        "PyTorch, cuDNN": "PyTorch, cudnn",
+        "PyTorch, flash": "PyTorch, flash",
+        **{f"`triton`, W = {w}": f"triton, W = {w}" for w in (1, 7, 31)},
+        **{f"`flash`, W = {w}": f"flash, W = {w}" for w in (1, 7)},
+        "`cudnn`, W = 7": "cudnn, W = 7",
+    }
+    fields = "output", "grad_query", "grad_key", "grad_value"
+    rows = []
+    for label, executor in labels.items():
+        row = find_row(rows_of("h200"), benchmark="accuracy", executor=executor, dtype=dtype)
+        errors = (f"{row['details'][name]:.3e}".replace("e-0", "e-") for name in fields)
+        rows.append([label, *errors])
+    return to_markdown([dtype, "output", "dQ", "dK", "dV"], rows)
+
+
+def memory() -> str:
+    """Memory and time of the longest task of the published case study."""
+    return to_markdown(
+        ["N", "W", "longest subsequence", "MiB", "to predicted", "ms", "to the whole"],
+        [
+            [
+                f"{row['tokens']:,}",
+                row["num_tasks"],
+                f"{row['held_tokens']:,}",
+                f"{row['peak_bytes'] / 2**20:.1f}",
+                f"{row['peak_bytes'] / row['predicted_bytes']:.3f}",
+                f"{row['median_ms']:#.3g}",
+                f"{row['ratio']:#.3g}",
+            ]
+            for row in rows_of("memory-h200")
+        ],
+        num_labels=0,
+    )
+
+
+def numbers_of_tasks() -> str:
+    """What reports of a CPU and of a GPU measured for each number of tasks."""
+    reports = [
+        {row["num_tasks"]: row for row in rows_of(f"report-{name}")} for name in ("cpu", "h200")
+    ]
+    columns = ["responsibility ratio", "measured / predicted bytes", "times as fast as one call"]
+    rows = []
+    for number, row in reports[0].items():
+        cells = [str(number), _percent(row["held_tokens"] / row["tokens"], 1)]
+        for report in reports:
+            if number not in report:
+                cells += [""] * len(columns)
+                continue
+            found = report[number]
+            ratio = f"{found['responsibility_ratio']:#.4g}".rstrip(".")
+            cells += [ratio, f"{found['peak_ratio']:.3f}", f"{found['speedup']:#.3g}"]
+        rows.append(cells)
+    header = ["W", "holds"]
+    for device in ("CPU", "H200"):
+        header += [f"{device}: {columns[0]}", *columns[1:]]
+    return to_markdown(header, rows, num_labels=0)
+
+
+def streaming() -> str:
+    """Time and memory of attention under a memory budget."""
+    found = []
+    for row in rows_of("streaming-h200"):
+        passes = row["benchmark"].removeprefix("streaming ")
+        if passes in ("forward", "both"):
+            kind, tokens, shape = row["case"].split("-", 2)
+            head_dim = int(shape.rpartition("-d")[2])
+            order = passes == "both", int(tokens), -head_dim, kind == "causal"
+            found.append((order, head_dim, row))
+    rows = []
+    for (is_both, tokens, _, is_causal), head_dim, row in sorted(found, key=lambda each: each[0]):
+        peak, predicted, budget = (
+            f"{row['details'][name] / 2**20:.0f}"
+            for name in ("peak_bytes", "predicted_bytes", "budget")
+        )
+        rows.append(
+            [
+                f"{_length(tokens)}, {head_dim}",
+                ("both" if is_both else "forward") + ", causal" * is_causal,
+                f"{row['median_ms'] / 1e3:.2f}",
+                f"{row['ratio']:.2f}",
+                f"{peak}, {predicted}",
+                budget,
+            ]
+        )
+    header = ["tokens, d", "", "seconds", "to resident", "peak MiB, predicted", "budget"]
+    return to_markdown(header, rows, num_labels=2)
+
+
+# Patterns
+
+
+def patterns_on_gpu() -> str:
+    """Useful TFLOP/s of patterns, and the time of FlexAttention relative to ours."""
+    rows = rows_of("patterns-h200")
+    names = dict.fromkeys(
+        row["case"].rpartition("-")[0] for row in rows if row["case"].endswith("-65536")
+    )
+    columns = [(tokens, passes) for tokens in (2**14, 2**16) for passes in _PASSES[:2]]
+    gains: dict[tuple[int, str], list[float]] = {column: [] for column in columns}
+
+    def of_pattern(name: str, tokens: int, passes: str, executor: str) -> Row:
+        return find_row(
+            rows, benchmark=f"patterns {passes}", case=f"{name}-{tokens}", executor=executor
+        )
+
+    table = []
+    for name in names:
+        density = of_pattern(name, 2**16, "forward", "cqs")["details"]["density"]
+        cells = [name, f"{100 * density:.3g} %"]
+        for tokens, passes in columns:
+            ours, flex = (of_pattern(name, tokens, passes, by) for by in ("cqs", "flex"))
+            gain = flex["median_ms"] / ours["median_ms"]
+            gains[tokens, passes].append(gain)
+            cells.append(f"{ours['details']['useful_tflops']:.0f} ({gain:#.3g})")
+        table.append(cells)
+    means = (math.exp(sum(map(math.log, each)) / len(each)) for each in gains.values())
+    table.append(["geometric mean", "", *(f"({mean:.2f})" for mean in means)])
+    header = [f"{_length(tokens)} {passes}" for tokens, passes in columns]
+    return to_markdown(["", "density at 64K", *header], table)
+
+
+def patterns_on_cpu() -> str:
+    """Speed-up of patterns over dense attention, and that times their density."""
+    labels = {
+        "`sliding_window`, 10 %": "window-10",
+        "causal window, 10 %": "causal-window-10",
+        "`sliding_window`, 25 %": "window-25",
+        "causal window, 22 %": "causal-window-25",
+        "`sliding_window`, 50 %": "window-50",
+        "causal window, 37.5 %": "causal-window-50",
+        "`dilated`, every 4th": "every-4",
+        "`dilated`, every 16th": "every-16",
+        "`block_diagonal(512)`": "block-diagonal-512",
+    }
+    table = []
+    for label, name in labels.items():
+        cells = [label]
+        for tokens in (2048, 8192, 32768):
+            row = find_row(
+                rows_of("patterns-cpu"),
+                benchmark="patterns forward",
+                case=f"{name}-{tokens}",
+                executor="cqs",
+            )
+            gain = 1 / row["ratio"]
+            cells.append(f"{gain:.1f} ({gain * row['details']['density']:.2f})")
+        table.append(cells)
+    return to_markdown(["", "2048", "8192", "32,768"], table)
+
+
+# Layers and clusters
+
+
+def layer_parts() -> str:
+    """Parts of a step of a layer, by mesh; the fastest step of each layer in bold."""
+    table = []
+    for name in ("block-h200-x2", "block-h200-x4"):
+        for layer in ("dense", "window"):
+            rows = [row for row in rows_of(name) if row["case"].startswith(layer)]
+            steps = mark_best([f"{row['median_ms']:.1f}" for row in rows], min)
+            for row, step in zip(rows, steps, strict=True):
+                mesh = row["executor"].partition(" ")[2].replace("x", " x ")
+                parts = (f"{row['details'][f'{part}_ms']:.1f}" for part in PARTS)
+                peak = f"{row['details']['peak_bytes'] / 2**20:.0f}"
+                table.append([layer, mesh, step, *parts, peak])
+    header = ["layer", "sequence x tensor", "step", "attention", "feed-forward", "waiting", "rest"]
+    return to_markdown([*header, "MiB of a rank"], table, num_labels=2)
+
+
+def sharded() -> str:
+    """Milliseconds per call inside the workers, and through the cluster."""
+    rows = find_rows(rows_of("sharded-h200"), benchmark="sharded")
+    table = []
+    cases = sorted(dict.fromkeys(row["case"] for row in rows), key=lambda case: _tokens_of(case))
+    for case in cases:
+        inside, *others = (
+            find_row(rows, case=case, executor=name)
+            for name in ("in the workers", "ray, one call", "ray, a call each")
+        )
+        cells = [f"{row['median_ms']:.2f} (+{100 * (row['ratio'] - 1):.2g} %)" for row in others]
+        table.append(
+            [_length(_tokens_of(case)), inside["num_tasks"], f"{inside['median_ms']:.2f}", *cells]
+        )
+    header = ["tokens", "GPUs", "in the workers", "in one call of the cluster", "a call each"]
+    return to_markdown(header, table)
+
+
+def _tokens_of(case: str) -> int:
+    return int(case.split("-")[1])
+
+
+def recovery() -> str:
+    """Seconds of passes in which workers were killed."""
+    moments = {
+        " in exchange": "exchange",
+        " in compute": "compute",
+        " in return": "return",
+        " in any call": "any call of 64 layers, two calls each",
+        "": "any",
+    }
+    rows = find_rows(rows_of("sharded-h200"), benchmark="deaths")
+    table = []
+    for suffix, moment in moments.items():
+        found = [row for row in rows if row["executor"].partition(" killed")[2] == suffix]
+        for row in sorted(found, key=lambda row: row["num_tasks"]):
+            killed = re.search(r"\d+", row["executor"])
+            assert killed is not None
+            calm = f"{row['median_ms'] / row['ratio'] / 1e3:.1f}"
+            table.append(
+                [
+                    f"{killed[0]} of {row['num_tasks']}",
+                    moment,
+                    _length(_tokens_of(row["case"])),
+                    row["repeats"],
+                    f"{row['median_ms'] / 1e3:.1f}",
+                    f"{row['details']['longest_ms'] / 1e3:.1f}",
+                    calm,
+                ]
+            )
+    columns = ["passes", "median s", "longest s", "without failures, s"]
+    return to_markdown(["killed", "moment", "tokens", *columns], table, num_labels=3)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "peers-two": partial(peers, "peers-h200-x2", "h16-kv16-d128"),
+    "peers-two-gqa": partial(peers, "peers-h200-x2", "h32-kv8-d128"),
+    "peers-two-32-heads": partial(peers, "peers-h200-x2", "h32-kv32-d128"),
+    "peers-two-flash": peers_best,
+    "peers-four": partial(peers, "peers-h200-x4", "h16-kv16-d128"),
+    "peers-four-gqa": partial(peers, "peers-h200-x4", "h32-kv8-d128"),
+    "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
+    "peers-messages-gqa": partial(peers, "peers-h200-x2-messages", "h32-kv8-d128"),
+    "efficiency": efficiency,
+    "efficiency-ranges": efficiency_ranges,
+    "fit": fit,
+    "split-cpu": split_on_cpu,
+    "tasks-forward": partial(tasks, "forward"),
+    "tasks-both": partial(tasks, "forward and backward"),
+    "kernels": kernels,
+    "accuracy-float16": partial(accuracy, "float16"),
+    "accuracy-bfloat16": partial(accuracy, "bfloat16"),
+    "memory": memory,
+    "numbers-of-tasks": numbers_of_tasks,
+    "streaming": streaming,
+    "patterns-gpu": patterns_on_gpu,
+    "patterns-cpu": patterns_on_cpu,
+    "layer-parts": layer_parts,
+    "sharded": sharded,
+    "recovery": recovery,
+}
+"""Name of a table in a page -> function that returns its Markdown."""

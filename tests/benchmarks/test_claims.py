@@ -1,0 +1,119 @@
+"""What pages say in words about rows of methods of context parallelism."""
+
+from collections import defaultdict
+
+import pytest
+
+from benchmarks import fitting
+from benchmarks.result_tables import RESULTS, rows_of
+
+
+def times_of_methods(name):
+    """Case and benchmark -> method -> milliseconds."""
+    times = defaultdict(dict)
+    for row in rows_of(name):
+        times[row["case"], row["benchmark"]][row["executor"]] = row["median_ms"]
+    return times
+
+
+def test_where_cqs_is_the_fastest_on_four_gpus():
+    slower = {}
+    for (case, benchmark), times in times_of_methods("peers-h200-x4").items():
+        ours, alone = times.pop("cqs"), times.pop("cqs quorums")
+        best = min(times[name] for name in times.keys() - {"one", "one each"})
+        if "kv16" in case:
+            is_behind = case == "full-131072-h16-kv16-d128" and benchmark == "peers backward"
+            assert alone < times["ring"] or "524288" in case or is_behind, case
+        if benchmark == "peers backward" or "16384" not in case:
+            slower.update({(case, benchmark): ours / best} if ours > best else {})
+            assert ours > 0.84 * best
+        else:
+            assert best > {"full": 0.93, "causal": 0.84}[case.partition("-")[0]] * ours
+            assert 1.03 < alone / best < 1.05
+    assert slower == {
+        ("full-131072-h16-kv16-d128", "peers backward"): pytest.approx(1.016, abs=5e-4),
+        ("full-131072-h16-kv16-d128", "peers forward"): pytest.approx(1.002, abs=5e-4),
+        ("full-65536-h32-kv8-d128", "peers forward"): pytest.approx(1.004, abs=5e-4),
+    }
+
+
+def test_two_gpus_where_cqs_is_not_the_fastest():
+    slower, beside_cudnn, gains, replayed, alike = {}, {}, defaultdict(list), [], []
+    for (case, benchmark), times in times_of_methods("peers-h200-x2").items():
+        ours = {"cqs", "cqs replayed", "cqs quorums"}
+        best = min(times[name] for name in times.keys() - {"one", "torch"} - ours)
+        ratio = times["cqs"] / best
+        name = benchmark.removeprefix("peers "), case.rpartition("-d128")[0]
+        if ratio > 0.9985:
+            slower[name] = ratio
+        else:
+            gains[benchmark].append(1 - ratio)
+        replayed.append(times.get("cqs replayed", times["cqs"]) / times["cqs"])
+        if benchmark == "peers forward":
+            alike.append(times["cqs quorums"] / times["cqs"])
+        if "torch" in times:
+            beside_cudnn[name] = times["torch"] / times["cqs"]
+    assert len(gains["peers forward"]) == 13 and len(gains["peers both"]) == 12
+    assert 0.0015 < min(gains["peers forward"]) and max(gains["peers forward"]) < 0.0845
+    assert 0.0035 < min(gains["peers both"]) and max(gains["peers both"]) < 0.0805
+    assert 0.955 < min(replayed) and max(replayed) < 1.025
+    assert 0.97 < min(alike) and max(alike) < 1.03
+    expected = {
+        ("forward", "causal-524288-h16-kv16"): 1.009,
+        ("forward", "full-65536-h32-kv8"): 1.002,
+        ("forward", "causal-65536-h32-kv8"): 1.005,
+        ("both", "full-16384-h32-kv8"): 1.001,
+        ("both", "full-16384-h16-kv16"): 1.019,
+        ("both", "full-65536-h16-kv16"): 1.000,
+        ("both", "full-524288-h16-kv16"): 1.005,
+    }
+    assert slower == pytest.approx(expected, abs=6e-4), slower
+    assert 1.165 < min(beside_cudnn["forward", case] for _, case in beside_cudnn)
+    assert max(beside_cudnn["forward", case] for _, case in beside_cudnn) < 1.345
+    trained = {case: ratio for (passes, case), ratio in beside_cudnn.items() if passes == "both"}
+    expected = {
+        "full-32768-h16-kv16": 0.927,
+        "full-65536-h16-kv16": 0.885,
+        "causal-65536-h16-kv16": 0.935,
+        "causal-32768-h16-kv16": 1.013,
+    }
+    assert trained == pytest.approx(expected, abs=6e-4), trained
+
+
+def test_how_long_callers_of_two_gpus_wait():
+    waits = defaultdict(list)
+    for row in rows_of("peers-h200-x2"):
+        waits[row["executor"], row["benchmark"]].append(row["details"]["call_ms"])
+    for name, forward, both in (
+        ("cqs", (3, 9), (5.7, 14)),
+        ("ring", (0.8, 2.3), (2.6, 7)),
+        ("cqs replayed", (0.04, 0.3), (0.4, 1.4)),
+    ):
+        for passes, (least, most) in (("forward", forward), ("both", both)):
+            found = waits[name, f"peers {passes}"]
+            assert least <= min(found) and round(max(found), 2) <= most, (name, passes)
+
+
+def test_two_gpus_with_flash_attention():
+    longer, torch, trained = {}, [], []
+    for (case, benchmark), times in times_of_methods("peers-h200-x2-best").items():
+        others = (times[name] for name in ("ring", "all-gather", "ulysses", "torch"))
+        longer[case, benchmark] = min(others) / times["cqs"]
+        if benchmark == "peers both":
+            torch.append(times["torch"] / times["cqs"])
+            trained.append(times["cqs"] / times["one"])
+    assert len(longer) == 12
+    assert 0.9925 < longer.pop(("full-131072-h16-kv16-d128-best", "peers both")) < 0.9935
+    assert 1.005 < min(longer.values()) and max(longer.values()) < 1.115
+    assert 1.105 < min(torch) and max(torch) < 1.285
+    assert 0.505 < min(trained) and max(trained) < 0.565
+
+
+def test_four_gpus_are_predicted_from_two():
+    fitted, measured = (
+        fitting.read_rows(RESULTS / f"peers-h200-{name}.jsonl") for name in ("x2", "x4")
+    )
+    machine = fitting.fit(fitted)
+    assert machine.latency == pytest.approx(38e-6, abs=5e-7)
+    long = [row for row in measured if row.case.tokens >= 2**16]
+    assert max(abs(row.ratio(machine) - 1) for row in long) < 0.1
