@@ -242,7 +242,7 @@ def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
     lists = peak = 0
     for number, launch in enumerate(launches, 1):
         found = make_tile_list(launch, _TILE, _TILE)
-        lists += found.tiles.nbytes + found.runs.nbytes + launch.words.nbytes
+        lists += found.tiles.nbytes + found.runs.nbytes + launch.mask_bits.nbytes
         copied = sum(
             bytes_of(rows + -rows % step)
             for bytes_of, ranges, step in (

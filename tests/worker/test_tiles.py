@@ -46,8 +46,8 @@ def visits(launches, shape, block, num_rows=None):
                 live = (distance >= low) & (distance <= high)
                 if bits != NO_BITS:
                     c = columns - k0
-                    words = launch.words[bits + 4 * rows + c // 2 % 4]
-                    live &= words >> (c // 8 * 2 + c % 2) & 1 == 1
+                    integers = launch.mask_bits[bits + 4 * rows + c // 2 % 4]
+                    live &= integers >> (c // 8 * 2 + c % 2) & 1 == 1
                 out = row + row_step * np.arange(stop - start)
                 np.add.at(count, np.ix_(out, columns * column_step + residue), live)
             full = found.runs[banded_stop:last]

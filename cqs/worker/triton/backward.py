@@ -1,13 +1,22 @@
-"""The backward kernels: gradients of queries, and of keys and values, without atomics.
+"""The plain backward kernels: gradients of queries, and of keys and values, without atomics.
 
-Given the lse and the output of *all* keys, the probability of any pair is ``exp(score - lse)``, so
-what different tasks find adds up. Each kernel owns the rows that it writes, and the scores are
-computed in both: seven matrix products instead of five, for the same bits in every run.
+Given the LSE of *all* keys, the probability of any pair is ``exp(score - lse)``, so that the
+gradients of disjoint pairs add up. Every program alone writes its rows, so that results are
+deterministic. Both kernels compute the scores: seven matrix products, where one kernel with atomic
+additions needs five.
 """
 
 import triton
 import triton.language as tl
 
+from cqs.worker.triton.fields import (
+    TILE_FIELDS,
+    TILE_RESIDUE,
+    TILE_ROW_START,
+    TILE_ROW_STOP,
+    TILE_RUN_START,
+    TILE_RUN_STOP,
+)
 from cqs.worker.triton.pairs import (
     is_kept,
     load_key_bits,
@@ -35,16 +44,24 @@ def row_statistics(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write what the gradients need to know of some queries of one head.
+    """Write the statistics that the gradients require, for some queries of one head.
 
     Args:
-        output: ``[batch, num_heads, num_rows, value_dim]``; grad_output likewise.
-        lse: float32 ``[batch, num_heads, num_rows]``, contiguous, as are the next two.
-        lse_log2: The lse over ln 2, and +inf for queries that see no key, so that they keep no
-            probability.
-        delta: The sum of output times its gradient over the columns.
-        output_strides: Four, as are ``grad_strides``.
-        num_blocks: Of ``BLOCK_ROWS`` rows each, in one head.
+        output: ``[batch, num_heads, num_rows, value_dim]``.
+        grad_output: Gradient of the output, in its shape.
+        lse: float32 ``[batch, num_heads, num_rows]``, contiguous.
+        lse_log2: float32 in the shape of ``lse``; written to: the LSE divided by ln 2; +inf for
+            queries without a live pair, NaN for an LSE of +inf.
+        delta: float32 in the shape of ``lse``; written to: the sum over the columns of the output
+            times its gradient (Dao et al., "FlashAttention", 2022).
+        output_strides: The four strides of ``output``.
+        grad_strides: The four strides of ``grad_output``.
+        num_blocks: Number of blocks of ``BLOCK_ROWS`` rows in one head.
+        num_heads: Number of query heads.
+        num_rows: Number of queries.
+        value_dim: Number of columns of the output.
+        BLOCK_ROWS: Rows of a program.
+        BLOCK_V: value_dim, rounded up to a power of two.
     """
     rows = (tl.program_id(0) % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -60,7 +77,7 @@ def row_statistics(
     grad = tl.load(grad_output + place, mask=mask, other=0.0).to(tl.float32)
     place = head * num_rows + rows
     log2 = tl.load(lse + place, mask=exist, other=0.0) * _LOG2E
-    # Probabilities of exp2(score - lse) are 0 in rows without a live pair, and NaN in rows with a
+    # Probabilities exp2(score - lse) are 0 in rows without a live pair, and NaN in rows with a
     # score of +inf, as in PyTorch.
     log2 = tl.where(log2 == float("inf"), float("nan"), log2)
     tl.store(lse_log2 + place, tl.where(log2 == float("-inf"), float("inf"), log2), mask=exist)
@@ -81,7 +98,7 @@ def query_gradients(
     grad_query,
     tiles,
     runs,
-    bits,
+    mask_bits,
     dropout_bits,
     num_tiles,
     query_step,
@@ -100,33 +117,47 @@ def query_gradients(
     PRECISION: tl.constexpr,
     IS_SUM: tl.constexpr,
 ):
-    """Write what one query tile of one head gathers for the gradient of its queries.
+    """Write the gradient of one query tile of one head.
 
     Args:
-        query: Descriptor of ``[batch, num_heads, query_step, rows, head_dim]``; key, value and
-            grad_output accordingly.
-        lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous; see ``row_statistics``.
-        delta: Likewise.
-        grad_query: ``[batch, num_heads, num_queries, head_dim]``, contiguous.
-        tiles: int32 ``[num_tiles, 8]``, see tiles.py.
-        runs: int32 ``[num_runs, 8]``.
-        bits: int32, the words that runs name, or None if none does.
+        query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``.
+        key: Descriptor of the keys, ``[batch, num_heads / GROUP_SIZE, key_step, rows, head_dim]``.
+        value: Descriptor of the values, ``[batch, num_heads / GROUP_SIZE, key_step, rows,
+            value_dim]``.
+        grad_output: Descriptor of the gradient of the output, ``[batch, num_heads, query_step,
+            rows, value_dim]``.
+        lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous; see
+            :func:`row_statistics`.
+        delta: float32 ``[batch, num_heads, num_queries]``, contiguous; see :func:`row_statistics`.
+        grad_query: ``[batch, num_heads, num_queries, head_dim]``, contiguous; written to.
+        tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
+        runs: int32 ``[num_runs, RUN_FIELDS]``.
+        mask_bits: int32 mask bits of the runs, or None if no run has any.
         dropout_bits: :class:`cqs.dropout.DropoutBits` of the rows, or None without dropout.
+        num_tiles: Number of tiles, the same for every head.
         query_step: Tokens between two rows.
         key_step: Tokens between two columns.
-        num_queries: In all residues.
+        num_heads: Number of query heads.
+        num_queries: Number of queries of all residues.
+        head_dim: Number of columns of the queries.
         scale: Factor on the scores.
         drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
-        keep_scale: Factor on the probabilities of the rest.
-        IS_SUM: Whether to add to what is there.
+        keep_scale: Factor on the probabilities of the pairs that stay.
+        GROUP_SIZE: Number of query heads that share a KV head.
+        TILE_Q: Rows of a tile.
+        TILE_K: Columns of a block.
+        BLOCK_D: head_dim, rounded up to a power of two.
+        BLOCK_V: value_dim, rounded up to a power of two.
+        PRECISION: Precision of the matrix products of float32.
+        IS_SUM: Whether to add to ``grad_query`` instead of overwriting it.
     """
     program = tl.program_id(0)
     head = program // num_tiles
-    tile = tiles + program % num_tiles * 8
+    tile = tiles + program % num_tiles * TILE_FIELDS
     batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
-    query_start = tl.load(tile)
-    query_stop = tl.load(tile + 1)
-    query_residue = tl.load(tile + 7)
+    query_start = tl.load(tile + TILE_ROW_START)
+    query_stop = tl.load(tile + TILE_ROW_STOP)
+    query_residue = tl.load(tile + TILE_RESIDUE)
 
     positions = query_start + tl.arange(0, TILE_Q)
     in_tile = positions < query_stop
@@ -139,15 +170,15 @@ def query_gradients(
     if dropout_bits is not None:
         multiplier, increment = load_query_bits(dropout_bits, rows, in_tile)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
-    for run in range(tl.load(tile + 3), tl.load(tile + 5)):
-        start, stop, band, bits_of_run, residue = load_run(runs, run)
+    for run in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
+        start, stop, band, bits_start, residue = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
             is_visible = visible(
-                bits, bits_of_run, positions, keys, start, stop, band, query_step, key_step
+                mask_bits, bits_start, positions, keys, start, stop, band, query_step, key_step
             )
             p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
@@ -157,6 +188,7 @@ def query_gradients(
                 ]
                 kept = is_kept(multiplier[:, None], increment[:, None], key_bits, drop_below)
                 grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
+            # The select comes after the product: p of a masked pair may be inf, and inf * 0 is NaN.
             grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)
             acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
     _write(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)
@@ -177,7 +209,7 @@ def key_gradients(
     grad_value,
     tiles,
     runs,
-    bits,
+    mask_bits,
     dropout_bits,
     num_tiles,
     key_step,
@@ -198,18 +230,54 @@ def key_gradients(
     PRECISION: tl.constexpr,
     IS_SUM: tl.constexpr,
 ):
-    """Write what one key tile of one key head gathers for the gradients of its keys and values.
+    """Write the gradients of one tile of keys and values of one KV head.
 
-    Arguments as for :func:`query_gradients`; here tiles are of keys and runs of queries.
+    Tiles are of keys, and runs are of queries.
+
+    Args:
+        query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``.
+        key: Descriptor of the keys, ``[batch, num_heads / GROUP_SIZE, key_step, rows, head_dim]``.
+        value: Descriptor of the values, ``[batch, num_heads / GROUP_SIZE, key_step, rows,
+            value_dim]``.
+        grad_output: Descriptor of the gradient of the output, ``[batch, num_heads, query_step,
+            rows, value_dim]``.
+        lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous; see
+            :func:`row_statistics`.
+        delta: float32 ``[batch, num_heads, num_queries]``, contiguous; see :func:`row_statistics`.
+        grad_key: ``[batch, num_heads / GROUP_SIZE, num_keys, head_dim]``, contiguous; written to.
+        grad_value: ``[batch, num_heads / GROUP_SIZE, num_keys, value_dim]``, contiguous; written
+            to.
+        tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
+        runs: int32 ``[num_runs, RUN_FIELDS]``.
+        mask_bits: int32 mask bits of the runs, or None if no run has any.
+        dropout_bits: :class:`cqs.dropout.DropoutBits` of the rows, or None without dropout.
+        num_tiles: Number of tiles, the same for every KV head.
+        key_step: Tokens between two rows.
+        query_step: Tokens between two columns.
+        num_heads: Number of query heads.
+        num_queries: Number of queries of all residues.
+        num_keys: Number of keys of all residues.
+        head_dim: Number of columns of the keys.
+        value_dim: Number of columns of the values.
+        scale: Factor on the scores.
+        drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
+        keep_scale: Factor on the probabilities of the pairs that stay.
+        GROUP_SIZE: Number of query heads that share a KV head.
+        TILE_Q: Columns of a block.
+        TILE_K: Rows of a tile.
+        BLOCK_D: head_dim, rounded up to a power of two.
+        BLOCK_V: value_dim, rounded up to a power of two.
+        PRECISION: Precision of the matrix products of float32.
+        IS_SUM: Whether to add to the gradients instead of overwriting them.
     """
     program = tl.program_id(0)
     kv_head = program // num_tiles
-    tile = tiles + program % num_tiles * 8
+    tile = tiles + program % num_tiles * TILE_FIELDS
     num_kv_heads = num_heads // GROUP_SIZE
     batch = kv_head // num_kv_heads
-    key_start = tl.load(tile)
-    key_stop = tl.load(tile + 1)
-    key_residue = tl.load(tile + 7)
+    key_start = tl.load(tile + TILE_ROW_START)
+    key_stop = tl.load(tile + TILE_ROW_STOP)
+    key_residue = tl.load(tile + TILE_RESIDUE)
 
     positions = key_start + tl.arange(0, TILE_K)
     in_tile = positions < key_stop
@@ -221,11 +289,12 @@ def key_gradients(
         key_bits = load_key_bits(dropout_bits, tokens, in_tile)[:, None]
     acc_k = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     acc_v = tl.zeros([TILE_K, BLOCK_V], tl.float32)
+    # The query heads of a KV head, in a fixed order: their sum stays in registers, without atomics.
     for member in range(GROUP_SIZE):
         head = kv_head % num_kv_heads * GROUP_SIZE + member
         first_row = (batch * num_heads + head).to(tl.int64) * num_queries
-        for run in range(tl.load(tile + 3), tl.load(tile + 5)):
-            start, stop, band, bits_of_run, residue = load_run(runs, run)
+        for run in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
+            start, stop, band, bits_start, residue = load_run(runs, run)
             for q0 in range(start, stop, TILE_Q):
                 q = query.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_D)
                 grad_out = grad_output.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_V)
@@ -237,10 +306,19 @@ def key_gradients(
                 scores = tl.dot(k, q.T, input_precision=PRECISION)
                 p = tl.exp2(scores * (scale * _LOG2E) - lses[None, :])
                 is_visible = visible(
-                    bits, bits_of_run, positions, queries, start, stop, band, key_step, query_step
+                    mask_bits,
+                    bits_start,
+                    positions,
+                    queries,
+                    start,
+                    stop,
+                    band,
+                    key_step,
+                    query_step,
                 )
                 p = tl.where(is_visible, p, 0.0)
                 grad_p = tl.dot(v, grad_out.T, input_precision=PRECISION)
+                # dV has the probabilities after dropout. dS has those before: only dP is dropped.
                 kept_p = p
                 if dropout_bits is not None:
                     multiplier, increment = load_query_bits(dropout_bits, place, in_run)
@@ -259,7 +337,7 @@ def key_gradients(
 
 @triton.jit
 def _write(target, values, rows, in_tile, dim, BLOCK: tl.constexpr, IS_SUM: tl.constexpr):
-    """Write a tile to rows of a gradient that no other program touches, or add it."""
+    """Write or add a tile to rows of a gradient that no other program reads or writes."""
     columns = tl.arange(0, BLOCK)
     place = target + rows[:, None] * dim + columns[None, :]
     mask = in_tile[:, None] & (columns < dim)[None, :]

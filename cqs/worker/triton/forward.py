@@ -1,11 +1,22 @@
-"""The forward kernel: one partial result for every query tile of a list.
+"""The plain forward kernel: one partial output for every query tile of a list.
 
-Scores are kept in units of log2, where an exponential is one instruction; what leaves is natural.
+Maxima and exponents are in base 2, because the GPU has an instruction for ``2**x`` and none for
+``e**x``. The LSE that the kernel writes is natural.
 """
 
 import triton
 import triton.language as tl
 
+from cqs.worker.triton.fields import (
+    TILE_BANDED_STOP,
+    TILE_FIELDS,
+    TILE_OUTPUT_ROW,
+    TILE_RESIDUE,
+    TILE_ROW_START,
+    TILE_ROW_STOP,
+    TILE_RUN_START,
+    TILE_RUN_STOP,
+)
 from cqs.worker.triton.pairs import (
     is_kept,
     load_key_bits,
@@ -17,6 +28,8 @@ from cqs.worker.triton.pairs import (
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
+# Triton compiles a kernel anew for each integer argument that is 1 or a multiple of 16. The numbers
+# of tiles, heads and rows change from call to call, and the code gains nothing from those cases.
 @triton.jit(
     do_not_specialize=[
         "num_tiles",
@@ -36,7 +49,7 @@ def attend_tiles(
     lse,
     tiles,
     runs,
-    bits,
+    mask_bits,
     dropout_bits,
     num_tiles,
     num_heads,
@@ -58,39 +71,53 @@ def attend_tiles(
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend with one query tile of one head; heads run one after another, for the cache.
+    """Write the partial output of one query tile of one head.
 
     Args:
-        query: Descriptor of ``[batch, num_heads, query_step, rows, head_dim]``, as are key and
-            value with ``num_heads / GROUP_SIZE`` heads and ``key_step`` residues.
-        output: ``[batch, num_heads, rows, value_dim]`` with adjacent columns.
-        lse: float32 ``[batch, num_heads, rows]``.
-        tiles: int32 ``[num_tiles, 8]``, see tiles.py.
-        runs: int32 ``[num_runs, 8]``.
-        bits: int32, the words that runs name, or None if none does.
+        query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``.
+        key: Descriptor of the keys, ``[batch, num_heads / GROUP_SIZE, key_step, rows, head_dim]``.
+        value: Descriptor of the values, ``[batch, num_heads / GROUP_SIZE, key_step, rows,
+            value_dim]``.
+        output: ``[batch, num_heads, rows, value_dim]`` with a last stride of 1; written to.
+        lse: float32 ``[batch, num_heads, rows]``; written to.
+        tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
+        runs: int32 ``[num_runs, RUN_FIELDS]``.
+        mask_bits: int32 mask bits of the runs, or None if no run has any.
         dropout_bits: :class:`cqs.dropout.DropoutBits` of the rows, or None without dropout.
-        num_queries: In all residues.
-        output_strides: Of batch, heads and rows; Triton looks whether 16 divides them.
-        lse_batch_stride: Of ``lse``, like the next two, at which it does not look.
-        lse_head_stride: Likewise.
-        lse_row_stride: Likewise.
+        num_tiles: Number of tiles, the same for every head.
+        num_heads: Number of query heads.
+        num_queries: Number of queries of all residues.
+        output_strides: Strides of batch, heads and rows. They are specialised: a store of 16 bytes
+            requires that 16 divides them.
+        lse_batch_stride: Stride of the batch of ``lse``.
+        lse_head_stride: Stride of the heads of ``lse``.
+        lse_row_stride: Stride of the rows of ``lse``.
         query_step: Tokens between two rows.
         key_step: Tokens between two columns.
-        scale_log2: Factor on the scores, over ln 2; positive.
+        scale_log2: Factor on the scores divided by ln 2; positive.
+        value_dim: Number of columns of the values.
         drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
-        keep_scale: Factor on the probabilities of the rest.
+        keep_scale: Factor on the probabilities of the pairs that stay.
+        GROUP_SIZE: Number of query heads that share a KV head.
+        TILE_Q: Rows of a tile.
+        TILE_K: Columns of a block.
+        BLOCK_D: head_dim, rounded up to a power of two.
+        BLOCK_V: value_dim, rounded up to a power of two.
+        PRECISION: Precision of the matrix products of float32.
     """
+    # Programs run in the order of their ids: those of a head run together and share its keys in
+    # the L2 cache.
     program = tl.program_id(0)
     head = program // num_tiles
-    tile = tiles + program % num_tiles * 8
+    tile = tiles + program % num_tiles * TILE_FIELDS
     batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
-    query_start = tl.load(tile)
-    query_stop = tl.load(tile + 1)
-    first_row = tl.load(tile + 2)
-    first_run = tl.load(tile + 3)
-    banded_stop = tl.load(tile + 4)
-    run_stop = tl.load(tile + 5)
-    query_residue = tl.load(tile + 7)
+    query_start = tl.load(tile + TILE_ROW_START)
+    query_stop = tl.load(tile + TILE_ROW_STOP)
+    output_row = tl.load(tile + TILE_OUTPUT_ROW)
+    run_start = tl.load(tile + TILE_RUN_START)
+    banded_stop = tl.load(tile + TILE_BANDED_STOP)
+    run_stop = tl.load(tile + TILE_RUN_STOP)
+    query_residue = tl.load(tile + TILE_RESIDUE)
 
     q = query.load([batch, head % num_heads, query_residue, query_start, 0]).reshape(
         TILE_Q, BLOCK_D
@@ -106,14 +133,16 @@ def attend_tiles(
     largest = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, BLOCK_V], tl.float32)
-    for run in range(first_run, banded_stop):
-        start, stop, band, bits_of_run, residue = load_run(runs, run)
+    # Two loops over the runs: the banded ones pay for the mask, the full ones, which are most of a
+    # long sequence, do not.
+    for run in range(run_start, banded_stop):
+        start, stop, band, bits_start, residue = load_run(runs, run)
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
             is_visible = visible(
-                bits, bits_of_run, positions, keys, start, stop, band, query_step, key_step
+                mask_bits, bits_start, positions, keys, start, stop, band, query_step, key_step
             )
             scores = tl.where(is_visible, scores, float("-inf"))
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
@@ -144,12 +173,14 @@ def attend_tiles(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     columns = tl.arange(0, BLOCK_V)
+    # A row without a live pair has output 0 and LSE -inf: no division by 0, and log2(1) = 0.
     total = tl.where(total == 0, 1.0, total)
     acc = acc / total[:, None]
-    if dropout_bits is not None:
+    if dropout_bits is not None:  # dropout does not change the denominator
         acc *= keep_scale
+    # Offsets of more than 2^31 elements occur: 1M tokens of 32 heads of 128 are 2^32.
     batch, head = batch.to(tl.int64), (head % num_heads).to(tl.int64)
-    rows = (first_row + tl.arange(0, TILE_Q) * query_step).to(tl.int64)
+    rows = (output_row + tl.arange(0, TILE_Q) * query_step).to(tl.int64)
     place = output + batch * output_strides[0] + head * output_strides[1]
     tl.store(
         place + rows[:, None] * output_strides[2] + columns[None, :],
@@ -162,10 +193,15 @@ def attend_tiles(
 
 @triton.jit
 def _exponentials(scores, largest, total, scale_log2, MAY_BE_EMPTY: tl.constexpr):
-    """Take one step of the running softmax; return also what the past decays by."""
+    """Take one step of the online softmax.
+
+    Returns:
+        Probabilities relative to the new maximum, the new maximum, the new denominator, and the
+        factor on what was accumulated before.
+    """
     larger = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
     shift = larger
-    if MAY_BE_EMPTY:
+    if MAY_BE_EMPTY:  # -inf - -inf would be NaN; a full run has no such row
         shift = tl.where(larger == float("-inf"), 0.0, larger)
     p = tl.exp2(scores * scale_log2 - shift[:, None])
     decay = tl.exp2(largest - shift)

@@ -1,7 +1,8 @@
-"""The backward kernels for Hopper GPUs; what they compute stands in backward.py.
+"""The backward kernels for Hopper GPUs; backward.py explains what they compute.
 
-As in the forward kernel one warp copies, and two groups of warps compute, each with half of a
-tile's rows. A group's product with the last gradients of scores is at work while it takes the next.
+As in the forward kernel, a producer warp copies and two consumers compute, each with half of a
+tile's rows; hopper_queue.py explains the barriers. A tile stays in shared memory while the blocks
+that it meets pass through a ring of buffers.
 """
 
 from triton.experimental import gluon
@@ -12,10 +13,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cqs.worker.triton.fields import (
+    RUN_FIELDS,
+    RUN_RESIDUE,
+    TILE_BANDED_STOP,
+    TILE_FIELDS,
+    TILE_FULL_BLOCKS,
+    TILE_OUTPUT_ROW,
+    TILE_RESIDUE,
+    TILE_ROW_START,
+    TILE_ROW_STOP,
+    TILE_RUN_START,
+    TILE_RUN_STOP,
+)
 from cqs.worker.triton.hopper_pairs import visible
 from cqs.worker.triton.hopper_queue import (
-    HEAD,
-    INDEX,
+    ITEM_HEAD,
+    ITEM_INDEX,
+    NUM_CONSUMERS,
     async_load,
     item_field,
     load_place,
@@ -41,7 +56,7 @@ def query_gradients_on_hopper(
     grad_query,
     tiles,
     runs,
-    bits,
+    mask_bits,
     counter,
     num_tiles,
     num_long,
@@ -58,13 +73,42 @@ def query_gradients_on_hopper(
     HAS_BITS: gl.constexpr,
     IS_SUM: gl.constexpr,
 ):
-    """Write the gradients of query tiles of heads until none is left.
+    """Write the gradients of the items of a queue, each a query tile of one head.
 
-    Arguments as for ``query_gradients`` and ``attend_tiles_on_hopper``.
+    Args:
+        query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``, in
+            blocks of 64 rows, as all descriptors.
+        key: Descriptor of the keys, ``[batch, num_heads / GROUP_SIZE, key_step, rows, head_dim]``.
+        value: Descriptor of the values, ``[batch, num_heads / GROUP_SIZE, key_step, rows,
+            value_dim]``.
+        grad_output: Descriptor of the gradient of the output, ``[batch, num_heads, query_step,
+            rows, value_dim]``.
+        lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous; see ``row_statistics``.
+        delta: float32 ``[batch, num_heads, num_queries]``, contiguous; see ``row_statistics``.
+        grad_query: ``[batch, num_heads, num_queries, head_dim]``, contiguous; written to.
+        tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
+        runs: int32 ``[num_runs, RUN_FIELDS]``.
+        mask_bits: int32 mask bits of the runs; a tensor even if no run has any.
+        counter: int32 ``[2]``, zeros: the number of items that programs took after their first; the
+            second element is not used.
+        num_tiles: Number of tiles, the same for every head.
+        num_long: Number of tiles at the start of the list that precede all others of all heads.
+        num_items: Number of items: tiles times heads times batch.
+        query_step: Tokens between two rows.
+        key_step: Tokens between two columns.
+        num_heads: Number of query heads.
+        num_queries: Number of queries of all residues.
+        head_dim: Number of columns of the queries.
+        scale: Factor on the scores.
+        scale_log2: ``scale`` divided by ln 2.
+        GROUP_SIZE: Number of query heads that share a KV head.
+        STAGES: Number of key and value blocks in shared memory.
+        HAS_BITS: Whether any run has mask bits.
+        IS_SUM: Whether to add to ``grad_query`` instead of overwriting it.
     """
     queue = make_queue()
     memory = _allocate(query, grad_output, key, value, STAGES)
-    work = (tiles, runs, bits, num_tiles, num_long, num_items)
+    work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     steps = (query_step, key_step)
     sources = (query, grad_output, key, value)
     statistics = (lse_log2, delta, num_queries, scale_log2)
@@ -72,9 +116,9 @@ def query_gradients_on_hopper(
     context = (queue, memory, work, steps, statistics, target)
     gl.warp_specialize(
         [
-            (_gather_query_gradients, (context, HAS_BITS, IS_SUM, 0)),
-            (_gather_query_gradients, (context, HAS_BITS, IS_SUM, 1)),
-            (_copy, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, False)),
+            (_consume_for_queries, (context, HAS_BITS, IS_SUM, 0)),
+            (_consume_for_queries, (context, HAS_BITS, IS_SUM, 1)),
+            (_produce, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, False)),
         ],
         [4, 1],
         [240, 24],
@@ -103,7 +147,7 @@ def key_gradients_on_hopper(
     grad_value,
     tiles,
     runs,
-    bits,
+    mask_bits,
     counter,
     num_tiles,
     num_long,
@@ -122,13 +166,48 @@ def key_gradients_on_hopper(
     HAS_BITS: gl.constexpr,
     IS_SUM: gl.constexpr,
 ):
-    """Write the gradients of key tiles of key heads until none is left.
+    """Write the gradients of the items of a queue, each a tile of keys and values of one KV head.
 
-    Arguments as for ``key_gradients`` and ``attend_tiles_on_hopper``.
+    Tiles are of keys, and runs are of queries.
+
+    Args:
+        query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``, in
+            blocks of 64 rows, as all descriptors.
+        key: Descriptor of the keys, ``[batch, num_heads / GROUP_SIZE, key_step, rows, head_dim]``.
+        value: Descriptor of the values, ``[batch, num_heads / GROUP_SIZE, key_step, rows,
+            value_dim]``.
+        grad_output: Descriptor of the gradient of the output, ``[batch, num_heads, query_step,
+            rows, value_dim]``.
+        lse_log2: float32 ``[batch, num_heads, num_queries]``, contiguous; see ``row_statistics``.
+        delta: float32 ``[batch, num_heads, num_queries]``, contiguous; see ``row_statistics``.
+        grad_key: ``[batch, num_heads / GROUP_SIZE, num_keys, head_dim]``, contiguous; written to.
+        grad_value: ``[batch, num_heads / GROUP_SIZE, num_keys, value_dim]``, contiguous; written
+            to.
+        tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
+        runs: int32 ``[num_runs, RUN_FIELDS]``.
+        mask_bits: int32 mask bits of the runs; a tensor even if no run has any.
+        counter: int32 ``[2]``, zeros: the number of items that programs took after their first; the
+            second element is not used.
+        num_tiles: Number of tiles, the same for every KV head.
+        num_long: Number of tiles at the start of the list that precede all others of all heads.
+        num_items: Number of items: tiles times KV heads times batch.
+        key_step: Tokens between two rows.
+        query_step: Tokens between two columns.
+        num_heads: Number of query heads.
+        num_queries: Number of queries of all residues.
+        num_keys: Number of keys of all residues.
+        head_dim: Number of columns of the keys.
+        value_dim: Number of columns of the values.
+        scale: Factor on the scores.
+        scale_log2: ``scale`` divided by ln 2.
+        GROUP_SIZE: Number of query heads that share a KV head.
+        STAGES: Number of query and gradient blocks in shared memory.
+        HAS_BITS: Whether any run has mask bits.
+        IS_SUM: Whether to add to the gradients instead of overwriting them.
     """
     queue = make_queue()
     memory = _allocate(key, value, query, grad_output, STAGES)
-    work = (tiles, runs, bits, num_tiles, num_long, num_items)
+    work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     steps = (key_step, query_step)
     sources = (key, value, query, grad_output)
     statistics = (lse_log2, delta, num_queries, scale_log2)
@@ -136,9 +215,9 @@ def key_gradients_on_hopper(
     context = (queue, memory, work, steps, statistics, target)
     gl.warp_specialize(
         [
-            (_gather_key_gradients, (context, GROUP_SIZE, HAS_BITS, IS_SUM, 0)),
-            (_gather_key_gradients, (context, GROUP_SIZE, HAS_BITS, IS_SUM, 1)),
-            (_copy, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, True)),
+            (_consume_for_keys, (context, GROUP_SIZE, HAS_BITS, IS_SUM, 0)),
+            (_consume_for_keys, (context, GROUP_SIZE, HAS_BITS, IS_SUM, 1)),
+            (_produce, (queue, memory, work, sources, counter, num_heads, GROUP_SIZE, True)),
         ],
         [4, 1],
         [240, 24],
@@ -147,7 +226,20 @@ def key_gradients_on_hopper(
 
 @gluon.jit
 def _allocate(fixed_a, fixed_b, moving_a, moving_b, STAGES: gl.constexpr):
-    """Allocate two tiles of two halves, this and the next, and a ring of blocks that pass them."""
+    """Allocate two tiles, the current and the next, and a ring of ``STAGES`` blocks.
+
+    Args:
+        fixed_a: Descriptor of a tensor of the tiles: queries, or keys.
+        fixed_b: Descriptor of the other tensor of the tiles: the output's gradient, or values.
+        moving_a: Descriptor of a tensor of the blocks: keys, or queries.
+        moving_b: Descriptor of the other tensor of the blocks: values, or the output's gradient.
+        STAGES: Number of blocks in the ring.
+
+    Returns:
+        Shared memory of tiles (index: twice the tile plus the half) and blocks, and their barriers.
+    """
+    # At head_dim 128 a tile takes 64 KiB and a block 32 KiB: two tiles and three stages are 224 of
+    # the 227 KiB of shared memory that a program can have, so a fourth stage does not fit.
     dtype: gl.constexpr = fixed_a.dtype
     ROWS: gl.constexpr = fixed_a.block_shape[3]
     BLOCK: gl.constexpr = moving_a.block_shape[3]
@@ -163,15 +255,15 @@ def _allocate(fixed_a, fixed_b, moving_a, moving_b, STAGES: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(tile_ready.index(i), count=1)
-        mbarrier.init(tile_free.index(i), count=2)
+        mbarrier.init(tile_free.index(i), count=NUM_CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+        mbarrier.init(free.index(i), count=NUM_CONSUMERS)
     return a, b, ring_a, ring_b, tile_ready, tile_free, ready, free
 
 
 @gluon.jit
-def _copy(
+def _produce(
     queue,
     memory,
     work,
@@ -181,10 +273,23 @@ def _copy(
     GROUP_SIZE: gl.constexpr,
     TILES_ARE_KEYS: gl.constexpr,
 ):
-    """Take items; copy each one's tile and, block by block, what it meets."""
+    """Copy the tile of each item and the blocks of its runs, in their order.
+
+    Args:
+        queue: Return value of ``make_queue``.
+        memory: Return value of :func:`_allocate`.
+        work: Tiles, runs, mask bits and the numbers of tiles, long tiles and items.
+        sources: Descriptors in the order of the arguments of :func:`_allocate`.
+        counter: int32 ``[2]``: the first element is the number of items that programs took after
+            their first.
+        num_heads: Number of query heads.
+        GROUP_SIZE: Number of query heads that share a KV head.
+        TILES_ARE_KEYS: Whether tiles are of keys, each of which meets the queries of all heads of
+            its group, one head after another.
+    """
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
     fixed_a, fixed_b, moving_a, moving_b = sources
-    tiles, runs, bits, num_tiles, num_long, num_items = work
+    tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     ROWS: gl.constexpr = fixed_a.block_shape[3]
     BLOCK: gl.constexpr = moving_a.block_shape[3]
     STAGES: gl.constexpr = ring_a.shape[0]
@@ -199,16 +304,21 @@ def _copy(
     turn = 0
     i = 0
     while index < num_items:
+        # Taken before this item's copies, so that the atomic operation's latency overlaps them.
         following = gl.num_programs(0) + gl.atomic_add(counter, 1)
         publish_item(queue, work, turn, index)
         head, number = place_of(work, index)
         batch, head = head // num_tile_heads, head % num_tile_heads
-        tile = tiles + number * 8
+        tile = tiles + number * TILE_FIELDS
         arrived = tile_ready.index(turn & 1)
+        # Two tile buffers: turn `n` is use `n >> 1` of buffer `n & 1`. The next tile loads while
+        # the consumers compute this one, and its first blocks follow.
         mbarrier.wait(tile_free.index(turn & 1), turn >> 1 & 1 ^ 1)
         mbarrier.expect(arrived, TILE_BYTES)
         for half in gl.static_range(2):
-            place = [batch, head, gl.load(tile + 7), gl.load(tile) + half * ROWS, 0]
+            # Not called `residue`: a name that a loop below assigns is carried through that loop.
+            tile_residue = gl.load(tile + TILE_RESIDUE)
+            place = [batch, head, tile_residue, gl.load(tile + TILE_ROW_START) + half * ROWS, 0]
             buffer = (turn & 1) * 2 + half
             async_load(fixed_a, place, arrived, a.index(buffer))
             async_load(fixed_b, place, arrived, b.index(buffer))
@@ -216,7 +326,7 @@ def _copy(
             other_head = head // GROUP_SIZE
             if TILES_ARE_KEYS:
                 other_head = head * GROUP_SIZE + member
-            for run in range(gl.load(tile + 3), gl.load(tile + 5)):
+            for run in range(gl.load(tile + TILE_RUN_START), gl.load(tile + TILE_RUN_STOP)):
                 start, stop, residue = load_place(runs, run)
                 for row in range(start, stop, BLOCK):
                     stage = i % STAGES
@@ -234,7 +344,7 @@ def _copy(
 
 @gluon.jit
 def _tile_of(memory, turn, half: gl.constexpr):
-    """Return this half of the tile at work: what the rows of its two tensors are read from."""
+    """Return one half of the current tile: the shared memory of its two tensors."""
     a, b, _, _, _, _, _, _ = memory
     buffer = (turn & 1) * 2 + half
     rows_a = a.index(buffer).reshape([a.shape[4], a.shape[5]])
@@ -243,25 +353,27 @@ def _tile_of(memory, turn, half: gl.constexpr):
 
 @gluon.jit
 def _same_tile(memory, turn, half: gl.constexpr, count):
-    """Return what :func:`_tile_of` does, in a way that no compiler knows to be the same.
+    """Return the result of :func:`_tile_of` by a computation that compilers cannot recognise.
 
-    Where two loops share the tile's addresses, ptxas 12.8 computes them on the way into the first
-    alone: the second reads anywhere if the first is skipped.
+    If two loops share the tile's addresses, ptxas 12.8 computes them only on the path into the
+    first loop. If that loop is skipped, because the tile has no banded run, the second loop reads
+    from undefined addresses.
 
     Args:
-        count: Any number that is not negative.
+        memory: Return value of :func:`_allocate`.
+        turn: Number of items so far.
+        half: Half of the tile, 0 or 1.
+        count: A number of at least 0: ``count >> 31`` is then 0, which compilers do not know.
     """
     return _tile_of(memory, turn + (count >> 31), half)
 
 
 @gluon.jit
-def _gather_query_gradients(
-    context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, half: gl.constexpr
-):
-    """Gather the gradients of one half of each query tile's rows."""
+def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, half: gl.constexpr):
+    """Write the gradients of one half of each query tile's rows."""
     queue, memory, work, steps, statistics, target = context
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
-    tiles, runs, bits, num_tiles, num_long, num_items = work
+    tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     query_step, _ = steps
     lse_log2, delta, num_queries, scale_log2 = statistics
     grad_query, head_dim, scale = target
@@ -276,15 +388,17 @@ def _gather_query_gradients(
     turn = 0
     i = 0
     item = next_item(queue, turn)
-    index = item_field(item, INDEX)
+    index = item_field(item, ITEM_INDEX)
     while index < num_items:
-        query_start = item_field(item, 0) + half * ROWS
-        query_stop = item_field(item, 1)
-        first_run = item_field(item, 3)
-        banded_stop = item_field(item, 4)
-        num_full = item_field(item, 6)
-        first_row = item_field(item, HEAD).to(gl.int64) * num_queries + item_field(item, 2)
+        query_start = item_field(item, TILE_ROW_START) + half * ROWS
+        query_stop = item_field(item, TILE_ROW_STOP)
+        run_start = item_field(item, TILE_RUN_START)
+        banded_stop = item_field(item, TILE_BANDED_STOP)
+        full_blocks = item_field(item, TILE_FULL_BLOCKS)
+        first_row = item_field(item, ITEM_HEAD).to(gl.int64) * num_queries
+        first_row += item_field(item, TILE_OUTPUT_ROW)
         first_row += half * ROWS * query_step
+        # Rows beyond the tile have LSE +inf: their probabilities are 0, and they are not stored.
         in_tile = row + query_start < query_stop
         rows = first_row + row * query_step
         lses = gl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
@@ -294,22 +408,24 @@ def _gather_query_gradients(
         mbarrier.wait(tile_ready.index(turn & 1), turn >> 1 & 1)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
         first = i
+        # Zeros stand for the gradients of the block before the first: no branch in the loop.
         grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, acc_layout, 2))
-        for number in range(first_run, banded_stop):
-            start, stop, band, bits_of_run = load_run(runs, number)
+        for number in range(run_start, banded_stop):
+            start, stop, band, bits_start = load_run(runs, number)
             for k0 in range(start, stop, BLOCK):
-                place = (bits, (start, stop, band, bits_of_run), steps, query_start, k0)
+                place = (mask_bits, (start, stop, band, bits_start), steps, query_start, k0)
                 acc, grad_scores = _query_step(
                     tile, ring, i, first, acc, grad_scores, of_rows, place, True, HAS_BITS
                 )
                 i += 1
-        tile = _same_tile(memory, turn, half, num_full)
-        for j in range(i, i + num_full):
-            place = (bits, (0, 0, (0, 0), 0), steps, query_start, 0)
+        tile = _same_tile(memory, turn, half, full_blocks)
+        for j in range(i, i + full_blocks):
+            place = (mask_bits, (0, 0, (0, 0), 0), steps, query_start, 0)
             acc, grad_scores = _query_step(
                 tile, ring, j, first, acc, grad_scores, of_rows, place, False, False
             )
-        i += num_full
+        i += full_blocks
+        # No product reads the tile any more: the last one, below, reads the last key block.
         mbarrier.arrive(tile_free.index(turn & 1), count=1)
         keys = ring_a.index((i - 1) % STAGES).reshape([BLOCK, BLOCK_D])
         acc = warpgroup_mma(grad_scores, keys, acc)
@@ -318,7 +434,7 @@ def _gather_query_gradients(
         _write(grad_query, acc * scale, first_row, query_step, num_rows, head_dim, IS_SUM)
         turn += 1
         item = next_item(queue, turn)
-        index = item_field(item, INDEX)
+        index = item_field(item, ITEM_INDEX)
 
 
 @gluon.jit
@@ -334,9 +450,22 @@ def _query_step(
     IS_BANDED: gl.constexpr,
     HAS_BITS: gl.constexpr,
 ):
-    """Take the i-th block's gradients of scores, and add the share of the block before.
+    """Compute the score gradients of block ``i``, and add the product of the block before.
 
-    The first block of a tile has none before it: what is added then are zeros.
+    Args:
+        tile: Queries and gradient of the output, in shared memory.
+        ring: Key blocks, value blocks and their barriers.
+        i: Number of blocks so far.
+        first: Number of the tile's first block.
+        acc: Gradient of the queries so far, float32 ``[ROWS, BLOCK_D]``.
+        last_grad_scores: Score gradients of block ``i - 1``; zeros for the first block.
+        statistics: LSE and delta of the rows, and the factor on the scores.
+        place: Mask bits, run, steps, first row and first column of the block.
+        IS_BANDED: Whether pairs may be masked out.
+        HAS_BITS: Whether any run has mask bits.
+
+    Returns:
+        ``acc`` and the score gradients of block ``i``.
     """
     q, grad_out = tile
     ring_a, ring_b, ready, free = ring
@@ -349,8 +478,11 @@ def _query_step(
     keys = ring_a.index(i % STAGES).reshape([BLOCK, BLOCK_D])
     values = ring_b.index(i % STAGES).reshape([BLOCK, BLOCK_V])
     mbarrier.wait(ready.index(i % STAGES), i // STAGES & 1)
+    # Three products in flight, and `wait(n)` awaits all but the last n: exponentials overlap the
+    # second and third, the score gradients overlap the third.
     scores = _issue_product(q, keys.permute([1, 0]), layout)
     grad_p = _issue_product(grad_out, values.permute([1, 0]), layout)
+    # The first block reads its own keys, times zeros; `pred` below does not release them.
     last = gl.maximum(i - 1, first)
     last_keys = ring_a.index(last % STAGES).reshape([BLOCK, BLOCK_D])
     adding = warpgroup_mma(last_grad_scores, last_keys, acc, is_async=True)
@@ -359,8 +491,8 @@ def _query_step(
     grad_p = warpgroup_mma_wait(1, [grad_p])
     grad_scores = p * (grad_p - deltas)
     if IS_BANDED:
-        bits, run, steps, row_start, column_start = place
-        live = visible(layout, bits, run, steps, row_start, column_start, HAS_BITS)
+        mask_bits, run, steps, row_start, column_start = place
+        live = visible(layout, mask_bits, run, steps, row_start, column_start, HAS_BITS)
         grad_scores = gl.where(live, grad_scores, 0.0)
     acc, last_grad_scores = warpgroup_mma_wait(0, [adding, last_grad_scores])
     mbarrier.arrive(free.index(last % STAGES), count=1, pred=i > first)
@@ -370,17 +502,17 @@ def _query_step(
 
 
 @gluon.jit
-def _gather_key_gradients(
+def _consume_for_keys(
     context,
     GROUP_SIZE: gl.constexpr,
     HAS_BITS: gl.constexpr,
     IS_SUM: gl.constexpr,
     half: gl.constexpr,
 ):
-    """Gather the gradients of one half of each key tile's rows."""
+    """Write the gradients of one half of each key tile's rows."""
     queue, memory, work, steps, statistics, target = context
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
-    tiles, runs, bits, num_tiles, num_long, num_items = work
+    tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     key_step, _ = steps
     lse_log2, delta, num_queries, scale_log2 = statistics
     grad_key, grad_value, num_keys, head_dim, value_dim, scale = target
@@ -394,14 +526,14 @@ def _gather_key_gradients(
     turn = 0
     i = 0
     item = next_item(queue, turn)
-    index = item_field(item, INDEX)
+    index = item_field(item, ITEM_INDEX)
     while index < num_items:
-        key_start = item_field(item, 0) + half * ROWS
-        key_stop = item_field(item, 1)
-        first_run = item_field(item, 3)
-        banded_stop = item_field(item, 4)
-        run_stop = item_field(item, 5)
-        kv_head = item_field(item, HEAD)
+        key_start = item_field(item, TILE_ROW_START) + half * ROWS
+        key_stop = item_field(item, TILE_ROW_STOP)
+        run_start = item_field(item, TILE_RUN_START)
+        banded_stop = item_field(item, TILE_BANDED_STOP)
+        run_stop = item_field(item, TILE_RUN_STOP)
+        kv_head = item_field(item, ITEM_HEAD)
         tile = _tile_of(memory, turn, half)
         tile_again = _same_tile(memory, turn, half, run_stop - banded_stop)
         mbarrier.wait(tile_ready.index(turn & 1), turn >> 1 & 1)
@@ -410,11 +542,18 @@ def _gather_key_gradients(
         for member in range(GROUP_SIZE):
             first_row = (kv_head * GROUP_SIZE + member).to(gl.int64) * num_queries
             of_columns = (lse_log2 + first_row, delta + first_row, scale_log2)
-            for number in range(first_run, banded_stop):
-                start, stop, band, bits_of_run = load_run(runs, number)
-                residue = gl.load(runs + number * 8 + 5)
+            for number in range(run_start, banded_stop):
+                start, stop, band, bits_start = load_run(runs, number)
+                residue = gl.load(runs + number * RUN_FIELDS + RUN_RESIDUE)
                 for q0 in range(start, stop, BLOCK):
-                    place = (bits, (start, stop, band, bits_of_run), steps, key_start, q0, residue)
+                    place = (
+                        mask_bits,
+                        (start, stop, band, bits_start),
+                        steps,
+                        key_start,
+                        q0,
+                        residue,
+                    )
                     acc_k, acc_v = _key_step(
                         tile, ring, i, acc_k, acc_v, of_columns, place, True, HAS_BITS
                     )
@@ -422,7 +561,7 @@ def _gather_key_gradients(
             for number in range(banded_stop, run_stop):
                 start, stop, residue = load_place(runs, number)
                 for q0 in range(start, stop, BLOCK):
-                    place = (bits, (start, stop, (0, 0), 0), steps, key_start, q0, residue)
+                    place = (mask_bits, (start, stop, (0, 0), 0), steps, key_start, q0, residue)
                     acc_k, acc_v = _key_step(
                         tile_again, ring, i, acc_k, acc_v, of_columns, place, False, False
                     )
@@ -435,7 +574,7 @@ def _gather_key_gradients(
         _write(grad_value, acc_v, first_row, key_step, num_rows, value_dim, IS_SUM)
         turn += 1
         item = next_item(queue, turn)
-        index = item_field(item, INDEX)
+        index = item_field(item, ITEM_INDEX)
 
 
 @gluon.jit
@@ -450,14 +589,29 @@ def _key_step(
     IS_BANDED: gl.constexpr,
     HAS_BITS: gl.constexpr,
 ):
-    """Add the i-th block's share to the gradients of a key tile.
+    """Add the products of block ``i`` to the gradients of a key tile.
 
-    The registers hold two accumulators, so nothing is left at work: the other group fills in.
+    The two accumulators leave no registers for score gradients of the block before, so that no
+    product is in flight between blocks: the other consumer's products fill the gap.
+
+    Args:
+        tile: Keys and values, in shared memory.
+        ring: Query blocks, blocks of the output's gradient and their barriers.
+        i: Number of blocks so far.
+        acc_k: Gradient of the keys so far, float32 ``[ROWS, BLOCK_D]``.
+        acc_v: Gradient of the values so far, float32 ``[ROWS, BLOCK_V]``.
+        statistics: LSE and delta of the head's queries, and the factor on the scores.
+        place: Mask bits, run, steps, first row, first column and residue of the block.
+        IS_BANDED: Whether pairs may be masked out.
+        HAS_BITS: Whether any run has mask bits.
+
+    Returns:
+        ``acc_k`` and ``acc_v``.
     """
     k, v = tile
     ring_a, ring_b, ready, free = ring
     lse_log2, delta, scale_log2 = statistics
-    bits, run, steps, row_start, column_start, residue = place
+    mask_bits, run, steps, row_start, column_start, residue = place
     _, column_step = steps
     STAGES: gl.constexpr = ring_a.shape[0]
     BLOCK: gl.constexpr = ring_a.shape[4]
@@ -467,6 +621,7 @@ def _key_step(
     queries = ring_a.index(i % STAGES).reshape([BLOCK, BLOCK_D])
     grad_out = ring_b.index(i % STAGES).reshape([BLOCK, BLOCK_V])
     column = column_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    # A full run needs no mask on columns; a banded one may end within the block.
     token = residue + column * column_step
     if IS_BANDED:
         lses = gl.load(lse_log2 + token, mask=column < run[1], other=float("inf"))
@@ -478,7 +633,7 @@ def _key_step(
     scores = warpgroup_mma_wait(1, [scores])
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(lses, 0))
     if IS_BANDED:
-        live = visible(layout, bits, run, steps, row_start, column_start, HAS_BITS)
+        live = visible(layout, mask_bits, run, steps, row_start, column_start, HAS_BITS)
         p = gl.where(live, p, 0.0)
     value_layout: gl.constexpr = acc_v.type.layout
     p_operand = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, value_layout, 2))
@@ -502,7 +657,7 @@ def _key_step(
 
 @gluon.jit
 def _issue_product(a, b, layout: gl.constexpr):
-    """Begin to multiply two tiles of shared memory."""
+    """Start the product of two tiles in shared memory, float32 in ``layout``."""
     ROWS: gl.constexpr = a.shape[0]
     COLUMNS: gl.constexpr = b.shape[1]
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
@@ -511,7 +666,7 @@ def _issue_product(a, b, layout: gl.constexpr):
 
 @gluon.jit
 def _write(target, values, first_row, step, num_rows, dim, IS_SUM: gl.constexpr):
-    """Write a tile to rows of a gradient that no other program touches, or add it."""
+    """Write or add a tile to rows of a gradient that no other program reads or writes."""
     ROWS: gl.constexpr = values.shape[0]
     BLOCK: gl.constexpr = values.shape[1]
     layout: gl.constexpr = values.type.layout

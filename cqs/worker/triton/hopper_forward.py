@@ -1,7 +1,9 @@
-"""The forward kernel for Hopper GPUs: warps that copy, and two groups of warps that compute.
+"""The forward kernel for Hopper GPUs: persistent and warp-specialised, as in FlashAttention-3.
 
-One group's matrix products run while the other takes exponentials, and within a group the product
-of scores with values is still at work when the next scores are taken.
+A producer warp copies tiles to shared memory by TMA. Two consumers of four warps each compute the
+two halves of a tile's rows: the matrix products of one run while the other computes exponentials.
+Within a consumer, the product of one block's probabilities and values is in flight while the next
+block's exponentials are computed. hopper_queue.py explains the barriers.
 """
 
 from triton.experimental import gluon
@@ -12,19 +14,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cqs.worker.triton.fields import (
+    RUN_BITS_START,
+    RUN_COLUMN_START,
+    RUN_COLUMN_STOP,
+    RUN_HIGH,
+    RUN_LOW,
+    TILE_BANDED_STOP,
+    TILE_FIELDS,
+    TILE_FULL_BLOCKS,
+    TILE_OUTPUT_ROW,
+    TILE_RESIDUE,
+    TILE_ROW_START,
+    TILE_ROW_STOP,
+    TILE_RUN_START,
+    TILE_RUN_STOP,
+)
 from cqs.worker.triton.hopper_pairs import visible
 from cqs.worker.triton.hopper_queue import (
-    HEAD,
-    INDEX,
+    ITEM_HEAD,
+    ITEM_INDEX,
+    ITEM_RUN,
+    NUM_CONSUMERS,
     async_load,
     item_field,
     load_place,
     load_run,
     make_queue,
-    meet,
     next_item,
     place_of,
     publish_item,
+    wait_for_programs,
 )
 
 _LN2 = gl.constexpr(0.6931471805599453)
@@ -51,7 +71,7 @@ def attend_tiles_on_hopper(
     lse,
     tiles,
     runs,
-    bits,
+    mask_bits,
     counter,
     num_tiles,
     num_long,
@@ -70,15 +90,39 @@ def attend_tiles_on_hopper(
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
 ):
-    """Attend with query tiles of heads until none is left; arguments as for ``attend_tiles``.
+    """Write the partial outputs of the items of a queue, each a query tile of one head.
 
     Args:
-        bits: Never None; read where HAS_BITS.
-        counter: int32 ``[2]``, zero: items taken beyond the first of each program, and begun.
-        num_long: Tiles, the first of the list, that come before all others of any head.
-        num_items: Tiles times heads times batch.
-        num_polls: How long to wait for other programs; see :func:`meet`.
+        query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``, in
+            blocks of half a tile's rows.
+        key: Descriptor of the keys, ``[batch, num_heads / GROUP_SIZE, key_step, rows, head_dim]``.
+        value: Descriptor of the values, ``[batch, num_heads / GROUP_SIZE, key_step, rows,
+            value_dim]``.
+        output: ``[batch, num_heads, rows, value_dim]`` with a last stride of 1; written to.
+        lse: float32 ``[batch, num_heads, rows]``; written to.
+        tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
+        runs: int32 ``[num_runs, RUN_FIELDS]``.
+        mask_bits: int32 mask bits of the runs; a tensor even if no run has any.
+        counter: int32 ``[2]``, zeros: the number of items that programs took after their first, and
+            the number of items that have started.
+        num_tiles: Number of tiles, the same for every head.
+        num_long: Number of tiles at the start of the list that precede all others of all heads.
+        num_items: Number of items: tiles times heads times batch.
+        num_polls: Maximum number of polls of :func:`wait_for_programs`.
+        num_heads: Number of query heads.
+        output_strides: Strides of batch, heads and rows; specialised for stores of 16 bytes.
+        lse_batch_stride: Stride of the batch of ``lse``.
+        lse_head_stride: Stride of the heads of ``lse``.
+        lse_row_stride: Stride of the rows of ``lse``.
+        query_step: Tokens between two rows.
+        key_step: Tokens between two columns.
+        scale_log2: Factor on the scores divided by ln 2; positive.
+        value_dim: Number of columns of the values.
+        GROUP_SIZE: Number of query heads that share a KV head.
+        STAGES: Number of key and value blocks in shared memory.
+        HAS_BITS: Whether any run has mask bits.
     """
+    # 64 rows for each consumer: the M of a wgmma instruction, of which a warpgroup issues one.
     HALF_Q: gl.constexpr = query.block_shape[3]
     TILE_K: gl.constexpr = key.block_shape[3]
     BLOCK_D: gl.constexpr = query.block_shape[4]
@@ -87,6 +131,8 @@ def attend_tiles_on_hopper(
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, HALF_Q, BLOCK_D], query.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_D], key.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_V], value.layout)
+    # Keys and values have separate barriers: the scores of a block can start before its values have
+    # arrived, and its keys are released while its values are still read.
     q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -94,19 +140,25 @@ def attend_tiles_on_hopper(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready.index(0), count=1)
-    mbarrier.init(q_free.index(0), count=2)
+    mbarrier.init(q_free.index(0), count=NUM_CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
+        mbarrier.init(k_free.index(i), count=NUM_CONSUMERS)
+        mbarrier.init(v_free.index(i), count=NUM_CONSUMERS)
 
     queue = make_queue()
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
-    work = (tiles, runs, bits, num_tiles, num_long, num_items)
+    work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     lse_strides = (lse_batch_stride, lse_head_stride, lse_row_stride)
     answer = (output, lse, output_strides, lse_strides, num_heads, scale_log2, value_dim)
     steps = (query_step, key_step)
+    # Warps, and registers of a thread, of the partitions after the first. A multiprocessor has
+    # 65,536 registers. The kernel has three warpgroups, because the producer's one warp counts as a
+    # warpgroup, and starts with 168 registers for each thread. setmaxnreg then moves registers
+    # between warpgroups: the sum of three threads stays 504, and each has a multiple of 8 from 24
+    # to 256. The producer keeps addresses only and takes 24, the least; each consumer gets 240. At
+    # head_dim 128, a consumer's scores and output, 64 x 128 float32, take 64 registers each.
     gl.warp_specialize(
         [
             (_consume, (queue, memory, work, answer, steps, HAS_BITS, 0)),
@@ -134,36 +186,38 @@ def _produce(
     num_heads,
     GROUP_SIZE: gl.constexpr,
 ):
-    """Take items; copy each one's query tile and, tile by tile, the keys and values of its runs."""
+    """Copy the query tile of each item and the key and value blocks of its runs, in their order."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
-    tiles, runs, bits, num_tiles, num_long, num_items = work
+    tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     HALF_Q: gl.constexpr = query.block_shape[3]
     TILE_K: gl.constexpr = key.block_shape[3]
     STAGES: gl.constexpr = k.shape[0]
-    index = gl.program_id(0)
-    turn = 0
-    i = 0
+    index = gl.program_id(0)  # the first item is fixed; later ones go to the program that is free
+    turn = 0  # number of items so far, which gives the parity of their barriers
+    i = 0  # number of blocks so far: block i is use i // STAGES of stage i % STAGES
     while index < num_items:
+        # Taken before this item's copies, so that the atomic operation's latency overlaps them.
         following = gl.num_programs(0) + gl.atomic_add(counter, 1)
         publish_item(queue, work, turn, index)
         head, number = place_of(work, index)
-        tile = tiles + number * 8
+        tile = tiles + number * TILE_FIELDS
         batch, kv_head = head // num_heads, head % num_heads // GROUP_SIZE
-        query_start = gl.load(tile)
-        query_residue = gl.load(tile + 7)
+        query_start = gl.load(tile + TILE_ROW_START)
+        query_residue = gl.load(tile + TILE_RESIDUE)
         mbarrier.wait(q_free.index(0), turn & 1 ^ 1)
+        # TMA zeroes rows beyond the tensor's last, and counts their bytes too.
         mbarrier.expect(q_ready.index(0), 2 * query.block_type.nbytes)
         for half in gl.static_range(2):
             place = [batch, head % num_heads, query_residue, query_start + half * HALF_Q, 0]
             async_load(query, place, q_ready.index(0), q.index(half))
-        meet(counter + 1, num_items, num_polls)
-        for run in range(gl.load(tile + 3), gl.load(tile + 5)):
+        wait_for_programs(counter + 1, num_items, num_polls)
+        for run in range(gl.load(tile + TILE_RUN_START), gl.load(tile + TILE_RUN_STOP)):
             start, stop, residue = load_place(runs, run)
             for k0 in range(start, stop, TILE_K):
                 stage = i % STAGES
                 parity = i // STAGES & 1
                 place = [batch, kv_head, residue, k0, 0]
-                mbarrier.wait(k_free.index(stage), parity ^ 1)
+                mbarrier.wait(k_free.index(stage), parity ^ 1)  # opposite parity: hopper_queue.py
                 mbarrier.expect(k_ready.index(stage), key.block_type.nbytes)
                 async_load(key, place, k_ready.index(stage), k.index(stage))
                 mbarrier.wait(v_free.index(stage), parity ^ 1)
@@ -172,14 +226,14 @@ def _produce(
                 i += 1
         index = following
         turn += 1
-    publish_item(queue, work, turn, index)
+    publish_item(queue, work, turn, index)  # ends the consumers
 
 
 @gluon.jit
 def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: gl.constexpr):
-    """Attend with one half of each query tile's rows."""
+    """Write the partial outputs of one half of each query tile's rows."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
-    tiles, runs, bits, num_tiles, num_long, num_items = work
+    tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     output, lse, output_strides, lse_strides, num_heads, scale_log2, value_dim = answer
     HALF_Q: gl.constexpr = q.shape[4]
     TILE_K: gl.constexpr = k.shape[4]
@@ -196,24 +250,26 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
     turn = 0
     i = 0
     item = next_item(queue, turn)
-    index = item_field(item, INDEX)
+    index = item_field(item, ITEM_INDEX)
     while index < num_items:
-        query_start = item_field(item, 0) + half * HALF_Q
-        query_stop = item_field(item, 1)
-        first_row = item_field(item, 2) + half * HALF_Q * query_step
-        first_run = item_field(item, 3)
-        banded_stop = item_field(item, 4)
-        num_full = item_field(item, 6)
-        start = item_field(item, 8)
-        stop = item_field(item, 9)
-        band = item_field(item, 10), item_field(item, 11)
-        bits_of_run = item_field(item, 12)
+        query_start = item_field(item, TILE_ROW_START) + half * HALF_Q
+        query_stop = item_field(item, TILE_ROW_STOP)
+        output_row = item_field(item, TILE_OUTPUT_ROW) + half * HALF_Q * query_step
+        run_start = item_field(item, TILE_RUN_START)
+        banded_stop = item_field(item, TILE_BANDED_STOP)
+        full_blocks = item_field(item, TILE_FULL_BLOCKS)
+        start = item_field(item, ITEM_RUN + RUN_COLUMN_START)
+        stop = item_field(item, ITEM_RUN + RUN_COLUMN_STOP)
+        band = item_field(item, ITEM_RUN + RUN_LOW), item_field(item, ITEM_RUN + RUN_HIGH)
+        bits_start = item_field(item, ITEM_RUN + RUN_BITS_START)
 
+        # The first block starts the pipeline, with the mask even if its run is full: its band then
+        # has no bounds. Its run's fields came with the item, without a load from global memory.
         mbarrier.wait(q_ready.index(0), turn & 1)
         scores = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
-        run = (start, stop, band, bits_of_run)
-        scores = _mask_out(scores, bits, run, steps, query_start, start, HAS_BITS)
+        run = (start, stop, band, bits_start)
+        scores = _mask_out(scores, mask_bits, run, steps, query_start, start, HAS_BITS)
         score_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
         largest = gl.full([HALF_Q], float("-inf"), gl.float32, score_rows)
         total = gl.zeros([HALF_Q], gl.float32, score_rows)
@@ -222,27 +278,31 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
         acc = gl.zeros([HALF_Q, BLOCK_V], gl.float32, out_layout)
         i += 1
         first = start + TILE_K
-        for number in range(first_run, banded_stop):
-            if number > first_run:
-                start, stop, band, bits_of_run = load_run(runs, number)
+        for number in range(run_start, banded_stop):
+            if number > run_start:  # the first run continues after its first block
+                start, stop, band, bits_start = load_run(runs, number)
                 first = start
             for k0 in range(first, stop, TILE_K):
+                # Two products in flight, of which `wait(1)` awaits the older one: the output of the
+                # last block accumulates while the exponentials of this one are computed.
                 pending = _issue_scores(q_half, k, k_ready, i)
                 adding = _issue_output(p, v, v_ready, i - 1, acc)
                 scores = warpgroup_mma_wait(1, [pending])
                 mbarrier.arrive(k_free.index(i % STAGES), count=1)
-                run = (start, stop, band, bits_of_run)
-                scores = _mask_out(scores, bits, run, steps, query_start, k0, HAS_BITS)
+                run = (start, stop, band, bits_start)
+                scores = _mask_out(scores, mask_bits, run, steps, query_start, k0, HAS_BITS)
                 p_next, largest, total, decay = _exponentials(
                     scores, largest, total, scale_log2, True
                 )
+                # `p` too: the product reads its registers until here, so they must not be reused.
                 acc, p = warpgroup_mma_wait(0, [adding, p])
                 mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
                 acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
                 p = _as_operand(p_next, out_layout, v.dtype)
                 i += 1
-        end = i + num_full
-        if first_run == banded_stop:
+        # Full runs need no field of their records here: the producer's order of blocks is enough.
+        end = i + full_blocks
+        if run_start == banded_stop:  # the first block was a full one
             end -= 1
         for j in range(i, end):
             pending = _issue_scores(q_half, k, k_ready, j)
@@ -255,37 +315,42 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
             acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
             p = _as_operand(p_next, out_layout, v.dtype)
         i = end
+        # All scores are computed: the producer may load the next tile's queries.
         mbarrier.arrive(q_free.index(0), count=1)
         acc, p = warpgroup_mma_wait(0, [_issue_output(p, v, v_ready, i - 1, acc), p])
         mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
 
+        # A row without a live pair has output 0 and LSE -inf: no division by 0, and log2(1) = 0.
         total = gl.convert_layout(total, row_layout)
         largest = gl.convert_layout(largest, row_layout)
         total = gl.where(total == 0, 1.0, total)
         acc = acc * gl.expand_dims(1.0 / total, 1)
-        head = item_field(item, HEAD)
+        head = item_field(item, ITEM_HEAD)
         batch, head = (head // num_heads).to(gl.int64), (head % num_heads).to(gl.int64)
         row = gl.arange(0, HALF_Q, row_layout)
         place = lse + batch * lse_strides[0] + head * lse_strides[1]
-        place += (first_row + row * query_step).to(gl.int64) * lse_strides[2]
+        place += (output_row + row * query_step).to(gl.int64) * lse_strides[2]
         in_tile = row + query_start < query_stop
         gl.store(place, (largest + gl.log2(total)) * _LN2, mask=in_tile)
+        # In the accumulator's layout a thread has 2 adjacent columns, in the store layout 8: stores
+        # of 16 bytes in half precision. With eight tiles a head (every 16th of 16K tokens, H200)
+        # these stores and the intervals of hopper_pairs.py took 0.70 of dense throughput to 0.79.
         out = gl.convert_layout(acc.to(output.dtype.element_ty), store_layout)
         row = gl.arange(0, HALF_Q, gl.SliceLayout(1, store_layout))
         column = gl.arange(0, BLOCK_V, gl.SliceLayout(0, store_layout))
         mask = gl.expand_dims(row + query_start < query_stop, 1)
         mask &= gl.expand_dims(column < value_dim, 0)
-        row = (first_row + row * query_step).to(gl.int64) * output_strides[2]
+        row = (output_row + row * query_step).to(gl.int64) * output_strides[2]
         place = output + batch * output_strides[0] + head * output_strides[1]
         gl.store(place + gl.expand_dims(row, 1) + gl.expand_dims(column, 0), out, mask=mask)
         turn += 1
         item = next_item(queue, turn)
-        index = item_field(item, INDEX)
+        index = item_field(item, ITEM_INDEX)
 
 
 @gluon.jit
 def _issue_scores(q_half, k, k_ready, i):
-    """Wait for the i-th tile of keys and begin to multiply it with the queries."""
+    """Wait for key block ``i`` and start its product with the queries."""
     TILE_K: gl.constexpr = k.shape[4]
     BLOCK_D: gl.constexpr = k.shape[5]
     stage = i % k.shape[0]
@@ -293,13 +358,14 @@ def _issue_scores(q_half, k, k_ready, i):
     keys = k.index(stage).reshape([TILE_K, BLOCK_D]).permute([1, 0])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     HALF_Q: gl.constexpr = q_half.shape[0]
+    # `use_acc=False` overwrites: the zeros only give the result its layout.
     zeros = gl.zeros([HALF_Q, TILE_K], gl.float32, layout)
     return warpgroup_mma(q_half, keys, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _issue_output(p, v, v_ready, i, acc):
-    """Wait for the i-th tile of values and begin to add its product with the probabilities."""
+    """Wait for value block ``i`` and start to add its product with the probabilities to ``acc``."""
     TILE_K: gl.constexpr = v.shape[4]
     BLOCK_V: gl.constexpr = v.shape[5]
     stage = i % v.shape[0]
@@ -308,19 +374,19 @@ def _issue_output(p, v, v_ready, i, acc):
 
 
 @gluon.jit
-def _mask_out(scores, bits, run, steps, query_start, key_start, HAS_BITS: gl.constexpr):
+def _mask_out(scores, mask_bits, run, steps, query_start, key_start, HAS_BITS: gl.constexpr):
     """Set the scores of pairs that are masked out to -inf."""
     layout: gl.constexpr = scores.type.layout
-    live = visible(layout, bits, run, steps, query_start, key_start, HAS_BITS)
+    live = visible(layout, mask_bits, run, steps, query_start, key_start, HAS_BITS)
     return gl.where(live, scores, float("-inf"))
 
 
 @gluon.jit
 def _exponentials(scores, largest, total, scale_log2, MAY_BE_EMPTY: gl.constexpr):
-    """Take one step of the running softmax; return also what the past decays by."""
+    """Take one step of the online softmax; see ``_exponentials`` in forward.py."""
     larger = gl.maximum(largest, gl.max(scores, 1) * scale_log2)
     shift = larger
-    if MAY_BE_EMPTY:
+    if MAY_BE_EMPTY:  # -inf - -inf would be NaN; a full run has no such row
         shift = gl.where(larger == float("-inf"), 0.0, larger)
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
     decay = gl.exp2(largest - shift)
@@ -329,6 +395,10 @@ def _exponentials(scores, largest, total, scale_log2, MAY_BE_EMPTY: gl.constexpr
 
 @gluon.jit
 def _as_operand(p, out_layout: gl.constexpr, dtype: gl.constexpr):
-    """Round probabilities for the product with the values; the registers stay where they are."""
+    """Round probabilities to the operand of the product with the values.
+
+    The accumulator layout of the scores and the operand layout have the same elements in a thread:
+    the conversion moves no registers between threads, and wgmma reads its first operand from there.
+    """
     layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     return gl.convert_layout(p.to(dtype), layout)

@@ -1,49 +1,92 @@
-"""How the warps of a program on Hopper share out items: tiles of heads, taken one after another.
+"""The queue of the persistent Hopper kernels: items, each a tile of one head.
 
-One warp takes an item, reads its fields ahead of time and publishes them; two groups of warps that
-compute read them from shared memory.
+A program has three partitions: one producer warp, and two consumers of four warps each, which
+compute the two halves of a tile's rows. The producer takes an item, loads its record ahead of time
+and publishes it in shared memory, where the consumers read it.
+
+Two mbarriers hand over each buffer in shared memory: ``ready`` (filled) and ``free`` (read by all).
+A phase of an mbarrier completes with its last arrival and its last expected byte. Phases alternate
+between parity 0 and 1; ``mbarrier.wait(barrier, parity)`` returns once the phase of that parity has
+completed. For use number ``n`` of a buffer, from 0:
+
+- a consumer waits on ``ready`` with parity ``n & 1``, for the phase that fills the buffer;
+- the producer waits on ``free`` with the opposite parity, ``n & 1 ^ 1``, for the phase in which the
+  consumers release use ``n - 1``. On a new barrier that wait returns at once, because the phase
+  before the first counts as complete with parity 1: the first fill waits for nobody.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-INDEX = gl.constexpr(14)
-"""The field of an item, after those of its tile and its first run, that is its number."""
-HEAD = gl.constexpr(15)
-"""The field that is its head, counted through all batch elements."""
+from cqs.worker.triton.fields import (
+    RUN_BITS_START,
+    RUN_COLUMN_START,
+    RUN_COLUMN_STOP,
+    RUN_FIELDS,
+    RUN_HIGH,
+    RUN_LOW,
+    RUN_RESIDUE,
+    TILE_FIELDS,
+    TILE_RUN_START,
+)
+
+# An item's record: the fields of its tile, then the fields of the tile's first run. The index and
+# the head take the place of the last two fields of the run, which are not used.
+ITEM_RUN = TILE_FIELDS
+"""First field of the first run's record."""
+ITEM_INDEX = gl.constexpr(14)
+"""Index of the item in the queue; at least ``num_items`` at the end of the queue."""
+ITEM_HEAD = gl.constexpr(15)
+"""Head of the item, counted through all batch elements."""
+_ITEM_FIELDS = gl.constexpr(16)
+
+NUM_CONSUMERS = gl.constexpr(2)
+"""Consumers, each of which arrives once at a ``free`` barrier."""
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""Copy a tile to shared memory; Triton has changed the name."""
+"""Copy a tile to shared memory; the name depends on the version of Triton."""
 
 
 @gluon.jit
 def make_queue():
-    """Allocate room for the item at work and the next."""
-    item = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    """Allocate two item records, so that the producer publishes the next during the current one."""
+    item = gl.allocate_shared_memory(
+        gl.int32, [2, _ITEM_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(item_ready.index(i), count=1)
-        mbarrier.init(item_free.index(i), count=2)
+        mbarrier.init(item_free.index(i), count=NUM_CONSUMERS)
     return item, item_ready, item_free
 
 
 @gluon.jit
 def publish_item(queue, work, turn, index):
-    """Tell the consumers the next item: its tile's fields, those of its first run, its index."""
+    """Publish the record of an item to the consumers; an ``index`` beyond the last ends them.
+
+    Args:
+        queue: Return value of :func:`make_queue`.
+        work: Tiles, runs, mask bits and the numbers of tiles, long tiles and items.
+        turn: Number of items that this program has published before.
+        index: Index of the item.
+    """
     item, item_ready, item_free = queue
-    tiles, runs, bits, num_tiles, num_long, num_items = work
-    field = gl.arange(0, 16, gl.BlockedLayout([1], [32], [1], [0]))
+    tiles, runs, mask_bits, num_tiles, num_long, num_items = work
+    # The producer is one warp: each thread loads one field.
+    field = gl.arange(0, _ITEM_FIELDS, gl.BlockedLayout([1], [32], [1], [0]))
     exists = index < num_items
     head, number = place_of(work, index)
-    tile = tiles + number * 8
-    values = gl.load(tile + field, mask=(field < 8) & exists, other=0)
-    run = runs + gl.load(tile + 3, mask=exists, other=0) * 8 - 8
-    in_run = (field >= 8) & (field < 14)
+    tile = tiles + number * TILE_FIELDS
+    values = gl.load(tile + field, mask=(field < ITEM_RUN) & exists, other=0)
+    run_start = gl.load(tile + TILE_RUN_START, mask=exists, other=0)
+    run = runs + run_start * RUN_FIELDS - ITEM_RUN
+    in_run = (field >= ITEM_RUN) & (field < ITEM_INDEX)
     values = gl.where(in_run, gl.load(run + field, mask=in_run & exists, other=0), values)
-    values = gl.where(field == INDEX, index, values)
-    values = gl.where(field == HEAD, head, values)
+    values = gl.where(field == ITEM_INDEX, index, values)
+    values = gl.where(field == ITEM_HEAD, head, values)
+    # The loads come before the wait, so that their latency overlaps the consumers' work.
     mbarrier.wait(item_free.index(turn & 1), turn >> 1 & 1 ^ 1)
     item.index(turn & 1).store(values)
     mbarrier.arrive(item_ready.index(turn & 1), count=1)
@@ -51,14 +94,15 @@ def publish_item(queue, work, turn, index):
 
 @gluon.jit
 def place_of(work, index):
-    """Return head and tile of an item.
+    """Return the head and the tile of an item.
 
-    Heads run one after another, for the cache, but the longest tiles of all heads come before: one
-    that began last would be waited for alone.
+    The long tiles of all heads come first: one that started last would run alone at the end of the
+    launch. The others are in the order of the heads, so that programs share a head's keys in the L2
+    cache.
     """
-    tiles, runs, bits, num_tiles, num_long, num_items = work
+    tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     num_heads = num_items // num_tiles
-    others = gl.maximum(num_tiles - num_long, 1)
+    others = gl.maximum(num_tiles - num_long, 1)  # no division by 0 if all tiles are long
     later = index - num_long * num_heads
     head = gl.where(later < 0, index % num_heads, later // others)
     tile = gl.where(later < 0, index // num_heads, num_long + later % others)
@@ -66,53 +110,61 @@ def place_of(work, index):
 
 
 @gluon.jit
-def meet(begun, num_items, num_polls):
-    """Begin an item when all programs do, or after so many looks.
+def wait_for_programs(started, num_items, num_polls):
+    """Start an item when all programs do, or after ``num_polls`` polls of their number.
 
-    Programs that read the same keys at the same time find them in the cache; over long tiles they
-    drift apart. They cannot wait for long: the device may not run all of them at once.
+    Programs that read the same keys at the same time share them in the L2 cache, but over long
+    tiles they drift apart until each reads from memory. On one H200 the wait takes a forward pass
+    of 16 heads of 128 from 589 to 640 TFLOP/s at 128K tokens (docs/kernels.md).
+
+    The wait is bounded because the device may not run all programs at once, for example if two
+    launches share it: an unbounded one would deadlock.
 
     Args:
-        begun: int32 ``[1]``: items begun.
-        num_items: As for the kernel.
-        num_polls: How often to look, 0 to begin at once.
+        started: int32 ``[1]``: number of items that have started in all programs.
+        num_items: Number of items of the launch.
+        num_polls: Maximum number of polls; 0 to start at once.
     """
     if num_polls > 0:
-        number = gl.atomic_add(begun, 1) + 1
+        number = gl.atomic_add(started, 1) + 1
         round_stop = (number + gl.num_programs(0) - 1) // gl.num_programs(0) * gl.num_programs(0)
         wanted = gl.minimum(round_stop, num_items)
         while (number < wanted) & (num_polls > 0):
-            number = gl.atomic_add(begun, 0)
+            number = gl.atomic_add(started, 0)  # a plain load could be served from the L1 cache
             num_polls -= 1
 
 
 @gluon.jit
 def next_item(queue, turn):
-    """Wait for the producer to name the next item."""
+    """Wait for the record of the next item and return it, int32 ``[16]``, in every thread."""
     item, item_ready, item_free = queue
     mbarrier.wait(item_ready.index(turn & 1), turn >> 1 & 1)
+    # Every thread holds all 16 fields: item_field() then reduces within a thread, without shuffles.
     values = item.index(turn & 1).load(gl.BlockedLayout([16], [32], [4], [0]))
     mbarrier.arrive(item_free.index(turn & 1), count=1)
     return values
 
 
 @gluon.jit
-def load_run(runs, run):
-    """Return the first five fields of a run: start, stop, low, high, bits; see tiles.py."""
-    fields = runs + run * 8
-    band = gl.load(fields + 2), gl.load(fields + 3)
-    return gl.load(fields), gl.load(fields + 1), band, gl.load(fields + 4)
+def load_run(runs, index):
+    """Return start, stop, band (low and high end) and start of the mask bits of a run."""
+    run = runs + index * RUN_FIELDS
+    band = gl.load(run + RUN_LOW), gl.load(run + RUN_HIGH)
+    start, stop = gl.load(run + RUN_COLUMN_START), gl.load(run + RUN_COLUMN_STOP)
+    return start, stop, band, gl.load(run + RUN_BITS_START)
 
 
 @gluon.jit
-def load_place(runs, run):
-    """Return start, stop and residue of a run."""
-    fields = runs + run * 8
-    return gl.load(fields), gl.load(fields + 1), gl.load(fields + 5)
+def load_place(runs, index):
+    """Return start, stop and residue of a run, which are all that the producer reads."""
+    run = runs + index * RUN_FIELDS
+    start, stop = gl.load(run + RUN_COLUMN_START), gl.load(run + RUN_COLUMN_STOP)
+    return start, stop, gl.load(run + RUN_RESIDUE)
 
 
 @gluon.jit
-def item_field(values, number: gl.constexpr):
-    """Return one number of an item."""
-    field = gl.arange(0, 16, values.type.layout)
-    return gl.sum(gl.where(field == number, values, 0), 0)
+def item_field(item, number: gl.constexpr):
+    """Return one field of an item's record."""
+    # Gluon has no indexing of tensors in registers; the compiler folds the sum to one register.
+    field = gl.arange(0, _ITEM_FIELDS, item.type.layout)
+    return gl.sum(gl.where(field == number, item, 0), 0)

@@ -1,59 +1,75 @@
-"""What the plain kernels share: runs, and which pairs of a tile and a block count."""
+"""Runs and live pairs in the plain kernels, which serve all GPUs that Triton supports."""
 
 import triton
 import triton.language as tl
 
-_NO_BITS = tl.constexpr(-(2**31))
+from cqs.dropout import DropoutBits
+from cqs.worker.triton.fields import (
+    NO_BITS,
+    RUN_BITS_START,
+    RUN_COLUMN_START,
+    RUN_COLUMN_STOP,
+    RUN_FIELDS,
+    RUN_HIGH,
+    RUN_LOW,
+    RUN_RESIDUE,
+)
+
+_MULTIPLIER, _INCREMENT, _KEY = (tl.constexpr(i) for i in range(len(DropoutBits._fields)))
+"""Fields of :class:`cqs.dropout.DropoutBits`, which a kernel receives as a plain tuple."""
 
 
 @triton.jit
-def load_run(runs, run):
-    """Return start, stop, band (low and high end), bits and residue of a run; see tiles.py."""
-    fields = runs + run * 8
-    band = tl.load(fields + 2), tl.load(fields + 3)
-    return tl.load(fields), tl.load(fields + 1), band, tl.load(fields + 4), tl.load(fields + 5)
+def load_run(runs, index):
+    """Return start, stop, band (low and high end), start of the mask bits and residue of a run."""
+    run = runs + index * RUN_FIELDS
+    band = tl.load(run + RUN_LOW), tl.load(run + RUN_HIGH)
+    start, stop = tl.load(run + RUN_COLUMN_START), tl.load(run + RUN_COLUMN_STOP)
+    return start, stop, band, tl.load(run + RUN_BITS_START), tl.load(run + RUN_RESIDUE)
 
 
 @triton.jit
-def visible(bits, bits_of_run, rows, columns, start, stop, band, row_step, column_step):
-    """Say which pairs of a tile and a block lie in a run and its band and have their bit.
+def visible(mask_bits, bits_start, rows, columns, start, stop, band, row_step, column_step):
+    """Return which pairs of a tile and a block are live, bool ``[rows, columns]``.
 
     Args:
-        bits: Words of all runs, or None if no run has bits.
-        bits_of_run: Where those of this run are.
-        rows: Rows of the tile, numbers of their residue.
-        columns: Columns of the block, likewise.
+        mask_bits: int32 mask bits of all runs, or None if no run has any.
+        bits_start: Field ``RUN_BITS_START`` of the run.
+        rows: Row numbers of the tile, within their residue.
+        columns: Column numbers of the block, within their residue.
         start: First column of the run.
-        stop: Its last + 1.
-        band: Low and high end.
+        stop: Last column of the run + 1.
+        band: Low and high end of the band, in tokens.
         row_step: Tokens between two rows.
         column_step: Tokens between two columns.
     """
     distance = columns[None, :] * column_step - rows[:, None] * row_step
+    # No bound on rows: those after the tile's last are computed and then not stored.
     live = (columns < stop)[None, :] & (distance >= band[0]) & (distance <= band[1])
-    if bits is not None:
+    if mask_bits is not None:
         column = columns[None, :] - start
-        place = bits + bits_of_run + rows[:, None] * 4 + column // 2 % 4
-        has_bits = (columns * 0 + bits_of_run != _NO_BITS)[None, :]
-        word = tl.load(place, mask=live & has_bits, other=-1)
-        live &= (word >> column // 8 * 2 + column % 2) & 1 != 0
+        place = mask_bits + bits_start + rows[:, None] * 4 + column // 2 % 4
+        has_bits = (columns * 0 + bits_start != NO_BITS)[None, :]
+        integers = tl.load(place, mask=live & has_bits, other=-1)  # -1 has all bits set
+        live &= (integers >> column // 8 * 2 + column % 2) & 1 != 0
     return live
 
 
 @triton.jit
 def load_query_bits(dropout_bits, rows, mask):
-    """Load the multipliers and increments of queries; see cqs/dropout.py."""
-    multiplier = tl.load(dropout_bits[0] + rows, mask=mask, other=0)
-    return multiplier, tl.load(dropout_bits[1] + rows, mask=mask, other=0)
+    """Load the multipliers and increments of queries; see :class:`cqs.dropout.DropoutBits`."""
+    multiplier = tl.load(dropout_bits[_MULTIPLIER] + rows, mask=mask, other=0)
+    return multiplier, tl.load(dropout_bits[_INCREMENT] + rows, mask=mask, other=0)
 
 
 @triton.jit
 def load_key_bits(dropout_bits, keys, mask):
     """Load the random bits of keys."""
-    return tl.load(dropout_bits[2] + keys, mask=mask, other=0)
+    return tl.load(dropout_bits[_KEY] + keys, mask=mask, other=0)
 
 
 @triton.jit
 def is_kept(multiplier, increment, key_bits, drop_below):
-    """Say which pairs dropout keeps; the bits broadcast to pairs."""
+    """Return which pairs dropout keeps; the bits of queries and keys broadcast to pairs."""
+    # The shift of a signed integer keeps the sign: the AND makes the upper half unsigned.
     return ((multiplier * key_bits + increment >> 32) & 0xFFFFFFFF) >= drop_below

@@ -1,13 +1,16 @@
-"""Work as lists of tiles, each with the runs that it visits.
+"""Lists of tiles and runs: the integers that tell a kernel launch which pairs to compute.
 
-A tile is some rows of one side of the score matrix, a run some columns, rows of the other side:
-queries and their keys, or for the gradients of keys and values the other way round. Rows of a tile
-lie ``row_step`` tokens apart, in one *residue*: row a of residue l is token ``l + row_step * a``;
-columns likewise. One launch has one step on each side; the list is all that kernels know of plans
-and patterns.
+A *tile* is a range of rows on one side of the score matrix. A *run* is a range of columns, rows of
+the other side, that the tile's rows meet. In the forward pass and for the gradients of queries,
+tiles are of queries and runs are of keys; for the gradients of keys and values it is the reverse.
 
-A run is either *full*, a whole number of blocks that every row of the tile meets, or *banded*:
-what counts is bounded by the distance of the tokens, and may need a bit of its own.
+Rows of a tile are ``row_step`` tokens apart and have one *residue*: row ``a`` of residue ``r`` is
+token ``r + row_step * a``. The same holds for columns and ``column_step``. All tiles and runs of a
+launch have the same two steps. Kernels know nothing else of plans and patterns.
+
+A run is *full* or *banded*. A full run is a whole number of blocks of live pairs, to which kernels
+apply no mask. In a banded run, the distance of two tokens decides whether a pair is live, and one
+bit for each pair may mask out more.
 """
 
 from collections import defaultdict
@@ -21,40 +24,75 @@ from cqs.patterns.views import View
 from cqs.worker.share import Work
 
 FAR = 2**30
-"""Beyond every distance between two rows."""
+"""Bound on the distance of a band that excludes no pair: greater than every distance."""
 
+# Fields of a tile's record. The records of a launch are one int32 array, which the kernels read by
+# these constants (fields.py): every field is one 4-byte load at an offset known at compile time.
+TILE_ROW_START = 0
+"""First row of the tile, as a row number within its residue."""
+TILE_ROW_STOP = 1
+"""Last row of the tile + 1, within its residue."""
+TILE_OUTPUT_ROW = 2
+"""Row of the output, and of the LSE, that belongs to the first row of the tile."""
+TILE_RUN_START = 3
+"""Index of the tile's first run."""
+TILE_BANDED_STOP = 4
+"""Index of the tile's last banded run + 1; the full runs begin there."""
+TILE_RUN_STOP = 5
+"""Index of the tile's last run + 1."""
+TILE_FULL_BLOCKS = 6
+"""Number of blocks in the full runs."""
+TILE_RESIDUE = 7
+"""Residue of the rows."""
 TILE_FIELDS = 8
-"""First and last row + 1, first row of output, first run, end of the banded runs, end of the runs,
-number of blocks in the full runs, residue."""
-RUN_FIELDS = 8
-"""First and last column + 1, low and high end of the band, bits, residue, nothing twice.
+"""Number of fields of a tile's record."""
 
-Column j meets row i if ``low <= column_step * j - row_step * i <= high`` and, unless bits is
-``NO_BITS``, its bit is set: for the c-th column of the run that is bit ``c // 8 * 2 + c % 2`` of
-word ``bits + 4 * i + c // 2 % 4``, which is how tensor cores spread a block over their threads."""
+# Fields of a run's record.
+RUN_COLUMN_START = 0
+"""First column of the run, as a column number within its residue."""
+RUN_COLUMN_STOP = 1
+"""Last column of the run + 1, within its residue."""
+RUN_LOW = 2
+"""Least distance ``column_step * j - row_step * i`` of a live pair of row i and column j."""
+RUN_HIGH = 3
+"""Greatest distance of a live pair."""
+RUN_BITS_START = 4
+"""Index, in the mask bits of the launch, that row 0 would have in this run, or ``NO_BITS``.
+
+The bit of row i and the c-th column of the run is bit ``c // 8 * 2 + c % 2`` of integer
+``RUN_BITS_START + 4 * i + c // 2 % 4``. A thread of the tensor cores' accumulator layout has column
+pairs 8 apart, so that one integer has all bits of a thread's columns in one row."""
+RUN_RESIDUE = 5
+"""Residue of the columns."""
+RUN_FIELDS = 8
+"""Number of fields of a run's record; the last two are zero."""
+
 NO_BITS = -(2**31)
+"""Value of ``RUN_BITS_START`` for a run without mask bits: no valid index is so small."""
 _BITS_COLUMNS = 128
+"""Columns of a block of mask bits: 4 integers of 32 bits for each row."""
 
 
 class Band(NamedTuple):
-    """What rows of a span meet."""
+    """Columns that some rows meet: a range within a residue, bounded by distance and mask bits."""
 
     start: int
     stop: int
     low: int = -FAR
     high: int = FAR
-    bits: int = NO_BITS
+    bits_start: int = NO_BITS
+    """See ``RUN_BITS_START``."""
     residue: int = 0
 
 
 class Span(NamedTuple):
-    """Rows of one side, and everything that they meet."""
+    """Rows of one side that meet the same bands of columns."""
 
     rows: range
     bands: tuple[Band, ...]
     residue: int = 0
     shift: int = 0
-    """What is added to a row of the tensor to get that of the output."""
+    """Number that is added to a row of the tensor to get the row of the output."""
 
 
 class Steps(NamedTuple):
@@ -66,33 +104,33 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything that one launch computes."""
+    """Everything that one kernel launch computes."""
 
     steps: Steps
     spans: list[Span]
-    words: np.ndarray
-    """int32 ``[num_words]``: the bits that runs name."""
+    mask_bits: np.ndarray
+    """int32 ``[num_integers]``: the mask bits of all runs; empty if no run has any."""
 
 
 @dataclass(frozen=True)
 class TileList:
-    """The spans of a launch in tiles."""
+    """The spans of a launch, cut into tiles and runs."""
 
     tiles: np.ndarray
-    """int32 ``[num_tiles, TILE_FIELDS]``, most work first."""
+    """int32 ``[num_tiles, TILE_FIELDS]``, in descending order of the blocks that they visit."""
     runs: np.ndarray
-    """int32 ``[num_runs, RUN_FIELDS]``, none empty; those of a tile adjacent, banded first."""
+    """int32 ``[num_runs, RUN_FIELDS]``, none empty; those of a tile adjacent, banded ones first."""
     blocks: np.ndarray
-    """int64 ``[num_tiles]``: blocks that each tile visits."""
+    """int64 ``[num_tiles]``: number of blocks that each tile visits."""
 
 
 def query_launches(work: Work, *, packed: bool) -> list[Launch]:
-    """List the queries of some work, and the keys that they see.
+    """Return the launches whose tiles are of queries, one for each pair of steps.
 
     Args:
-        work: None of its shares without queries.
-        packed: Whether shares keep their rows apart in the output, one after another; else each
-            query appears once, with what it sees in any share.
+        work: The shares to compute; each has at least one query.
+        packed: Whether the output has the rows of all shares, one share after another. Otherwise
+            it has one row for each query of the tensors, with the keys of all shares.
     """
     if not packed:
         return _launches([(0, [view for share in work.shares for view in share.views])])
@@ -104,18 +142,18 @@ def query_launches(work: Work, *, packed: bool) -> list[Launch]:
 
 
 def key_launches(work: Work) -> list[Launch]:
-    """List the keys of some work, each once, and the queries that see them in any share."""
+    """Return the launches whose tiles are of keys, each with the queries of all shares."""
     views = (_transposed(view) for share in work.shares for view in share.views)
     return _launches([(0, list(views))])
 
 
 def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
-    """Cut spans into tiles of ``tile_rows`` rows, and what they meet into blocks of ``block``.
+    """Cut the spans of a launch into tiles, and their bands into runs.
 
     Args:
-        launch: Its spans; rows that meet nothing are left out.
-        tile_rows: Rows of a tile.
-        block: Columns that a kernel takes at once.
+        launch: The spans to cut. Rows that meet no column get no tile.
+        tile_rows: Number of rows of a tile.
+        block: Number of columns of a block, which a kernel computes at a time.
 
     Example:
         >>> launch = Launch(Steps(1, 1), [Span(range(0, 128), (Band(0, 200),))], np.zeros(0))
@@ -138,76 +176,89 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
 
     bands = np.array([band for span in spans for band in span.bands])
     tile = np.repeat(np.arange(len(span)), bands_of_tile)
-    start, stop, low, high, bits, residue = bands[
+    start, stop, low, high, bits_start, residue = bands[
         first_bands[span][tile] + _count_within(bands_of_tile)
     ].T
+    # Columns that some row of the tile meets are live; those that every row meets are full.
     first_low, last_low = (row_step * row[tile] + low for row in (starts, stops - 1))
     first_high, last_high = (row_step * row[tile] + high for row in (starts, stops - 1))
     live_start = np.maximum(start, -(-first_low // column_step))
     live_stop = np.minimum(stop, last_high // column_step + 1)
     full_start = np.maximum(live_start, -(-last_low // column_step))
     num_full = np.minimum(stop, first_high // column_step + 1) - full_start
-    num_full[bits != NO_BITS] = 0
+    num_full[bits_start != NO_BITS] = 0
     full_start = np.where(num_full < block, live_start, full_start)
     full_stop = full_start + np.maximum(num_full, 0) // block * block
+    # Tile, whether the run is full, and the fields of the run. A band gives a banded run before its
+    # full blocks, the full run, and a banded run after it; empty ones are dropped below.
     run = np.concatenate(
         [
             np.stack(np.broadcast_arrays(*columns), axis=1)
             for columns in (
-                (tile, 0, live_start, full_start, low, high, bits, residue),
-                (tile, 0, full_stop, live_stop, low, high, bits, residue),
+                (tile, 0, live_start, full_start, low, high, bits_start, residue),
+                (tile, 0, full_stop, live_stop, low, high, bits_start, residue),
                 (tile, 1, full_start, full_stop, -FAR, FAR, NO_BITS, residue),
             )
         ]
     )
     run = run[run[:, 2] < run[:, 3]]
+    # Banded runs of a tile come first: the kernels leave the masked loop once and for all.
     run = run[np.lexsort((run[:, 1], run[:, 0]))]
     lengths = run[:, 3] - run[:, 2]
     counts, banded = (
         np.bincount(run[kind, 0], minlength=len(span)) for kind in (..., run[:, 1] == 0)
     )
     found = np.zeros((len(span), TILE_FIELDS), np.int32)
-    found[:, :3] = np.stack([starts, stops, row_step * starts + residues + shifts], axis=1)
-    found[:, 3] = np.cumsum(counts) - counts
-    found[:, 4] = found[:, 3] + banded
-    found[:, 5] = found[:, 3] + counts
-    found[:, 6] = np.bincount(run[:, 0], run[:, 1] * lengths, len(span)) // block
-    found[:, 7] = residues
+    found[:, TILE_ROW_START] = starts
+    found[:, TILE_ROW_STOP] = stops
+    found[:, TILE_OUTPUT_ROW] = row_step * starts + residues + shifts
+    found[:, TILE_RUN_START] = np.cumsum(counts) - counts
+    found[:, TILE_BANDED_STOP] = found[:, TILE_RUN_START] + banded
+    found[:, TILE_RUN_STOP] = found[:, TILE_RUN_START] + counts
+    found[:, TILE_FULL_BLOCKS] = np.bincount(run[:, 0], run[:, 1] * lengths, len(span)) // block
+    found[:, TILE_RESIDUE] = residues
     blocks = np.bincount(run[:, 0], -(-lengths // block), len(span))
+    # The longest tiles come first: one that started last would run alone at the end of the launch.
     order = np.argsort(-blocks, kind="stable")[: np.count_nonzero(blocks)]
     runs = np.zeros((len(run), RUN_FIELDS), np.int32)
-    runs[:, :6] = run[:, 2:]
+    fields = RUN_COLUMN_START, RUN_COLUMN_STOP, RUN_LOW, RUN_HIGH, RUN_BITS_START, RUN_RESIDUE
+    runs[:, fields] = run[:, 2:]
     return TileList(found[order], runs, blocks[order].astype(np.int64))
 
 
 def _launches(groups: Iterable[tuple[int, Iterable[View]]]) -> list[Launch]:
-    """Sort views by their steps; rows of one group meet all that its views say.
+    """Return one launch for each pair of steps of the views.
 
     Args:
-        groups: What leads from rows to those of the output, and views.
+        groups: Pairs of a shift and views. The shift is added to a row to get the row of the
+            output. A row of a group meets the columns of all views of the group that contain it.
     """
     spans: defaultdict[Steps, list[Span]] = defaultdict(list)
-    words: defaultdict[Steps, _Words] = defaultdict(_Words)
+    mask_bits: defaultdict[Steps, _MaskBits] = defaultdict(_MaskBits)
     for shift, views in groups:
         residues: defaultdict[tuple[Steps, int], list[tuple[range, Band]]] = defaultdict(list)
         for view in views:
             steps = Steps(view.queries.step, view.keys.step)
             rows, residue = _in_residue(view.queries)
-            residues[steps, residue] += ((rows, band) for band in _bands(view, words[steps]))
+            residues[steps, residue] += ((rows, band) for band in _bands(view, mask_bits[steps]))
         for (steps, residue), found in residues.items():
             spans[steps] += (Span(*each, residue, shift) for each in _unite(found))
-    return [Launch(steps, spans[steps], words[steps].joined()) for steps in sorted(spans)]
+    return [Launch(steps, spans[steps], mask_bits[steps].joined()) for steps in sorted(spans)]
 
 
-class _Words:
-    """Bits of runs, gathered one block after another."""
+class _MaskBits:
+    """The mask bits of a launch, collected one block after another."""
 
     def __init__(self) -> None:
         self._blocks: list[np.ndarray] = []
         self._size = 0
 
     def add(self, mask: np.ndarray) -> int:
-        """Take up to 128 columns of bits ``[rows, columns]``; return the number of their word."""
+        """Append a bool mask ``[rows, columns]`` of up to 128 columns.
+
+        Returns:
+            Index of the first integer of its first row; see ``RUN_BITS_START`` for their order.
+        """
         padded = np.zeros((len(mask), 16, 4, 2), np.uint8)
         padded.reshape(len(mask), _BITS_COLUMNS)[:, : mask.shape[1]] = mask
         bits = padded.transpose(0, 2, 1, 3).reshape(-1, 32)
@@ -216,19 +267,23 @@ class _Words:
         return self._size - len(bits)
 
     def joined(self) -> np.ndarray:
-        """Return all words, int32 ``[num_words]``, and room for a tile's rows that do not exist."""
-        room = [np.zeros(4 * _BITS_COLUMNS, np.int32)] if self._blocks else []
-        return np.concatenate([*self._blocks, *room, np.zeros(0, np.int32)])
+        """Return all integers, int32 ``[num_integers]``, and padding.
+
+        Kernels load whole tiles without a mask on rows, so that the last tile reads the integers of
+        rows that do not exist.
+        """
+        padding = [np.zeros(4 * _BITS_COLUMNS, np.int32)] if self._blocks else []
+        return np.concatenate([*self._blocks, *padding, np.zeros(0, np.int32)])
 
 
 def _in_residue(tokens: range) -> tuple[range, int]:
-    """Return rows, and the residue that they are in."""
+    """Return the row numbers of tokens within their residue, and the residue."""
     first, residue = divmod(tokens.start, tokens.step)
     return range(first, first + len(tokens)), residue
 
 
-def _bands(view: View, words: _Words) -> Iterator[Band]:
-    """Write a view as bands of its rows; its bits are appended to the words."""
+def _bands(view: View, mask_bits: _MaskBits) -> Iterator[Band]:
+    """Yield the bands that the rows of a view meet; its mask is appended to ``mask_bits``."""
     columns, residue = _in_residue(view.keys)
     rows, row_residue = _in_residue(view.queries)
     low, high = (
@@ -242,11 +297,12 @@ def _bands(view: View, words: _Words) -> Iterator[Band]:
         part = mask[:, first : first + _BITS_COLUMNS]
         if part.any():
             start = columns.start + first
-            bits = words.add(part) - 4 * rows.start
-            yield Band(start, start + part.shape[1], low, high, bits, residue)
+            bits_start = mask_bits.add(part) - 4 * rows.start
+            yield Band(start, start + part.shape[1], low, high, bits_start, residue)
 
 
 def _transposed(view: View) -> View:
+    """Exchange the queries and keys of a view, for launches whose tiles are of keys."""
     queries, keys, low, high, bits = view
     if bits is not None:
         mask = np.unpackbits(bits, axis=-1, count=len(keys))
@@ -257,7 +313,11 @@ def _transposed(view: View) -> View:
 def _unite(
     found: Iterable[tuple[range, Band]],
 ) -> Iterator[tuple[range, tuple[Band, ...]]]:
-    """Cut rows where any band's begin or end, and give each piece all bands that hold there."""
+    """Cut rows where those of any band begin or end, and list the bands of every part.
+
+    Args:
+        found: Pairs of rows and a band that these rows meet. Rows of several pairs may overlap.
+    """
     found = list(found)
     marks = sorted({mark for rows, _ in found for mark in (rows.start, rows.stop)})
     place = {mark: i for i, mark in enumerate(marks)}
@@ -270,11 +330,11 @@ def _unite(
 
 
 def _join(bands: Iterable[Band]) -> tuple[Band, ...]:
-    """Join bands of equal bounds that touch."""
+    """Join adjacent bands of equal bounds, so that keys of several tasks form one run."""
     joined: list[Band] = []
     for band in sorted(bands, key=lambda band: (*band[2:], band.start)):
         last = joined[-1] if joined else None
-        if last and last.stop == band.start and last[2:] == band[2:] and band.bits == NO_BITS:
+        if last and last.stop == band.start and last[2:] == band[2:] and band.bits_start == NO_BITS:
             joined[-1] = last._replace(stop=band.stop)
         else:
             joined.append(band)
@@ -282,7 +342,7 @@ def _join(bands: Iterable[Band]) -> tuple[Band, ...]:
 
 
 def _count_within(lengths: np.ndarray) -> np.ndarray:
-    """Number the elements of adjacent pieces of these lengths, each from 0."""
+    """Return ``[0..n - 1 for each length n]``, concatenated."""
     starts = np.cumsum(lengths) - lengths
     numbers: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     return numbers
