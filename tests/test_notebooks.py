@@ -11,35 +11,35 @@ from nbclient import NotebookClient
 SMALL = {
     "1-quorums": """
 NUM_TOKENS = 14
-NUM_WORKERS = 4
+NUM_TASKS = 4
 """,
     "2-exact-attention": """
 NUM_TOKENS = 150
-NUM_WORKERS = 4
+NUM_TASKS = 4
 NUM_HEADS, HEAD_DIM = 2, 16
-WORKER_COUNTS = (1, 3)
+TASK_COUNTS = (1, 3)
 """,
     "3-sparse-patterns": """
 NUM_TOKENS = 96
-NUM_WORKERS = 3
+NUM_TASKS = 3
 MANY_TOKENS = 5000
 """,
     "4-on-a-cluster": """
 NUM_TOKENS = 4096
 NUM_HEADS, HEAD_DIM = 2, 16
-NUM_WORKERS = 21
+NUM_TASKS = 21
 NUM_PROCESSES = 2
 """,
     "5-scaling": """
 NUM_TOKENS = 256
 NUM_HEADS, HEAD_DIM = 2, 16
-WORKER_COUNTS = (1, 2, 7)
+TASK_COUNTS = (1, 2, 7)
 REPEATS = 1
 DEVICE_COUNTS = (2, 8, 64, 512)
 MANY_TOKENS, MANY_HEADS = 2**20, 32
 """,
     "6-in-a-model": """
-NUM_WORKERS = 3
+NUM_TASKS = 3
 NUM_TOKENS = 32
 NUM_STEPS = 3
 """,
@@ -116,6 +116,6 @@ def test_a_notebook_has_a_title_a_summary_and_small_steps(name):
     notebook, cells = read(name)
     title, *_, last = (cell.source for cell in notebook.cells)
     assert re.match(r"# [^\n?]+\n", title)
-    assert last.startswith("**To remember.**")
+    assert last.startswith("**Summary.**")
     for cell in cells:
         assert len(cell.source.splitlines()) <= 8, cell.source
