@@ -17,6 +17,7 @@ from cqs.cases import Case
 from cqs.problem import Problem
 from cqs.report.exact import relative_error
 from cqs.report.measurement import Measurement, summarize
+from cqs.report.progress import track
 from cqs.report.timing import Timer
 from cqs.testing import visible_mask
 from cqs.worker import WHY_NOT
@@ -48,7 +49,7 @@ def run(*, tokens: int | None = None, repeats: int = 10, out: str | None = None)
     for dtype in (torch.float16, torch.bfloat16):
         errors: dict[str, list[list[float]]] = {}
         seconds: dict[str, list[float]] = {}
-        for seed in range(repeats):
+        for seed in track(range(repeats), repeats, str(dtype)):
             torch.manual_seed(seed)
             case = Case(f"causal-{seed}", tokens, tokens, 2, 2, 128, is_causal=True)
             problem = case.make(dtype, device)

@@ -96,7 +96,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
         ("forward", forward, flops),
         ("backward", backward, 2.5 * flops),
     ):
-        seconds = time_in_turn(computations, repeats, Timer("cuda"))
+        seconds = time_in_turn(computations, repeats, Timer("cuda"), name)
         for by, own in seconds.items():
             ratios = (a / b for a, b in zip(own, seconds["cudnn"], strict=True))
             rows.append(

@@ -11,6 +11,7 @@ from cqs.cases import Case
 from cqs.problem import Problem
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.memory import hold, measure_held
+from cqs.report.progress import track
 from cqs.report.timing import Timer
 from cqs.scheduler import Task, predict_cost
 from cqs.worker import WHY_NOT, Worker
@@ -75,7 +76,11 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
 def _measure_worst(problem: Problem, backend: str, num_tasks: int, repeats: int) -> Measurement:
     tasks = problem.make_plan(num_tasks).tasks
     seconds, found = Timer(problem.query.device.type, by_wall_clock=True).time(
-        lambda: [measure_task(problem, task, backend) for task in tasks for _ in range(repeats)]
+        lambda: [
+            measure_task(problem, task, backend)
+            for task in track(tasks, num_tasks, f"{backend}, W = {num_tasks}")
+            for _ in range(repeats)
+        ]
     )
     predicted, peak = max(found, key=lambda pair: abs(pair[1] / pair[0] - 1))
     _, num_heads, tokens, head_dim = problem.query.shape

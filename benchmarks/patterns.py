@@ -226,7 +226,7 @@ def _measure_length(
         problem = check_problem(*tensors, pattern=case.pattern)
         for what, computations in _contenders(problem, case, known).items():
             calls = time_calls(computations, repeats) if on_gpu else {}
-            seconds = time_in_turn(computations, repeats, make_timer())
+            seconds = time_in_turn(computations, repeats, make_timer(), f"{case.name} {what}")
             seconds |= known
             for by, own in seconds.items():
                 flops = {"forward": 4.0, "backward": 10.0}[what] * pairs * head_dim * heads

@@ -21,6 +21,7 @@ from cqs.gradients import Gradients
 from cqs.problem import Problem, check_problem
 from cqs.report.exact import verify_answer, verify_close, verify_gradients, verify_output
 from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.progress import track
 from cqs.report.timing import make_timer, run_in_turn, time_calls
 from cqs.scheduler.arguments import as_integer
 from cqs.verify import VerificationError
@@ -292,7 +293,8 @@ def time_together(
         return time
 
     timed_passes = {name: timed(compute) for name, compute in passes.items()}
-    rounds = list(run_in_turn(timed_passes, repeats))
+    turns = run_in_turn(timed_passes, repeats)
+    rounds = list(track(turns, repeats, is_shown=dist.get_rank(group) == 0))
     table = [[found[name] for found in rounds] for name in passes]
     slowest = torch.tensor(table, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)

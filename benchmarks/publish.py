@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from cqs.commands.table import format_table
-from cqs.report.measurement import Measurement, append_rows
+from cqs.report.measurement import Measurement, append_rows, format_rows
 
 
 def publish(
@@ -20,5 +19,4 @@ def publish(
     """
     append_rows(rows, out)
     print(f"{rows[0].device}, {rows[0].dtype}, torch {rows[0].torch_version}")
-    cells = [[show(row) for show in columns.values()] for row in rows]
-    print(format_table(list(columns), cells))
+    print(format_rows(rows, columns))

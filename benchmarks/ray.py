@@ -13,6 +13,7 @@ from cqs.cases import Case
 from cqs.commands.table import percent
 from cqs.report.exact import verify_output
 from cqs.report.measurement import Measurement, summarize
+from cqs.report.progress import track
 
 _NUM_TASKS = (7, 13)
 _PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
@@ -40,7 +41,8 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             tensors = problem.query, problem.key, problem.value
             for num_tasks in _NUM_TASKS:
                 reports = []
-                for _ in range(repeats + 1):
+                label = f"{kind}, W = {num_tasks}"
+                for _ in track(range(repeats + 1), repeats + 1, label):
                     future = cluster.submit(*tensors, is_causal=is_causal, num_tasks=num_tasks)
                     output = future.result()
                     assert isinstance(output, torch.Tensor)

@@ -28,6 +28,7 @@ from cqs.executors.ray.sharded import Sharded
 from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.progress import progress_bar, track
 from cqs.verify import VerificationError, verify_rows
 
 _NUM_CALLS = 16
@@ -150,7 +151,7 @@ def _check(cluster: cqs.Cluster, shards: Sharded) -> None:
 def _time(cluster: cqs.Cluster, shards: Sharded, case: str, repeats: int) -> list[Measurement]:
     """Time calls inside of the workers, in one call on the cluster, and in a call each."""
     found: dict[str, list[float]] = {"in the workers": [], "one call": [], "a call each": []}
-    for repeat in range(repeats + 1):
+    for repeat in track(range(repeats + 1), repeats + 1, case):
         start = time.perf_counter()
         inside = shards.map(_time_inside, is_collective=True)
         one = time.perf_counter() - start
@@ -201,6 +202,7 @@ def _time_deaths(
     number = len(cluster.pids) // 2
     draw = random.Random(0)
     found: list[float] = []
+    bar = progress_bar(deaths, f"killed in {moment}")
     while len(found) < deaths:
         victims = draw.sample(cluster.pids, number)
         if moment in _PARTS:
@@ -212,8 +214,10 @@ def _time_deaths(
             raise VerificationError(f"other bits after {number} workers have died")
         if set(victims).isdisjoint(done.pids):
             found.append(done.seconds)
+            bar.update()
         else:  # it was done before they died, if they did
             run(shards)
+    bar.close()
     name = f"ray, {number} killed" + ("" if moment == _ANY_MOMENT else f" in {moment}")
     row = _row(cluster, "deaths", case, name, "calm", found, [calm] * deaths)
     row.details["longest_ms"] = 1e3 * max(found)

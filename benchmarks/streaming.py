@@ -14,6 +14,7 @@ from benchmarks.publish import publish
 from benchmarks.streaming_files import measure_files
 from cqs.report.exact import check_error, relative_error
 from cqs.report.measurement import Measurement, summarize
+from cqs.report.progress import track
 from cqs.report.timing import Timer
 from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
@@ -137,7 +138,7 @@ def _measure_forward(
         attend(host, memory_budget=budget, out=output)
 
     streamed = []
-    for _ in range(repeats):
+    for _ in track(range(repeats), repeats, "streamed"):
         output.zero_()
         seconds, peak, _ = _time_and_measure(stream)
         streamed.append(seconds)
@@ -170,7 +171,7 @@ def _measure_both(
         return differentiate(host, memory_budget=budget)
 
     streamed = []
-    for _ in range(repeats):
+    for _ in track(range(repeats), repeats, "streamed"):
         seconds, peak, gradients = _time_and_measure(stream)
         streamed.append(seconds)
     distance = max(map(_distance, gradients, expected))
@@ -255,7 +256,9 @@ def _time_resident(
     """Time a computation of tensors on the GPU."""
     on_gpu = [tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in host]
     timer = Timer("cuda", by_wall_clock=True)
-    results = [timer.time(lambda: compute(on_gpu)) for _ in range(repeats)]
+    results = [
+        timer.time(lambda: compute(on_gpu)) for _ in track(range(repeats), repeats, "resident")
+    ]
     return [seconds for seconds, _ in results], results[-1][1]
 
 

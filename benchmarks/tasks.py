@@ -106,7 +106,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
         computations = {"torch": library}
         for way, num_tasks in ways:
             computations[f"{way} {num_tasks}"] = partial(compute, way, plans[num_tasks])
-        seconds = time_in_turn(computations, repeats, Timer(device))
+        seconds = time_in_turn(computations, repeats, Timer(device), f"tasks {name}")
         for way, num_tasks in ways:
             own = seconds[f"{way} {num_tasks}"]
             over_one, over_torch = (

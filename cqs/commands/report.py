@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from cqs.commands.integers import parse_integers
 from cqs.commands.pattern_text import PATTERN_HELP
@@ -20,6 +19,7 @@ from cqs.report.content import Content
 from cqs.report.local import Measure
 from cqs.report.measurement import append_rows, describe_device
 from cqs.report.page import check_directory, write_report
+from cqs.report.progress import progress_bar
 from cqs.report.rows import PASSES, Row, read_rows
 from cqs.report.settings import Settings
 from cqs.scheduler.arguments import as_integer
@@ -227,7 +227,7 @@ def _measure_scaling(
     """Measure and append row by row; the bar counts the check and the repeats of each."""
     with (
         _open(settings[0], options) as measure,
-        tqdm(total=len(missing) * (1 + options.repeats), disable=not missing) as bar,
+        progress_bar(len(missing) * (1 + options.repeats)) as bar,
     ):
         for num_tasks, name in missing:
             bar.set_description(f"W = {num_tasks}, {name}")
@@ -262,7 +262,7 @@ def _measure_memory(
     for tokens, number in missing:
         tasks_of.setdefault(tokens, []).append(number)
     total = len(missing) + len(tasks_of) * options.repeats
-    with tqdm(total=total, disable=not missing) as bar:
+    with progress_bar(total) as bar:
         for tokens, every_num_tasks in tasks_of.items():
             bar.set_description(f"N = {tokens}")
             append_rows(

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from cqs.commands.table import format_table, mebibytes
+from cqs.commands.table import mebibytes
 from cqs.plotting import case_study as plots
 from cqs.report.case_study import RESIDENT, TENSORS, CaseRow
 from cqs.report.content import NOTHING, Axis, Chapter, Content, Picture, Section, Show, span
+from cqs.report.measurement import format_rows
 from cqs.report.sections import digits, facts
 
 Rows = Sequence[CaseRow]
@@ -70,7 +71,7 @@ def summarize_rows(rows: Rows) -> str:
         "ms": lambda row: digits(row.median_ms),
         "to the whole": lambda row: digits(row.ratio),
     }
-    return format_table(list(columns), [[show(row) for show in columns.values()] for row in rows])
+    return format_rows(rows, columns)
 
 
 def command(rows: Rows, out: str) -> str:

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +16,18 @@ from typing import Any, TypeVar
 import torch
 
 import cqs
+from cqs.commands.table import format_table
 from cqs.input_files import read_lines
 
 _RENAMED = {"num_workers": "num_tasks"}
 """Names of fields in rows of earlier commits, and their names today."""
 
+_MOST_LOAD = 1.25
+"""Load per core above which times are unreliable. A benchmark may use all cores itself, which is a
+load of 1; with a quarter more, processes waited for each other."""
+
 Item = TypeVar("Item")
+RowKind = TypeVar("RowKind", bound="Measurement")
 
 
 @dataclass(frozen=True)
@@ -41,23 +47,53 @@ class Measurement:
     """Median over the repeats of (this time / the baseline's time in the same repeat)."""
     repeats: int
     details: dict[str, float] = field(default_factory=dict)
+    load_average: float | None = None
+    """Mean number of runnable processes in the last minute, when the row was made."""
+    num_cores: int | None = None
     device: str = field(default_factory=lambda: describe_device())
     torch_version: str = torch.__version__
     cqs_version: str = cqs.__version__
     commit: str = field(default_factory=lambda: _commit())
     utc: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
+    @property
+    def warning(self) -> str:
+        """``"unreliable: load 9.9 on 2 cores"``, or nothing if the machine was not overloaded."""
+        if self.load_average is None or not self.num_cores:
+            return ""
+        if self.load_average <= _MOST_LOAD * self.num_cores:
+            return ""
+        return f"unreliable: load {self.load_average:.1f} on {self.num_cores} cores"
+
 
 def summarize(seconds: list[float]) -> dict[str, float]:
-    """Return median, 20th and 80th percentile in milliseconds."""
+    """Return median, 20th and 80th percentile in milliseconds, and the load of the machine."""
+    load = {"load_average": os.getloadavg()[0], "num_cores": os.cpu_count() or 1}
     if len(seconds) == 1:
-        return dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), 1e3 * seconds[0])
+        return dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), 1e3 * seconds[0]) | load
     cuts = statistics.quantiles(seconds, n=5, method="inclusive")
     return {
         "median_ms": 1e3 * statistics.median(seconds),
         "p20_ms": 1e3 * cuts[0],
         "p80_ms": 1e3 * cuts[-1],
+        **load,
     }
+
+
+def format_rows(rows: Sequence[RowKind], columns: Mapping[str, Callable[[RowKind], object]]) -> str:
+    """Lay out a table of rows; a last column names those that an overloaded machine measured.
+
+    Args:
+        rows: The rows.
+        columns: Header of a column, and what it shows of a row.
+    """
+    header = list(columns)
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    warnings = [row.warning for row in rows]
+    if any(warnings):
+        header.append("")
+        cells = [[*each, warning] for each, warning in zip(cells, warnings, strict=True)]
+    return format_table(header, cells)
 
 
 def append_rows(rows: list[Measurement], out: str | None) -> None:

@@ -3,9 +3,10 @@
 import shlex
 from collections.abc import Iterable, Sequence
 
-from cqs.commands.table import format_table, mebibytes, percent
+from cqs.commands.table import mebibytes, percent
 from cqs.plotting import scaling
 from cqs.report.content import NOTHING, Axis, Chapter, Content, Picture, Section, span
+from cqs.report.measurement import format_rows
 from cqs.report.rows import PASSES, Row, ScalingRow
 
 Rows = Sequence[ScalingRow]
@@ -87,7 +88,9 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
     executor = row.executor
     if "actors" in row.details:
         executor += f", {_numbers(each.details['actors'] for each in rows)} actors"
+    warnings = sorted({each.warning for each in rows} - {""})
     return {
+        **({"Warning": "; ".join(warnings)} if warnings else {}),
         "Problem": f"{span([each.tokens for each in rows])} tokens, {heads}, {row.dtype}",
         "Attention": kind,
         "Executor": executor,
@@ -110,7 +113,7 @@ def summarize_rows(rows: Rows) -> str:
         **_MEMORY.columns,
         **_SPEEDUP.columns,
     }
-    return format_table(list(columns), [[show(row) for show in columns.values()] for row in rows])
+    return format_rows(rows, columns)
 
 
 def command(rows: Rows, out: str) -> str:

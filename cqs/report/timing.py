@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from cqs.report.progress import track
+
 Result = TypeVar("Result")
 
 
@@ -110,15 +112,26 @@ def run_in_turn(
 
 
 def time_in_turn(
-    computations: Mapping[str, Callable[[], object]], repeats: int, timer: Timer
+    computations: Mapping[str, Callable[[], object]],
+    repeats: int,
+    timer: Timer,
+    label: str = "",
 ) -> dict[str, list[float]]:
-    """Time all computations ``repeats`` times, in turn; return the seconds of each, by name."""
+    """Time all computations ``repeats`` times, in turn; return the seconds of each, by name.
+
+    Args:
+        computations: The computations, by name.
+        repeats: Number of repeats.
+        timer: Times each of them.
+        label: What the progress bar calls them.
+    """
 
     def timed(compute: Callable[[], object]) -> Callable[[], float]:
         return lambda: timer.time(compute)[0]
 
     timed_ones = {name: timed(compute) for name, compute in computations.items()}
-    rounds = list(run_in_turn(timed_ones, repeats))
+    turns_of_all = run_in_turn(timed_ones, repeats)
+    rounds = list(track(turns_of_all, repeats, label))
     return {name: [found[name] for found in rounds] for name in computations}
 
 
