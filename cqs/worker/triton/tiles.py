@@ -221,8 +221,8 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
     # The longest tiles come first: one that started last would run alone at the end of the launch.
     order = np.argsort(-blocks, kind="stable")[: np.count_nonzero(blocks)]
     runs = np.zeros((len(run), RUN_FIELDS), np.int32)
-    fields = RUN_COLUMN_START, RUN_COLUMN_STOP, RUN_LOW, RUN_HIGH, RUN_BITS_START, RUN_RESIDUE
-    runs[:, fields] = run[:, 2:]
+    written = RUN_COLUMN_START, RUN_COLUMN_STOP, RUN_LOW, RUN_HIGH, RUN_BITS_START, RUN_RESIDUE
+    runs[:, written] = run[:, 2:]
     return TileList(found[order], runs, blocks[order].astype(np.int64))
 
 
