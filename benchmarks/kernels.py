@@ -156,7 +156,7 @@ def _triton_backward(
     problem: Problem, answer: Partial, grad_output: Tensor
 ) -> Callable[[], Sequence[Tensor]]:
     from cqs.worker.backends import GRADIENTS_OF_SHARES
-    from cqs.worker.share import whole_work
+    from cqs.worker.work import whole_work
 
     seqlen = problem.query.shape[2]
     whole = whole_work(seqlen, seqlen, problem.is_causal)

@@ -19,7 +19,7 @@ _SETTLING_SECONDS = 10.0
 """Seconds that a failed call waits for pending transfers, at most."""
 
 
-class Piece(NamedTuple):
+class ReturnedRows(NamedTuple):
     """Results that one rank sent back for some rows of this rank's shard."""
 
     rank: int
@@ -175,7 +175,7 @@ def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[R
     return [(routes[chosen[0]], chosen) for chosen in groups]
 
 
-def pieces(received: Tensor, route: Route) -> Iterator[Piece]:
+def pieces(received: Tensor, route: Route) -> Iterator[ReturnedRows]:
     """Split results that were sent back to this rank by rank and row range.
 
     Args:
@@ -185,7 +185,7 @@ def pieces(received: Tensor, route: Route) -> Iterator[Piece]:
     first = 0
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
-            yield Piece(rank, rows, received[:, :, first : first + len(rows)])
+            yield ReturnedRows(rank, rows, received[:, :, first : first + len(rows)])
             first += len(rows)
 
 

@@ -13,7 +13,7 @@ from cqs.autograd import Attended, Kept
 from cqs.distributed.exchange import (
     Exchange,
     HeadsOfRanks,
-    Piece,
+    ReturnedRows,
     by_route,
     pieces,
     schedule_back,
@@ -325,9 +325,11 @@ class RankTask:
             merge_rows(into, parts)
 
 
-def _by_heads(found: Iterable[Piece], heads: Sequence[range]) -> dict[range, list[Piece]]:
+def _by_heads(
+    found: Iterable[ReturnedRows], heads: Sequence[range]
+) -> dict[range, list[ReturnedRows]]:
     """Group pieces by their heads, given the heads of every rank."""
-    sorted_pieces: dict[range, list[Piece]] = {of_rank: [] for of_rank in heads}
+    sorted_pieces: dict[range, list[ReturnedRows]] = {of_rank: [] for of_rank in heads}
     for piece in found:
         sorted_pieces[heads[piece.rank]].append(piece)
     return sorted_pieces
@@ -384,7 +386,7 @@ def _add_up(
             _write_sum(targets[n][:, of_heads.start : of_heads.stop], parts)
 
 
-def _write_sum(target: Tensor, parts: Iterable[Piece]) -> None:
+def _write_sum(target: Tensor, parts: Iterable[ReturnedRows]) -> None:
     total = target.new_zeros(target.shape, dtype=lse_dtype(target.dtype))
     for part in parts:
         total[:, :, part.rows.start : part.rows.stop] += part.tensor

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cqs.commands.table import mebibytes
 from cqs.plotting import case_study as plots
 from cqs.report.case_study import RESIDENT, TENSORS, CaseRow
-from cqs.report.content import NOTHING, Axis, Chapter, Content, Picture, Section, Show, span
+from cqs.report.content import NOTHING, Chapter, Content, Picture, Section, Show, TableAxis, span
 from cqs.report.measurement import format_rows
 from cqs.report.sections import digits, facts
 
@@ -46,7 +46,7 @@ def describe(rows: Rows, out: str) -> Content:
         for tokens in dict.fromkeys(row.tokens for row in rows)
     ]
     workers = sorted({row.num_tasks for row in rows})
-    axis = Axis("N", "number of tokens N", lambda length: f"{length.tokens:,}")
+    axis = TableAxis("N", "number of tokens N", lambda length: f"{length.tokens:,}")
     return Content(
         title=f"One worker of {span(workers)}: memory and time over "
         f"{span([row.tokens for row in rows])} tokens",

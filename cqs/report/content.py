@@ -20,7 +20,7 @@ class Picture(NamedTuple):
     caption: str
 
 
-class Axis(NamedTuple):
+class TableAxis(NamedTuple):
     """What tells the rows of a table apart."""
 
     header: str
@@ -42,7 +42,7 @@ class Chapter(NamedTuple):
     """Sections about the same rows."""
 
     title: str
-    axis: Axis
+    axis: TableAxis
     rows: Sequence[Any]
     sections: tuple[Section, ...]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from cqs.commands.table import mebibytes, percent
 from cqs.plotting import scaling
-from cqs.report.content import NOTHING, Axis, Chapter, Content, Picture, Section, span
+from cqs.report.content import NOTHING, Chapter, Content, Picture, Section, TableAxis, span
 from cqs.report.measurement import format_rows
 from cqs.report.rows import PASSES, Row, ScalingRow
 
@@ -160,7 +160,7 @@ def _mebibytes(number: int | None) -> str:
     return NOTHING if number is None else mebibytes(number)
 
 
-_WORKERS = Axis("W", "number of workers W", lambda row: str(row.num_tasks))
+_WORKERS = TableAxis("W", "number of workers W", lambda row: str(row.num_tasks))
 _SHARES = Section(
     "Longest subsequence and balance",
     "Tokens that the largest task needs, beside the whole sequence; live pairs of the whole over "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cqs.streaming.plan import START, HeldBlock, Position, StreamPlan, Visit
 from cqs.streaming.sources import Source, Target
-from cqs.streaming.transfers import Transfers, make_transfers
+from cqs.streaming.transfers import DeviceCopies, make_transfers
 
 
 class Side(NamedTuple):
@@ -128,7 +128,7 @@ class _InputBuffers:
 
     def __init__(
         self,
-        transfers: Transfers,
+        transfers: DeviceCopies,
         plan: StreamPlan,
         side: Side,
         num_tokens: int,

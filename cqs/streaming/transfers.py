@@ -15,7 +15,7 @@ _NUM_PIECES = 4
 """Staging buffers of each direction."""
 
 
-class Transfers(Protocol):
+class DeviceCopies(Protocol):
     """Copies to and from a device. A mark is passed when the work launched before it is done."""
 
     def mark(self) -> Any:
@@ -212,7 +212,7 @@ class _CopyStream:
         return event
 
 
-def make_transfers(device: torch.device) -> Transfers:
+def make_transfers(device: torch.device) -> DeviceCopies:
     """Return the copies for a device: asynchronous for a GPU, synchronous for the CPU."""
     return OverLink(device) if device.type == "cuda" else SameMemory()
 

@@ -9,7 +9,7 @@ from cqs.worker.cpu import attend_cpu, gradients_cpu, why_not_cpu
 from cqs.worker.cudnn import attend_cudnn, gradients_cudnn, why_not_cudnn
 from cqs.worker.flash import attend_flash, gradients_flash, why_not_flash
 from cqs.worker.reference import attend_reference, gradients_reference, why_not_reference
-from cqs.worker.triton import attend_shares, gradients_of_shares, why_not_triton
+from cqs.worker.triton import attend_block_rows, gradients_of_block_rows, why_not_triton
 
 WHY_NOT: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {
     "cpu": why_not_cpu,
@@ -54,10 +54,12 @@ GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 }
 """Backward functions of the backends in ``ATTEND``."""
 
-ATTEND_SHARES: dict[str, Callable[..., Partial]] = {"triton": attend_shares}
+ATTEND_SHARES: dict[str, Callable[..., Partial]] = {"triton": attend_block_rows}
 """Forward functions of the backends that compute whole tasks a call."""
 
-GRADIENTS_OF_SHARES: dict[str, Callable[..., Sequence[Tensor]]] = {"triton": gradients_of_shares}
+GRADIENTS_OF_SHARES: dict[str, Callable[..., Sequence[Tensor]]] = {
+    "triton": gradients_of_block_rows
+}
 """Backward functions of the backends in ``ATTEND_SHARES``."""
 
 BEST_FOR_WHOLE_CALLS = ("flash", *(name for name in WHY_NOT if name != "flash"))

@@ -18,7 +18,7 @@ from cqs.dropout import Dropout, DropoutBits
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_partials
 from cqs.patterns.views import View
-from cqs.worker.share import Share
+from cqs.worker.work import BlockRow
 
 _STRIP = 32
 """Queries of a strip. In a window of w keys, a strip of 32 queries reads w + 32 keys. The table
@@ -115,7 +115,7 @@ def make_calls(views: Iterable[View], *, in_batches: bool) -> list[Call]:
 
 
 def attend_calls(
-    share: Share,
+    block_row: BlockRow,
     attend: Callable[..., Partial],
     query: Tensor,
     key: Tensor,
@@ -126,10 +126,10 @@ def attend_calls(
     dropout: Dropout | None = None,
     dropout_bits: DropoutBits | None = None,
 ) -> Partial:
-    """Compute the partial output of a share's queries over all their live pairs.
+    """Compute the partial output of a block row's queries over all their live pairs.
 
     Args:
-        share: Query rows and views, in row numbers of the tensors.
+        block_row: Query rows and views, in row numbers of the tensors.
         attend: A backend's forward function for one call.
         query: ``[batch, num_heads, rows_q, head_dim]``.
         key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
@@ -144,14 +144,14 @@ def attend_calls(
         ``[batch, num_heads, queries]``. Queries without a live pair get output 0 and LSE -inf.
     """
     batch, num_heads, _, _ = query.shape
-    first, dtype = share.queries.start, lse_dtype(query.dtype)
-    shape = batch, num_heads, len(share.queries)
+    first, dtype = block_row.queries.start, lse_dtype(query.dtype)
+    shape = batch, num_heads, len(block_row.queries)
     answer = Partial(
         query.new_zeros((*shape, value.shape[-1]), dtype=dtype),
         query.new_full(shape, -torch.inf, dtype=dtype),
     )
-    has_result = torch.zeros(1, 1, len(share.queries), dtype=torch.bool)
-    for call in make_calls(share.views, in_batches=in_batches):
+    has_result = torch.zeros(1, 1, len(block_row.queries), dtype=torch.bool)
+    for call in make_calls(block_row.views, in_batches=in_batches):
         options = _options(call, query.device, scale, dropout, dropout_bits)
         is_first = not call.of_queries(has_result, _FIRST if call.number > 1 else None, first).any()
         for place in call.places(batch, num_heads // key.shape[1]):
@@ -171,7 +171,7 @@ def attend_calls(
 
 
 def add_call_gradients(
-    share: Share,
+    block_row: BlockRow,
     compute: Callable[..., tuple[Tensor, Tensor, Tensor]],
     gradients: Gradients,
     query: Tensor,
@@ -186,10 +186,10 @@ def add_call_gradients(
     dropout: Dropout | None = None,
     dropout_bits: DropoutBits | None = None,
 ) -> None:
-    """Add the contribution of a share's live pairs to the gradients, in place.
+    """Add the contribution of a block row's live pairs to the gradients, in place.
 
     Args:
-        share: Query rows and views, in row numbers of the tensors.
+        block_row: Query rows and views, in row numbers of the tensors.
         compute: A backend's backward function for one call.
         gradients: Sums that are added to, in the shapes of ``query``, ``key`` and ``value``.
         query: ``[batch, num_heads, rows_q, head_dim]``.
@@ -204,7 +204,7 @@ def add_call_gradients(
         dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
     """
     lse = lse_for_gradients(lse)
-    for call in make_calls(share.views, in_batches=in_batches):
+    for call in make_calls(block_row.views, in_batches=in_batches):
         options = _options(call, query.device, scale, dropout, dropout_bits)
         for place in call.places(query.shape[0], query.shape[1] // key.shape[1]):
             of_queries = (call.of_queries(each, place) for each in (grad_output, output, lse))

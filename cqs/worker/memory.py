@@ -17,8 +17,8 @@ from cqs.scheduler import AttentionShape, Task
 from cqs.worker.backends import ATTEND_SHARES, IN_BATCHES
 from cqs.worker.calls import Call, make_calls
 from cqs.worker.cpu import LEAST_COLUMNS, padding_rows
-from cqs.worker.share import Share, Work, make_work
 from cqs.worker.triton.tiles import make_tile_list, query_launches
+from cqs.worker.work import BlockRow, Work, make_work
 
 Result = TypeVar("Result")
 
@@ -137,21 +137,21 @@ def predict_sparse_bytes(
     if backend in ATTEND_SHARES:
         return _bytes_of_launches(task, work, shape)
     returned = peak = 0
-    for share in work.shares:
-        peak = max(peak, returned + _bytes_of_share(share, shape, backend))
-        returned += shape.result_bytes(len(share.queries))
+    for block_row in work.block_rows:
+        peak = max(peak, returned + _bytes_of_block_row(block_row, shape, backend))
+        returned += shape.result_bytes(len(block_row.queries))
     return peak
 
 
-def _bytes_of_share(share: Share, shape: AttentionShape, backend: str) -> int:
-    """Return the most bytes that the calls of a share take, with the result that they merge into.
+def _bytes_of_block_row(block_row: BlockRow, shape: AttentionShape, backend: str) -> int:
+    """Return the peak bytes of the calls of a block row, including the result they merge into.
 
     While a call computes, what the one before returned is still there.
     """
-    has_result = np.zeros(len(share.queries), dtype=bool)
+    has_result = np.zeros(len(block_row.queries), dtype=bool)
     before = peak = 0
-    for call in make_calls(share.views, in_batches=backend in IN_BATCHES):
-        is_first = not _mark(has_result, call, share.queries.start)
+    for call in make_calls(block_row.views, in_batches=backend in IN_BATCHES):
+        is_first = not _mark(has_result, call, block_row.queries.start)
         rows = shape.batch * shape.num_heads * len(call.view.queries)
         num_calls = 1
         if call.number > 1:
@@ -167,7 +167,7 @@ def _bytes_of_share(share: Share, shape: AttentionShape, backend: str) -> int:
                 converted = sums * shape.sums_apart
                 peak = max(peak, found + converted + sums + _LSES_OF_A_MERGE * lse)
                 before = sums + lse
-    rows = shape.batch * shape.num_heads * len(share.queries)
+    rows = shape.batch * shape.num_heads * len(block_row.queries)
     if shape.sums_apart:
         peak = max(peak, rows * shape.value_columns * shape.itemsize)
     return rows * (shape.value_columns + 1) * shape.sum_itemsize + peak
@@ -234,7 +234,7 @@ def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
     A launch copies the side whose rows are no multiple of its step.
     """
     launches = query_launches(work, packed=True)
-    num_rows = sum(len(share.queries) for share in work.shares)
+    num_rows = sum(len(block_row.queries) for block_row in work.block_rows)
     answer, part = 0, shape.result_bytes(num_rows)
     if len(launches) > 1:
         rows = shape.batch * shape.num_heads * num_rows

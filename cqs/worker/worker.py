@@ -27,7 +27,7 @@ from cqs.worker.backends import (
 )
 from cqs.worker.calls import add_call_gradients, attend_calls, lse_for_gradients
 from cqs.worker.held_tokens import HeldTokens, rows_of
-from cqs.worker.share import Work, make_work
+from cqs.worker.work import Work, make_work
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Worker:
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
         if name in ATTEND_SHARES:
             options = {"is_united": True, "dtype": dtype, "into": into}
-            return self._attend_shares(name, steps, query, key, value, **options)
+            return self._attend_rows(name, steps, query, key, value, **options)
         parts = self._run_steps(steps, query, key, value, dtype)
         rows = [_slice(step.queries, query) for step in steps]
         answer = into or Partial(*(query.empty_like(part) for part in parts[0]))
@@ -148,7 +148,7 @@ class Worker:
             return
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
         if name in ATTEND_SHARES:
-            self._attend_shares(name, steps, query, key, value, into=answer)
+            self._attend_rows(name, steps, query, key, value, into=answer)
             return
         first = 0
         for step, part in zip(steps, self._run_steps(steps, query, key, value), strict=True):
@@ -217,8 +217,8 @@ class Worker:
         elif steps:
             tensors, drop = _join(*held), self._drop_rows(query, key)
             options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
-            for share in self._work(steps, query, key).shares:
-                add_call_gradients(share, GRADIENTS[name], gradients, *tensors, **options)
+            for block_row in self._work(steps, query, key).block_rows:
+                add_call_gradients(block_row, GRADIENTS[name], gradients, *tensors, **options)
         return gradients
 
     def add_gradients(
@@ -264,13 +264,16 @@ class Worker:
         if name not in ATTEND_SHARES:
             tensors, drop = _join(query, key, value), self._drop_rows(query, key)
             options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
-            shares = self._work(steps, query, key).shares
-            return [attend_calls(share, ATTEND[name], *tensors, **options) for share in shares]
-        whole = self._attend_shares(name, steps, query, key, value, dtype=dtype)
+            block_rows = self._work(steps, query, key).block_rows
+            return [
+                attend_calls(block_row, ATTEND[name], *tensors, **options)
+                for block_row in block_rows
+            ]
+        whole = self._attend_rows(name, steps, query, key, value, dtype=dtype)
         lengths = [len(step.queries) for step in steps]
         return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
 
-    def _attend_shares(
+    def _attend_rows(
         self,
         name: str,
         steps: Sequence[Step],

@@ -17,8 +17,8 @@ from cqs.dropout import Dropout
 from cqs.partial import Partial
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
 from cqs.scheduler import make_plan
-from cqs.worker.share import make_work
 from cqs.worker.triton import launch
+from cqs.worker.work import make_work
 
 TOKENS = 384
 
@@ -53,8 +53,8 @@ def compile_both_passes(
     options = {"scale": 0.1, "dropout": dropout}
     if dropout is not None:
         options["dropout_bits"] = dropout.random_bits(query, whole, whole)
-    answer = launch.attend_shares(query, key, value, work, **options)
-    launch.gradients_of_shares(query, key, value, query, *answer, work, **options)
+    answer = launch.attend_block_rows(query, key, value, work, **options)
+    launch.gradients_of_block_rows(query, key, value, query, *answer, work, **options)
 
 
 def compile_row_copies(dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from cqs.dropout import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
 from cqs.worker.backends import ATTEND, ATTEND_SHARES
-from cqs.worker.share import whole_work
+from cqs.worker.work import whole_work
 
 GPU = pytest.mark.gpu
 SINGLE = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,7 +16,6 @@ from cqs.patterns import (
 )
 from cqs.patterns.views import View
 from cqs.scheduler import Step, make_plan
-from cqs.worker.share import Share, Work, make_work
 from cqs.worker.triton.tiles import (
     FAR,
     NO_BITS,
@@ -24,6 +23,7 @@ from cqs.worker.triton.tiles import (
     make_tile_list,
     query_launches,
 )
+from cqs.worker.work import BlockRow, Work, make_work
 
 TILE = 32
 
@@ -62,7 +62,7 @@ def work_of(plan, pattern=None):
 
 
 def assert_visits(work, live, block):
-    queries = np.concatenate([np.array(share.queries) for share in work.shares])
+    queries = np.concatenate([np.array(block_row.queries) for block_row in work.block_rows])
     packed = visits(query_launches(work, packed=True), live.shape, block, len(queries))
     total = np.zeros(live.shape, int)
     np.add.at(total, queries, packed)
@@ -132,12 +132,12 @@ def test_bands_are_visited_once(low, high, block):
     distance = np.arange(95) - np.arange(100)[:, None]
     live = (distance >= low) & (distance <= high)
     live[:3] = live[:, :10] = False
-    launches = query_launches(Work((Share(range(100), (view,)),)), packed=False)
+    launches = query_launches(Work((BlockRow(range(100), (view,)),)), packed=False)
     assert (visits(launches, live.shape, block) == live).all()
 
 
 def test_most_work_comes_first():
     view = View(range(0, 100), range(0, 100), high=0)
-    (launch,) = query_launches(Work((Share(range(100), (view,)),)), packed=False)
+    (launch,) = query_launches(Work((BlockRow(range(100), (view,)),)), packed=False)
     starts = make_tile_list(launch, 10, 10).tiles[:, 0]
     assert list(starts) == list(range(90, -1, -10))

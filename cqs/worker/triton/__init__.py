@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial, has_triton
-from cqs.worker.share import Work
+from cqs.worker.work import Work
 
 _HEAD_DIMS = range(16, 257, 8)
 
@@ -38,17 +38,19 @@ def _is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def attend_shares(query: Tensor, key: Tensor, value: Tensor, work: Work, **options: Any) -> Partial:
-    """Attend with whole tasks; see :func:`cqs.worker.triton.launch.attend_shares`."""
+def attend_block_rows(
+    query: Tensor, key: Tensor, value: Tensor, work: Work, **options: Any
+) -> Partial:
+    """Attend with whole tasks; see :func:`cqs.worker.triton.launch.attend_block_rows`."""
     from cqs.worker.triton import launch
 
     with torch.cuda.device_of(query):  # where Triton launches
-        return launch.attend_shares(query, key, value, work, **options)
+        return launch.attend_block_rows(query, key, value, work, **options)
 
 
-def gradients_of_shares(query: Tensor, *arguments: Any, **options: Any) -> Sequence[Tensor]:
-    """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_shares`."""
+def gradients_of_block_rows(query: Tensor, *arguments: Any, **options: Any) -> Sequence[Tensor]:
+    """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_block_rows`."""
     from cqs.worker.triton import launch
 
     with torch.cuda.device_of(query):
-        return launch.gradients_of_shares(query, *arguments, **options)
+        return launch.gradients_of_block_rows(query, *arguments, **options)

@@ -1,4 +1,4 @@
-"""Partial outputs and gradients of shares, in one kernel launch for each pair of steps."""
+"""Partial outputs and gradients of block rows, in one kernel launch for each pair of steps."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,6 @@ from cqs.cuda_graphs import cached_on_device
 from cqs.dropout import Dropout, DropoutBits
 from cqs.partial import Partial, merge_rows
 from cqs.worker.operands import with_positive_scale
-from cqs.worker.share import Work
 from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import (
@@ -35,6 +34,7 @@ from cqs.worker.triton.tiles import (
     make_tile_list,
     query_launches,
 )
+from cqs.worker.work import Work
 
 _STATISTICS_ROWS = 32
 """Rows of a program of ``row_statistics``."""
@@ -51,7 +51,7 @@ At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 
 615."""
 
 
-def attend_shares(
+def attend_block_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -64,16 +64,16 @@ def attend_shares(
     dropout: Dropout | None = None,
     dropout_bits: DropoutBits | None = None,
 ) -> Partial:
-    """Compute the partial outputs of all shares, in one launch for each pair of steps.
+    """Compute the partial outputs of all block rows, in one launch for each pair of steps.
 
     Args:
         query: ``[batch, num_heads, rows_q, head_dim]``, float16, bfloat16 or float32.
         key: ``[batch, num_kv_heads, rows_kv, head_dim]``, in the dtype of ``query``.
         value: ``[batch, num_kv_heads, rows_kv, value_dim]``, in the dtype of ``query``.
-        work: The shares, in row numbers of the tensors.
+        work: The block rows, in row numbers of the tensors.
         scale: Factor on the scores.
         is_united: Whether to return one partial output for each row of ``query``, over its live
-            pairs in all shares. Otherwise every share has its own, one share after another.
+            pairs in all block rows. Otherwise every block row has its own, one after another.
         dtype: Dtype of the output; ``None`` means that of the query.
         into: Tensors with a last stride of 1 to write to; ``None`` means new ones.
         dropout: Dropout of the attention probabilities, or None.
@@ -92,7 +92,7 @@ def attend_shares(
     else:
         tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
     if not is_united:
-        num_rows = sum(len(share.queries) for share in work.shares)
+        num_rows = sum(len(block_row.queries) for block_row in work.block_rows)
     group_size = num_heads // key.shape[1]
     scale_log2 = scale / math.log(2)
 
@@ -174,7 +174,7 @@ def attend_shares(
     return answer
 
 
-def gradients_of_shares(
+def gradients_of_block_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -189,7 +189,7 @@ def gradients_of_shares(
     dropout_bits: DropoutBits | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:
-    """Compute the gradients of all shares' live pairs.
+    """Compute the gradients of all block rows' live pairs.
 
     There are two launches for each pair of steps: one for queries, one for keys and values.
 
@@ -200,7 +200,7 @@ def gradients_of_shares(
         grad_output: Gradient of the output, ``[batch, num_heads, rows_q, value_dim]``.
         output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
         lse: LSE of the whole problem, float32 ``[batch, num_heads, rows_q]``.
-        work: The shares, in row numbers of the tensors.
+        work: The block rows, in row numbers of the tensors.
         scale: Factor on the scores.
         dtype: Dtype of the gradients; ``None`` means float32.
         dropout: Dropout of the attention probabilities, or None.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cqs.patterns.views import View
-from cqs.worker.share import Work
+from cqs.worker.work import Work
 
 FAR = 2**30
 """Bound on the distance of a band that excludes no pair: greater than every distance."""
@@ -128,22 +128,22 @@ def query_launches(work: Work, *, packed: bool) -> list[Launch]:
     """Return the launches whose tiles are of queries, one for each pair of steps.
 
     Args:
-        work: The shares to compute; each has at least one query.
-        packed: Whether the output has the rows of all shares, one share after another. Otherwise
-            it has one row for each query of the tensors, with the keys of all shares.
+        work: The block rows to compute; each has at least one query.
+        packed: Whether the output has the rows of all block rows, one after another. Otherwise
+            it has one row for each query of the tensors, with the keys of all block rows.
     """
     if not packed:
-        return _launches([(0, [view for share in work.shares for view in share.views])])
-    ends = np.cumsum([0, *(len(share.queries) for share in work.shares)]).tolist()
+        return _launches([(0, [view for block_row in work.block_rows for view in block_row.views])])
+    ends = np.cumsum([0, *(len(block_row.queries) for block_row in work.block_rows)]).tolist()
     return _launches(
-        (end - share.queries.start, share.views)
-        for end, share in zip(ends, work.shares, strict=False)
+        (end - block_row.queries.start, block_row.views)
+        for end, block_row in zip(ends, work.block_rows, strict=False)
     )
 
 
 def key_launches(work: Work) -> list[Launch]:
-    """Return the launches whose tiles are of keys, each with the queries of all shares."""
-    views = (_transposed(view) for share in work.shares for view in share.views)
+    """Return the launches whose tiles are of keys, each with the queries of all block rows."""
+    views = (_transposed(view) for block_row in work.block_rows for view in block_row.views)
     return _launches([(0, list(views))])
 
 

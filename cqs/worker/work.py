@@ -1,4 +1,4 @@
-"""What steps compute, in rows of the tensors at hand."""
+"""The work of steps, in row numbers of the tensors that a worker holds."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,28 +11,29 @@ from cqs.scheduler import Step
 from cqs.worker.held_tokens import rows_of
 
 
-class Share(NamedTuple):
-    """Some query rows, which get one result each, and all that they see."""
+class BlockRow(NamedTuple):
+    """Query rows, which have one result each, and the keys that they attend to."""
 
     queries: range
+    """Row numbers of the queries."""
     views: tuple[View, ...]
-    """Of these queries; no pair is in two."""
+    """The live pairs of these queries; no pair is in two views."""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Shares of any number of tasks. Compared by identity: made once, remembered, and a key itself.
+    """Block rows of any number of tasks; no pair is in two of them.
 
-    No pair is in two shares.
+    Compared by identity, because a work is made once, cached, and the key of other caches.
     """
 
-    shares: tuple[Share, ...]
+    block_rows: tuple[BlockRow, ...]
 
 
 def whole_work(num_queries: int, num_keys: int, is_causal: bool) -> Work:
     """Return the work of all rows at once; causal only if there are as many keys as queries."""
     queries, keys = range(num_queries), range(num_keys)
-    return Work((Share(queries, (View(queries, keys, high=0 if is_causal else FAR),)),))
+    return Work((BlockRow(queries, (View(queries, keys, high=0 if is_causal else FAR),)),))
 
 
 @lru_cache(maxsize=256)
@@ -52,7 +53,7 @@ def make_work(
     """
     return Work(
         tuple(
-            Share(rows_of(step.queries, queries), _views(step, pattern, queries, keys))
+            BlockRow(rows_of(step.queries, queries), _views(step, pattern, queries, keys))
             for step in steps
         )
     )
