@@ -1,4 +1,9 @@
-"""Device memory that the processes of a host share by CUDA IPC."""
+"""Device memory that the processes of a host share by CUDA IPC.
+
+PyTorch's allocator cannot provide it: an IPC handle covers a whole allocation of the driver, which
+PyTorch divides among tensors. Memory that a peer has open must not be freed before the peer closes
+it, which PyTorch does not know.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,51 +15,52 @@ from torch import Tensor
 from cqs.distributed.agreement import barrier, swap
 
 _LEAST_BYTES = 1 << 21
-"""Smallest allocation in bytes: a smaller one shares its page with other memory of the process."""
+"""Smallest allocation in bytes, a page of 2 MiB. An IPC handle opens whole pages: a smaller buffer
+would expose other memory of the process."""
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class IpcMemory:
     """A buffer on this rank's GPU that its peers can access, and access to theirs.
 
-    Each buffer starts with flags, which all ranks write.
+    Each buffer starts with flags, int32, which this rank and its peers write.
     """
 
     def __init__(
-        self, device: torch.device, rank: int, num_ranks: int, first_numbers: Sequence[int]
+        self, device: torch.device, rank: int, num_ranks: int, initial_flags: Sequence[int]
     ) -> None:
-        """Start without a buffer; :meth:`take` allocates one.
+        """Start without a buffer; :meth:`allocate` allocates one.
 
         Args:
             device: The GPU of this rank.
             rank: Rank of this process in the group.
             num_ranks: Number of ranks in the group.
-            first_numbers: Initial values of the flags at the start of the buffer, int32.
+            initial_flags: Initial values of the flags.
         """
-        self._device, self.rank, self._first_numbers = device, rank, list(first_numbers)
+        self._device, self.rank, self._initial_flags = device, rank, list(initial_flags)
         self.addresses = [0] * num_ranks
         """Device address of every rank's buffer, valid in this process; 0 if there is none."""
-        self.own = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         """This rank's buffer, ``uint8[num_bytes]`` on the GPU; empty if there is none."""
         self.is_captured = False
         """Whether a CUDA graph uses the current buffer, and so may be replayed at any time."""
-        self.captured: list[int] = []
+        self.captured_addresses: list[int] = []
         """Addresses of this rank's earlier buffers that CUDA graphs may use; they are not freed."""
         self.is_released = False
         """Whether the group was aborted, so that the flags are not valid any more."""
 
     @property
-    def header_bytes(self) -> int:
+    def flag_bytes(self) -> int:
         """Size of the flags in bytes."""
-        return 4 * len(self._first_numbers)
+        return 4 * len(self._initial_flags)
 
     @property
-    def numbers(self) -> list[int]:
+    def flags(self) -> list[int]:
         """Values of the flags; synchronizes with the GPU."""
-        found: list[int] = self.own[: self.header_bytes].view(torch.int32).tolist()
+        found: list[int] = self.buffer[: self.flag_bytes].view(torch.int32).tolist()
         return found
 
-    def take(self, control: Any, num_bytes: int) -> bool:
+    def allocate(self, control: Any, num_bytes: int) -> bool:
         """Allocate this rank's buffer and open those of the peers; every rank must call this.
 
         Args:
@@ -68,9 +74,9 @@ class IpcMemory:
         with torch.cuda.device(self._device):
             address, handle = _allocate(num_bytes)
             if address:
-                self.own = _as_bytes(address, num_bytes, self._device)
-                numbers = torch.tensor(self._first_numbers, dtype=torch.int32)
-                self.own[: self.header_bytes].view(torch.int32).copy_(numbers)
+                self.buffer = _as_bytes(address, num_bytes, self._device)
+                flags = torch.tensor(self._initial_flags, dtype=torch.int32)
+                self.buffer[: self.flag_bytes].view(torch.int32).copy_(flags)
                 torch.cuda.synchronize()  # peers may write flags once they have the handle
             handles = swap(control, handle, [len(handle)] * control.size())
             self.addresses = [
@@ -79,9 +85,10 @@ class IpcMemory:
                 else address
                 for other in range(control.size())
             ]
+        # One rank without memory or access would leave the others with buffers of different sizes.
         if all(swap(control, [all(self.addresses)], [1] * control.size())):
             return True
-        self.let_go(control)
+        self.close(control)
         return False
 
     def grow(self, control: Any, num_bytes: int) -> None:
@@ -93,21 +100,21 @@ class IpcMemory:
             torch.OutOfMemoryError: A rank has too little device memory; no rank has a buffer then.
             RuntimeError: A rank has failed.
         """
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._device)  # this rank copies from no peer's buffer any more
         if self.is_captured:
-            self.captured.append(self.addresses[self.rank])
+            self.captured_addresses.append(self.addresses[self.rank])
             self._forget()
         else:
-            self.let_go(control)
-        if not self.take(control, num_bytes):
+            self.close(control)
+        if not self.allocate(control, num_bytes):
             raise torch.OutOfMemoryError(
-                f"a rank of the group has no {num_bytes / 2**20:.0f} MiB for what others fetch"
+                f"a rank of the group cannot allocate a send buffer of {num_bytes / 2**20:.0f} MiB"
             )
 
-    def let_go(self, control: Any) -> None:
+    def close(self, control: Any) -> None:
         """Close the peers' buffers and free this rank's; every rank must call this."""
         self.disconnect()
-        barrier(control)
+        barrier(control)  # memory that a peer has open must not be freed
         self.free()
 
     def disconnect(self) -> None:
@@ -127,14 +134,14 @@ class IpcMemory:
                 check(driver.cuMemFree(address))
 
     def _forget(self) -> None:
-        self.own, self.is_captured = self.own[:0], False
+        self.buffer, self.is_captured = self.buffer[:0], False
         self.addresses = [0] * len(self.addresses)
 
 
 def check(answer: tuple[Any, ...]) -> None:
     """Raise RuntimeError if a CUDA driver call returned an error."""
     if answer[0]:
-        raise RuntimeError(f"the CUDA driver failed: {answer[0].name}")
+        raise RuntimeError(f"a call of the CUDA driver failed with {answer[0].name}")
 
 
 def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
@@ -150,7 +157,7 @@ def _allocate(num_bytes: int) -> tuple[int, bytes]:
     zeros if the device does not support IPC.
     """
     error, address = driver.cuMemAlloc(num_bytes)
-    if error:
+    if error:  # perhaps because PyTorch caches memory that no tensor uses
         torch.cuda.empty_cache()
         error, address = driver.cuMemAlloc(num_bytes)
     if error:

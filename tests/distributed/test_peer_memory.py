@@ -432,7 +432,7 @@ def test_waits_for_a_failed_rank_can_be_released(peer_memory, seed):
         attend(transport, rank, call, tensors)
         transport.release(5)
         synchronize()
-        with pytest.raises(RuntimeError, match="the group was aborted"):
+        with pytest.raises(RuntimeError, match="aborted"):
             attend(transport, rank, call, tensors)
         done.append(rank)
 
@@ -522,7 +522,7 @@ def test_all_ranks_raise_if_one_has_no_memory(peer_memory, monkeypatch):
 
     def program(rank):
         transport = peer_memory.connect_peers(world.groups[rank], GPU)
-        with pytest.raises(torch.OutOfMemoryError, match="a rank of the group has no 0 MiB"):
+        with pytest.raises(torch.OutOfMemoryError, match="send buffer of 0 MiB"):
             attend(transport, rank, call, tensors)
         messages.append(rank)
         world.swap([])

@@ -113,7 +113,7 @@ def test_a_rank_that_fails_before_its_rows_are_there_ends_who_waits_for_them(tmp
     expected[1] = -signal.SIGKILL
     assert [process.exitcode for process in processes] == expected
     for rank in {*range(num_ranks)} - {1}:
-        message = f"cqs: what rank {rank} waits for has not come in 5 s"
+        message = f"cqs: P2P copies of rank {rank} timed out after 5 s"
         assert message in (tmp_path / str(rank)).read_text()
 
 
