@@ -1,6 +1,6 @@
 """Rows of reports that nobody measured."""
 
-from cqs.report.rows import Held, Turn, make_row
+from cqs.report.rows import TaskBytes, RepeatTimes, make_row
 from cqs.report.settings import Settings
 from cqs.scheduler import make_plan
 
@@ -27,7 +27,7 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
     rows = []
     for number in workers:
         size = int(2**26 * number**-0.5)
-        turn = Turn(
+        turn = RepeatTimes(
             [1.2 / number] * (number - 1) + [1.3 / number],
             one=1.2,
             dense=1.1,
@@ -35,7 +35,7 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
             merge=None if executor == "distributed" else 1e-3 * number,
             transfer=None if executor == "local" else 2e-3 * number,
         )
-        held = Held(size if passes == "forward" else None, size + 2**20, size // 2, size // 5)
+        held = TaskBytes(size if passes == "forward" else None, size + 2**20, size // 2, size // 5)
         rows.append(
             make_row(
                 settings,

@@ -1,4 +1,4 @@
-"""Measure what W tasks hold, take and gain on this machine; write a page, tables and rows."""
+"""Measure memory, time and speed-up of W tasks on this machine; write a report and rows."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from cqs.report.local import Measure
 from cqs.report.measurement import append_rows, describe_device
 from cqs.report.page import check_directory, write_report
 from cqs.report.progress import progress_bar
-from cqs.report.rows import PASSES, Row, read_rows
+from cqs.report.rows import PASSES, ReportRow, read_rows
 from cqs.report.settings import Settings
 from cqs.scheduler.arguments import as_integer
 from cqs.scheduler.plan import MAX_LISTED
@@ -30,6 +30,8 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class _Defaults(NamedTuple):
+    """Default sizes of a report."""
+
     tokens: tuple[int, ...]
     num_heads: int
     head_dim: int
@@ -37,27 +39,31 @@ class _Defaults(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """One kind of report."""
+    """A kind of report."""
 
     out: str
+    """Default directory."""
     num_tasks: tuple[int, ...]
+    """Default numbers of tasks."""
     on_cpu: _Defaults
+    """Default sizes without a GPU."""
     on_gpu: _Defaults
+    """Default sizes with a GPU."""
     keys: Callable[[argparse.Namespace, Sequence[Settings], Sequence[int]], list[Any]]
-    """Returns the keys of all rows that options, settings and numbers of tasks ask for."""
+    """Returns the keys of all rows that options, settings and numbers of tasks request."""
     measure: Callable[[argparse.Namespace, Sequence[Settings], Sequence[Any], Path], None]
-    """Measures rows of these keys, and appends them to a file as soon as they are there."""
+    """Measures the rows with given keys, and appends each to a file at once."""
     read: Callable[[Path], list[Any]]
     describe: Callable[[Any, str], Content]
     summarize: Callable[[Any], str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``cqs report``; what is left out depends on the machine."""
+    """Declare the options of ``cqs report``; some defaults depend on the machine."""
     parser.add_argument(
         "kind", nargs="?", choices=_KINDS, default="scaling",
-        help="scaling: what W tasks hold, take and gain; memory: what one of W holds over time, "
-        "and the published case study; default: scaling",
+        help="scaling: memory, time and speed-up of W tasks; memory: memory of one of W tasks over "
+        "time, and the published case study; default: scaling",
     )  # fmt: skip
     parser.add_argument(
         "--tasks", type=parse_integers, metavar="W,W,...",
@@ -72,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--backward", action="store_true", help="measure gradients too")
+    parser.add_argument("--backward", action="store_true", help="also measure the backward pass")
     parser.add_argument("--heads", type=int, metavar="H", help="default: 8, scaling on a GPU 16")
-    parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
+    parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many as heads")
     parser.add_argument(
         "--head-dim", type=int, metavar="D", help="default: 64, scaling on a GPU 128"
     )
@@ -90,14 +96,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", help="ray: of a running cluster; default: a private one")
     parser.add_argument(
         "--out", metavar="DIR",
-        help="directory for report.html, report.md and rows.jsonl; what was measured there before "
-        f"with the same options is kept; default: {_KINDS['scaling'].out}; memory: "
+        help="directory for report.html, report.md and rows.jsonl; earlier rows with the same "
+        f"options are kept; default: {_KINDS['scaling'].out}; memory: "
         f"{_KINDS['memory'].out}",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is missing, row by row, and write the report, of less if interrupted."""
+    """Measure the missing rows and write the report, of fewer rows if interrupted."""
     kind = _KINDS[options.kind]
     settings = _read_settings(options)
     every_num_tasks = _read_num_tasks(options)
@@ -118,7 +124,7 @@ def _measure_missing(
     every_num_tasks: Sequence[int],
     directory: Path,
 ) -> None:
-    """Measure the rows that are not in the directory yet, and write the report there."""
+    """Measure the rows that are missing in a directory, and write the report there."""
     kind = _KINDS[options.kind]
     path = directory / "rows.jsonl"
     rows = kind.read(path)
@@ -129,7 +135,7 @@ def _measure_missing(
     try:
         kind.measure(options, settings, missing, path)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: run the same command again to continue", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         if rows := kind.read(path):
@@ -146,7 +152,7 @@ def _read_settings(options: argparse.Namespace) -> list[Settings]:
     """Return the settings, ascending in tokens, with defaults for this machine.
 
     Raises:
-        ValueError: if a number is too small, or if there are more numbers of tokens than one.
+        ValueError: A number is too small, or a scaling report has several numbers of tokens.
     """
     kind = _KINDS[options.kind]
     default = kind.on_gpu if torch.cuda.is_available() else kind.on_cpu
@@ -161,7 +167,9 @@ def _read_settings(options: argparse.Namespace) -> list[Settings]:
         as_integer(f"--{name}", number, 1)
     tokens = default.tokens if options.seqlen is None else options.seqlen
     if options.kind == "scaling" and len(tokens) > 1:
-        raise ValueError("--seqlen takes several numbers for cqs report memory alone")
+        raise ValueError(
+            f"--seqlen must be one number except for cqs report memory, got {len(tokens)} numbers"
+        )
     return [
         Settings(
             executor=options.executor,
@@ -183,23 +191,35 @@ def _read_num_tasks(options: argparse.Namespace) -> list[int]:
     """Return the numbers of tasks, ascending.
 
     Raises:
-        ValueError: if one is less than 1 or more than 4,096, or if options do not go with the kind
-            or the executor.
+        ValueError: A number is less than 1 or more than 4,096, or an option is not supported by the
+            kind of report or the executor.
     """
     if options.kind == "memory" and (options.executor != "local" or options.backward):
-        raise ValueError("cqs report memory is of executor local and of forward passes")
+        raise ValueError(
+            "cqs report memory does not support --backward or --executor "
+            f"{options.executor}: leave them out"
+        )
     if options.executor != "ray" and not (options.actors is options.address is None):
-        raise ValueError("--actors and --address go with --executor ray")
+        raise ValueError(
+            f"--executor must be ray with --actors or --address, got {options.executor}"
+        )
     if options.executor == "distributed":
         if options.tasks is not None:
-            raise ValueError("--tasks does not go with --executor distributed: a rank is one")
+            raise ValueError(
+                "--tasks must be left out with --executor distributed, which has one task per rank"
+            )
         return [distributed.num_ranks()]
     every_num_tasks = _KINDS[options.kind].num_tasks if options.tasks is None else options.tasks
     return sorted({as_integer("--tasks", number, 1, MAX_LISTED) for number in every_num_tasks})
 
 
 def _check_same(
-    options: argparse.Namespace, row: Row, settings: Settings, path: Path, *, is_complete: bool
+    options: argparse.Namespace,
+    row: ReportRow,
+    settings: Settings,
+    path: Path,
+    *,
+    is_complete: bool,
 ) -> None:
     """Raise ValueError unless rows with these settings may join those of a file."""
     if options.kind == "memory":
@@ -208,7 +228,10 @@ def _check_same(
     if not is_complete and row.device != describe_device():
         differences.append(f"machine {row.device}, not {describe_device()}")
     if differences:
-        raise ValueError(f"{path} has rows of {'; '.join(differences)}: take another --out")
+        raise ValueError(
+            f"--out must have rows of these options, got {path} with "
+            f"{'; '.join(differences)}: pass another directory"
+        )
 
 
 def _scaling_keys(
@@ -224,7 +247,7 @@ def _measure_scaling(
     missing: Sequence[tuple[int, str]],
     path: Path,
 ) -> None:
-    """Measure and append row by row; the bar counts the check and the repeats of each."""
+    """Measure and append the rows; the bar counts the verification and repeats of each."""
     with (
         _open(settings[0], options) as measure,
         progress_bar(len(missing) * (1 + options.repeats)) as bar,
@@ -256,7 +279,7 @@ def _measure_memory(
     missing: Sequence[tuple[int, int]],
     path: Path,
 ) -> None:
-    """Measure and append, for each number of tokens, all numbers of tasks together."""
+    """Measure and append the rows, all numbers of tasks of a sequence length together."""
     of_tokens = {each.tokens: each for each in settings}
     tasks_of: dict[int, list[int]] = {}
     for tokens, number in missing:

@@ -1,4 +1,4 @@
-"""What a report on the memory of one worker says."""
+"""Content of a report on the memory and time of one worker."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -8,45 +8,47 @@ from typing import Any, NamedTuple
 from cqs.commands.table import mebibytes
 from cqs.plotting import case_study as plots
 from cqs.report.case_study import RESIDENT, TENSORS, CaseRow
-from cqs.report.content import NOTHING, Chapter, Content, Picture, Section, Show, TableAxis, span
+from cqs.report.content import NOTHING, Chapter, Content, Picture, RowAxis, Section, Show, span
 from cqs.report.measurement import format_rows
 from cqs.report.sections import digits, facts
 
 Rows = Sequence[CaseRow]
 
 _METHOD = (
-    "Of every plan the task with the longest subsequence was measured, alone on its device, by the "
-    "kernels that compute the whole with one worker. Groups end at any token, as in the published "
-    "study. A time begins when nothing else runs and ends when the device is done; medians of the "
-    "repeats are shown."
+    "The task with the longest subsequence of every plan was measured alone on its device, with "
+    "the kernels that compute the whole problem on one worker. Groups end at any token, as in the "
+    "published study. A time begins when nothing else runs and ends when the device is idle; the "
+    "values are medians of the repeats."
 )
 _COUNTED = {
-    TENSORS: "Counted are tensors, by the history of PyTorch's allocator.",
-    RESIDENT: "Counted is the resident set of the process, every millisecond, beyond what it was "
-    "at the start.",
+    TENSORS: "The memory is that of tensors, from the history of PyTorch's allocator.",
+    RESIDENT: "The memory is the growth of the resident set of the process, sampled every "
+    "millisecond.",
 }
 
 
 class _Length(NamedTuple):
-    """The rows of one number of tokens, by number of workers."""
+    """The rows of one sequence length."""
 
     tokens: int
+    """Number of tokens."""
     by_workers: dict[int, CaseRow]
+    """Rows by number of workers."""
 
 
 def describe(rows: Rows, out: str) -> Content:
-    """Return what a report says.
+    """Return the content of a report.
 
     Args:
-        rows: Of the same settings but for the number of tokens, at least one; ascending.
-        out: The directory of the report, for the command that it names.
+        rows: At least one row, ascending, with equal settings except the number of tokens.
+        out: Directory of the report, for the command that reproduces it.
     """
     lengths = [
         _Length(tokens, {row.num_tasks: row for row in rows if row.tokens == tokens})
         for tokens in dict.fromkeys(row.tokens for row in rows)
     ]
     workers = sorted({row.num_tasks for row in rows})
-    axis = TableAxis("N", "number of tokens N", lambda length: f"{length.tokens:,}")
+    axis = RowAxis("N", "number of tokens N", lambda length: f"{length.tokens:,}")
     return Content(
         title=f"One worker of {span(workers)}: memory and time over "
         f"{span([row.tokens for row in rows])} tokens",
@@ -61,7 +63,7 @@ def describe(rows: Rows, out: str) -> Content:
 
 
 def summarize_rows(rows: Rows) -> str:
-    """Tabulate what matters most, for the terminal."""
+    """Return a text table of the main quantities, for the terminal."""
     columns: dict[str, Callable[[CaseRow], str]] = {
         "N": lambda row: f"{row.tokens:,}",
         "W": lambda row: str(row.num_tasks),
@@ -69,13 +71,18 @@ def summarize_rows(rows: Rows) -> str:
         "MiB": lambda row: mebibytes(row.peak_bytes),
         "predicted MiB": lambda row: mebibytes(row.predicted_bytes),
         "ms": lambda row: digits(row.median_ms),
-        "to the whole": lambda row: digits(row.ratio),
+        "vs. whole": lambda row: digits(row.ratio),
     }
     return format_rows(rows, columns)
 
 
 def command(rows: Rows, out: str) -> str:
-    """Return the command that measures the same into the directory ``out``."""
+    """Return the command that repeats the measurements.
+
+    Args:
+        rows: Rows of one report.
+        out: Directory of the new report.
+    """
     numbers = {
         "--tasks": sorted({row.num_tasks for row in rows}),
         "--seqlen": sorted({row.tokens for row in rows}),
@@ -93,18 +100,17 @@ def _memory_sections(lengths: Sequence[_Length], workers: Sequence[int]) -> tupl
     )
     return (
         Section(
-            "What one worker holds, and for how long",
-            "MiB that the worker of the longest subsequence holds, from before it is given its "
-            "tokens until it has let go of its results: the curves, of the quickest of the "
-            "repeats, and in the table their peaks. "
-            + " ".join(_COUNTED[name] for name in sorted(counted)),
+            "Memory of one worker over time",
+            "Memory in MiB of the worker with the longest subsequence, from before it receives its "
+            "tokens until its results are freed. The curves are those of the fastest repeat; the "
+            "table has their peaks. " + " ".join(_COUNTED[name] for name in sorted(counted)),
             _columns(workers, lambda row: mebibytes(row.peak_bytes)),
             pictures,
         ),
         Section(
             "Measured over predicted",
-            "The same peaks over those that the plan predicts, which are of tensors without the "
-            "scratch of kernels (on CPUs PyTorch's takes up to 0.6 MiB a thread).",
+            "Measured peaks divided by predicted peaks. Predictions count tensors without the "
+            "scratch of kernels, which is up to 0.6 MiB per thread for PyTorch on CPUs.",
             _columns(workers, lambda row: f"{row.peak_bytes / row.predicted_bytes:.3f}"),
             (),
         ),
@@ -115,21 +121,22 @@ def _study_sections(workers: Sequence[int]) -> tuple[Section, ...]:
     return (
         Section(
             "Longest subsequence",
-            "Tokens that the worker of the longest subsequence needs. Of the interest sets that "
-            "are as good the plan has the one that makes it shortest.",
+            "Tokens that the worker with the longest subsequence reads. Among equivalent interest "
+            "sets the plan uses the one with the shortest longest subsequence.",
             _columns(workers, lambda row: f"{row.held_tokens:,}"),
             (_picture(plots.plot_longest, "Longest subsequence"),),
         ),
         Section(
             "Time of the longest task",
-            "Milliseconds. It computes the pairs that it owns, not all pairs of its subsequence.",
+            "Time in milliseconds. The task computes the pairs that it owns, not all pairs of its "
+            "subsequence.",
             _columns(workers, lambda row: digits(row.median_ms)),
             (_picture(plots.plot_longest_times, "Time of the longest task"),),
         ),
         Section(
             "Ratio to the whole",
-            "The same time over that of everything by one worker in the same repeat: 1 / W where "
-            "nothing is lost.",
+            "Time of the longest task divided by the time of the whole problem on one worker in "
+            "the same repeat. The ideal is 1 / W.",
             _columns(workers, lambda row: digits(row.ratio)),
             (_picture(plots.plot_ratios, "Time of the longest task over that of the whole"),),
         ),

@@ -1,4 +1,4 @@
-"""The published case study: what one worker of W holds and takes, and for how long.
+"""The published case study: memory and time of the worker with the longest subsequence.
 
 Bian and Somani (IEEE Access 2025) compare, for sequences of 10,000 to 49,000 tokens, the longest
 subsequence that one of 4, 7, 8 and 31 workers receives, the time that it takes, and its memory.
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from cqs.report.measurement import summarize
-from cqs.report.passes import Forward, Pass, make_pass
-from cqs.report.rows import Row, fields_of, read_kind
+from cqs.report.passes import Forward, MeasuredPass, make_pass
+from cqs.report.rows import ReportRow, fields_of, read_kind
 from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan, Task, make_plan, quorum
@@ -26,47 +26,48 @@ from cqs.worker.resident import STATM, record_resident
 
 NUM_TASKS = (1, 4, 7, 8, 31)
 TOKENS = (10_000, 20_000, 30_000, 40_000, 45_000, 46_000, 47_000, 48_000, 49_000)
-"""As published."""
+"""Sequence lengths of the published study."""
 TENSORS, RESIDENT = "tensors", "resident set"
-"""What is counted as memory."""
+"""Kinds of measured memory."""
 _MOST_SAMPLES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseRow(Row):
-    """The task of the longest subsequence; its time is a median, the ratio is to the whole."""
+class CaseRow(ReportRow):
+    """A row for the task with the longest subsequence; the ratio refers to the whole problem."""
 
     interest_set: list[int]
-    """Of the plan."""
+    """Interest set of the plan."""
     whole_ms: float
-    """Of everything by one worker."""
+    """Time of the whole problem on one worker, in milliseconds."""
     predicted_bytes: int
-    """Peak that the plan predicts, with what the task is given."""
+    """Predicted peak memory in bytes, including the inputs of the task."""
     peak_bytes: int
+    """Measured peak memory in bytes."""
     memory: str
-    """:data:`TENSORS`, as PyTorch's allocator has them, or :data:`RESIDENT`, of the process."""
+    """Kind of memory: :data:`TENSORS` of PyTorch, or :data:`RESIDENT` of the process."""
     sample_seconds: list[float]
-    """Since before the task was given anything."""
+    """Times of the samples in seconds, from before the task received its inputs."""
     sample_bytes: list[int]
-    """Held from then on; if there are very many samples, of neighbours the largest."""
+    """Memory from each sample on, in bytes; of many adjacent samples the largest is kept."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """What tells the rows of one report apart."""
+        """Key that is unique among the rows of a report."""
         return self.tokens, self.num_tasks
 
     @property
     def samples(self) -> list[tuple[float, int]]:
-        """Seconds and bytes, as :func:`cqs.plotting.plot_memory` takes them."""
+        """Samples as (seconds, bytes), the argument of :func:`cqs.plotting.plot_memory`."""
         return list(zip(self.sample_seconds, self.sample_bytes, strict=True))
 
 
 def plan_case(settings: Settings, num_tasks: int) -> Plan:
-    """Plan as published, but for the choice of the interest set.
+    """Return the published plan, with the best of equivalent interest sets.
 
-    Groups end at any token. All multiples of an interest set by a number without common divisors
-    with W are as good; which groups get the tokens by which they differ decides about the longest
-    subsequence. The published scheduler takes one by chance, this the best.
+    Groups end at any token. The multiples of an interest set by units modulo W are equivalent
+    except for the sizes of their groups, which differ by one token. The published scheduler takes
+    an arbitrary multiple, this function one with the shortest longest subsequence.
     """
     make = partial(
         make_plan,
@@ -90,22 +91,22 @@ def plan_case(settings: Settings, num_tasks: int) -> Plan:
 
 
 def longest_task(plan: Plan) -> Task:
-    """Return the task that needs most tokens, of several the one with most pairs."""
+    """Return the task that reads the most tokens; of several, the one with the most live pairs."""
     return max(plan.tasks, key=lambda task: (task.held_tokens, task.live_pairs))
 
 
 def measure(
     settings: Settings, workers: Sequence[int], tick: Callable[[], object] = lambda: None
 ) -> list[CaseRow]:
-    """Measure the longest task of each number of workers, and the whole; all take turns.
+    """Measure the longest task for each number of workers, and the whole problem, in turn.
 
     Args:
-        settings: Of executor ``"local"``.
-        workers: Their numbers.
-        tick: Called once for each of them, checked and recorded, and after every repeat.
+        settings: Settings with executor ``"local"``.
+        workers: The numbers of workers.
+        tick: Called after the verification and recording of each number, and after every repeat.
 
     Raises:
-        VerificationError: if the merged result of all tasks is wrong.
+        VerificationError: The merged result of all tasks is wrong.
     """
     work, timer = make_pass(settings, "forward"), make_timer()
     assert isinstance(work, Forward)
@@ -137,7 +138,7 @@ def measure(
 
 
 def read_rows(path: Path) -> list[CaseRow]:
-    """Read what :func:`cqs.report.rows.read_kind` reads, by number of tokens and of workers."""
+    """Read the case study rows of a file, sorted by number of tokens and of workers."""
     return sorted(read_kind(CaseRow, path), key=lambda row: row.key)
 
 
@@ -146,15 +147,15 @@ class _Recording(NamedTuple):
     samples: list[tuple[float, int]]
 
 
-def _check(work: Pass, plan: Plan) -> None:
+def _check(work: MeasuredPass, plan: Plan) -> None:
     results = [work.compute(task, work.hold(task)) for task in plan.tasks]
     work.verify(work.merger(plan, results)())
 
 
-def _record(work: Pass, task: Task, repeats: int) -> _Recording:
-    """Record what is held from before a task is given its tokens until it has let go of all.
+def _record(work: MeasuredPass, task: Task, repeats: int) -> _Recording:
+    """Record the memory of a task from before it receives its inputs until all is freed.
 
-    Of the repeats the quickest counts: in others something else ran at the same time.
+    The fastest repeat is kept, because other programs may have run during the others.
     """
     device = work.problem.query.device
 
@@ -167,16 +168,16 @@ def _record(work: Pass, task: Task, repeats: int) -> _Recording:
 
     memory, record = TENSORS, partial(record_memory, compute, device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # a block of it may be up to a megabyte larger than is asked for
-        compute()  # no recorded time is to be that of making blocks
+        torch.cuda.empty_cache()  # cached blocks may be 1 MB larger than requested
+        compute()  # allocate the blocks before the recording
     elif STATM.exists():
         memory, record = RESIDENT, partial(record_resident, compute)
-    gc.collect()  # nothing else is to be freed meanwhile
+    gc.collect()  # no other object may be freed during the recording
     recorded = [record()[1] for _ in range(repeats)]
     return _Recording(memory, min(recorded, key=lambda samples: samples[-1][0]))
 
 
-def _time(work: Pass, task: Task, timer: Timer) -> float:
+def _time(work: MeasuredPass, task: Task, timer: Timer) -> float:
     return timer.time(partial(work.compute, task, work.hold(task)))[0]
 
 
@@ -209,7 +210,7 @@ def _make_row(
 
 
 def _thin(samples: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Keep the first, the last, and of neighbours between them the largest."""
+    """Keep the first and the last sample, and the largest of each chunk between them."""
     first, *between, last = samples
     size = ceil(len(between) / _MOST_SAMPLES) or 1
     chunks = [between[i : i + size] for i in range(0, len(between), size)]

@@ -1,4 +1,4 @@
-"""What a page says: chapters of sections, each a table and its pictures."""
+"""Content of a report: chapters of sections, each with a table and pictures."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -6,35 +6,39 @@ from typing import Any, NamedTuple
 from cqs.scheduler import Plan
 
 NOTHING = "-"
-"""Shown of what was not measured."""
+"""Text of a quantity that was not measured."""
 
 Show = Callable[[Any], str]
-"""Writes a quantity of a row."""
+"""Function that formats a quantity of a row."""
 
 
 class Picture(NamedTuple):
     """A picture of the rows of a chapter."""
 
     plot: Callable[[Any, Any], Any]
-    """Takes rows and matplotlib axes."""
+    """Function that plots rows on matplotlib axes."""
     caption: str
+    """Caption of the picture."""
 
 
-class TableAxis(NamedTuple):
-    """What tells the rows of a table apart."""
+class RowAxis(NamedTuple):
+    """The quantity that distinguishes the rows of a table."""
 
     header: str
+    """Header of the first column."""
     name: str
+    """Name of the quantity in text."""
     show: Show
+    """Formats the quantity of a row."""
 
 
 class Section(NamedTuple):
-    """A question, its answer in numbers and in pictures."""
+    """A table with its explanation and pictures."""
 
     title: str
     text: str
     columns: dict[str, Show]
-    """Header of a column and what it shows of a row, after what the row is of."""
+    """Formatting functions of the columns after the first, by header."""
     pictures: tuple[Picture, ...]
 
 
@@ -42,7 +46,7 @@ class Chapter(NamedTuple):
     """Sections about the same rows."""
 
     title: str
-    axis: TableAxis
+    axis: RowAxis
     rows: Sequence[Any]
     sections: tuple[Section, ...]
 
@@ -57,21 +61,21 @@ class Chapter(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A page, before it is drawn."""
+    """The content of a page."""
 
     title: str
     method: str
     facts: dict[str, str]
-    """What was measured, where and how, by name."""
+    """Problem, machine, versions and other facts, by name."""
     command: str
-    """Measures the same again."""
+    """Shell command that repeats the measurements."""
     chapters: Sequence[Chapter]
     plans: Sequence[Plan] = ()
-    """Of which the score matrices are shown, in the colours of their owners."""
+    """Plans whose score matrices are drawn, coloured by owner."""
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Write the least and the largest of some integers.
+    """Return the smallest and the largest of some integers as text.
 
     Example:
         >>> span([49000, 10000, 20000]), span([7, 7])

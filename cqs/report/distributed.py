@@ -1,4 +1,4 @@
-"""Every rank that torchrun started calls :func:`cqs.distributed.attention`; W is their number."""
+"""Measurements on the ranks of torchrun, which call :func:`cqs.distributed.attention`."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +14,8 @@ import cqs.distributed
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype
 from cqs.report.local import Measure, Tick
-from cqs.report.passes import Backward, Forward, Pass, bytes_of, make_pass
-from cqs.report.rows import ScalingRow, Turn, make_row
+from cqs.report.passes import Backward, Forward, MeasuredPass, bytes_of, make_pass
+from cqs.report.rows import RepeatTimes, ScalingRow, make_row
 from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.worker.memory import measure_peak_bytes
@@ -24,30 +24,30 @@ Item = TypeVar("Item")
 
 
 def num_ranks() -> int:
-    """Return how many ranks torchrun started.
+    """Return the number of ranks that torchrun started.
 
     Raises:
-        ValueError: if it did not start this process.
+        ValueError: torchrun did not start this process.
     """
     if "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            "the workers of executor 'distributed' are processes, one for each GPU: start them by "
+            "executor 'distributed' must be started by torchrun, one process per GPU: "
             "torchrun --nproc-per-node 4 -m cqs report --executor distributed"
         )
     return int(os.environ["WORLD_SIZE"])
 
 
 def is_first() -> bool:
-    """Say whether this is the rank that asks for measurements and writes what is found."""
+    """Return whether this is the first rank, which requests measurements and writes the report."""
     return os.environ["RANK"] == "0"
 
 
 @contextmanager
 def opened(settings: Settings) -> Iterator[Measure]:
-    """Prepare to measure, on the first rank; the others :func:`serve` meanwhile.
+    """Yield the measuring function of the first rank; all other ranks call :func:`serve`.
 
-    The time of all workers is that of the slowest rank, from a barrier on; that of one worker and
-    of the dense call are of the first rank, while the others wait.
+    The time of all workers is that of the slowest rank, measured from a barrier. One worker and the
+    dense call are timed on the first rank while the others wait.
     """
     with _group():
         ranks = _Ranks(settings)
@@ -61,7 +61,7 @@ def opened(settings: Settings) -> Iterator[Measure]:
 
 
 def serve(settings: Settings) -> None:
-    """Measure what the first rank asks for, until it is done."""
+    """Take part in the measurements that the first rank requests, until it has finished."""
     with _group():
         ranks = _Ranks(settings)
         while name := _broadcast(""):
@@ -89,17 +89,21 @@ def _broadcast(item: Item) -> Item:
 
 
 def _gather(item: Item) -> list[Item]:
-    """Return what every rank passed."""
+    """Gather the items of all ranks, in rank order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, item)
     return found
 
 
 class _Ranks:
-    """What all ranks do together."""
+    """The measurements of one rank; all ranks call each method together."""
 
     def __init__(self, settings: Settings):
-        """Take the settings, the same on every rank."""
+        """Prepare the measurements.
+
+        Args:
+            settings: The problem and the options of its measurement, equal on all ranks.
+        """
         self._settings = settings
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._work_of = cache(partial(make_pass, settings))
@@ -108,7 +112,12 @@ class _Ranks:
         self._timer_of_calls = make_timer(lambda: dist.all_reduce(signal))
 
     def measure(self, name: str, tick: Tick) -> ScalingRow:
-        """Check a pass, measure memory and time it; every rank returns the row."""
+        """Verify a pass, measure its memory and time; return the row on every rank.
+
+        Args:
+            name: ``"forward"`` or ``"backward"``.
+            tick: Called after the verification and after every repeat.
+        """
         work = self._work_of(name)
         plan = work.problem.make_plan(self._num_ranks)
         task, call = plan.task(self._rank), self._make_call(work)
@@ -127,7 +136,7 @@ class _Ranks:
         turns = []
         for found in run_in_turn(contenders, self._settings.repeats):
             turns.append(
-                Turn(
+                RepeatTimes(
                     found["tasks"],
                     one=found["one"],
                     dense=found["dense"],
@@ -148,12 +157,12 @@ class _Ranks:
 
     @property
     def _rows(self) -> slice:
-        """The tokens of this rank."""
+        """The token positions of this rank's shard."""
         tokens = self._settings.tokens
         return slice(*(tokens * rank // self._num_ranks for rank in (self._rank, self._rank + 1)))
 
-    def _make_call(self, work: Pass) -> Callable[[], tuple[Tensor, ...]]:
-        """Return what computes the pass of this rank's shard."""
+    def _make_call(self, work: MeasuredPass) -> Callable[[], tuple[Tensor, ...]]:
+        """Return a function that computes the pass for this rank's shard."""
         problem, is_backward = work.problem, isinstance(work, Backward)
         shards = [
             tensor[:, :, self._rows].clone().requires_grad_(is_backward)
@@ -176,8 +185,8 @@ class _Ranks:
         output, grad_output = attend()[0], work.grad_output[:, :, self._rows]
         return lambda: torch.autograd.grad(output, shards, grad_output, retain_graph=True)
 
-    def _assemble(self, work: Pass, shards: Sequence[Tensor]) -> Partial | Gradients:
-        """Return the result of which every rank has a part."""
+    def _assemble(self, work: MeasuredPass, shards: Sequence[Tensor]) -> Partial | Gradients:
+        """Return the whole result, given the result of this rank's shard."""
         found = []
         for shard in shards:
             shape = (*shard.shape[:2], self._settings.tokens, *shard.shape[3:])
@@ -188,7 +197,7 @@ class _Ranks:
         return Partial(*found) if isinstance(work, Forward) else Gradients(*found)
 
     def _time(self, timer: Timer, compute: Callable[[], object]) -> list[float]:
-        """Return the seconds of every rank, from a barrier on."""
+        """Return the seconds of every rank, measured from a barrier."""
         dist.barrier()
         return _gather(timer.time(compute)[0])
 

@@ -81,18 +81,18 @@ def verify_gradients(
 ) -> None:
     """Raise unless the gradients of sampled queries, keys and values agree with float64.
 
-    With ``P = exp(scores - lse)`` and ``D = sum(grad_output * output)`` of each row, those of
-    values are ``P^T grad_output``, and with ``dS = P * (grad_output value^T - D)`` those of
-    queries and keys ``scale dS key`` and ``scale dS^T query``: in float64 from the tensors and the
-    answer, which :func:`verify_answer` must have passed. Errors are relative to the largest of the
-    three gradients.
+    Let ``P = exp(scores - lse)``, ``D = sum(grad_output * output)`` per row and
+    ``dS = P * (grad_output value^T - D)``. The gradients are ``dV = P^T grad_output``,
+    ``dQ = scale dS key`` and ``dK = scale dS^T query``. They are computed in float64 from the
+    tensors and the answer, which :func:`verify_answer` must have verified. Errors are relative to
+    the largest of the three gradients.
 
     Args:
         problem: As many queries as keys, one pattern for all heads, no dropout.
         answer: Output and LSE of the whole problem.
         grad_output: Gradient of the output, of its shape.
-        gradients: What to check, of the shapes of query, key and value.
-        name: What an error calls the method.
+        gradients: Gradients to verify, in the shapes of query, key and value.
+        name: Name of the method in errors.
 
     Raises:
         VerificationError: A relative error exceeds the tolerance of the dtype.
@@ -117,7 +117,7 @@ def _sample(number: int, most: int, device: torch.device) -> Tensor:
 def _exact_gradients(
     problem: Problem, answer: Partial, grad_output: Tensor, sample: Tensor
 ) -> Gradients:
-    """Compute the gradients of some queries, and those of the same keys and values."""
+    """Compute the gradients of the sampled queries, keys and values in float64."""
     group_size = problem.query.shape[1] // problem.key.shape[1]
     sees, is_seen = visible_rows(problem, sample), _visible_columns(problem, sample)
     every = torch.arange(problem.query.shape[2], device=sample.device)
@@ -149,7 +149,7 @@ def _exact_gradients(
 
 
 def _visible_columns(problem: Problem, keys: Tensor) -> Tensor:
-    """Say by which queries some keys are seen, bool ``[seqlen, len(keys)]``."""
+    """Return the mask of some keys, bool ``[seqlen, len(keys)]``, True where a query sees one."""
     if problem.bound_pattern is not None:
         turned = problem.bound_pattern.transposed()
         masks = [torch.from_numpy(turned.to_mask(range(key, key + 1))) for key in keys.tolist()]

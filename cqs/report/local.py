@@ -1,28 +1,28 @@
-"""All tasks in this process, each timed as if it were alone on its device."""
+"""Measurements in this process: each task is timed alone on the device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple
 
-from cqs.report.passes import Pass, bytes_of, make_pass
-from cqs.report.rows import Held, ScalingRow, Turn, make_row, median_seconds
+from cqs.report.passes import MeasuredPass, bytes_of, make_pass
+from cqs.report.rows import RepeatTimes, ScalingRow, TaskBytes, make_row, median_seconds
 from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan
 
 Tick = Callable[[], object]
-"""Called after the check and after every repeat."""
+"""Function that is called after the verification and after every repeat."""
 Measure = Callable[[int, str, Tick], ScalingRow]
-"""Measures a number of workers and a pass."""
+"""Function that measures a number of tasks and a pass, with ticks."""
 
 
 @contextmanager
 def opened(settings: Settings) -> Iterator[Measure]:
-    """Prepare to measure what the settings describe.
+    """Yield the measuring function of the settings.
 
-    The time of all workers is that of the slowest task, and a W-th of the merge, which on W devices
-    is shared out; no data is sent.
+    The time of all workers is that of the slowest task plus 1/W of the merge, which W devices would
+    share. There is no communication.
     """
     work_of, timer = cache(partial(make_pass, settings)), make_timer()
 
@@ -43,7 +43,7 @@ def opened(settings: Settings) -> Iterator[Measure]:
         medians = median_seconds([found["tasks"].seconds for found in rounds])
         slowest = medians.index(max(medians))
         turns = [
-            Turn(
+            RepeatTimes(
                 found["tasks"].seconds,
                 one=found["one"],
                 dense=found["dense"],
@@ -57,8 +57,8 @@ def opened(settings: Settings) -> Iterator[Measure]:
     yield measure
 
 
-def _check_and_weigh(work: Pass, plan: Plan) -> list[Held]:
-    """Check the result of all tasks, then measure what each holds."""
+def _check_and_weigh(work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
+    """Verify the merged result of all tasks, then measure the memory of each task."""
     results = [work.compute(task, work.hold(task)) for task in plan.tasks]
     work.verify(work.merger(plan, results)())
     returned = list(map(bytes_of, results))
@@ -71,8 +71,8 @@ class _TimedTasks(NamedTuple):
     merge: float
 
 
-def _time_tasks(work: Pass, plan: Plan, timer: Timer) -> _TimedTasks:
-    """Time every task, and the merge of what they return."""
+def _time_tasks(work: MeasuredPass, plan: Plan, timer: Timer) -> _TimedTasks:
+    """Time every task, and the merge of their results."""
     timed = [timer.time(partial(work.compute, task, work.hold(task))) for task in plan.tasks]
     seconds, results = zip(*timed, strict=True)
     merge, _ = timer.time(work.merger(plan, results))

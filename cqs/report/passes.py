@@ -1,4 +1,4 @@
-"""The forward and the backward pass of one problem: by tasks, by one worker and by PyTorch."""
+"""The measured passes of one problem: computed by tasks, as one task, and by PyTorch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,24 +15,29 @@ from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.report.exact import verify_answer, verify_gradients
 from cqs.report.memory import hold, measure_held
-from cqs.report.rows import Held
+from cqs.report.rows import TaskBytes
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, Task, predict_cost
 from cqs.tiler import GradientSum, Tiler
 from cqs.worker import HeldTokens, Worker
 
 Sides = tuple[list[HeldTokens], list[HeldTokens]]
-"""What a task was given: tensors whose rows are queries, and those whose rows are keys."""
+"""Inputs of a task: the tensors with query rows, and the tensors with key rows."""
 
 
-class Pass(ABC):
-    """One pass, whatever the number of workers by the same kernels."""
+class MeasuredPass(ABC):
+    """A forward or backward pass that is measured with any number of tasks."""
 
     name: str
     """One of :data:`cqs.report.rows.PASSES`."""
 
     def __init__(self, settings: Settings, problem: Problem):
-        """Take a problem, and the settings that it was made with."""
+        """Choose the backend.
+
+        Args:
+            settings: Settings from which the problem was made.
+            problem: The checked problem.
+        """
         self.problem = problem
         self._is_causal = settings.is_causal
         self._tensors = problem.query, problem.key, problem.value
@@ -42,19 +47,24 @@ class Pass(ABC):
     @property
     @abstractmethod
     def _sides(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The whole tensors of which tasks are given rows."""
+        """The whole tensors with query rows, and those with key rows."""
 
     @abstractmethod
     def compute(self, task: Task, held: Sides) -> TensorGroups:
-        """Compute a task."""
+        """Compute a task from its inputs."""
 
     @abstractmethod
     def predict_bytes(self, task: Task, backend: str) -> int | None:
-        """Predict what a task holds at its peak, if the plan can."""
+        """Return the predicted peak memory of a task in bytes; ``None`` without a prediction."""
 
     @abstractmethod
     def merger(self, plan: Plan, results: Sequence[TensorGroups]) -> Callable[[], Any]:
-        """Prepare to merge, once, what the tasks of a plan return."""
+        """Return a function that merges the results of all tasks; call it once.
+
+        Args:
+            plan: The plan of the tasks.
+            results: The results of every task, in task order.
+        """
 
     @abstractmethod
     def verify(self, result: Any) -> None:
@@ -62,10 +72,10 @@ class Pass(ABC):
 
     @abstractmethod
     def dense(self) -> Any:
-        """Compute the pass of all pairs, masked out or not, by a call of PyTorch."""
+        """Compute the pass by PyTorch, including pairs that a pattern masks out."""
 
     def hold(self, task: Task) -> Sides:
-        """Copy what a task needs, as its worker receives it."""
+        """Copy the inputs of a task, as its worker receives them."""
         of_queries, of_keys = self._sides
         return (
             [hold(tensor, task.held_queries) for tensor in of_queries],
@@ -73,16 +83,21 @@ class Pass(ABC):
         )
 
     def one(self) -> TensorGroups:
-        """Compute everything as one task."""
+        """Compute the whole problem as one task."""
         of_queries, of_keys = self._sides
         sides = list(map(HeldTokens.whole, of_queries)), list(map(HeldTokens.whole, of_keys))
         return self.compute(self.problem.make_plan(1).task(0), sides)
 
-    def weigh(self, task: Task, returned: int) -> Held:
-        """Measure what a task holds at its peak; it is known how many bytes it returns."""
+    def weigh(self, task: Task, returned: int) -> TaskBytes:
+        """Measure the peak memory of a task.
+
+        Args:
+            task: The task.
+            returned: Bytes of its results.
+        """
         sides = self.hold(task)
         held = [*sides[0], *sides[1]]
-        return Held(
+        return TaskBytes(
             predicted=self.predict_bytes(task, self.backend),
             peak=measure_held(lambda: self.compute(task, sides), held),
             received=sum(tokens.joined().nbytes for tokens in held),
@@ -96,8 +111,8 @@ class Pass(ABC):
         return output
 
 
-class Forward(Pass):
-    """The answer."""
+class Forward(MeasuredPass):
+    """The forward pass: output and LSE."""
 
     name = "forward"
 
@@ -106,16 +121,16 @@ class Forward(Pass):
         return self._tensors[:1], self._tensors[1:]
 
     def compute(self, task: Task, held: Sides) -> TensorGroups:
-        """Compute output and lse of every step."""
+        """Compute output and LSE of every step."""
         return attend_task(self._worker, task, *held)
 
     def predict_bytes(self, task: Task, backend: str) -> int:
-        """Predict what a task holds at its peak."""
+        """Return the predicted peak memory of a task in bytes."""
         pattern = self.problem.bound_pattern
         return predict_cost(task, self.problem.shape, backend, pattern).peak_bytes
 
     def merger(self, plan: Plan, results: Sequence[TensorGroups]) -> Callable[[], Partial]:
-        """Prepare to merge partial results."""
+        """Return a function that merges the partial outputs of all tasks."""
         tiler = Tiler(plan, *self.problem.empty_answer())
 
         def merge() -> Partial:
@@ -131,22 +146,22 @@ class Forward(Pass):
 
     @torch.no_grad()
     def dense(self) -> Tensor:
-        """Attend to all pairs."""
+        """Compute attention over all pairs by PyTorch."""
         return self._attend_densely(*self._tensors)
 
 
-class Backward(Pass):
-    """The gradients."""
+class Backward(MeasuredPass):
+    """The backward pass: gradients of query, key and value."""
 
     name = "backward"
 
     def __init__(self, settings: Settings, problem: Problem, grad_output: Tensor):
-        """Compute and check the answer that gradients are taken of.
+        """Compute and verify the output and LSE of the forward pass.
 
         Args:
-            settings: As for the forward pass.
-            problem: Likewise.
-            grad_output: Gradient of the output.
+            settings: Settings from which the problem was made.
+            problem: The checked problem.
+            grad_output: Gradient of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
         """
         super().__init__(settings, problem)
         self.grad_output = grad_output
@@ -160,14 +175,14 @@ class Backward(Pass):
         return (self.problem.query, self.grad_output, *self.answer), self._tensors[1:]
 
     def compute(self, task: Task, held: Sides) -> TensorGroups:
-        """Compute what a task contributes to the gradients."""
+        """Compute the gradient contributions of a task."""
         return differentiate_task(self._worker, task, *held) if task.steps else []
 
     def predict_bytes(self, task: Task, backend: str) -> None:
-        """Return None: plans predict forward passes."""
+        """Return None, because plans predict the memory of forward passes only."""
 
     def merger(self, plan: Plan, results: Sequence[TensorGroups]) -> Callable[[], Gradients]:
-        """Prepare to add up contributions."""
+        """Return a function that sums the gradient contributions of all tasks."""
         total = GradientSum(plan, Gradients.zeros(*self._tensors))
 
         def merge() -> Gradients:
@@ -184,25 +199,32 @@ class Backward(Pass):
         verify_gradients(self.problem, self.answer, self.grad_output, result)
 
     def dense(self) -> tuple[Tensor, ...]:
-        """Differentiate one call of PyTorch."""
+        """Compute the gradients of one PyTorch call over all pairs."""
         output, grad = self._dense_output, self.grad_output
         return torch.autograd.grad(output, self._leaves, grad, retain_graph=True)
 
 
-def make_pass(settings: Settings, name: str) -> Pass:
-    """Return ``"forward"`` or ``"backward"`` of what the settings describe.
+def make_pass(settings: Settings, name: str) -> MeasuredPass:
+    """Return the measured pass of the settings.
+
+    Args:
+        settings: The problem and its options.
+        name: ``"forward"`` or ``"backward"``.
 
     Raises:
-        ValueError: if nothing attends to anything.
+        ValueError: The pattern has no live pairs.
     """
     problem, grad_output = settings.make_problem()
     if not problem.make_plan(1).live_pairs:
-        raise ValueError(f"no query sees a key, of {settings.tokens} tokens: {settings.pattern}")
+        raise ValueError(
+            f"pattern must have live pairs, got {settings.pattern}, which masks out all pairs of "
+            f"{settings.tokens} tokens"
+        )
     if name == "forward":
         return Forward(settings, problem)
     return Backward(settings, problem, grad_output)
 
 
 def bytes_of(groups: TensorGroups) -> int:
-    """Return the bytes that a task returns."""
+    """Return the number of bytes of a task's results."""
     return sum(tensor.nbytes for group in groups for tensor in group)

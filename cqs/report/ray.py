@@ -1,4 +1,4 @@
-"""Tasks on the actors of a Ray cluster; times are of whole calls, from tensors to the answer."""
+"""Measurements on a Ray cluster: whole calls, from tensors on the driver to the result there."""
 
 import statistics
 from collections.abc import Iterator
@@ -9,28 +9,28 @@ from typing import Any
 import cqs
 from cqs.executors.ray import RunReport
 from cqs.report.local import Measure, Tick
-from cqs.report.passes import Backward, Pass, make_pass
-from cqs.report.rows import Held, ScalingRow, Turn, make_row
+from cqs.report.passes import Backward, MeasuredPass, make_pass
+from cqs.report.rows import RepeatTimes, ScalingRow, TaskBytes, make_row
 from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan
 
 PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
-"""Of a run; see :class:`cqs.executors.ray.RunReport`."""
+"""Attributes of :class:`cqs.executors.ray.RunReport` whose medians are reported."""
 
 
 @contextmanager
 def opened(
     settings: Settings, num_actors: int | None = None, address: str | None = None
 ) -> Iterator[Measure]:
-    """Prepare to measure; the cluster starts with the first measurement.
+    """Yield the measuring function of the settings; the first measurement starts the cluster.
 
     The time of one worker is that of a call with one task.
 
     Args:
-        settings: What is measured.
-        num_actors: See :class:`cqs.Cluster`, as for the next.
-        address: Of a running cluster; ``None`` starts a private one.
+        settings: The problem and the options of its measurement.
+        num_actors: Number of actors; ``None`` means one per GPU or core, see :class:`cqs.Cluster`.
+        address: Address of a running Ray cluster; ``None`` starts a private Ray.
     """
     with ExitStack() as stack:
         start = cache(lambda: stack.enter_context(cqs.Cluster(num_actors, address=address)))
@@ -45,17 +45,17 @@ def opened(
 def _measure(
     settings: Settings,
     cluster: cqs.Cluster,
-    work: Pass,
+    work: MeasuredPass,
     num_tasks: int,
     timer: Timer,
     tick: Tick,
 ) -> ScalingRow:
-    """Check a run, which also says what its tasks hold, then time others."""
+    """Verify one run, which also reports the memory of its tasks, then time further runs."""
     plan, plan_of_one = (work.problem.make_plan(number) for number in (num_tasks, 1))
     result, report = _run(cluster, work, plan)
     work.verify(result)
     held = [
-        Held(
+        TaskBytes(
             predicted=work.predict_bytes(plan.task(task.index), task.backend),
             peak=task.peak_bytes,
             received=task.bytes_in,
@@ -74,7 +74,7 @@ def _measure(
         report = found["all"]
         reports.append(report)
         turns.append(
-            Turn(
+            RepeatTimes(
                 [task.seconds for task in report.tasks],
                 one=found["one"].seconds,
                 dense=found["dense"],
@@ -99,8 +99,8 @@ def _measure(
     )
 
 
-def _run(cluster: cqs.Cluster, work: Pass, plan: Plan) -> tuple[Any, RunReport]:
-    """Compute a pass on the cluster; return the result, and what it took."""
+def _run(cluster: cqs.Cluster, work: MeasuredPass, plan: Plan) -> tuple[Any, RunReport]:
+    """Compute a pass on the cluster; return the result and the report of the run."""
     if isinstance(work, Backward):
         reports: list[RunReport] = []
         gradients = cluster.differentiate_plan(

@@ -1,4 +1,4 @@
-"""One row per worker count and pass: what was planned, predicted and measured."""
+"""Rows of reports: plan, predictions and measurements of one number of tasks and one pass."""
 
 import platform
 import statistics
@@ -19,37 +19,41 @@ PASSES = ("forward", "backward")
 _BENCHMARK = "scaling"
 _PACKAGES = ("numpy", "ray", "triton", "flash-attn-4")
 
-RowKind = TypeVar("RowKind", bound="Row")
+RowKind = TypeVar("RowKind", bound="ReportRow")
 
 
-class Turn(NamedTuple):
-    """Seconds of one repeat."""
+class RepeatTimes(NamedTuple):
+    """Times of one repeat, in seconds."""
 
     tasks: list[float]
-    """Of each task: its computation alone."""
+    """Computation of each task."""
     one: float
-    """Of everything by one worker."""
+    """The whole problem as one task."""
     dense: float
-    """Of all pairs, masked out or not, by one call of PyTorch."""
+    """One PyTorch call over all pairs, including masked ones."""
     whole: float
-    """Of everything by all workers."""
+    """The whole problem by all workers."""
     merge: float | None = None
-    """Of merging what the tasks return; ``None`` if it is not timed apart."""
+    """Merge of the tasks' results; ``None`` if it is not timed separately."""
     transfer: float | None = None
-    """Of all that the slowest device does not compute; ``None`` if nothing travels."""
+    """Time in which the slowest device does not compute; ``None`` without communication."""
 
 
-class Held(NamedTuple):
-    """Bytes of one task."""
+class TaskBytes(NamedTuple):
+    """Memory and traffic of one task, in bytes."""
 
     predicted: int | None
+    """Predicted peak memory; ``None`` without a prediction."""
     peak: int
+    """Measured peak memory, including the inputs."""
     received: int
+    """Bytes of the inputs."""
     returned: int
+    """Bytes of the results."""
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter, if they are installed."""
+    """Return the versions of Python and of the installed packages that affect results."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -60,8 +64,8 @@ def installed_versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Measurement, ABC):
-    """What was measured of one problem."""
+class ReportRow(Measurement, ABC):
+    """A row of a report: one measurement of one problem."""
 
     tokens: int
     num_heads: int
@@ -71,53 +75,56 @@ class Row(Measurement, ABC):
     pattern: str | None
     seed: int
     tile: int
-    """Of the plan: groups end at its multiples."""
+    """Number of tokens at whose multiples the plan's groups end."""
     held_tokens: int
-    """The longest subsequence: tokens that a task needs, the larger side, of the largest task."""
+    """Longest subsequence: queries or keys, whichever are more, that the largest task reads."""
     versions: dict[str, str] = field(default_factory=installed_versions)
 
     @property
     @abstractmethod
     def key(self) -> tuple[Hashable, ...]:
-        """What tells the rows of one report apart."""
+        """Key that is unique among the rows of a report."""
 
     @cached_property
     def settings(self) -> Settings:
-        """What the row was measured with."""
+        """The settings of the measurement."""
         return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingRow(Row):
-    """One worker count and pass; times are medians of the repeats, ratios those of the repeats."""
+class ScalingRow(ReportRow):
+    """A row for one number of tasks and one pass, with medians over the repeats."""
 
     num_devices: int
-    """How many compute at the same time; what the efficiency is counted by."""
+    """Number of devices that compute at the same time; the efficiency refers to it."""
     responsibility_ratio: float
-    """Live pairs of the whole over those of the busiest task."""
+    """Live pairs of the whole problem divided by those of the busiest task."""
     balance: float
-    """Live pairs of the busiest task over the mean."""
+    """Live pairs of the busiest task divided by the mean."""
     predicted_bytes: int | None
-    """Predicted peak of the task that needs most; ``None`` of a backward pass."""
+    """Largest predicted peak memory of a task in bytes; ``None`` for backward passes."""
     peak_bytes: int
-    """Measured peak of the task that needs most, with what it received."""
+    """Largest measured peak memory of a task in bytes, including its inputs."""
     peak_ratio: float | None
-    """Measured over predicted peak, of the task where that is furthest from 1."""
+    """Measured peak divided by predicted peak, for the task with the largest deviation from 1."""
     bytes_in: int
-    """Bytes that a task receives, the most of all tasks."""
+    """Largest number of bytes that a task receives."""
     bytes_out: int
-    """Bytes that a task returns, likewise."""
+    """Largest number of bytes that a task returns."""
     slowest_ms: float
-    """Computation of the slowest task."""
+    """Time of the slowest task in milliseconds."""
     mean_ms: float
-    """Computation of a task on average."""
+    """Mean time of a task in milliseconds."""
     merge_ms: float | None
-    """See :class:`Turn`, as for the next."""
+    """Time of the merge in milliseconds; ``None`` if it is not timed separately."""
     transfer_ms: float | None
+    """Time in which the slowest device does not compute, in milliseconds, or ``None``."""
     one_ms: float
+    """Time of the whole problem as one task, in milliseconds."""
     dense_ms: float
+    """Time of one PyTorch call over all pairs, in milliseconds."""
     speedup: float
-    """Time of one worker over the time of all."""
+    """Time of one worker divided by the time of all workers."""
 
     @property
     def passes(self) -> str:
@@ -126,27 +133,27 @@ class ScalingRow(Row):
 
     @property
     def key(self) -> tuple[int, str]:
-        """What tells the rows of one report apart."""
+        """Key that is unique among the rows of a report."""
         return self.num_tasks, self.passes
 
     @property
     def held_share(self) -> float:
-        """The longest subsequence over the whole sequence."""
+        """Longest subsequence divided by the length of the sequence."""
         return self.held_tokens / self.tokens
 
     @property
     def time_balance(self) -> float:
-        """Time of the slowest task over the mean."""
+        """Time of the slowest task divided by the mean."""
         return self.slowest_ms / self.mean_ms
 
     @property
     def speedup_over_dense(self) -> float:
-        """Time of one dense call over the time of all workers."""
+        """Time of one dense PyTorch call divided by the time of all workers."""
         return 1 / self.ratio
 
     @property
     def efficiency(self) -> float:
-        """Speed-up over one task, for each device."""
+        """Speed-up over one task divided by the number of devices."""
         return self.speedup / self.num_devices
 
     def make_plan(self) -> Plan:
@@ -165,21 +172,22 @@ def make_row(
     passes: str,
     plan: Plan,
     *,
-    turns: Sequence[Turn],
-    held: Sequence[Held],
+    turns: Sequence[RepeatTimes],
+    held: Sequence[TaskBytes],
     num_devices: int,
     details: dict[str, float] | None = None,
 ) -> ScalingRow:
-    """Sum up what was measured with one worker count.
+    """Summarise the measurements of one number of tasks.
 
     Args:
-        settings: What was measured.
+        settings: Settings of the measurement.
         passes: ``"forward"`` or ``"backward"``.
-        plan: How it was cut.
-        turns: The repeats.
-        held: Of each task, as the seconds of tasks; those without work may be left out.
-        num_devices: How many computed at the same time.
-        details: What only this executor measures.
+        plan: Plan of the tasks.
+        turns: Times of every repeat.
+        held: Memory and traffic of every task, in the order of the times; tasks without work may
+            be omitted.
+        num_devices: Number of devices that computed at the same time.
+        details: Further measurements of the executor, by name.
     """
     predicted = [(each.predicted, each.peak) for each in held if each.predicted]
     ratios = [peak / expected for expected, peak in predicted]
@@ -213,22 +221,30 @@ def make_row(
 
 
 def median_seconds(turns: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each task, given the seconds of all tasks in every repeat."""
+    """Return the median time of each task.
+
+    Args:
+        turns: Times of all tasks in every repeat, in seconds.
+    """
     return [statistics.median(seconds) for seconds in zip(*turns, strict=True)]
 
 
 def read_rows(path: Path) -> list[ScalingRow]:
-    """Read what :func:`read_kind` reads; forward passes first, by number of workers."""
+    """Read the scaling rows of a file; forward passes first, then by number of tasks."""
     rows = read_kind(ScalingRow, path)
     return sorted(rows, key=lambda row: (PASSES.index(row.passes), row.num_tasks))
 
 
 def read_kind(kind: type[RowKind], path: Path) -> list[RowKind]:
-    """Read the rows of a file, none if there is no file; of two with one key the later counts.
+    """Read the rows of a file; of several rows with one key the last is kept.
+
+    Args:
+        kind: Class of the rows.
+        path: Path of the JSON lines file; a missing file has no rows.
 
     Raises:
-        ValueError: if it is no regular file of at most 64 MiB, or a line is no row of this kind;
-            the message names it.
+        ValueError: The path is not a regular file of at most 64 MiB, or a line is not a row of this
+            kind; the message gives the line.
     """
     if not path.exists():
         return []
@@ -242,7 +258,7 @@ def _milliseconds(seconds: Sequence[float | None]) -> float | None:
 
 
 def fields_of(settings: Settings, plan: Plan) -> dict[str, Any]:
-    """Return what a row takes from the settings, and names as rows of benchmarks do."""
+    """Return the fields of a row that follow from settings and plan, by name."""
     kind = "causal" if settings.is_causal else "full"
     shape = f"h{settings.num_heads}-kv{settings.num_kv_heads}-d{settings.head_dim}"
     pattern = "" if settings.pattern is None else f" {settings.pattern}"

@@ -1,37 +1,37 @@
-"""What a report says: its sections, with their tables and pictures, and its facts."""
+"""Content of a scaling report: sections with tables and pictures, and facts."""
 
 import shlex
 from collections.abc import Iterable, Sequence
 
 from cqs.commands.table import mebibytes, percent
 from cqs.plotting import scaling
-from cqs.report.content import NOTHING, Chapter, Content, Picture, Section, TableAxis, span
+from cqs.report.content import NOTHING, Chapter, Content, Picture, RowAxis, Section, span
 from cqs.report.measurement import format_rows
-from cqs.report.rows import PASSES, Row, ScalingRow
+from cqs.report.rows import PASSES, ReportRow, ScalingRow
 
 Rows = Sequence[ScalingRow]
 
 METHODS = {
-    "local": "All tasks ran in one process, one after another, each timed as if it were alone on "
-    "its device: the slowest is the time that W devices would take. The time of all workers is "
-    "that and a W-th of the merge, which W devices would share. No data was sent.",
+    "local": "All tasks ran in one process one after another, each timed alone on the device. The "
+    "time of all workers is that of the slowest task plus 1/W of the merge, which W devices would "
+    "share. There was no communication.",
     "ray": "Tasks ran on the actors of a Ray cluster. The time of all workers is that of a whole "
-    "call, from tensors on the driver to the answer there; that of one worker is of a call with a "
-    "single task. The driver merges beside the computation.",
-    "distributed": "Every rank of a process group computed its own task, of cyclic quorums alone: "
-    "heads were not cut. The time of all workers is that of the slowest rank, from a barrier on; "
-    "that of one worker and of the dense call are of one rank, while the others waited. The task "
-    "of each rank was also timed and weighed alone.",
+    "call, from tensors on the driver to the result there. The time of one worker is that of a "
+    "call with one task. Merges on the driver overlap with computation.",
+    "distributed": "Every rank of a process group computed its own task of a cyclic quorum set, "
+    "with a head-parallel degree of 1. The time of all workers is that of the slowest rank, "
+    "measured from a barrier. One worker and the dense call were timed on one rank while the "
+    "others waited. The time and memory of each rank's task were also measured alone.",
 }
-"""How each executor was measured."""
+"""Description of the measurement of each executor."""
 
 
 def describe(rows: Rows, out: str) -> Content:
-    """Return what a report says.
+    """Return the content of a report.
 
     Args:
-        rows: Of one settings, at least one.
-        out: The directory of the report, for the command that it names.
+        rows: At least one row, all with equal settings.
+        out: Directory of the report, for the command that reproduces it.
     """
     plans = {row.num_tasks: row.make_plan() for row in rows}
     return Content(
@@ -56,7 +56,7 @@ def _chapters(rows: Rows) -> list[Chapter]:
     of_passes = {name: of_pass for name, of_pass in of_passes.items() if of_pass}
     plans = {row.num_tasks: row for row in rows}
     by_workers = [plans[number] for number in sorted(plans)]
-    found.append(Chapter("Shares of the work", _WORKERS, by_workers, (_SHARES,)))
+    found.append(Chapter("Distribution of the work", _WORKERS, by_workers, (_SHARES,)))
     for name, of_pass in of_passes.items():
         sections = [_MEMORY, _TRAFFIC, _TIME, _SPEEDUP]
         if all("actors" in row.details for row in of_pass):
@@ -65,8 +65,8 @@ def _chapters(rows: Rows) -> list[Chapter]:
     return found
 
 
-def facts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return what was measured, where and how, by name; at least one row, all of one report."""
+def facts(rows: Sequence[ReportRow]) -> dict[str, str]:
+    """Return problem, machine, versions and other facts of a report's rows, by name."""
     row = rows[0]
     heads = f"{row.num_heads} heads of {row.head_dim}"
     if row.num_kv_heads != row.num_heads:
@@ -104,7 +104,7 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def summarize_rows(rows: Rows) -> str:
-    """Tabulate what matters most, for the terminal."""
+    """Return a text table of the main quantities, for the terminal."""
     columns = {
         "W": lambda row: str(row.num_tasks),
         "pass": lambda row: row.passes,
@@ -117,9 +117,11 @@ def summarize_rows(rows: Rows) -> str:
 
 
 def command(rows: Rows, out: str) -> str:
-    """Return the command that measures the same into the directory ``out``.
+    """Return the command that repeats the measurements; one line per number of ranks.
 
-    Of ranks a line for each number of them.
+    Args:
+        rows: Rows of one report.
+        out: Directory of the new report.
     """
     options = ["--seqlen", str(rows[0].tokens), *rows[0].settings.options]
     workers = sorted({row.num_tasks for row in rows})
@@ -141,7 +143,7 @@ def _numbers(numbers: Iterable[float]) -> str:
 
 
 def digits(number: float | None) -> str:
-    """Write a number with three significant digits, or a dash for None.
+    """Return a number with three significant digits as text, or a dash for None.
 
     Example:
         >>> [digits(number) for number in (0.0123, 1.5, 2345.6, None)]
@@ -160,11 +162,12 @@ def _mebibytes(number: int | None) -> str:
     return NOTHING if number is None else mebibytes(number)
 
 
-_WORKERS = TableAxis("W", "number of workers W", lambda row: str(row.num_tasks))
+_WORKERS = RowAxis("W", "number of workers W", lambda row: str(row.num_tasks))
 _SHARES = Section(
     "Longest subsequence and balance",
-    "Tokens that the largest task needs, beside the whole sequence; live pairs of the whole over "
-    "those of the busiest task, which is W where all do the same; and the busiest over the mean.",
+    "Tokens that the largest task reads, and their share of the sequence; the responsibility ratio "
+    "(live pairs of the whole problem divided by those of the busiest task, W if balanced); and "
+    "the live pairs of the busiest task divided by the mean.",
     {
         "tokens": lambda row: f"{row.held_tokens:,}",
         "share": lambda row: percent(row.held_share),
@@ -172,15 +175,15 @@ _SHARES = Section(
         "busiest / mean": lambda row: f"{row.balance:.3f}",
     },
     (
-        Picture(scaling.plot_held_tokens, "Longest subsequence, beside 1 / sqrt(W)"),
-        Picture(scaling.plot_responsibility, "Responsibility ratio, beside W"),
+        Picture(scaling.plot_held_tokens, "Longest subsequence, compared with 1 / sqrt(W)"),
+        Picture(scaling.plot_responsibility, "Responsibility ratio, compared with W"),
     ),
 )
 _MEMORY = Section(
     "Memory",
-    "Peak of the task that needs most, with what it was given. Predicted are tensors, without the "
-    "scratch of kernels (on CPUs PyTorch's takes up to 0.6 MiB a thread), and of forward passes "
-    "alone. Measured over predicted is of the task where that is furthest from 1.",
+    "Largest peak memory of a task, including its inputs. Predictions exist for forward passes, "
+    "and count tensors without the scratch of kernels (up to 0.6 MiB per thread for PyTorch on "
+    "CPUs). Measured / predicted is that of the task with the largest deviation from 1.",
     {
         "predicted MiB": lambda row: _mebibytes(row.predicted_bytes),
         "measured MiB": lambda row: _mebibytes(row.peak_bytes),
@@ -192,7 +195,7 @@ _MEMORY = Section(
 )
 _TRAFFIC = Section(
     "Traffic",
-    "The most that a task receives and returns, its own shard included.",
+    "Most bytes that a task receives and returns, including its own shard.",
     {
         "MiB in": lambda row: _mebibytes(row.bytes_in),
         "MiB out": lambda row: _mebibytes(row.bytes_out),
@@ -201,8 +204,9 @@ _TRAFFIC = Section(
 )
 _TIME = Section(
     "Time",
-    "Milliseconds of the slowest and of the mean task, of the merge, and of transfer and waiting: "
-    "all of a call that the slowest device does not compute. What is missing was not timed apart.",
+    "Time in milliseconds of the slowest task, the mean task and the merge. Transfer is the time "
+    "of a call in which the slowest device does not compute. Missing values were not timed "
+    "separately.",
     {
         "slowest": lambda row: digits(row.slowest_ms),
         "mean": lambda row: digits(row.mean_ms),
@@ -211,15 +215,15 @@ _TIME = Section(
         "transfer": lambda row: digits(row.transfer_ms),
     },
     (
-        Picture(scaling.plot_times, "Time of tasks and of what is not in them"),
-        Picture(scaling.plot_balance, "Busiest task over the mean, in pairs and in time"),
+        Picture(scaling.plot_times, "Time of tasks, merge and transfer"),
+        Picture(scaling.plot_balance, "Busiest task divided by the mean, in pairs and in time"),
     ),
 )
 _SPEEDUP = Section(
     "Speed-up",
-    "Milliseconds of all workers; speed-up over one task and over one dense call of PyTorch's "
-    "scaled_dot_product_attention, which computes masked pairs too; and parallel efficiency, the "
-    "speed-up over one task for each device.",
+    "Time of all workers in milliseconds; speed-up compared with one task and with one dense call "
+    "of PyTorch's scaled_dot_product_attention, which also computes masked pairs; and parallel "
+    "efficiency, the speed-up over one task divided by the number of devices.",
     {
         "ms": lambda row: digits(row.median_ms),
         "over one task": lambda row: digits(row.speedup),
@@ -228,20 +232,20 @@ _SPEEDUP = Section(
         "efficiency": lambda row: percent(row.efficiency),
     },
     (
-        Picture(scaling.plot_speedup, "Speed-up, beside the number of devices"),
+        Picture(scaling.plot_speedup, "Speed-up, compared with the number of devices"),
         Picture(scaling.plot_efficiency, "Parallel efficiency"),
     ),
 )
 _RUN = Section(
-    "Where the time of a run goes",
-    "Milliseconds before the slowest actor's first task (planning, putting, fetching), of its "
-    "computation, between its tasks (fetching, returning), and after its last (returning, waiting "
-    "for others, the last merges).",
+    "Parts of a run",
+    "Time in milliseconds before the slowest actor's first task (planning, put, fetch), of its "
+    "computation, between its tasks (fetch, return), and after its last task (return, other "
+    "actors, last merges).",
     {
         "before": lambda row: digits(1e3 * row.details["before_seconds"]),
         "computing": lambda row: digits(1e3 * row.details["slowest_seconds"]),
         "between": lambda row: digits(1e3 * row.details["between_seconds"]),
         "after": lambda row: digits(1e3 * row.details["after_seconds"]),
     },
-    (Picture(scaling.plot_run_parts, "Parts of a run, as the slowest actor saw it"),),
+    (Picture(scaling.plot_run_parts, "Parts of a run on the slowest actor"),),
 )

@@ -1,4 +1,4 @@
-"""What is measured, whatever the number of workers."""
+"""The settings of a report: the problem and the options of its measurement."""
 
 from dataclasses import dataclass, fields
 
@@ -12,36 +12,47 @@ from cqs.problem import Problem, check_problem
 
 @dataclass(frozen=True)
 class Settings:
-    """One problem, and how it is measured."""
+    """A problem and the options of its measurement, without the number of tasks."""
 
     executor: str
     """``"local"``, ``"ray"`` or ``"distributed"``."""
     tokens: int
+    """Number of queries and of keys."""
     num_heads: int
+    """Number of query heads."""
     num_kv_heads: int
+    """Number of KV heads."""
     head_dim: int
+    """Size of a head."""
     dtype: str
-    """Name of a dtype of PyTorch."""
+    """Name of a PyTorch dtype, such as ``"bfloat16"``."""
     is_causal: bool = False
+    """Whether attention is causal."""
     pattern: str | None = None
-    """The expression that makes it; see :func:`cqs.commands.pattern_text.parse_pattern`."""
+    """Expression of the pattern, see :func:`cqs.commands.pattern_text.parse_pattern`, or None."""
     repeats: int = 5
+    """Number of repeats, of which medians are reported."""
     seed: int = 0
+    """Random seed of the tensors."""
 
     def make_pattern(self) -> Pattern | None:
-        """Make the pattern, if there is one.
+        """Return the pattern, or ``None`` without one.
 
         Raises:
-            ValueError: if the expression makes none.
+            ValueError: The expression is not a pattern.
         """
         return None if self.pattern is None else parse_pattern(self.pattern)
 
     def make_problem(self) -> tuple[Problem, Tensor]:
-        """Draw the tensors and the gradient of the output, on a GPU where there is one.
+        """Draw random tensors and a gradient of the output, on the GPU if there is one.
+
+        Returns:
+            The checked problem, and the gradient ``[1, num_heads, tokens, head_dim]``.
 
         Raises:
-            NotImplementedError: if heads differ in their patterns: their plans would differ too.
-            ValueError: as :func:`cqs.problem.check_problem`.
+            NotImplementedError: The pattern differs by head.
+            ValueError: Sizes or pattern do not fit together, see
+                :func:`cqs.problem.check_problem`.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
         generator = torch.Generator(device).manual_seed(self.seed)
@@ -59,13 +70,13 @@ class Settings:
         )
         if problem.differs_by_head:
             raise NotImplementedError(
-                f"a report takes one pattern for all heads, got {self.pattern}"
+                f"pattern must be the same for all heads in a report, got {self.pattern}"
             )
         return problem, grad_output
 
     @property
     def options(self) -> list[str]:
-        """The options of ``cqs report`` but for ``--seqlen``, as a shell would split them."""
+        """The options of ``cqs report`` without ``--seqlen``, as separate shell words."""
         found = [
             "--executor", self.executor,
             "--heads", str(self.num_heads),
@@ -80,6 +91,6 @@ class Settings:
         return found if self.pattern is None else [*found, "--pattern", self.pattern]
 
     def differences(self, other: "Settings") -> list[str]:
-        """Say in what two settings differ: ``tokens 8192, not 4096``."""
+        """Return the differences from other settings, such as ``tokens 8192, not 4096``."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return [f"{name} {ours}, not {theirs}" for name, ours, theirs in pairs if ours != theirs]

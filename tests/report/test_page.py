@@ -180,7 +180,7 @@ def test_memory_and_the_case_study_are_tabulated_by_tokens(visit, reports, width
 def test_what_one_length_lacks_is_a_dash(reports):
     text = (reports["ragged"] / "report.md").read_text()
     assert "| 1,000,000 | - | 377,964 | 94,915 |" in text
-    assert "tensors, by the history" in text and "the resident set of the process" in text
+    assert "tensors, from the history" in text and "the resident set of the process" in text
 
 
 def test_what_was_not_measured_has_no_column(reports):
