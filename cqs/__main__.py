@@ -7,12 +7,12 @@ import cqs
 from cqs.commands.program import Command, run_program
 
 _COMMANDS = {
-    "plan": "show who would compute what: a table, JSON or a picture",
-    "demo": "attend to a real text on a private Ray cluster, checked and tabulated",
-    "attend": "attend to query, key and value files",
-    "doctor": "say what this machine has and which backends can run here",
-    "simulate": "predict how ways to spread attention over many devices compare",
-    "report": "write a page on what numbers of workers hold, take and gain on this machine",
+    "plan": "show the tasks of a plan: a table, JSON or a picture",
+    "demo": "compute attention over a text on a private Ray cluster and verify it",
+    "attend": "compute attention from query, key and value files",
+    "doctor": "show the devices of this machine and the backends that it supports",
+    "simulate": "compare the predicted costs of context-parallel methods",
+    "report": "measure memory, time and speed-up by number of tasks on this machine",
 }
 
 

@@ -108,7 +108,7 @@ def test_plans_of_many_workers_show_their_first_tasks(capsys):
     assert main(["plan", "--tasks", "10000"]) == 0
     assert time.process_time() - start < 30
     title, header, rule, *rows, more = capsys.readouterr().out.splitlines()
-    assert "10000 tasks" in title and header.split()[0] == "worker"
+    assert "10000 tasks" in title and header.split()[0] == "task"
     assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
     assert len(rows) > 10 and str(10_000 - len(rows)) in more
     assert main(["plan", "--tasks", "31"]) == 0

@@ -139,7 +139,7 @@ def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> str:
 
 
 def run_table(report: RunReport, dense_seconds: float) -> str:
-    """Tabulate where the time of the run went."""
+    """Return a text table of the parts of a run's time."""
     parts = {
         "before the slowest actor's first task: plan, put, fetch": report.before_seconds,
         "its computation": report.slowest_seconds,
@@ -156,10 +156,10 @@ def run_table(report: RunReport, dense_seconds: float) -> str:
 
 
 def check_output(problem: Problem, output: Tensor, dense: Tensor) -> str:
-    """Compare the answer with one dense call and both with float64 on evenly spaced rows.
+    """Compare output and dense call with float64 on evenly spaced rows; return a summary.
 
     Raises:
-        AssertionError: if the answer strays more than twice as far as the dense call.
+        AssertionError: The error of the output is more than twice that of the dense call.
     """
     seqlen = output.shape[2]
     rows = torch.linspace(0, seqlen - 1, min(_CHECKED_ROWS, seqlen)).long()

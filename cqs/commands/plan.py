@@ -1,4 +1,4 @@
-"""Show who would compute what: a table, JSON or a picture."""
+"""Show the tasks of a plan as a table, JSON or a picture."""
 
 import argparse
 
@@ -9,9 +9,9 @@ from cqs.scheduler import AttentionShape, Plan, make_plan
 from cqs.scheduler.arguments import as_integer
 
 _MAX_TABULATED = 2**20
-"""Pairs of token groups of the tasks in the table, W of each: they take some two seconds."""
+"""Most pairs of token groups in the table, W per task; they take about 2 s."""
 _MAX_DRAWN = 1024
-"""Tasks in a picture, which has a shape for each pair of token groups."""
+"""Most tasks in a picture, which has one shape per pair of token groups."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-heads", type=int, default=8, help="for the predicted costs")
     parser.add_argument("--head-dim", type=int, default=64, help="for the predicted costs")
-    parser.add_argument("--itemsize", type=int, default=2, help="bytes per element, likewise")
+    parser.add_argument(
+        "--itemsize", type=int, default=2, help="bytes per element, for the predicted costs"
+    )
     parser.add_argument(
         "--json", nargs="?", const="numbers", choices=("numbers", "tasks"),
         help="print the plan as one object: the numbers that define it, or also the tasks that "
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the plan."""
+    """Print the plan, and draw it with ``--picture``."""
     if options.picture:
         as_integer("--tasks with --picture", options.num_tasks, 1, _MAX_DRAWN)
         from cqs.plotting import check_picture, save_owners
@@ -72,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _print_tasks(plan: Plan, shape: AttentionShape) -> None:
-    """Print what the plan is, its tasks, and how even they are; of many tasks the first alone."""
+    """Print the plan, its first tasks, and the responsibility ratio if all tasks are printed."""
     print(plan)
     num_rows = max(1, min(plan.num_tasks, _MAX_TABULATED // plan.num_tasks))
     print(plan_table(plan, shape, num_rows))
@@ -83,7 +85,7 @@ def _print_tasks(plan: Plan, shape: AttentionShape) -> None:
 
 
 def plan_table(plan: Plan, shape: AttentionShape, num_rows: int) -> str:
-    """Tabulate the first tasks of a plan with their predicted costs."""
+    """Return a text table of the first ``num_rows`` tasks with their predicted costs."""
     rows = []
     for task in map(plan.task, range(num_rows)):
         cost = plan.predict_cost(task.index, shape)
@@ -99,5 +101,5 @@ def plan_table(plan: Plan, shape: AttentionShape, num_rows: int) -> str:
                 mebibytes(cost.peak_bytes),
             ]
         )
-    header = ["worker", "groups", "tokens", "pairs", "GFLOP", "MiB in", "MiB out", "peak MiB"]
+    header = ["task", "groups", "tokens", "pairs", "GFLOP", "MiB in", "MiB out", "peak MiB"]
     return format_table(header, rows)

@@ -1,4 +1,4 @@
-"""What programs of several commands have in common: options, exit statuses and errors."""
+"""Options, exit statuses and errors of programs with several commands."""
 
 import argparse
 import io
@@ -16,12 +16,15 @@ class Command(NamedTuple):
     """One command of a program."""
 
     description: str | None
+    """Description for ``--help``."""
     add_arguments: Callable[[argparse.ArgumentParser], object]
+    """Declares the options."""
     run: Callable[[argparse.Namespace], object]
+    """Executes the command with its parsed options."""
 
     @classmethod
     def of(cls, module: ModuleType) -> Self:
-        """Return the command that a module describes, declares and runs."""
+        """Return the command of a module with a docstring, ``add_arguments`` and ``run``."""
         return cls(module.__doc__, module.add_arguments, module.run)
 
 
@@ -39,13 +42,13 @@ def run_program(
 
     Args:
         program: Name of the program.
-        description: What it does, for ``--help``.
+        description: Description of the program for ``--help``.
         summaries: Name and summary of every command.
-        load: Returns the command of a name.
-        arguments: Of the command line; ``None`` means those of this process.
+        load: Function that returns the command of a name.
+        arguments: Words of the command line; ``None`` means those of this process.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Paths are bytes, and results name them: those that are no text are printed as they are.
+        # Results contain paths, which are bytes: invalid Unicode is printed unchanged.
         sys.stdout.reconfigure(errors="surrogateescape")
     try:
         try:

@@ -1,4 +1,4 @@
-"""What one task of W holds and takes: over time, and by the length of the sequence."""
+"""Plots of the case study: memory and time of the task with the longest subsequence."""
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from cqs.report.case_study import CaseRow
 
 Rows = Sequence["CaseRow"]
-"""Of one report, by number of tokens and of tasks."""
+"""Rows of one report, sorted by number of tokens and of tasks."""
 
 _SIZE = (4, 3.2)
-"""Inches, of a new figure."""
+"""Width and height of a new figure in inches."""
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Of Okabe and Ito, "Color Universal Design", 2008: apart for all eyes, on white and on black."""
+"""Colour-blind safe colours of Okabe and Ito, "Color Universal Design", 2008."""
 _MARKERS = "os^Dv"
 
 
 def plot_active_memory(rows: Rows, axes: Any = None) -> Any:
-    """Plot what one task holds while it computes its task, for every number of tasks.
+    """Plot the memory of one task over time, for every number of tasks.
 
     Args:
-        rows: At least one, all of one number of tokens.
+        rows: At least one row, all of one number of tokens.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -43,10 +43,10 @@ def plot_active_memory(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_longest(rows: Rows, axes: Any = None) -> Any:
-    """Plot the longest subsequence by the number of tokens.
+    """Plot the longest subsequence against the number of tokens.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -60,10 +60,10 @@ def plot_longest(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_longest_times(rows: Rows, axes: Any = None) -> Any:
-    """Plot the time of the task of the longest subsequence by the number of tokens.
+    """Plot the time of the task with the longest subsequence against the number of tokens.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -76,10 +76,10 @@ def plot_longest_times(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_ratios(rows: Rows, axes: Any = None) -> Any:
-    """Plot that time over the time of the whole, beside 1 / W.
+    """Plot the time of that task divided by that of the whole problem, compared with 1 / W.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:

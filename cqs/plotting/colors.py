@@ -1,4 +1,4 @@
-"""Colours of tasks that stay apart, for colour-blind readers too."""
+"""Colours of tasks, which readers with colour vision deficiency can distinguish."""
 
 from itertools import cycle, islice
 
@@ -13,22 +13,24 @@ _PALETTE = """
     6f8564 a6c87a c87a4e 904e37 7a2c59 64bc21 b19085 4eb1de e9c89b bc642c d3bc4e 859bb1 d3d3e9
     b17ade 4300d3 dea6d3 6f0b7a a6596f 437ad3 4e7a90 a6a6b1 7a5959 4364d3 c84385 bcbcc8 90e9d3
     005985 c8bcbc b1a6a6 c8bce9 435964 7a1659 a62164 2c5943 b164ff 6f6f43 437a64
+""".split()
+"""RGB colours, each the furthest from all colours before it, among 24 levels per channel.
+
+The distance is that of CAM02-UCS (Luo, Cui and Li, 2006). It is the smallest of four: with normal
+vision, protanopia, deuteranopia and tritanopia (Machado, Oliveira and Fernandes, 2009). Lightness
+J' is from 30 to 88, which reserves black and white for lines and background. Chroma is below 36.
 """
-"""Each is, of 24 levels of red, green and blue, the furthest from all before it: by distance in
-CAM02-UCS (Luo, Cui and Li, 2006), the least of four sights: normal, without the cones for long,
-medium or short waves (Machado, Oliveira and Fernandes, 2009). Lightness J' between 30 and 88 leaves
-black and white to lines and paper; chroma is below 36."""
 
 
 def task_colors(num_tasks: int) -> list[str]:
-    """Return a colour like ``"#0b9f3c"`` for each task; beyond 128 they repeat."""
-    return [f"#{color}" for color in islice(cycle(_PALETTE.split()), num_tasks)]
+    """Return a colour such as ``"#0b9f3c"`` for each task; colours repeat after 128 tasks."""
+    return [f"#{color}" for color in islice(cycle(_PALETTE), num_tasks)]
 
 
 def letter_color(color: str) -> str:
-    """Return the one of black and white that is read more easily on ``color``.
+    """Return black or white, whichever has more contrast on ``color``.
 
-    By relative luminance, as the Web Content Accessibility Guidelines 2.1 define contrast.
+    Contrast is defined by relative luminance (Web Content Accessibility Guidelines 2.1).
     """
     channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]

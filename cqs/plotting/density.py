@@ -1,4 +1,4 @@
-"""The share of pairs that a pattern lets attend, over the score matrix."""
+"""Plot of the live pairs of a pattern over the score matrix."""
 
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -9,24 +9,24 @@ if TYPE_CHECKING:
     from cqs.patterns import Pattern
 
 _EXACT = 512
-"""Sequences of up to so many tokens are drawn pair by pair."""
+"""Longest sequence that is drawn pair by pair."""
 _TILES = 96
-"""Longer ones in so many tiles each way, by their share of pairs that attend."""
+"""Number of tiles per axis in which longer sequences are drawn."""
 _TITLE_POINTS = 10
 
 
 def plot_density(
     pattern: "Pattern", seqlen_q: int, seqlen_kv: int | None = None, axes: Any = None
 ) -> Any:
-    """Draw a pattern: every pair where sequences are short, else the share of pairs that attend.
+    """Plot the live pairs of a pattern; long sequences as the fraction of live pairs per tile.
 
-    The scale of shares is logarithmic, so that a single live pair of a tile shows; tiles without
-    any are white.
+    The scale of fractions is logarithmic, so that a single live pair of a tile is visible. Tiles
+    without live pairs are white.
 
     Args:
-        pattern: Of one head.
+        pattern: A pattern that is the same for all heads.
         seqlen_q: Number of queries.
-        seqlen_kv: Number of keys; ``None``: as many.
+        seqlen_kv: Number of keys; ``None`` means ``seqlen_q``.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Figures to draw on, and files to draw into."""
+"""Axes, labels and image files that all plots share."""
 
 import io
 import os
@@ -9,7 +9,7 @@ from typing import Any
 from cqs.output_files import replace_file
 
 _FEW = 16
-"""Up to so many tokens have a tick each, in their middle."""
+"""Most tokens that have one tick each, at their centre."""
 
 
 def new_axes(size: tuple[float, float]) -> Any:
@@ -20,15 +20,15 @@ def new_axes(size: tuple[float, float]) -> Any:
 
 
 def points_across(axes: Any) -> tuple[float, float]:
-    """Return about how many points wide and high ``axes`` are inside, before the final layout."""
+    """Return the approximate inner width and height of ``axes`` in points, before layout."""
     box, dots = axes.get_window_extent(), axes.figure.dpi
     return 72 * box.width / dots, 72 * box.height / dots
 
 
 def label_tokens(axes: Any, seqlen_q: int, seqlen_kv: int) -> None:
-    """Label a score matrix, in which each token takes up one unit: keys to the right, queries down.
+    """Label the axes of a score matrix, with keys to the right and queries downwards.
 
-    Sets the limits and the aspect too.
+    Each token is one unit. Limits and aspect are set too.
     """
     axes.set(
         xlim=(0, max(seqlen_kv, 1)),
@@ -43,7 +43,7 @@ def label_tokens(axes: Any, seqlen_q: int, seqlen_kv: int) -> None:
 
 
 def _number(axis: Any, length: int, room: float) -> None:
-    """Number the tokens along an axis that has room for so many numbers."""
+    """Set the token ticks of an axis with space for ``room`` numbers."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     if length <= min(_FEW, room):
@@ -54,7 +54,7 @@ def _number(axis: Any, length: int, room: float) -> None:
 
 
 def write_plainly(axis: Any) -> None:
-    """Write the numbers of a logarithmic axis without powers."""
+    """Label a logarithmic axis with plain numbers instead of powers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(base=2, numticks=9))
@@ -63,7 +63,7 @@ def write_plainly(axis: Any) -> None:
 
 
 def make_logarithmic(axes: Any) -> None:
-    """Scale the vertical axis, once all is drawn, from one power of two to another."""
+    """Make the vertical axis logarithmic, between powers of two; call after drawing."""
     axes.set_yscale("log", base=2)
     write_plainly(axes.yaxis)
     low, high = axes.dataLim.intervaly
@@ -71,7 +71,7 @@ def make_logarithmic(axes: Any) -> None:
 
 
 def add_legend(axes: Any, num_columns: int = 2) -> Any:
-    """Say above the picture what is what, if there is a choice; return the axes."""
+    """Add a legend above the axes if there are several labels; return the axes."""
     if len(axes.get_legend_handles_labels()[1]) > 1:
         place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": num_columns}
         axes.legend(**place, frameon=False, fontsize="small")
@@ -79,15 +79,15 @@ def add_legend(axes: Any, num_columns: int = 2) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path, *, dpi: int) -> None:
-    """Draw a figure into an image file of the format that its name ends in.
+    """Write a figure to an image file, in the format of its suffix.
 
     Args:
         figure: A matplotlib figure.
-        path: The file, which is replaced once the picture is complete.
-        dpi: Dots per inch, where the format has dots.
+        path: The file, which is overwritten when the picture is complete.
+        dpi: Dots per inch of pixel formats.
 
     Raises:
-        OSError: if the file cannot be written.
+        OSError: The file cannot be written.
     """
     buffer = io.BytesIO()  # some writers of matplotlib fail with errors of their own on a full disk
     figure.savefig(buffer, format=Path(path).suffix.removeprefix(".").lower(), dpi=dpi)
@@ -96,18 +96,24 @@ def save_figure(figure: Any, path: str | Path, *, dpi: int) -> None:
 
 
 def check_picture(path: str | Path) -> None:
-    """Raise what :func:`save_owners` would raise for ``path``, before there is a plan to draw."""
+    """Raise the errors that writing a picture to ``path`` would raise.
+
+    Raises:
+        NotImplementedError: matplotlib is not installed.
+        ValueError: The suffix of the path is not a supported format.
+        OSError: The path cannot be written.
+    """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise NotImplementedError(
-            f"pictures need matplotlib: pip install matplotlib ({error})"
+            f"pictures require matplotlib: pip install matplotlib ({error})"
         ) from error
     path = Path(path)
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
-        raise ValueError(f"a picture's name must end in one of {sorted(formats)}, got '{path}'")
+        raise ValueError(f"picture must end in one of {sorted(formats)}, got '{path}'")
     is_other = path.exists() and not path.is_file()
     places = [path.resolve().parent, *[path] * path.exists()]
     if is_other or not all(os.access(place, os.W_OK) for place in places):
-        raise OSError(f"cannot write a picture to '{path}'")
+        raise OSError(f"picture must be a writable path, got '{path}'")

@@ -1,4 +1,4 @@
-"""Memory over time."""
+"""Plot of memory over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,25 +13,25 @@ def plot_memory(
     predicted_bytes: int | None = None,
     label: str = "held",
 ) -> Any:
-    """Plot what is held against time.
+    """Plot allocated memory over time.
 
     Args:
-        samples: Seconds, ascending, and the bytes held from then on, as
-            :func:`cqs.worker.memory.record_memory` returns them, and
-            :func:`~cqs.worker.memory.samples_of_snapshot` of a history that PyTorch recorded.
+        samples: Ascending times in seconds and the allocated bytes from each time on. They are
+            returned by :func:`cqs.worker.memory.record_memory`, and by
+            :func:`~cqs.worker.memory.samples_of_snapshot` for a history that PyTorch recorded.
         axes: Matplotlib axes to draw on, which may have other samples on it; ``None`` makes a new
             figure.
-        predicted_bytes: The peak that a plan predicts, drawn as a dashed line.
-        label: What the samples are of; the legend adds their peak.
+        predicted_bytes: Predicted peak in bytes, drawn as a dashed line; ``None`` draws none.
+        label: Label of the samples; the legend adds their peak.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if there are no samples.
+        ValueError: There are no samples.
     """
     if not samples:
-        raise ValueError("there are no samples of memory to plot")
+        raise ValueError("samples must have at least one element, got none")
     axes = new_axes((8, 4)) if axes is None else axes
     seconds, held = zip(*samples, strict=True)
     mebibytes = [each / 2**20 for each in held]

@@ -1,4 +1,4 @@
-"""The score matrix of a plan, by owner."""
+"""Plot of the score matrix of a plan, coloured by owner."""
 
 from bisect import bisect, bisect_left
 from collections.abc import Sequence
@@ -10,42 +10,42 @@ from cqs.plotting.figures import check_picture, label_tokens, new_axes, points_a
 from cqs.scheduler import Block, Plan
 
 _SIZE = (7, 7)
-"""Inches, of a new figure."""
+"""Width and height of a new figure in inches."""
 _STAIRS = 64
-"""Causal squares of up to so many queries are drawn step by step, larger ones as triangles."""
+"""Largest causal square that is drawn step by step; larger ones are drawn as triangles."""
 _NAMED = 16
-"""Up to so many tasks are named in their blocks, of a plan without a pattern."""
+"""Most tasks whose blocks are numbered, in a plan without a pattern."""
 _NAME_POINTS = 8
-"""Height of a name in points; its digits are less wide."""
+"""Height of a number in points; its digits are narrower."""
 _EXACT = 256
-"""With a pattern, sequences of up to so many tokens are drawn pair by pair."""
+"""Longest sequence that is drawn pair by pair with a pattern."""
 _CELLS = 128
-"""Longer ones in as many parts of groups as are at most so many each way."""
+"""Most cells per axis in which longer sequences are drawn; each is part of a group."""
 _PALEST = 0.6
-"""Opacity of cells with hardly a live pair."""
+"""Opacity of cells with almost no live pairs."""
 _OTHERS = "#e8e8e8"
-"""The colour of all tasks but the one that is asked for."""
+"""Colour of all tasks except the requested one."""
 
 
 def plot_owners(plan: Plan, axes: Any = None, *, index: int | None = None) -> Any:
-    """Draw the score matrix of ``plan``, every live block or pair in the colour of its owner.
+    """Plot the score matrix of a plan, with every live block or pair in the colour of its owner.
 
-    Colours of any two tasks differ, to colour-blind eyes too, up to 128 tasks. Of a plan with a
-    pattern live pairs alone are drawn, or where there are too many to see, cells: in the colour of
-    the task that owns most of the cell, the paler the fewer of its pairs are live. A bar beside
-    the matrix says whose the colours are, where names do not.
+    Up to 128 tasks have different, colour-blind safe colours. With a pattern only live pairs are
+    drawn. Long sequences are drawn in cells: the colour is that of the task with most of the cell,
+    the opacity grows with the fraction of live pairs. A colour bar identifies tasks that are not
+    numbered in the matrix.
 
     Args:
         plan: Any plan; drawing takes O(W^2) polygons, or 2^14 counts of cells, whatever the
             sequence length.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
-        index: Show the part of this task, all others in grey; ``None`` shows all.
+        index: Task to show in colour, with all others in grey; ``None`` shows all in colour.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if there is no such ``index``.
+        ValueError: ``index`` is not the index of a task.
     """
     if index is not None:
         plan.task(index)
@@ -67,12 +67,12 @@ def plot_owners(plan: Plan, axes: Any = None, *, index: int | None = None) -> An
 
 
 def save_owners(plan: Plan, path: str | Path) -> None:
-    """Draw :func:`plot_owners` into an image file of the format that its name ends in.
+    """Write :func:`plot_owners` to an image file, in the format of its suffix.
 
     Raises:
-        NotImplementedError: if matplotlib is not installed.
-        ValueError: if the format is unknown.
-        OSError: if the file cannot be written.
+        NotImplementedError: matplotlib is not installed.
+        ValueError: The format is unknown.
+        OSError: The file cannot be written.
     """
     check_picture(path)
     from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:
 
 
 def _name_owner(axes: Any, index: int, block: Block, color: str) -> None:
-    """Write a task's number into a block that has room; half of a causal one is empty."""
+    """Draw a task's number in a block with enough space; half of a causal block is empty."""
     queries, keys, is_causal = block
     name, room = str(index), 0.5 if is_causal else 1.0
     width, height = points_across(axes)
@@ -180,7 +180,7 @@ def _count_live(plan: Plan, block: Block, rows: list[int], columns: list[int]) -
 
 
 def _cut(groups: Sequence[range]) -> list[int]:
-    """Return the edges of the cells that a sequence is drawn in, each inside one group."""
+    """Return the edges of the cells of a sequence, each within one group."""
     length = groups[-1].stop
     if length <= _EXACT:
         return list(range(max(length, 1) + 1))

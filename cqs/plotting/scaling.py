@@ -1,4 +1,4 @@
-"""What was measured, by number of tasks."""
+"""Plots of scaling rows against the number of tasks."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,26 +9,26 @@ if TYPE_CHECKING:
     from cqs.report.rows import ScalingRow
 
 Rows = Sequence["ScalingRow"]
-"""Of one report and one pass, by number of tasks."""
+"""Rows of one report and one pass, sorted by number of tasks."""
 
 _SIZE = (4, 3.2)
-"""Inches, of a new figure."""
+"""Width and height of a new figure in inches."""
 _BLUE, _ORANGE, _GREEN, _PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
-"""Of Okabe and Ito, "Color Universal Design", 2008: apart for all eyes, on white and on black."""
+"""Colour-blind safe colours of Okabe and Ito, "Color Universal Design", 2008."""
 _STYLES = ((_BLUE, "o", "-"), (_ORANGE, "s", "--"), (_GREEN, "^", "-."), (_PURPLE, "D", ":"))
 _SMOOTH = 64
-"""Pieces of a curve."""
+"""Line segments of a reference curve."""
 _MIB = 2**20
 
 
 def plot_held_tokens(rows: Rows, axes: Any = None) -> Any:
-    """Plot the share of all tokens in the longest subsequence, and the least that is possible.
+    """Plot the longest subsequence as a fraction of all tokens, and its lower bound.
 
-    A quorum of m groups must hold W pairs of groups, so m is at least sqrt(W), and the share about
-    1 / sqrt(W).
+    A quorum of m groups must hold W pairs of groups, so m is at least sqrt(W) and the fraction at
+    least about 1 / sqrt(W).
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -42,10 +42,10 @@ def plot_held_tokens(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_responsibility(rows: Rows, axes: Any = None) -> Any:
-    """Plot the responsibility ratio, which is W where work is shared evenly.
+    """Plot the responsibility ratio, which is W if the work is balanced.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -59,10 +59,10 @@ def plot_responsibility(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_balance(rows: Rows, axes: Any = None) -> Any:
-    """Plot the busiest task over the mean, in pairs as planned and in time as measured.
+    """Plot the busiest task divided by the mean, in planned pairs and in measured time.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -79,10 +79,10 @@ def plot_balance(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_peak_bytes(rows: Rows, axes: Any = None) -> Any:
-    """Plot the peak memory of the task that needs most, as predicted and as measured.
+    """Plot the largest peak memory of a task, predicted and measured.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -99,10 +99,10 @@ def plot_peak_bytes(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_traffic(rows: Rows, axes: Any = None) -> Any:
-    """Plot the most that a task receives and returns.
+    """Plot the most bytes that a task receives and returns.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -119,10 +119,10 @@ def plot_traffic(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_times(rows: Rows, axes: Any = None) -> Any:
-    """Plot the slowest and the mean task, merge and transfer, where they were timed.
+    """Plot the times of the slowest and the mean task, of merge and transfer.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -141,10 +141,10 @@ def plot_times(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_speedup(rows: Rows, axes: Any = None) -> Any:
-    """Plot the speed-up over one task and over one dense call, and the number of devices.
+    """Plot the speed-up over one task and over one dense call, with the number of devices.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -163,10 +163,10 @@ def plot_speedup(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_efficiency(rows: Rows, axes: Any = None) -> Any:
-    """Plot the parallel efficiency: the speed-up over one task, for each device.
+    """Plot the parallel efficiency: the speed-up over one task divided by the devices.
 
     Args:
-        rows: At least one.
+        rows: At least one row.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -180,10 +180,10 @@ def plot_efficiency(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_run_parts(rows: Rows, axes: Any = None) -> Any:
-    """Plot where the time of a run on a cluster goes, as bars.
+    """Plot the parts of the time of runs on a cluster as stacked bars.
 
     Args:
-        rows: Of executor ``"ray"``, at least one.
+        rows: At least one row of executor ``"ray"``.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -204,7 +204,7 @@ def plot_run_parts(rows: Rows, axes: Any = None) -> Any:
 
 
 def _prepare(rows: Rows, axes: Any, label: str) -> Any:
-    """Return axes whose horizontal one has the numbers of tasks from 1 on."""
+    """Return axes with the numbers of tasks on a logarithmic horizontal axis from 1."""
     axes = new_axes(_SIZE) if axes is None else axes
     axes.set_xscale("log", base=2)
     write_plainly(axes.xaxis)
@@ -219,7 +219,7 @@ def _draw_lines(
     lines: "dict[str, Callable[[ScalingRow], float | None]]",
     styles: Sequence[tuple[str, str, str]] = _STYLES,
 ) -> None:
-    """Draw a line for each quantity that some row has, in its color, marker and style of line."""
+    """Draw a line for each quantity that some row has, with its colour, marker and line style."""
     for (label, quantity), (color, marker, style) in zip(lines.items(), styles, strict=False):
         points = [(row.num_tasks, quantity(row)) for row in rows]
         points = [(workers, number) for workers, number in points if number is not None]
@@ -231,7 +231,7 @@ def _draw_lines(
 
 
 def _draw_reference(axes: Any, rows: Rows, of_workers: Callable[[float], float], name: str) -> None:
-    """Draw in grey what a quantity is compared with."""
+    """Draw a grey reference curve."""
     most = max(row.num_tasks for row in rows)
     workers = [most ** (i / _SMOOTH) for i in range(_SMOOTH + 1)]
     axes.plot(workers, list(map(of_workers, workers)), color="gray", linewidth=1, label=name)

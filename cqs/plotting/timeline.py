@@ -1,4 +1,4 @@
-"""Who computed what when, and who waited."""
+"""Timeline of the tasks of a run, as a plot or a trace."""
 
 import json
 from collections import defaultdict
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 _NAME_POINTS = 7
 """Height of a number in points."""
 _NAMED = 32
-"""In up to so many rows there is room for numbers."""
+"""Most rows in which task numbers are drawn."""
 
 
 def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
-    """Draw a bar for each task of a run, in the row of the process that computed it.
+    """Plot a bar for each task of a run, in the row of the process that computed it.
 
-    Bars have the colour of their task in :func:`plot_owners`, and its number where there is room.
-    Where a row is grey the process waited: for its first groups, for those of the next task, or
-    for others at the end; or it was dead, or its successor was not there yet. Times are by the
-    clocks of the processes: of machines that disagree, rows are out of line by as much.
+    Bars have the colour of their task in :func:`plot_owners`, and its number if there is space. A
+    row is grey while the process computes nothing: it waits for inputs or for other processes at
+    the end, it has failed, or it has not started yet. Times are those of the processes' clocks, so
+    rows of different hosts are shifted by the difference of their clocks.
 
     Args:
-        report: Of a call on a cluster, as ``AttentionFuture.report`` has it.
+        report: Report of a call on a cluster, ``AttentionFuture.report``.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
@@ -75,19 +75,18 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
 
 
 def save_trace(report: "RunReport", path: str | Path) -> None:
-    """Write a run as a trace that https://ui.perfetto.dev and chrome://tracing show.
+    """Write a run as a trace for https://ui.perfetto.dev and chrome://tracing.
 
-    The format is that of the "Trace Event Format" of Chrome: JSON, microseconds since the call.
-    Each process has its tasks, with what :class:`~cqs.executors.ray.TaskReport` says of them, and
-    between them the times that it waited, as in :func:`plot_timeline`. The driver's row is the
-    whole call.
+    The format is the "Trace Event Format" of Chrome: JSON with microseconds since the call.
+    Each process has its tasks, with the values of :class:`~cqs.executors.ray.TaskReport`, and
+    between them its waiting times, as in :func:`plot_timeline`. The driver's row is the whole call.
 
     Args:
-        report: Of a call on a cluster, as ``AttentionFuture.report`` has it.
-        path: The file, which is replaced; its name usually ends in ``.json``.
+        report: Report of a call on a cluster, ``AttentionFuture.report``.
+        path: The file, which is overwritten; its name usually ends in ``.json``.
 
     Raises:
-        OSError: if the file cannot be written.
+        OSError: The file cannot be written.
     """
     driver = {
         "put_seconds": report.put_seconds,
@@ -119,7 +118,7 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
 
 
 def _tasks_by_process(report: "RunReport") -> "list[list[TaskReport]]":
-    """Return the tasks of each process by time; first the process that began first."""
+    """Return the tasks of each process in order of time; processes in order of their first task."""
     by_pid: dict[int, list[TaskReport]] = defaultdict(list)
     for task in sorted(report.tasks, key=lambda task: task.started):
         by_pid[task.pid].append(task)

@@ -201,7 +201,7 @@ def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
     ("options", "message"),
     [
         (["--slack", "-1"], "--slack must be at least 0, got -1"),
-        (["--picture", "life.doc"], "a picture's name must end in one of"),
+        (["--picture", "life.doc"], "picture must end in one of"),
         (["--tasks", "0"], "--tasks must be at least 1, got 0"),
         (["--trials", "0"], "--trials must be at least 1, got 0"),
         (["--saves", "-1"], "--saves must be at least 0, got -1"),

@@ -57,5 +57,5 @@ def test_samples_are_plotted_as_steps_in_mebibytes():
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["held, peak 3 MiB", "predicted 4 MiB"]
     assert len(plot_memory([(0.0, 1)], axes).lines) == 3
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError, match="samples must have at least one"):
         plot_memory([])
