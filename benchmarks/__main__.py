@@ -25,6 +25,7 @@ BENCHMARKS = {
     "block": "where the time of a transformer layer goes, under torchrun",
 }
 _OTHERS = {
+    "case-study": "memory and time of one of W tasks, as published, in a report",
     "tables": "write the tables of results into the pages",
     "simulate": "fit the cost model to rows, compare it with rows, simulate failures",
 }
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _load(name: str) -> Command:
-    module = import_module(f"benchmarks.{name}")
+    module = import_module(f"benchmarks.{name.replace('-', '_')}")
     if name in _OTHERS:
         return Command.of(module)
     return Command(module.__doc__, module.add_arguments, partial(_run, module))

@@ -1,6 +1,6 @@
 """Rows of the case study that nobody measured."""
 
-from cqs.report.case_study import NUM_TASKS, TENSORS, TOKENS, CaseRow
+from benchmarks.case_measurement import NUM_TASKS, TENSORS, TOKENS, CaseRow
 
 
 def make_cases(tokens=TOKENS, workers=NUM_TASKS, memory=TENSORS, **options):

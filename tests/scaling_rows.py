@@ -1,6 +1,6 @@
 """Rows of reports that nobody measured."""
 
-from cqs.report.rows import TaskBytes, RepeatTimes, make_row
+from cqs.report.rows import RepeatTimes, TaskBytes, make_row
 from cqs.report.settings import Settings
 from cqs.scheduler import make_plan
 

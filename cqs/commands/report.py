@@ -4,17 +4,17 @@ import argparse
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from cqs.commands.integers import parse_integers
+from cqs.commands.integers import parse_integer, parse_integers
 from cqs.commands.pattern_text import PATTERN_HELP
 from cqs.output_files import lock_directory
 from cqs.plotting import check_picture
-from cqs.report import case_sections, case_study, distributed, local, ray, sections
+from cqs.report import distributed, local, ray, sections
 from cqs.report.content import Content
 from cqs.report.local import Measure
 from cqs.report.measurement import append_rows, describe_device
@@ -27,137 +27,166 @@ from cqs.scheduler.plan import MAX_LISTED
 
 _EXECUTORS = ("local", "ray", "distributed")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
+_OUT = "cqs-report"
+_NUM_TASKS = (1, 2, 3, 4, 7, 8, 13, 31)
 
 
-class _Defaults(NamedTuple):
-    """Default sizes of a report."""
+class Defaults(NamedTuple):
+    """Heads and dtype that a report measures if its options do not state them."""
 
-    tokens: tuple[int, ...]
     num_heads: int
     head_dim: int
     dtype: str
 
 
-class _Kind(NamedTuple):
-    """A kind of report."""
+_ON_CPU = Defaults(8, 64, "float32")
+_ON_GPU = Defaults(16, 128, "bfloat16")
+_TOKENS_ON_CPU, _TOKENS_ON_GPU = 8192, 65_536
 
-    out: str
-    """Default directory."""
-    num_tasks: tuple[int, ...]
-    """Default numbers of tasks."""
-    on_cpu: _Defaults
-    """Default sizes without a GPU."""
-    on_gpu: _Defaults
-    """Default sizes with a GPU."""
-    keys: Callable[[argparse.Namespace, Sequence[Settings], Sequence[int]], list[Any]]
-    """Returns the keys of all rows that options, settings and numbers of tasks request."""
-    measure: Callable[[argparse.Namespace, Sequence[Settings], Sequence[Any], Path], None]
-    """Measures the rows with given keys, and appends each to a file at once."""
+
+class Kind(NamedTuple):
+    """How the rows of a report are read and shown."""
+
     read: Callable[[Path], list[Any]]
+    """Reads the rows of a file."""
     describe: Callable[[Any, str], Content]
+    """Returns the content of the report, given rows and the directory."""
     summarize: Callable[[Any], str]
+    """Returns the text table of rows for the terminal."""
+
+
+_SCALING = Kind(read_rows, sections.describe, sections.summarize_rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs report``; some defaults depend on the machine."""
     parser.add_argument(
-        "kind", nargs="?", choices=_KINDS, default="scaling",
-        help="scaling: memory, time and speed-up of W tasks; memory: memory of one of W tasks over "
-        "time, and the published case study; default: scaling",
-    )  # fmt: skip
-    parser.add_argument(
         "--tasks", type=parse_integers, metavar="W,W,...",
-        help=f"default: {_listed('scaling')}; memory: {_listed('memory')}; distributed: as "
-        "torchrun started",
+        help=f"default: {','.join(map(str, _NUM_TASKS))}; distributed: as torchrun started",
     )  # fmt: skip
     parser.add_argument("--executor", choices=_EXECUTORS, default="local")
     parser.add_argument(
-        "--seqlen", type=parse_integers, metavar="N",
-        help="default: 8K, on a GPU 64K; memory: N,N,..., default: 2500,5000,10000, on a GPU as "
-        "published, to 49000",
-    )  # fmt: skip
-    parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--backward", action="store_true", help="also measure the backward pass")
-    parser.add_argument("--heads", type=int, metavar="H", help="default: 8, scaling on a GPU 16")
-    parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many as heads")
-    parser.add_argument(
-        "--head-dim", type=int, metavar="D", help="default: 64, scaling on a GPU 128"
+        "--seqlen", type=parse_integer, metavar="N", help="default: 8K, on a GPU 64K"
     )
-    parser.add_argument(
-        "--dtype", choices=_DTYPES,
-        help="default: float32, on a GPU bfloat16; memory: on a GPU float16",
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5, metavar="R")
-    parser.add_argument("--seed", type=int, default=0)
+    add_problem(parser, _ON_CPU, _ON_GPU)
+    parser.add_argument("--backward", action="store_true", help="also measure the backward pass")
     parser.add_argument(
         "--actors", type=int, metavar="P", help="ray: default one per GPU, else per core"
     )
     parser.add_argument("--address", help="ray: of a running cluster; default: a private one")
+    add_out(parser, _OUT)
+
+
+def add_problem(parser: argparse.ArgumentParser, on_cpu: Defaults, on_gpu: Defaults) -> None:
+    """Declare the options of the problem that a report measures, except its lengths.
+
+    Args:
+        parser: The parser of the command.
+        on_cpu: Defaults without a GPU, for the help text.
+        on_gpu: Defaults with a GPU, for the help text.
+    """
+
+    def default(name: str) -> str:
+        small, large = getattr(on_cpu, name), getattr(on_gpu, name)
+        return f"default: {small}" if small == large else f"default: {small}, on a GPU {large}"
+
+    parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--heads", type=int, metavar="H", help=default("num_heads"))
+    parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many as heads")
+    parser.add_argument("--head-dim", type=int, metavar="D", help=default("head_dim"))
+    parser.add_argument("--dtype", choices=_DTYPES, help=default("dtype"))
+    parser.add_argument("--repeats", type=int, default=5, metavar="R")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_out(parser: argparse.ArgumentParser, default: str) -> None:
+    """Declare the option of the directory of a report."""
     parser.add_argument(
-        "--out", metavar="DIR",
+        "--out", metavar="DIR", default=default,
         help="directory for report.html, report.md and rows.jsonl; earlier rows with the same "
-        f"options are kept; default: {_KINDS['scaling'].out}; memory: "
-        f"{_KINDS['memory'].out}",
+        f"options are kept; default: {default}",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the missing rows and write the report, of fewer rows if interrupted."""
-    kind = _KINDS[options.kind]
-    settings = _read_settings(options)
+    has_gpu = torch.cuda.is_available()
+    tokens = _TOKENS_ON_GPU if has_gpu else _TOKENS_ON_CPU
+    settings = read_settings(
+        options,
+        tokens if options.seqlen is None else options.seqlen,
+        _ON_GPU if has_gpu else _ON_CPU,
+        options.executor,
+    )
     every_num_tasks = _read_num_tasks(options)
     if options.executor == "distributed" and not distributed.is_first():
-        distributed.serve(settings[0])
+        distributed.serve(settings)
         return
-    directory = Path(options.out or kind.out)
+    passes = PASSES if options.backward else PASSES[:1]
+    write_missing(
+        _SCALING,
+        Path(options.out),
+        [(number, name) for number in every_num_tasks for name in passes],
+        settings_of=lambda row: settings,
+        measure=partial(_measure, options, settings),
+    )
+
+
+def write_missing(
+    kind: Kind,
+    directory: Path,
+    keys: Sequence[Hashable],
+    *,
+    settings_of: Callable[[Any], Settings],
+    measure: Callable[[Sequence[Any], Path], None],
+) -> None:
+    """Measure the rows that are missing in a directory, and write the report there.
+
+    Args:
+        kind: How the rows of this report are read and shown.
+        directory: Where the report and its rows are; it is made if it is missing.
+        keys: Keys of all rows that the report must have.
+        settings_of: Returns the settings with which this command would measure a given row.
+        measure: Measures the rows with given keys, and appends them to a file.
+
+    Raises:
+        ValueError: The directory has other files of these names, or rows that were measured
+            with other settings or on another machine, or another process writes to it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     check_picture(directory / "report.svg")
     check_directory(directory)
     with lock_directory("--out", directory):
-        _measure_missing(options, settings, every_num_tasks, directory)
+        path = directory / "rows.jsonl"
+        rows = kind.read(path)
+        known: set[Hashable] = {row.key for row in rows}
+        missing = [key for key in keys if key not in known]
+        if rows:
+            _check_same(rows[0], settings_of(rows[0]), path, is_complete=not missing)
+        try:
+            measure(missing, path)
+        except KeyboardInterrupt:
+            print("interrupted: the same command goes on from here", file=sys.stderr)
+            raise SystemExit(130) from None
+        finally:
+            if rows := kind.read(path):
+                write_report(kind.describe(rows, str(directory)), directory)
+        print(kind.summarize(rows))
+        print(directory / "report.html")
 
 
-def _measure_missing(
-    options: argparse.Namespace,
-    settings: Sequence[Settings],
-    every_num_tasks: Sequence[int],
-    directory: Path,
-) -> None:
-    """Measure the rows that are missing in a directory, and write the report there."""
-    kind = _KINDS[options.kind]
-    path = directory / "rows.jsonl"
-    rows = kind.read(path)
-    known: set[Hashable] = {row.key for row in rows}
-    missing = [key for key in kind.keys(options, settings, every_num_tasks) if key not in known]
-    if rows:
-        _check_same(options, rows[0], settings[0], path, is_complete=not missing)
-    try:
-        kind.measure(options, settings, missing, path)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to continue", file=sys.stderr)
-        raise SystemExit(130) from None
-    finally:
-        if rows := kind.read(path):
-            write_report(kind.describe(rows, str(directory)), directory)
-    print(kind.summarize(rows))
-    print(directory / "report.html")
-
-
-def _listed(kind: str) -> str:
-    return ",".join(map(str, _KINDS[kind].num_tasks))
-
-
-def _read_settings(options: argparse.Namespace) -> list[Settings]:
-    """Return the settings, ascending in tokens, with defaults for this machine.
+def read_settings(
+    options: argparse.Namespace, tokens: int, default: Defaults, executor: str = "local"
+) -> Settings:
+    """Return the settings of the options that :func:`add_problem` declares.
 
     Raises:
-        ValueError: A number is too small, or a scaling report has several numbers of tokens.
+        ValueError: if a number is too small.
     """
-    kind = _KINDS[options.kind]
-    default = kind.on_gpu if torch.cuda.is_available() else kind.on_cpu
     heads = default.num_heads if options.heads is None else options.heads
     numbers = {
+        "seqlen": tokens,
         "heads": heads,
         "kv-heads": heads if options.kv_heads is None else options.kv_heads,
         "head-dim": default.head_dim if options.head_dim is None else options.head_dim,
@@ -165,40 +194,36 @@ def _read_settings(options: argparse.Namespace) -> list[Settings]:
     }
     for name, number in numbers.items():
         as_integer(f"--{name}", number, 1)
-    tokens = default.tokens if options.seqlen is None else options.seqlen
-    if options.kind == "scaling" and len(tokens) > 1:
-        raise ValueError(
-            f"--seqlen must be one number except for cqs report memory, got {len(tokens)} numbers"
-        )
-    return [
-        Settings(
-            executor=options.executor,
-            tokens=number,
-            num_heads=heads,
-            num_kv_heads=numbers["kv-heads"],
-            head_dim=numbers["head-dim"],
-            dtype=options.dtype or default.dtype,
-            is_causal=options.causal,
-            pattern=options.pattern,
-            repeats=options.repeats,
-            seed=as_integer("--seed", options.seed, 0),
-        )
-        for number in sorted({as_integer("--seqlen", number, 1) for number in tokens})
-    ]
+    return Settings(
+        executor=executor,
+        tokens=tokens,
+        num_heads=heads,
+        num_kv_heads=numbers["kv-heads"],
+        head_dim=numbers["head-dim"],
+        dtype=options.dtype or default.dtype,
+        is_causal=options.causal,
+        pattern=options.pattern,
+        repeats=options.repeats,
+        seed=as_integer("--seed", options.seed, 0),
+    )
+
+
+def check_num_tasks(every_num_tasks: Sequence[int]) -> list[int]:
+    """Return the numbers of tasks, ascending.
+
+    Raises:
+        ValueError: if one is less than 1 or more than 4,096.
+    """
+    return sorted({as_integer("--tasks", number, 1, MAX_LISTED) for number in every_num_tasks})
 
 
 def _read_num_tasks(options: argparse.Namespace) -> list[int]:
     """Return the numbers of tasks, ascending.
 
     Raises:
-        ValueError: A number is less than 1 or more than 4,096, or an option is not supported by the
-            kind of report or the executor.
+        ValueError: if one is less than 1 or more than 4,096, or if options do not go with the
+            executor.
     """
-    if options.kind == "memory" and (options.executor != "local" or options.backward):
-        raise ValueError(
-            "cqs report memory does not support --backward or --executor "
-            f"{options.executor}: leave them out"
-        )
     if options.executor != "ray" and not (options.actors is options.address is None):
         raise ValueError(
             f"--executor must be ray with --actors or --address, got {options.executor}"
@@ -209,21 +234,11 @@ def _read_num_tasks(options: argparse.Namespace) -> list[int]:
                 "--tasks must be left out with --executor distributed, which has one task per rank"
             )
         return [distributed.num_ranks()]
-    every_num_tasks = _KINDS[options.kind].num_tasks if options.tasks is None else options.tasks
-    return sorted({as_integer("--tasks", number, 1, MAX_LISTED) for number in every_num_tasks})
+    return check_num_tasks(_NUM_TASKS if options.tasks is None else options.tasks)
 
 
-def _check_same(
-    options: argparse.Namespace,
-    row: ReportRow,
-    settings: Settings,
-    path: Path,
-    *,
-    is_complete: bool,
-) -> None:
+def _check_same(row: ReportRow, settings: Settings, path: Path, *, is_complete: bool) -> None:
     """Raise ValueError unless rows with these settings may join those of a file."""
-    if options.kind == "memory":
-        settings = replace(settings, tokens=row.tokens)
     differences = row.settings.differences(settings)
     if not is_complete and row.device != describe_device():
         differences.append(f"machine {row.device}, not {describe_device()}")
@@ -234,22 +249,15 @@ def _check_same(
         )
 
 
-def _scaling_keys(
-    options: argparse.Namespace, settings: Sequence[Settings], every_num_tasks: Sequence[int]
-) -> list[tuple[int, str]]:
-    passes = PASSES if options.backward else PASSES[:1]
-    return [(number, name) for number in every_num_tasks for name in passes]
-
-
-def _measure_scaling(
+def _measure(
     options: argparse.Namespace,
-    settings: Sequence[Settings],
+    settings: Settings,
     missing: Sequence[tuple[int, str]],
     path: Path,
 ) -> None:
     """Measure and append the rows; the bar counts the verification and repeats of each."""
     with (
-        _open(settings[0], options) as measure,
+        _open(settings, options) as measure,
         progress_bar(len(missing) * (1 + options.repeats)) as bar,
     ):
         for num_tasks, name in missing:
@@ -265,55 +273,3 @@ def _open(settings: Settings, options: argparse.Namespace) -> AbstractContextMan
             return distributed.opened(settings)
         case _:
             return local.opened(settings)
-
-
-def _memory_keys(
-    options: argparse.Namespace, settings: Sequence[Settings], every_num_tasks: Sequence[int]
-) -> list[tuple[int, int]]:
-    return [(each.tokens, number) for each in settings for number in every_num_tasks]
-
-
-def _measure_memory(
-    options: argparse.Namespace,
-    settings: Sequence[Settings],
-    missing: Sequence[tuple[int, int]],
-    path: Path,
-) -> None:
-    """Measure and append the rows, all numbers of tasks of a sequence length together."""
-    of_tokens = {each.tokens: each for each in settings}
-    tasks_of: dict[int, list[int]] = {}
-    for tokens, number in missing:
-        tasks_of.setdefault(tokens, []).append(number)
-    total = len(missing) + len(tasks_of) * options.repeats
-    with progress_bar(total) as bar:
-        for tokens, every_num_tasks in tasks_of.items():
-            bar.set_description(f"N = {tokens}")
-            append_rows(
-                [*case_study.measure(of_tokens[tokens], every_num_tasks, bar.update)], str(path)
-            )
-
-
-_KINDS = {
-    "scaling": _Kind(
-        "cqs-report",
-        (1, 2, 3, 4, 7, 8, 13, 31),
-        _Defaults((8192,), 8, 64, "float32"),
-        _Defaults((65_536,), 16, 128, "bfloat16"),
-        _scaling_keys,
-        _measure_scaling,
-        read_rows,
-        sections.describe,
-        sections.summarize_rows,
-    ),
-    "memory": _Kind(
-        "cqs-report-memory",
-        case_study.NUM_TASKS,
-        _Defaults((2500, 5000, 10_000), 8, 64, "float32"),
-        _Defaults(case_study.TOKENS, 8, 64, "float16"),
-        _memory_keys,
-        _measure_memory,
-        case_study.read_rows,
-        case_sections.describe,
-        case_sections.summarize_rows,
-    ),
-}

@@ -76,9 +76,8 @@ class Settings:
 
     @property
     def options(self) -> list[str]:
-        """The options of ``cqs report`` without ``--seqlen``, as separate shell words."""
+        """The problem as options of ``cqs report``, except lengths and executor."""
         found = [
-            "--executor", self.executor,
             "--heads", str(self.num_heads),
             "--kv-heads", str(self.num_kv_heads),
             "--head-dim", str(self.head_dim),

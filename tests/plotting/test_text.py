@@ -9,10 +9,10 @@ from matplotlib.text import Text
 from scaling_rows import MANY, make_rows
 from timeline_reports import make_report
 
+from benchmarks.plots import case_study
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided
 from cqs.plotting import (
-    case_study,
     plot_density,
     plot_memory,
     plot_owners,

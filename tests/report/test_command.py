@@ -11,7 +11,6 @@ from scaling_rows import make_rows
 
 from cqs.__main__ import main
 from cqs.commands import report
-from cqs.report import case_sections, case_study
 from cqs.report.measurement import append_rows
 from cqs.report.rows import read_rows
 from cqs.report.sections import command
@@ -137,79 +136,6 @@ def test_rows_of_other_options_or_machines_are_left_alone(tmp_path, written, cap
     assert path.read_text().count("\n") == 1
 
 
-MEMORY = ["report", "memory", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
-
-
-def test_a_report_on_memory_is_written_and_its_command_measures_the_same(tmp_path, capsys):
-    out = tmp_path / "new"
-    options = ["--seqlen", "120,60", "--tasks", "7,1", "--causal", "--out", str(out)]
-    assert main([*MEMORY, *options]) == 0
-    found = sorted(path.name for path in out.iterdir())
-    assert found == ["report.html", "report.md", "rows.jsonl"]
-    rows = case_study.read_rows(out / "rows.jsonl")
-    assert [row.key for row in rows] == [(60, 1), (60, 7), (120, 1), (120, 7)]
-    assert str(out / "report.html") in capsys.readouterr().out
-    (out / "rows.jsonl").unlink()
-    line = case_sections.command(rows, str(out))
-    assert line in (out / "report.md").read_text()
-    assert main(shlex.split(line.removeprefix("cqs "))) == 0
-    again = case_study.read_rows(out / "rows.jsonl")
-    assert [(row.key, row.settings) for row in again] == [(row.key, row.settings) for row in rows]
-
-
-def test_an_interrupted_report_on_memory_goes_on_with_the_next_length(
-    tmp_path, monkeypatch, written, capsys
-):
-    path, append = tmp_path / "rows.jsonl", report.append_rows
-
-    def interrupt(rows, out):
-        append(rows, out)
-        raise KeyboardInterrupt
-
-    options = [*MEMORY, "--seqlen", "60,90", "--tasks", "1,3", "--out", str(tmp_path)]
-    monkeypatch.setattr(report, "append_rows", interrupt)
-    with pytest.raises(SystemExit) as stopped:
-        main(options)
-    assert stopped.value.code == 130 and "run the same command again" in capsys.readouterr().err
-    kept = path.read_text()
-    assert kept.count("\n") == 2 and written == [[60]]
-
-    monkeypatch.setattr(report, "append_rows", append)
-    assert main(options) == 0
-    assert path.read_text().startswith(kept) and path.read_text().count("\n") == 4
-    with monkeypatch.context() as patch:
-        patch.setattr(case_study, "measure", lambda *_: pytest.fail("it was measured"))
-        assert main(options) == 0
-        assert main([*options, "--seed", "1"]) == 2
-    assert "seed 0, not 1: pass another directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--executor", "ray"], "does not support --backward or --executor"),
-        (["--backward"], "does not support --backward or --executor"),
-        (["--seqlen", "60,0"], "--seqlen must be at least 1, got 0"),
-        (["--actors", "2"], "--executor must be ray with --actors"),
-    ],
-)
-def test_options_that_a_report_on_memory_cannot_honour_are_refused(
-    tmp_path, capsys, options, message
-):
-    assert main([*MEMORY, "--seqlen", "60", "--out", str(tmp_path), *options]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_directory_has_rows_of_one_kind(tmp_path, written, capsys):
-    assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 0
-    assert main([*MEMORY, "--seqlen", "60", "--out", str(tmp_path)]) == 2
-    assert "rows.jsonl, line 1" in capsys.readouterr().err
-    assert main([*TINY, "--seqlen", "60,70", "--out", str(tmp_path)]) == 2
-    assert (
-        "--seqlen must be one number except for cqs report memory, got" in capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize("name", ["report.md", "report.html", "rows.jsonl"])
 @pytest.mark.parametrize("kind", ["file", "folder", "pipe"])
 def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name, kind):
@@ -248,14 +174,14 @@ def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypat
 def test_one_process_at_a_time_writes_a_report(tmp_path, monkeypatch, capsys):
     """Two that measure the same, or another problem, would both find no rows and add their own."""
     command = [*TINY, "--tasks", "1", "--out", str(tmp_path)]
-    kind, statuses = report._KINDS["scaling"], []
+    measure, statuses = report._measure, []
 
     def measure_twice(*arguments):
-        monkeypatch.setitem(report._KINDS, "scaling", kind)
+        monkeypatch.setattr(report, "_measure", measure)
         statuses.append(main([*command, "--seqlen", "70"]))
-        kind.measure(*arguments)
+        measure(*arguments)
 
-    monkeypatch.setitem(report._KINDS, "scaling", kind._replace(measure=measure_twice))
+    monkeypatch.setattr(report, "_measure", measure_twice)
     assert main(command) == 0 and statuses == [2]
     error = capsys.readouterr().err
     assert (

@@ -8,8 +8,8 @@ import pytest
 from case_rows import make_cases
 from scaling_rows import make_rows
 
-from cqs.report import case_sections
-from cqs.report.case_study import RESIDENT, TOKENS
+from benchmarks import case_sections
+from benchmarks.case_measurement import RESIDENT, TOKENS
 from cqs.report.page import write_report
 from cqs.report.sections import describe
 

@@ -3,7 +3,7 @@
 import pytest
 from case_rows import make_cases
 
-from cqs.plotting import case_study
+from benchmarks.plots import case_study
 
 ROWS = make_cases()
 

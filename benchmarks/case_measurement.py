@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.resident import STATM, record_resident
 from cqs.report.measurement import summarize
 from cqs.report.passes import Forward, MeasuredPass, make_pass
 from cqs.report.rows import ReportRow, fields_of, read_kind
@@ -22,7 +23,6 @@ from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan, Task, make_plan, quorum
 from cqs.worker.memory import record_memory
-from cqs.worker.resident import STATM, record_resident
 
 NUM_TASKS = (1, 4, 7, 8, 31)
 TOKENS = (10_000, 20_000, 30_000, 40_000, 45_000, 46_000, 47_000, 48_000, 49_000)
@@ -63,7 +63,7 @@ class CaseRow(ReportRow):
 
 
 def plan_case(settings: Settings, num_tasks: int) -> Plan:
-    """Return the published plan, with the best of equivalent interest sets.
+    """Plan as published, except for the choice of the interest set.
 
     Groups end at any token. The multiples of an interest set by units modulo W are equivalent
     except for the sizes of their groups, which differ by one token. The published scheduler takes
@@ -102,8 +102,8 @@ def measure(
 
     Args:
         settings: Settings with executor ``"local"``.
-        workers: The numbers of workers.
-        tick: Called after the verification and recording of each number, and after every repeat.
+        workers: Their numbers.
+        tick: Called once for each of them, checked and recorded, and after every repeat.
 
     Raises:
         VerificationError: The merged result of all tasks is wrong.

@@ -7,15 +7,14 @@ import pytest
 import torch
 from case_rows import make_cases
 
-from cqs.report import case_study
-from cqs.report.case_study import longest_task, measure, plan_case, read_rows
+from benchmarks import case_measurement, resident
+from benchmarks.case_measurement import longest_task, measure, plan_case, read_rows
+from benchmarks.resident import record_resident
 from cqs.report.measurement import append_rows
 from cqs.report.passes import make_pass
 from cqs.report.settings import Settings
 from cqs.scheduler import make_plan
 from cqs.verify import VerificationError
-from cqs.worker import resident
-from cqs.worker.resident import record_resident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = Settings("local", 300, num_heads=2, num_kv_heads=2, head_dim=16, dtype="float32", repeats=2)
@@ -40,7 +39,7 @@ def test_the_published_longest_subsequences_come_out_again():
 @pytest.mark.parametrize("num_tasks", PUBLISHED)
 def test_no_subsequence_is_longer_than_published(num_tasks):
     """Published sets are chosen by chance: one token may be saved."""
-    found = [longest(tokens, num_tasks) for tokens in case_study.TOKENS]
+    found = [longest(tokens, num_tasks) for tokens in case_measurement.TOKENS]
     saved = [before - now for before, now in zip(PUBLISHED[num_tasks], found, strict=True)]
     assert set(saved) <= {0, 1} and saved[0] == 0
 
@@ -79,7 +78,7 @@ def test_more_workers_hold_less_memory_and_no_less_than_predicted():
     settings = replace(SMALL, tokens=6000, num_heads=16, num_kv_heads=16, head_dim=64, repeats=1)
     rows = measure(settings, (1, 7, 31))
     for row in rows:
-        assert row.memory == case_study.RESIDENT and len(row.samples) > 3
+        assert row.memory == case_measurement.RESIDENT and len(row.samples) > 3
         assert row.peak_bytes == pytest.approx(row.predicted_bytes, abs=4 * 2**20)
         assert row.sample_bytes[-1] < row.peak_bytes / 2
     held = [row.peak_bytes for row in rows]
@@ -87,9 +86,9 @@ def test_more_workers_hold_less_memory_and_no_less_than_predicted():
 
 
 def test_without_a_resident_set_tensors_are_counted(monkeypatch, tmp_path):
-    monkeypatch.setattr(case_study, "STATM", tmp_path / "nothing")
+    monkeypatch.setattr(case_measurement, "STATM", tmp_path / "nothing")
     (row,) = measure(replace(SMALL, tokens=2000, repeats=1), (7,))
-    assert row.memory == case_study.TENSORS
+    assert row.memory == case_measurement.TENSORS
     assert row.predicted_bytes <= row.peak_bytes < row.predicted_bytes + 2**20
     assert row.sample_bytes[-1] == 0
 
@@ -97,9 +96,9 @@ def test_without_a_resident_set_tensors_are_counted(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_tensors_are_counted_to_the_end_of_the_last_kernel():
     settings = replace(SMALL, tokens=10_000, num_heads=8, num_kv_heads=8, head_dim=64)
-    rows = measure(replace(settings, dtype="float16"), case_study.NUM_TASKS)
+    rows = measure(replace(settings, dtype="float16"), case_measurement.NUM_TASKS)
     for row in rows:
-        assert row.memory == case_study.TENSORS and row.sample_bytes[-1] == 0
+        assert row.memory == case_measurement.TENSORS and row.sample_bytes[-1] == 0
         assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05, abs=2**21)
         assert row.sample_seconds[-1] > row.median_ms / 2e3
     assert rows[0].peak_bytes > rows[2].peak_bytes > rows[4].peak_bytes
@@ -115,8 +114,8 @@ def test_what_is_wrong_is_neither_recorded_nor_timed(monkeypatch):
         "attend_task",
         lambda *given: [tuple(map(torch.zeros_like, group)) for group in attend(*given)],
     )
-    monkeypatch.setattr(case_study, "_record", lambda *given: pytest.fail("it was recorded"))
-    monkeypatch.setattr(case_study, "_time", lambda *given: pytest.fail("it was timed"))
+    monkeypatch.setattr(case_measurement, "_record", lambda *given: pytest.fail("it was recorded"))
+    monkeypatch.setattr(case_measurement, "_time", lambda *given: pytest.fail("it was timed"))
     with pytest.raises(VerificationError):
         measure(SMALL, (7,))
 
@@ -131,11 +130,11 @@ def test_rows_are_read_as_they_were_written(tmp_path):
 
 def test_of_many_samples_the_largest_are_kept():
     samples = [(float(i), i % 100) for i in range(10_000)]
-    kept = case_study._thin(samples)
+    kept = case_measurement._thin(samples)
     assert len(kept) < 150 and kept[0] == samples[0] and kept[-1] == samples[-1]
     assert max(held for _, held in kept) == 99
     assert [at for at, _ in kept] == sorted(at for at, _ in kept)
-    assert case_study._thin(samples[:50]) == samples[:50]
+    assert case_measurement._thin(samples[:50]) == samples[:50]
 
 
 @needs_statm

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from benchmarks.case_measurement import RESIDENT, TENSORS, CaseRow
+from benchmarks.plots import case_study as plots
 from cqs.commands.table import mebibytes
-from cqs.plotting import case_study as plots
-from cqs.report.case_study import RESIDENT, TENSORS, CaseRow
 from cqs.report.content import NOTHING, Chapter, Content, Picture, RowAxis, Section, Show, span
 from cqs.report.measurement import format_rows
 from cqs.report.sections import digits, facts
@@ -41,7 +41,7 @@ def describe(rows: Rows, out: str) -> Content:
 
     Args:
         rows: At least one row, ascending, with equal settings except the number of tokens.
-        out: Directory of the report, for the command that reproduces it.
+        out: The directory of the report, for the command that it names.
     """
     lengths = [
         _Length(tokens, {row.num_tasks: row for row in rows if row.tokens == tokens})
@@ -89,7 +89,7 @@ def command(rows: Rows, out: str) -> str:
     }
     lists = [word for name, each in numbers.items() for word in (name, ",".join(map(str, each)))]
     options = rows[0].settings.options
-    return shlex.join(["cqs", "report", "memory", *lists, *options, "--out", out])
+    return shlex.join(["python", "-m", "benchmarks", "case-study", *lists, *options, "--out", out])
 
 
 def _memory_sections(lengths: Sequence[_Length], workers: Sequence[int]) -> tuple[Section, ...]:

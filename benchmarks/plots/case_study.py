@@ -8,7 +8,7 @@ from cqs.plotting.figures import add_legend, make_logarithmic, new_axes
 from cqs.plotting.memory import plot_memory
 
 if TYPE_CHECKING:
-    from cqs.report.case_study import CaseRow
+    from benchmarks.case_measurement import CaseRow
 
 Rows = Sequence["CaseRow"]
 """Rows of one report, sorted by number of tokens and of tasks."""
