@@ -15,10 +15,12 @@ from benchmarks.event_simulation import (
     read_relative_times,
 )
 from benchmarks.fitting import fit, read_rows
+from benchmarks.plots.predictions import draw_predictions, save
 from cqs.commands import simulate
 from cqs.commands.integers import parse_integers
 from cqs.commands.table import format_table, percent
-from cqs.curves import save
+from cqs.commands.written_files import check_written
+from cqs.plotting import check_picture
 from cqs.scheduler.arguments import as_integer
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 from cqs.simulation import Machine, Workload, predict
@@ -32,6 +34,10 @@ OPT-175B, 35 restarts by hand and some 70 others in two months on 992 (arXiv 220
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs simulate``, and those of rows and failures."""
     simulate.add_arguments(parser)
+    parser.add_argument(
+        "--picture", metavar="FILE",
+        help="plot the predictions against the number of devices, or what failures cost",
+    )  # fmt: skip
     machine = parser.add_argument_group("rows of benchmarks")
     machine.add_argument(
         "--fit", metavar="FILE.jsonl", help="take what fits these rows of `benchmarks peers` best"
@@ -73,16 +79,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what is predicted, or how well."""
-    simulate.check_options(options, [options.fit, options.check, options.spread])
+    if options.picture:
+        check_picture(options.picture)
+        check_written("--picture", options.picture, [options.fit, options.check, options.spread])
+    simulate.check_options(options)
     for number in options.tasks:
         as_integer("--tasks", number, 1, MAX_NUM_TASKS)
     machine = simulate.read_machine(options, _fitted(options.fit) if options.fit else Machine())
     if options.check:
         print(check_table(options.check, machine))
-    elif options.life:
-        play(options, simulate.read_case(options), machine, simulate.read_passes(options))
-    else:
-        simulate.show_predictions(options, machine)
+        return
+    case, passes = simulate.read_case(options), simulate.read_passes(options)
+    if options.life:
+        play(options, case, machine, passes)
+        return
+    found = simulate.show_predictions(options, machine)
+    if options.picture:
+        save(draw_predictions(found, case.one_device_seconds(machine, passes)), options.picture)
 
 
 def _fitted(path: str) -> Machine:

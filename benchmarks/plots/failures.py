@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cqs.curves import new_panels
+from benchmarks.plots.predictions import new_panels
 
 _WAYS = ("#d55e00", "#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#000000")
 

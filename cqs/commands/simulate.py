@@ -1,13 +1,11 @@
 """Predict time, traffic and memory of context-parallel methods on many devices."""
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
 from cqs.commands.integers import parse_integer, parse_integers
 from cqs.commands.table import format_table, mebibytes, percent
-from cqs.commands.written_files import check_written
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.arguments import as_integer
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
@@ -36,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slack", type=float, default=0.0, metavar="PERCENT",
         help="among the degrees so much slower than the fastest, choose as head_parallel=\"auto\"",
     )  # fmt: skip
-    parser.add_argument(
-        "--picture", metavar="FILE", help="plot the predictions against the number of devices"
-    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--link", type=_link, metavar="LINK",
@@ -63,23 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the predictions, and plot them with ``--picture``."""
+    """Print the predictions."""
     check_options(options)
     show_predictions(options, read_machine(options, Machine()))
 
 
-def check_options(options: argparse.Namespace, read: Iterable[str | None] = ()) -> None:
-    """Raise ValueError for an invalid option.
-
-    Args:
-        options: The parsed options.
-        read: Paths of files that the command reads; ``--picture`` must not overwrite them.
-    """
-    if options.picture:
-        from cqs.plotting import check_picture
-
-        check_picture(options.picture)
-        check_written("--picture", options.picture, read)
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for an invalid option."""
     if options.slack < 0:
         raise ValueError(f"--slack must be at least 0, got {options.slack:g}")
     for number in options.devices:
@@ -97,8 +82,10 @@ def read_passes(options: argparse.Namespace) -> str:
     return "both" if options.backward else "forward"
 
 
-def show_predictions(options: argparse.Namespace, machine: Machine) -> None:
-    """Print a table of the predictions, and plot them with ``--picture``."""
+def show_predictions(
+    options: argparse.Namespace, machine: Machine
+) -> dict[int, dict[str, Prediction]]:
+    """Print a table of the predictions; return them by number of devices, then by method."""
     case, passes = read_case(options), read_passes(options)
     found = {
         num_devices: {
@@ -108,13 +95,9 @@ def show_predictions(options: argparse.Namespace, machine: Machine) -> None:
         }
         for num_devices in options.devices
     }
-    one_device_seconds = case.one_device_seconds(machine, passes)
-    print(prediction_table(found, one_device_seconds))
+    print(prediction_table(found, case.one_device_seconds(machine, passes)))
     print(f"Least time, within 1 %: {describe_fastest(found)} devices.")
-    if options.picture:
-        from cqs.curves import draw_predictions, save
-
-        save(draw_predictions(found, one_device_seconds), options.picture)
+    return found
 
 
 def prediction_table(found: dict[int, dict[str, Prediction]], one_device_seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Plots of the predictions of ``cqs simulate``; matplotlib is imported at the first plot."""
+"""Plots of the predictions of ``cqs simulate``."""
 
 from collections.abc import Mapping
 from typing import Any
