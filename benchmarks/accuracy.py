@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cqs
+from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
-from cqs.cases import Case
 from cqs.problem import Problem
 from cqs.report.exact import relative_error
 from cqs.report.measurement import Measurement, summarize

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
-from cqs.cases import Case
 from cqs.gradients import Gradients
 from cqs.partial import Partial, RunningMerge, merge_rows
 from cqs.problem import Problem

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
-from cqs.cases import Case
 from cqs.problem import Problem
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.memory import hold, measure_held

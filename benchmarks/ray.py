@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 import cqs
+from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
-from cqs.cases import Case
 from cqs.commands.table import percent
 from cqs.report.exact import verify_output
 from cqs.report.measurement import Measurement, summarize

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
-from cqs.cases import Case
 from cqs.executors.local import run_local, run_local_backward
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype

@@ -14,7 +14,7 @@ from conftest import assert_lse_tracks_exact  # and Triton's interpreter where t
 from sparse_cases import assert_gradients_right, random_bits
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cqs.cases import Case
+from benchmarks.cases import Case
 from cqs.patterns import (
     acsr,
     bigbird,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cqs
-from cqs.cases import CASES, Case
+from benchmarks.cases import CASES, Case
 from cqs.problem import check_problem
 from cqs.testing import assert_tracks_exact, attend, eager_output, exact_answer
 

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import cqs
-from cqs.cases import CASES, Case
+from benchmarks.cases import CASES, Case
 from cqs.patterns import causal, per_head, strided
 from cqs.testing import assert_tracks_exact, visible_mask
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cqs
-from cqs.cases import Case
+from benchmarks.cases import Case
 from cqs.dropout import Dropout
 from cqs.executors.local import run_local
 from cqs.testing import assert_tracks_exact, attend, visible_mask

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cqs
-from cqs.cases import CASES, Case
+from benchmarks.cases import CASES, Case
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer, exact_rows
 from cqs.worker import choose_backend
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cqs.cases import CASES
+from benchmarks.cases import CASES
 from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.worker.reference import attend_reference

@@ -7,7 +7,7 @@ from verify_cases import compute, draw
 
 import cqs
 import cqs.verify
-from cqs.cases import CASES
+from benchmarks.cases import CASES
 from cqs.partial import Partial
 from cqs.patterns import sliding_window
 from cqs.problem import check_problem

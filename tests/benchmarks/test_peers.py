@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from benchmarks import peers
 from benchmarks.__main__ import main
+from benchmarks.cases import Case
 from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.calls import make_call
 from benchmarks.peer_methods.ring import Ring
-from cqs.cases import Case
 from cqs.testing import exact_answer
 from cqs.verify import VerificationError
 from cqs.worker import Worker

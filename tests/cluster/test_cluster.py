@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cqs
-from cqs.cases import CASES, Case
+from benchmarks.cases import CASES, Case
 from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer

@@ -9,7 +9,7 @@ import torch
 from sparse_cases import assert_gradients_right, random_bits, with_pattern
 
 import cqs
-from cqs.cases import Case
+from benchmarks.cases import Case
 from cqs.patterns import (
     block_sparse,
     causal,

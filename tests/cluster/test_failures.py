@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cqs
-from cqs.cases import Case
+from benchmarks.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.job import Differentiate

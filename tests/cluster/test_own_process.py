@@ -634,7 +634,7 @@ def answers(port, process):
 def test_ray_client_gives_right_answers_and_survives_a_failure(tmp_path, ray_client_address):
     script = f"""
         import os, signal, torch, cqs
-        from cqs.cases import Case
+        from benchmarks.cases import Case
 
         problem = Case("client", 3000, 3000, 8, 8, 64, is_causal=True).make()
         tensors = problem.query, problem.key, problem.value
@@ -688,7 +688,7 @@ def test_a_killed_node_does_not_change_a_bit(tmp_path):
     script = """
         import os, torch, cqs, ray
         from ray.cluster_utils import Cluster as Nodes
-        from cqs.cases import Case
+        from benchmarks.cases import Case
 
         problem = Case("node", 4000, 4000, 8, 8, 64, is_causal=True).make()
         tensors = problem.query, problem.key, problem.value
@@ -730,7 +730,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
         os.environ["RAY_memory_usage_threshold"] = str((total - free + room) / total)
         os.environ["RAY_memory_monitor_refresh_ms"] = "250"
         import torch, cqs
-        from cqs.cases import Case
+        from benchmarks.cases import Case
         from cqs.executors.ray.actor import TaskActor
 
         class Greedy(TaskActor):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import cqs
-from cqs.cases import CASES, Case
+from benchmarks.cases import CASES, Case
 from cqs.distributed.exchange import Exchange
 from cqs.distributed.rank_task import RankTask
 from cqs.executors.ray import TaskFailedError

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.masked import masked_tensor
 
 import cqs.distributed
-from cqs.cases import Case
+from benchmarks.cases import Case
 from cqs.distributed import layout, transports
 from cqs.distributed.agreement import make_control_group, swap
 from cqs.distributed.layout import choose_head_parallel

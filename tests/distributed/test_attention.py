@@ -23,7 +23,7 @@ from programs import (
 from sparse_cases import NAMES, with_pattern
 
 import cqs.distributed
-from cqs.cases import Case
+from benchmarks.cases import Case
 from cqs.patterns import block_sparse, documents, from_mask, sliding_window
 from cqs.scheduler.heads import possible_head_parallel
 

@@ -14,7 +14,7 @@ from programs import (
 )
 from test_attention import cut
 
-from cqs.cases import Case
+from benchmarks.cases import Case
 from cqs.patterns import documents, longformer, sliding_window
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import cqs
-from cqs.cases import CASES
+from benchmarks.cases import CASES
 from cqs.patterns import global_tokens, sliding_window
 from cqs.streaming import (
     InFile,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import cqs
 import cqs.distributed
-from cqs.cases import CASES, Case
+from benchmarks.cases import CASES, Case
 from cqs.patterns import (
     Pattern,
     block_diagonal,

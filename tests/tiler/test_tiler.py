@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from cqs.cases import CASES
+from benchmarks.cases import CASES
 from cqs.partial import Partial
 from cqs.tiler import Tiler
 from cqs.worker import HeldTokens, Worker

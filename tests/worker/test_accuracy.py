@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import cqs
-from cqs.cases import Case
+from benchmarks.cases import Case
 from cqs.testing import assert_tracks_exact
 
 VALUES = {

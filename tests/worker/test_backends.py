@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from cqs.cases import CASES
+from benchmarks.cases import CASES
 from cqs.dropout import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend

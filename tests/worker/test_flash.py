@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cqs.cases import CASES, Case
+from benchmarks.cases import CASES, Case
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.worker import flash
 from cqs.worker.reference import gradients_reference

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cqs.cases import CASES
+from benchmarks.cases import CASES
 from cqs.testing import exact_answer
 from cqs.worker.reference import attend_reference
 

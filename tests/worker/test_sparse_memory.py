@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.cases import Case
 from benchmarks.memory import measure_task
-from cqs.cases import Case
 from cqs.dropout import Dropout
 from cqs.patterns import dilated, fixed, from_mask, longformer, sliding_window, strided
 from cqs.problem import Problem

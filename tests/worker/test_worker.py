@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.cases import CASES, Case
 from benchmarks.memory import measure_task
-from cqs.cases import CASES, Case
 from cqs.dropout import Dropout
 from cqs.partial import Partial
 from cqs.problem import Problem
