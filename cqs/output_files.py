@@ -20,7 +20,7 @@ def replace_file(path: str | Path) -> Iterator[Path]:
         path: The file to write, which may exist.
 
     Raises:
-        ValueError: The path is not a new or a regular file, but for example a device.
+        ValueError: The path exists and is not a regular file, such as a device.
         OSError: The file cannot be replaced.
     """
     target = Path(os.path.realpath(path))
