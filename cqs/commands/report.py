@@ -167,7 +167,7 @@ def write_missing(
         try:
             measure(missing, path)
         except KeyboardInterrupt:
-            print("interrupted: the same command goes on from here", file=sys.stderr)
+            print("interrupted: run the same command again to resume", file=sys.stderr)
             raise SystemExit(130) from None
         finally:
             if rows := kind.read(path):
