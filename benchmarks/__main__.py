@@ -13,16 +13,16 @@ from cqs.report.measurement import check_rows
 from cqs.scheduler.arguments import as_integer
 
 BENCHMARKS = {
-    "tasks": "all tasks of W on this device against one call of the same kernels",
+    "tasks": "time of all tasks on this device relative to one call of the same kernels",
     "kernels": "single calls of kernels, and the merge",
     "accuracy": "errors of outputs and gradients against float64",
-    "memory": "peak memory of tasks against the prediction",
-    "ray": "what Ray adds on one machine",
-    "sharded": "what Ray adds to calls on sharded sequences, and what failures cost",
-    "patterns": "sparse patterns against dense attention and FlexAttention",
+    "memory": "peak memory of tasks relative to the prediction",
+    "ray": "overhead of Ray on one machine",
+    "sharded": "overhead of Ray for calls on sharded sequences, and recovery from failures",
+    "patterns": "sparse patterns compared with dense attention and FlexAttention",
     "streaming": "attention under a memory budget",
     "peers": "methods of context parallelism on the same GPUs, under torchrun",
-    "block": "where the time of a transformer layer goes, under torchrun",
+    "block": "time of the parts of a transformer layer, under torchrun",
 }
 _OTHERS = {
     "case-study": "memory and time of one of W tasks, as published, in a report",
@@ -31,7 +31,7 @@ _OTHERS = {
 }
 _LEAST = {
     **dict.fromkeys(("seqlen", "repeats", "heads", "kv_heads", "head_dim", "workers"), 1),
-    "deaths": 0,
+    "failures": 0,
 }
 """Smallest values of options."""
 

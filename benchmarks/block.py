@@ -1,4 +1,4 @@
-"""Where the time of a transformer layer goes: dense and sparse, by ways to spread it over ranks."""
+"""Time of the parts of a transformer layer, dense and sparse, for every mesh of ranks."""
 
 import argparse
 import copy
@@ -28,11 +28,11 @@ from cqs.scheduler.arguments import as_integer
 from cqs.testing import exact_rows
 
 _ROWS = 48
-"""How many rows are compared with float64."""
+"""Number of rows that are compared with float64."""
 _WINDOW = 16
-"""The sparse layer sees one in so many tokens."""
+"""Tokens divided by the width of the window of the sparse layer."""
 _FEED_FORWARD = 4
-"""Features of the feed-forward layer, over those of a token."""
+"""Features of the feed-forward layer divided by those of a token."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,27 +50,26 @@ def run(
     repeats: int | None = None,
     out: str | None = None,
 ) -> None:
-    """Check and time a causal layer on the ranks that torchrun started, or on this device alone.
+    """Verify and time a causal layer on the ranks that torchrun started, or on one device.
 
-    One GPU for each rank, or CPUs. Every way to cut the ranks into a mesh of sequence x tensor is
-    timed: tensor parallelism alone, sequence parallelism alone, and hybrids. A step is forward,
-    backward and the sum of gradients over the ranks; its time is that of the slowest rank from a
-    barrier on. Where it goes is measured apart, by marks between the parts: communication is what
-    the computation waits for, so that what is hidden behind it does not count; packing counts as
-    attention.
+    Ranks have one GPU each, or share CPUs. Every mesh of sequence x tensor is timed: tensor
+    parallelism alone, sequence parallelism alone, and hybrids. A step is forward, backward and the
+    sum of gradients over the ranks. Its time is that of the slowest rank, from a barrier on. The
+    time of its parts is measured separately, by events between them. Communication is exposed
+    communication only; packing counts as attention.
 
     Args:
         tokens: Sequence lengths; ``None`` means 16K to 128K, or 1K and 2K on CPUs.
-        heads: Of the queries.
-        kv_heads: Of the keys; ``None`` means as many.
-        head_dim: Of all; the layer has ``heads * head_dim`` features, and four times as many in its
-            feed-forward part.
-        repeats: How often each is timed; ``None`` means 9, or 3 on CPUs.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads; ``None`` means as many as query heads.
+        head_dim: Head dimension; the layer has ``heads * head_dim`` features, and four times as
+            many in its feed-forward part.
+        repeats: Number of repeats; ``None`` means 9, or 3 on CPUs.
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: if there are fewer tokens than ranks.
-        VerificationError: on every rank, if a result is wrong.
+        ValueError: There are fewer tokens than ranks.
+        VerificationError: A result is wrong; raised on every rank.
     """
     on_gpu, under_torchrun = torch.cuda.is_available(), "RANK" in os.environ
     for length in tokens or []:
@@ -108,9 +107,9 @@ def run(
 def make_meshes(
     num_ranks: int, device_type: str, sizes: Mapping[str, int]
 ) -> dict[str, DeviceMesh | None]:
-    """Return all meshes of so many ranks that fit the sizes, by name; every rank calls this.
+    """Return all meshes of ``num_ranks`` ranks that divide the sizes, by name.
 
-    Of one rank there is none, called ``one``.
+    Every rank calls this. One rank has no mesh; its name is ``one``.
     """
     if num_ranks == 1:
         return {"one": None}
@@ -134,22 +133,22 @@ def measure(
     repeats: int,
     group: Any = None,
 ) -> list[Measurement]:
-    """Check and time a layer on meshes of all ranks of a group; every rank calls this.
+    """Verify and time a layer on meshes of all ranks of a group; every rank calls this.
 
     Args:
-        meshes: By name; the first is what the others are compared with.
-        sizes: Of the layer, by the names of its arguments.
-        length: Number of tokens, at least that of ranks.
-        pattern: Of the layer.
-        device: That of this rank.
-        repeats: How often each is timed.
+        meshes: Meshes by name; the first is the baseline.
+        sizes: Sizes of the layer, by the names of its arguments.
+        length: Number of tokens, at least the number of ranks.
+        pattern: Pattern of the layer, or ``None``.
+        device: Device of this rank.
+        repeats: Number of repeats.
         group: The process group; ``None`` means the default group.
 
     Returns:
-        The rows, on the first rank; on others none.
+        The rows on the first rank, an empty list on the others.
 
     Raises:
-        VerificationError: on every rank, if a result is wrong.
+        VerificationError: A result is wrong; raised on every rank.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
@@ -221,7 +220,7 @@ def _step(
     """Run forward and backward; return output and gradients.
 
     Args:
-        layer: Whose gradients are overwritten.
+        layer: The layer; its gradients are overwritten.
         shard: This rank's input.
         grad_output: Gradient of its output.
         enter: Called with the name of a part when it begins.
@@ -242,7 +241,7 @@ def _step(
 def _expect(
     layer: HybridTransformerBlock, hidden: Tensor, grad: Tensor, group: Any
 ) -> dict[str, Tensor]:
-    """Return what :func:`_step` gives on one device, the output compared with float64."""
+    """Return the results of :func:`_step` on one device, with the output verified in float64."""
     expected = _step(layer, hidden, grad)
     rows = torch.linspace(0, hidden.shape[1] - 1, _ROWS, device=hidden.device).long()
     with torch.no_grad():
@@ -257,7 +256,7 @@ def _expect(
 
 
 def _exact_rows_of(layer: HybridTransformerBlock, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Compute some rows of the output in float64, with attention by its definition."""
+    """Compute rows of the output in float64, with attention by its definition."""
     wide, hidden = copy.deepcopy(layer).double(), hidden.double()
     tokens, attention = range(hidden.shape[1]), wide.attention
     heads = attention.project(wide.attention_norm(hidden), tokens)

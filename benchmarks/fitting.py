@@ -1,4 +1,4 @@
-"""Forecasts beside measured rows of ``peers``, and the machine for which they agree best."""
+"""Fit of the cost model's machine to measured rows of ``peers``."""
 
 import math
 import re
@@ -13,11 +13,11 @@ from cqs.simulation import METHODS, Machine, Workload, predict
 
 _FITTED = ("rate", "backward_rate", "per_row", "bandwidth", "latency")
 _PENALTY = 1e-3
-"""Of a parameter that is e times what it was; a row that is off by a tenth costs 0.01."""
+"""Cost of a parameter that changes by a factor of e; a row with an error of 10 % costs 0.01."""
 
 
-class Row(NamedTuple):
-    """A measured time."""
+class MeasuredTime(NamedTuple):
+    """A measured time of a method."""
 
     method: str
     case: Workload
@@ -32,11 +32,11 @@ class Row(NamedTuple):
         return found.seconds / self.seconds
 
 
-def read_rows(path: str | Path) -> list[Row]:
-    """Read what ``python -m benchmarks peers --out`` wrote, but for methods that are not modelled.
+def read_rows(path: str | Path) -> list[MeasuredTime]:
+    """Read the rows of ``python -m benchmarks peers --out``, except methods without a cost model.
 
     Raises:
-        ValueError: if there is none, or a line is no JSON object.
+        ValueError: The file has no such rows, or a line is not a row.
     """
     rows = measurement.read_rows(path, _pick)
     if not rows:
@@ -44,22 +44,22 @@ def read_rows(path: str | Path) -> list[Row]:
     return rows
 
 
-def fit(rows: Sequence[Row], machine: Machine | None = None) -> Machine:
-    """Return the machine whose forecasts are nearest, in the squares of logs of ratios.
+def fit(rows: Sequence[MeasuredTime], machine: Machine | None = None) -> Machine:
+    """Return the machine with the smallest sum of squared logarithms of predicted / measured.
 
-    A search by patterns (Hooke and Jeeves, 1961) over rates, time for a row, bandwidth within a
-    node and latency. Rows of few devices say little about the last two apart: a penalty holds them
-    to where they began.
+    Pattern search (Hooke and Jeeves, 1961) over throughputs, time per row, bandwidth within a node
+    and latency. Rows of few devices do not determine the last two separately, so a penalty keeps
+    all parameters near the start.
 
     Args:
-        rows: Measured.
-        machine: Where to begin, with nothing that is 0; ``None`` means the default.
+        rows: Measured times.
+        machine: Start of the search, without zeros; ``None`` means the default machine.
     """
     start = machine = machine or Machine()
 
     def misfit(found: Machine) -> float:
-        strays = (getattr(found, name) / getattr(start, name) for name in _FITTED)
-        penalty = sum(math.log(stray) ** 2 for stray in strays)
+        changes = (getattr(found, name) / getattr(start, name) for name in _FITTED)
+        penalty = sum(math.log(change) ** 2 for change in changes)
         return sum(math.log(row.ratio(found)) ** 2 for row in rows) + _PENALTY * penalty
 
     least, factor = misfit(machine), 2.0
@@ -77,8 +77,8 @@ def fit(rows: Sequence[Row], machine: Machine | None = None) -> Machine:
     return machine
 
 
-def _pick(found: dict[str, Any]) -> list[Row]:
-    """Return the row, or none if it is of something else."""
+def _pick(found: dict[str, Any]) -> list[MeasuredTime]:
+    """Return the measured time of a row, or an empty list if it is of another benchmark."""
     kind, _, passes = found["benchmark"].partition(" ")
     is_one = found["executor"] == "one"
     if kind != "peers" or not (is_one or found["executor"] in METHODS):
@@ -90,7 +90,7 @@ def _pick(found: dict[str, Any]) -> list[Row]:
     itemsize = 4 if found["dtype"] == "float32" else 2
     shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=itemsize)
     return [
-        Row(
+        MeasuredTime(
             "ring" if is_one else found["executor"],
             Workload(tokens, shape, match[1] == "causal"),
             1 if is_one else int(found["num_tasks"]),

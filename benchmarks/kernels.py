@@ -1,4 +1,4 @@
-"""How fast the kernels are: matrix products per second, beside the libraries, in one run."""
+"""Throughput of our kernels and of libraries, in one run."""
 
 import argparse
 import statistics
@@ -31,18 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
-    """Check and time single calls on a GPU, of ours and of the libraries; and the merge.
+    """Verify and time single calls of our kernels and of libraries on a GPU, and the merge.
 
-    Rates count ``4 N^2 d`` per head forward and 2.5 times that backward, half of it if causal;
-    what a kernel computes twice counts once.
+    FLOPs are ``4 N^2 d`` per head forward and 2.5 times that backward, half of it if causal. Work
+    that a kernel does twice counts once.
 
     Args:
         tokens: Sequence length; ``None`` means 16,384.
-        repeats: How often each is timed.
+        repeats: Number of repeats.
         out: File to append rows to, or ``None``.
 
     Raises:
-        NotImplementedError: if there is no GPU.
+        NotImplementedError: There is no GPU.
     """
     if not torch.cuda.is_available():
         raise NotImplementedError("the benchmark kernels requires a GPU")
@@ -166,7 +166,7 @@ def _triton_backward(
 
 
 def _measure_merge(tokens: int, repeats: int) -> Measurement:
-    """Compare the rate of bytes of a merge with that of a copy."""
+    """Measure the bandwidth of a merge relative to that of a copy."""
     shape = 1, _HEADS, tokens, 128
     parts = [
         (

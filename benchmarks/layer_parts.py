@@ -1,4 +1,4 @@
-"""What a step of a layer waits for, computes and sends: its time taken apart."""
+"""Time of the parts of a layer's step: attention, feed-forward, communication and the rest."""
 
 import math
 import statistics
@@ -31,7 +31,7 @@ Intervals = Sequence[tuple[float, float]]
 def time_parts(
     layer: HybridTransformerBlock, step: Callable[..., Any], repeats: int, group: Any
 ) -> dict[str, float]:
-    """Return the seconds of each part: of each rank the median, and of those the mean."""
+    """Return the seconds of each part: the mean over ranks of the median over repeats."""
     device = next(layer.parameters()).device
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(repeats):
@@ -75,7 +75,7 @@ def time_communication(step: Callable[[], Any], group: Any) -> dict[str, float]:
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA
     ]
-    begun = min(end for name, _, end in events if "nccl" in name)  # of what was to be behind
+    begun = min(end for name, _, end in events if "nccl" in name)  # of the warm-up
     communicating, computing = [], []
     for name, start, end in events:
         if start >= begun:
@@ -91,7 +91,7 @@ def time_communication(step: Callable[[], Any], group: Any) -> dict[str, float]:
 
 
 def measure_overlap(some: Intervals, others: Intervals) -> tuple[float, float]:
-    """Return the length of a union of intervals, and of what of it lies in others.
+    """Return the length of a union of intervals, and the length of its overlap with others.
 
     Example:
         >>> measure_overlap([(0, 3), (2, 4), (6, 7)], [(3, 5), (6.5, 9)])
@@ -111,20 +111,20 @@ def _union(times: Intervals) -> float:
 
 
 class _Clock:
-    """Which part the time of a device, or of a CPU, goes to."""
+    """Attributes the time of a GPU or CPU to the parts of a step."""
 
     def __init__(self, device_type: str) -> None:
-        """Begin outside of all parts."""
+        """Take the device type, ``"cuda"`` or ``"cpu"``."""
         self._on_gpu = device_type == "cuda"
         self._marks: list[tuple[str, Any]] = []
 
     @property
     def part(self) -> str:
-        """The part that has begun last."""
+        """The current part."""
         return self._marks[-1][0]
 
     def enter(self, part: str) -> None:
-        """Let a part begin."""
+        """Start a part."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -144,7 +144,7 @@ class _Clock:
 
 
 class _Waits(TorchDispatchMode):
-    """Marks what waits for collectives of PyTorch's DTensors as communication."""
+    """Attributes waits for collectives of DTensors to communication."""
 
     def __init__(self, clock: _Clock) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they come again as what they do with plain tensors
+            return NotImplemented  # dispatched again for the plain tensors within
         if func is torch.ops._c10d_functional.wait_tensor.default:
             func = _as_communication(func, self.clock)
         return func(*args, **kwargs or {})
@@ -173,7 +173,7 @@ def _as_communication(function: Callable[..., Any], clock: _Clock) -> Callable[.
 
 @contextmanager
 def _marked(layer: HybridTransformerBlock, clock: _Clock) -> Iterator[None]:
-    """Have a layer mark where parts begin, and what waits for others, forward and backward."""
+    """Make a layer report its parts, and waits for other ranks, forward and backward."""
     waiting = (
         (cqs.distributed.exchange.Transfer, "wait"),
         (import_module("cqs.distributed.attention"), "agree"),

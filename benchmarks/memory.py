@@ -1,4 +1,4 @@
-"""What a task holds at its peak, against the plan's prediction, for every backend."""
+"""Peak memory of tasks relative to the plan's prediction, for every backend."""
 
 import argparse
 from collections.abc import Callable
@@ -25,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) -> None:
-    """Measure every task of every W with every backend that runs here; show the worst of each.
+    """Measure every task of every W with every backend that runs here; keep the worst of each.
 
     Args:
         tokens: Sequence length; ``None`` means 4096 on the CPU, 32,768 on a GPU. The reference
             gets half of it.
-        repeats: How often each is measured; the worst counts.
+        repeats: Number of repeats; the worst counts.
         out: File to append rows to, or ``None``.
     """
     on_gpu = torch.cuda.is_available()
@@ -58,7 +58,7 @@ def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) 
 
 
 def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
-    """Return the bytes that a task was predicted to hold, and those that it held."""
+    """Return the predicted and the measured peak bytes of a task."""
     query, key, value = (
         hold(tensor, ranges)
         for tensor, ranges in (

@@ -1,4 +1,4 @@
-"""Options that several benchmarks take."""
+"""Options that several benchmarks have in common."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""What sparsity saves: patterns beside dense attention and, on a GPU, beside other libraries."""
+"""Speed of sparse patterns compared with dense attention and, on a GPU, with other libraries."""
 
 import argparse
 import math
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 _BLOCK = 128
 _NAIVE_TOKENS = 8192
-"""Up to so many tokens the whole score matrix is also computed naively, with a mask."""
+"""Most tokens for which the whole score matrix is also computed, with a mask."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
-class _Case(NamedTuple):
-    """The same pairs, as each library wants to be told of them."""
+class _PatternForms(NamedTuple):
+    """One pattern in the form that each library takes."""
 
     name: str
     pattern: Pattern
@@ -74,21 +74,21 @@ def run(
     out: str | None = None,
     picture: str | None = None,
 ) -> None:
-    """Check and time patterns: forward and backward on a GPU, forward on a CPU.
+    """Verify and time patterns: forward and backward on a GPU, forward on a CPU.
 
-    Rates count ``4 d`` operations for each pair that attends and head, 2.5 times that backward. On
-    a GPU times are the device's; "call ms" is how long the caller waits for a call to return.
+    FLOPs are ``4 d`` per live pair and head, 2.5 times that backward. On a GPU times are device
+    times; "call ms" is the host time of a call.
 
     Args:
         tokens: Sequence length; ``None`` means 1K to 64K, each twice the last.
-        repeats: How often each is timed; ``None``: 9 on a GPU, on a CPU 3, or 1 above 8192 tokens.
+        repeats: Number of repeats; ``None`` means 9 on a GPU, 3 on a CPU, 1 above 8192 tokens.
         only: Measure the patterns whose names contain one of these, separated by commas; ``None``
             means all.
         out: File to append rows to, or ``None``.
         picture: File to draw the speed-ups into, or ``None``.
 
     Raises:
-        ValueError: if no pattern has such a name, or the picture has no known format.
+        ValueError: No pattern has such a name, or the picture has an unknown format.
     """
     if picture is not None:
         check_picture(picture)
@@ -119,8 +119,8 @@ def run(
         save_figure(plot_speedups(rows).figure, picture, dpi=120)
 
 
-def _cases(tokens: int) -> list[_Case]:
-    found: list[_Case] = []
+def _cases(tokens: int) -> list[_PatternForms]:
+    found: list[_PatternForms] = []
     for share in (10, 25, 50):
         side = round(tokens * (1 - math.sqrt(1 - share / 100)))
         found += [
@@ -128,27 +128,29 @@ def _cases(tokens: int) -> list[_Case]:
             _window_case(f"causal-window-{share}", tokens * share // 100, 0),
         ]
     for step in (2, 4, 8, 16):
-        found.append(_Case(f"every-{step}", dilated(tokens, tokens, step), _every_mask(step)))
+        found.append(
+            _PatternForms(f"every-{step}", dilated(tokens, tokens, step), _every_mask(step))
+        )
     for stride in (128, 512):
         found += [
-            _Case(f"strided-{stride}", strided(stride), _strided_mask(stride)),
-            _Case(f"fixed-{stride}", fixed(stride, 8), _fixed_mask(stride, 8)),
+            _PatternForms(f"strided-{stride}", strided(stride), _strided_mask(stride)),
+            _PatternForms(f"fixed-{stride}", fixed(stride, 8), _fixed_mask(stride, 8)),
         ]
     found += [
-        _Case(
+        _PatternForms(
             "block-diagonal-512",
             block_diagonal(512),
             lambda b, h, q, k: q // 512 == k // 512,
             {"ends": [*range(0, tokens + 1, 512)]},
         ),
-        _Case("longformer-512-64", longformer(512, 64), _longformer_mask(256, 64)),
+        _PatternForms("longformer-512-64", longformer(512, 64), _longformer_mask(256, 64)),
     ]
     generator = torch.Generator().manual_seed(0)
     ends = torch.randint(1, tokens, (31,), generator=generator).sort().values.tolist()
     number = torch.bucketize(torch.arange(tokens), torch.tensor(ends), right=True)
     ends = [0, *ends, tokens]
     found.append(
-        _Case(
+        _PatternForms(
             "documents-32",
             documents(ends),
             _documents_mask(_there(number)),
@@ -159,18 +161,20 @@ def _cases(tokens: int) -> list[_Case]:
         birds = bigbird(block=_BLOCK, window_blocks=3, global_blocks=2, random_blocks=3, seed=0)
         in_blocks = bigbird(block=1, window_blocks=3, global_blocks=2, random_blocks=3, seed=0)
         layout = torch.from_numpy(in_blocks.to_mask(blocks))
-        found.append(_Case("bigbird-128", birds, _layout_mask(_there(layout))))
+        found.append(_PatternForms("bigbird-128", birds, _layout_mask(_there(layout))))
         for share in (10, 25, 50):
             layout = torch.rand(blocks, blocks, generator=generator) < share / 100
             layout.fill_diagonal_(True)
             pattern = block_sparse(layout, _BLOCK)
-            found.append(_Case(f"random-blocks-{share}", pattern, _layout_mask(_there(layout))))
+            found.append(
+                _PatternForms(f"random-blocks-{share}", pattern, _layout_mask(_there(layout)))
+            )
     return found
 
 
-def _window_case(name: str, left: int, right: int) -> _Case:
+def _window_case(name: str, left: int, right: int) -> _PatternForms:
     mask = _window_mask(left, right)
-    return _Case(name, sliding_window(left, right), mask, {"window_size": (left, right)})
+    return _PatternForms(name, sliding_window(left, right), mask, {"window_size": (left, right)})
 
 
 def _window_mask(left: int, right: int) -> MaskFunction:
@@ -212,7 +216,7 @@ def _measure_length(
 ) -> Iterator[list[Measurement]]:
     """Measure patterns of these names, one after another.
 
-    On a CPU what takes long whatever the pattern is measured beside the first of them only.
+    On a CPU the slow computations that do not depend on the pattern are timed once.
     """
     tensors = _draw(tokens)
     on_gpu, (_, heads, _, head_dim) = tensors[0].is_cuda, tensors[0].shape
@@ -259,7 +263,7 @@ def _measure_length(
 
 
 def _summarize(rows: list[Measurement]) -> None:
-    """Print how much faster than each other contender we are, over all patterns."""
+    """Print the speed-up of cqs over every library: geometric mean and least over patterns."""
     times = {(row.benchmark, row.case, row.executor): row.median_ms for row in rows}
     for what, other in sorted({(row.benchmark, row.executor) for row in rows}):
         ratios = {
@@ -277,7 +281,7 @@ def _summarize(rows: list[Measurement]) -> None:
 
 
 def _draw(tokens: int) -> tuple[Tensor, ...]:
-    """Draw query, key and value; on a GPU they are to be differentiated."""
+    """Draw query, key and value; on a GPU they require gradients."""
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     shape = (1, 16, tokens, 128) if on_gpu else (1, 8, tokens, 64)
@@ -289,14 +293,14 @@ def _draw(tokens: int) -> tuple[Tensor, ...]:
 
 
 def _slow(tokens: int) -> tuple[str, ...]:
-    """Name what takes seconds on a CPU for so many tokens."""
+    """Return the computations that take seconds on a CPU for this length."""
     return ("naive",) if tokens <= _NAIVE_TOKENS else ("dense",)
 
 
 def _contenders(
-    problem: Problem, case: _Case, known: Container[str] = ()
+    problem: Problem, case: _PatternForms, known: Container[str] = ()
 ) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return what computes each pass, checked, but for those that are known."""
+    """Return the verified computations of each pass, except those that are known."""
     forward: dict[str, Callable[[], Tensor]] = {"cqs": lambda: _attend(problem)}
     if problem.query.requires_grad:
         forward["flex"] = _flex(problem, case.mask)
@@ -316,7 +320,7 @@ def _contenders(
 def _backward(
     problem: Problem, forward: dict[str, Callable[[], Tensor]]
 ) -> dict[str, Callable[[], Any]]:
-    """Return backward passes, each from the answer of its own forward pass, checked."""
+    """Return the verified backward passes, each from the output of its own forward pass."""
     tensors = problem.query, problem.key, problem.value
     grad_output = torch.randn_like(problem.query)
     passes: dict[str, Callable[[], Any]] = {
@@ -346,7 +350,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _naive(problem: Problem, visible: Tensor | None) -> Tensor:
-    """Attend by the definition: the whole score matrix, masked."""
+    """Compute attention by its definition: the whole score matrix, masked."""
     assert visible is not None
     scores = problem.scale * problem.query @ problem.key.mT
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
@@ -381,7 +385,7 @@ def _flash(problem: Problem, ends: list[int] | None = None, **options: Any) -> C
 
 
 def _make_block_mask(mask: MaskFunction, tokens: int, device: torch.device) -> "BlockMask":
-    """Do what ``create_block_mask`` does, a row of blocks at a time, with nothing to compile."""
+    """Return the result of ``create_block_mask``, row by row of blocks, without compilation."""
     from torch.nn.attention.flex_attention import BlockMask
 
     keys = torch.arange(tokens, device=device)

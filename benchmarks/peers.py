@@ -1,4 +1,4 @@
-"""Ways to spread attention over GPUs, side by side in one process group around one kernel."""
+"""Methods of context parallelism, timed in one process group around one kernel."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
-"""Name of a pass -> name of a method -> what computes it."""
+"""Name of a pass -> name of a method -> its computation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,33 +55,32 @@ def run(
     backend: str | None = None,
     out: str | None = None,
 ) -> None:
-    """Check and time all methods on the ranks that torchrun started: one GPU each, or CPUs.
+    """Verify and time all methods on the ranks that torchrun started: one GPU each, or CPUs.
 
-    A time is that of the slowest rank, from a barrier on; of a GPU that was busy when it was told
-    what to do, as in the middle of a model. "call ms" is how long the caller waits for a call to
-    return. "forward" is that pass alone, without gradients; "both" is one that keeps what the
-    backward pass needs, and that. Rates count ``4 N^2 d`` operations per head forward and 2.5 times
-    that backward, half of it if causal. Efficiency is the time of one GPU alone, over the number of
-    GPUs that share the work times this time.
+    A time is that of the slowest rank, from a barrier on. GPUs are busy when a computation is
+    launched, as in the middle of a model. "call ms" is the host time of a call. "forward" is a
+    forward pass without gradients; "both" is a forward pass that saves state, and the backward
+    pass. FLOPs are ``4 N^2 d`` per head forward and 2.5 times that backward, half of it if causal.
+    Efficiency is the time of one GPU, divided by the number of GPUs times this time.
 
     Args:
         tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on
             CPUs.
-        heads: Of the queries.
-        kv_heads: Of the keys; ``None`` means as many.
-        head_dim: Of all.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads; ``None`` means as many as query heads.
+        head_dim: Head dimension.
         causal: ``"yes"``, ``"no"`` or ``"both"``.
         backward: ``"yes"`` or ``"no"``: whether to time both passes too.
-        repeats: How often each is timed.
+        repeats: Number of repeats.
         only: Names of methods, separated by commas; ``None`` means all.
-        backend: Whose kernels all but PyTorch's methods use: a name, or ``"best"`` for what each
-            call takes by itself; ``None`` means ``triton`` on GPUs, the best on CPUs.
+        backend: Backend of all methods except PyTorch's: a name, or ``"best"`` for the default of
+            each call; ``None`` means ``triton`` on GPUs, the default on CPUs.
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: if torchrun did not start this, no method or backend has such a name, or tokens
-            are few.
-        VerificationError: on every rank, if a method is wrong.
+        ValueError: torchrun did not start this process, a method or backend is unknown, or there
+            are too few tokens.
+        VerificationError: A result is wrong; raised on every rank.
     """
     names = only.split(",") if only else list(METHODS)
     if unknown := [name for name in names if name not in METHODS]:
@@ -89,10 +88,10 @@ def run(
     check_backend_name(None if backend == "best" else backend)
     if "RANK" not in os.environ:
         raise ValueError(
-            "peers are processes, one for each GPU: start them by "
+            "peers requires one process per GPU: start it by "
             "torchrun --nproc-per-node 4 -m benchmarks peers"
         )
-    for length in tokens or []:  # the first alone has a gradient of 0, but errors are relative
+    for length in tokens or []:  # one token alone has a zero gradient, and errors are relative
         as_integer("tokens", length, 2 * int(os.environ["WORLD_SIZE"]))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -127,22 +126,23 @@ def measure(
     backend: str | None = None,
     out: str | None = None,
 ) -> list[Measurement]:
-    """Check and time methods; every rank of the group calls this.
+    """Verify and time methods; every rank of the group calls this.
 
     Args:
         group: The process group.
-        names: Of methods; those that cannot take the problem are left out, with a line why.
-        problem: The same on every rank.
-        grad_output: Likewise; ``None`` means that there is no backward pass.
-        repeats: How often each is timed.
-        backend: As for :func:`run`.
+        names: Names of methods. Those that do not support the problem are left out, with a line
+            that states the reason.
+        problem: The problem, the same on every rank.
+        grad_output: Gradient of the output, the same on every rank; ``None`` for no backward pass.
+        repeats: Number of repeats.
+        backend: See :func:`run`.
         out: File to append rows to, or ``None``.
 
     Returns:
-        The rows, on the first rank; on others none.
+        The rows on the first rank, an empty list on the others.
 
     Raises:
-        VerificationError: on every rank, if a method is wrong.
+        VerificationError: A result is wrong; raised on every rank.
     """
     chosen = backend or ("triton" if problem.query.is_cuda else "best")
     worker = Worker.of(problem, None if chosen == "best" else chosen)
@@ -181,7 +181,7 @@ def _prepare(
     problem: Problem,
     grad_output: Tensor | None,
 ) -> Passes:
-    """Return what computes each pass by each method, checked."""
+    """Return the verified computation of each pass by each method."""
     tensors, is_causal = (problem.query, problem.key, problem.value), problem.is_causal
     expected: tuple[Tensor, ...] = ()
     if grad_output is not None:
@@ -217,7 +217,7 @@ def _prepare(
 
 @torch.no_grad()
 def _attend(method: Method, shard: Sequence[Tensor]) -> Tensor:
-    """Return the output of the forward pass alone, for which nothing has to be kept."""
+    """Return the output of a forward pass without gradients."""
     return method.forward(*shard)[0]
 
 
@@ -225,7 +225,7 @@ def _attend(method: Method, shard: Sequence[Tensor]) -> Tensor:
 def _differentiate(
     method: Method, shard: Sequence[Tensor], grad_output: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradients, of both passes."""
+    """Return the gradients, after a forward and a backward pass."""
     _, saved = method.forward(*shard)
     return method.backward(saved, grad_output)
 
@@ -261,7 +261,7 @@ def verify_together(verify: Callable[[], object], group: Any) -> None:
 
 
 def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
-    """Return the most bytes that a rank allocates meanwhile; 0 without GPUs."""
+    """Return the largest peak memory of a rank during a computation; 0 without GPUs."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()
@@ -279,7 +279,7 @@ def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
 def time_together(
     passes: dict[str, Callable[[], Any]], repeats: int, group: Any, device: torch.device
 ) -> dict[str, list[float]]:
-    """Time methods in turn; return for each the seconds of the slowest rank, repeat by repeat."""
+    """Time methods in turn; return the seconds of the slowest rank for every repeat."""
     signal = torch.zeros(1, device=device)
     timer = make_timer(lambda: dist.all_reduce(signal, group=group))
 

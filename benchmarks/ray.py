@@ -1,4 +1,4 @@
-"""What Ray costs: everything of a run but the slowest actor's computation."""
+"""Overhead of Ray: all time of a run except the slowest actor's computation."""
 
 import argparse
 import statistics
@@ -25,11 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
-    """Check and time runs on a private cluster with one actor per GPU, else per core.
+    """Verify and time runs on a private cluster with one actor per GPU, else per core.
 
     Args:
         tokens: Sequence length; ``None`` means 16,384.
-        repeats: How often each is timed.
+        repeats: Number of repeats.
         out: File to append rows to, or ``None``.
     """
     tokens = tokens or 16384

@@ -1,4 +1,4 @@
-"""Sequences that stay on the actors of a cluster: what Ray adds to calls, and what deaths cost."""
+"""Sharded sequences on a cluster: overhead of Ray, and time to recover from failures."""
 
 import argparse
 import os
@@ -27,20 +27,21 @@ from cqs.distributed.rank_task import RankTask
 from cqs.executors.ray.sharded import Sharded
 from cqs.partial import Partial
 from cqs.problem import check_problem
+from cqs.report.exact import verify_answer
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.progress import progress_bar, track
-from cqs.verify import VerificationError, verify_rows
+from cqs.verify import VerificationError
 
 _NUM_CALLS = 16
 _NUM_LAYERS = 64
-"""Of a pass in which actors die."""
+"""Number of layers of a run in which actors are killed."""
 _ANY_MOMENT, _ANY_CALL = "any moment", "any call"
 _PARTS: dict[str, tuple[type, str]] = {
     "exchange": (Exchange, "send_out"),
     "compute": (RankTask, "_compute_away"),
     "return": (Exchange, "send_made"),
 }
-"""Of a call, in which actors die: after the first and the last, before the other."""
+"""Part of a call -> method at which actors are killed: after it, but before ``compute``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, metavar="P", help="default: one for each GPU, or core"
     )
     parser.add_argument(
-        "--deaths",
+        "--failures",
         type=int,
         metavar="T",
-        help="how often half of them are killed, at any moment and in each part; default: 0",
+        help="how often half of the workers are killed, at every kind of moment; default: 0",
     )
-    parser.add_argument("--only", metavar="NAME,NAME", help="deaths at these moments alone")
+    parser.add_argument("--only", metavar="NAME,NAME", help="kill workers at these moments only")
 
 
 def run(
@@ -67,41 +68,41 @@ def run(
     head_dim: int = 128,
     repeats: int = 5,
     workers: int | None = None,
-    deaths: int = 0,
+    failures: int = 0,
     only: str | None = None,
     out: str | None = None,
 ) -> None:
-    """Check and time causal calls on sequences that were made on the actors of a private cluster.
+    """Verify and time causal calls on sequences that the actors of a private cluster make.
 
     Args:
         tokens: Lengths; ``None`` means 64K and 128K, or 1K and 2K without GPUs.
         heads: Number of query heads.
-        kv_heads: Number of key heads; ``None`` means as many.
-        head_dim: Size of each.
-        repeats: How often each way to call is timed.
+        kv_heads: Number of KV heads; ``None`` means as many as query heads.
+        head_dim: Head dimension.
+        repeats: Number of repeats.
         workers: Number of actors; ``None`` means one for each GPU, else for each core.
-        deaths: How often half of the actors are killed at a random moment of a pass, of one with a
-            call of the cluster for each layer, and in each part of a random layer, for the first
-            length.
-        only: When they are killed, separated by commas; ``None`` means in all these ways.
+        failures: How often half of the actors are killed, for the first length: at a random moment
+            of one call, at one of a run with two calls per layer, and in each part of a layer.
+        only: Moments at which they are killed, separated by commas; ``None`` means all.
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: if there are deaths, but a single actor, or ``only`` names no such moment, or
-            there are no deaths.
-        VerificationError: if sampled rows stray from float64, or bits change.
+        ValueError: ``only`` names an unknown moment or comes without ``failures``, or ``failures``
+            comes with a single actor.
+        VerificationError: Sampled rows deviate from float64, or a result is not bitwise identical
+            after a failure.
     """
     lengths = tokens or ((2**16, 2**17) if torch.cuda.is_available() else (2**10, 2**11))
-    if only and not deaths:
-        raise ValueError("only says when actors die, and there are no deaths")
+    if only and not failures:
+        raise ValueError(f"only requires failures, got only={only!r}")
     names = _ANY_MOMENT, _ANY_CALL, *_PARTS
     moments = only.split(",") if only else names
     if unknown := [each for each in moments if each not in names]:
         raise ValueError(f"only must name some of {', '.join(names)}; got {unknown[0]!r}")
     rows: list[Measurement] = []
     with cqs.Cluster(num_workers=workers) as cluster:
-        if deaths and len(cluster.pids) < 2:
-            raise ValueError("half of the actors die, and there is but one: none would")
+        if failures and len(cluster.pids) < 2:
+            raise ValueError("failures require at least two workers, got 1")
         for length in lengths:
             make = partial(_make, tokens=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
             shards = cluster.make_sharded(make)
@@ -110,17 +111,17 @@ def run(
             found = _time(cluster, shards, case, repeats)
             append_rows(found, out)
             rows += found
-            if deaths and length == lengths[0]:
+            if failures and length == lengths[0]:
                 for moment in moments:
-                    rows.append(_time_deaths(cluster, shards, case, deaths, moment))
+                    rows.append(_time_failures(cluster, shards, case, failures, moment))
                     append_rows(rows[-1:], out)
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
         "by": lambda row: row.executor,
         "actors": lambda row: row.num_tasks,
         "median ms": lambda row: f"{row.median_ms:.3f}",
-        "beside": lambda row: row.baseline,
-        "more": lambda row: percent(row.ratio - 1),
+        "baseline": lambda row: row.baseline,
+        "overhead": lambda row: percent(row.ratio - 1),
     }
     publish(rows, columns, None)
 
@@ -145,11 +146,11 @@ def _check(cluster: cqs.Cluster, shards: Sharded) -> None:
     query, key, value = shards.to_local()
     output, lse = cluster.attention(shards, is_causal=True, return_lse=True).to_local()
     problem = check_problem(query, key, value, is_causal=True)
-    verify_rows(problem, Partial(output, lse))
+    verify_answer(problem, Partial(output, lse))
 
 
 def _time(cluster: cqs.Cluster, shards: Sharded, case: str, repeats: int) -> list[Measurement]:
-    """Time calls inside of the workers, in one call on the cluster, and in a call each."""
+    """Time calls inside the workers, all in one call of the cluster, and one call each."""
     found: dict[str, list[float]] = {"in the workers": [], "one call": [], "a call each": []}
     for repeat in track(range(repeats + 1), repeats + 1, case):
         start = time.perf_counter()
@@ -180,7 +181,7 @@ def _time(cluster: cqs.Cluster, shards: Sharded, case: str, repeats: int) -> lis
 
 
 def _time_inside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return the seconds of calls one after another, from a barrier to when all is done."""
+    """Return the seconds of consecutive calls, from a barrier until the GPU is idle."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(_NUM_CALLS):
@@ -190,50 +191,58 @@ def _time_inside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.full((1, 1, 1, 1), time.perf_counter() - start, dtype=torch.float64)
 
 
-def _time_deaths(
-    cluster: cqs.Cluster, shards: Sharded, case: str, deaths: int, moment: str
+def _time_failures(
+    cluster: cqs.Cluster, shards: Sharded, case: str, failures: int, moment: str
 ) -> Measurement:
-    """Kill half of the actors again and again, and compare bits with those of calm passes."""
-    run = _pass_in_calls if moment == _ANY_CALL else _pass
-    passes = [run(shards) for _ in range(3)]
-    calm, expected = min(each.seconds for each in passes), passes[0].answer
-    if not all(torch.equal(expected, each.answer) for each in passes):
-        raise VerificationError("calm passes differ")
+    """Kill half of the actors ``failures`` times; results must be those of undisturbed runs."""
+    run = _run_in_calls if moment == _ANY_CALL else _run_in_one_call
+    runs = [run(shards) for _ in range(3)]
+    undisturbed, expected = min(each.seconds for each in runs), runs[0].answer
+    if not all(torch.equal(expected, each.answer) for each in runs):
+        raise VerificationError("undisturbed runs differ")
     number = len(cluster.pids) // 2
     draw = random.Random(0)
     found: list[float] = []
-    bar = progress_bar(deaths, f"killed in {moment}")
-    while len(found) < deaths:
+    bar = progress_bar(failures, f"killed in {moment}")
+    while len(found) < failures:
         victims = draw.sample(cluster.pids, number)
         if moment in _PARTS:
-            done = _pass(shards, _Death(victims, moment, draw.randrange(_NUM_LAYERS)))
+            done = _run_in_one_call(
+                shards, _PlannedKill(victims, moment, draw.randrange(_NUM_LAYERS))
+            )
         else:
-            with _running(threading.Timer(draw.uniform(0, calm), _kill, [victims])):
+            with _running(threading.Timer(draw.uniform(0, undisturbed), _kill, [victims])):
                 done = run(shards)
         if not torch.equal(done.answer, expected):
-            raise VerificationError(f"other bits after {number} workers have died")
+            raise VerificationError(
+                f"the result is not bitwise identical after {number} workers were killed"
+            )
         if set(victims).isdisjoint(done.pids):
             found.append(done.seconds)
             bar.update()
-        else:  # it was done before they died, if they did
+        else:  # the run ended before the kill; a failed worker may still have to be replaced
             run(shards)
     bar.close()
     name = f"ray, {number} killed" + ("" if moment == _ANY_MOMENT else f" in {moment}")
-    row = _row(cluster, "deaths", case, name, "calm", found, [calm] * deaths)
+    row = _row(cluster, "failures", case, name, "undisturbed", found, [undisturbed] * failures)
     row.details["longest_ms"] = 1e3 * max(found)
     return row
 
 
-class _Death(NamedTuple):
+class _PlannedKill(NamedTuple):
+    """Which processes kill themselves, at which part of a call and in which layer."""
+
     pids: Sequence[int]
     part: str
     layer: int
 
 
-class _Pass(NamedTuple):
+class _Run(NamedTuple):
+    """Seconds and result of a run over all layers."""
+
     seconds: float
     pids: Sequence[int]
-    """Of the actors in the end."""
+    """Processes of the actors at the end."""
     answer: Tensor
 
 
@@ -247,26 +256,26 @@ def _running(timer: threading.Timer) -> Iterator[None]:
         timer.join()
 
 
-def _pass(shards: Sharded, death: _Death | None = None) -> _Pass:
-    """Compute all layers in one call, in which actors may die."""
+def _run_in_one_call(shards: Sharded, kill: _PlannedKill | None = None) -> _Run:
+    """Compute all layers in one call, in which actors may be killed."""
     start = time.perf_counter()
-    return _finish(start, shards.map(partial(_layers, death=death), is_collective=True))
+    return _finish(start, shards.map(partial(_layers, kill=kill), is_collective=True))
 
 
-def _pass_in_calls(shards: Sharded) -> _Pass:
-    """Compute each layer in two calls of the cluster."""
+def _run_in_calls(shards: Sharded) -> _Run:
+    """Compute every layer in two calls of the cluster."""
     start = time.perf_counter()
     for _ in range(_NUM_LAYERS):
         shards = shards.cluster.attention(shards, is_causal=True).map(_add, shards)
     return _finish(start, shards.map(_first))
 
 
-def _finish(start: float, output: Sharded) -> _Pass:
+def _finish(start: float, output: Sharded) -> _Run:
     output.wait()
     seconds, pids = time.perf_counter() - start, output.cluster.pids
     answer = output.to_local()
     assert isinstance(answer, Tensor)
-    return _Pass(seconds, pids, answer)
+    return _Run(seconds, pids, answer)
 
 
 def _add(output: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -277,13 +286,13 @@ def _first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return query
 
 
-def _layers(query: Tensor, key: Tensor, value: Tensor, *, death: _Death | None) -> Tensor:
-    """Compute layers, in turns by quorums alone and by the number of slices that is chosen."""
+def _layers(query: Tensor, key: Tensor, value: Tensor, *, kill: _PlannedKill | None) -> Tensor:
+    """Compute layers, alternately with head-parallel degree 1 and with ``"auto"``."""
     for i in range(_NUM_LAYERS):
         attend = partial(attention, is_causal=True, head_parallel=(1, "auto")[i % 2])
-        if death is not None and death.layer == i and os.getpid() in death.pids:
-            owner, name = _PARTS[death.part]
-            with patch.object(owner, name, _make_deadly(death.part, getattr(owner, name))):
+        if kill is not None and kill.layer == i and os.getpid() in kill.pids:
+            owner, name = _PARTS[kill.part]
+            with patch.object(owner, name, _make_fatal(kill.part, getattr(owner, name))):
                 output = attend(query, key, value)
         else:
             output = attend(query, key, value)
@@ -292,15 +301,15 @@ def _layers(query: Tensor, key: Tensor, value: Tensor, *, death: _Death | None) 
     return query
 
 
-def _make_deadly(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def die(*arguments: Any, **options: Any) -> None:
+def _make_fatal(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def fail(*arguments: Any, **options: Any) -> None:
         if part != "compute":
             method(*arguments, **options)
         if part != "exchange" and torch.cuda.is_available():
-            torch.cuda.synchronize()  # what came before is done
+            torch.cuda.synchronize()  # all earlier work has finished
         _kill([os.getpid()])
 
-    return die
+    return fail
 
 
 def _kill(victims: Sequence[int]) -> None:
@@ -315,7 +324,7 @@ def _row(
     executor: str,
     baseline: str,
     seconds: list[float],
-    beside: list[float],
+    baseline_seconds: list[float],
 ) -> Measurement:
     return Measurement(
         benchmark=benchmark,
@@ -324,7 +333,7 @@ def _row(
         num_tasks=len(cluster.pids),
         executor=executor,
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
-        ratio=statistics.median(a / b for a, b in zip(seconds, beside, strict=True)),
+        ratio=statistics.median(a / b for a, b in zip(seconds, baseline_seconds, strict=True)),
         repeats=len(seconds),
         **summarize(seconds),  # type: ignore[arg-type]
     )

@@ -1,4 +1,4 @@
-"""Compare predictions with rows, fit a machine to them, and play calls on devices that fail."""
+"""Fit the cost model to measured rows, compare it with rows, and simulate failures."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 
 from benchmarks.event_simulation import (
+    FaultModel,
     Outcome,
-    Trouble,
-    play_steps,
-    play_tasks,
     read_relative_times,
+    simulate_steps,
+    simulate_tasks,
 )
 from benchmarks.fitting import fit, read_rows
 from benchmarks.plots.predictions import draw_predictions, save
@@ -26,9 +26,9 @@ from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 from cqs.simulation import Machine, Workload, predict
 
 _MAX_TRIALS = 100_000
-_LIVES = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}
-"""Hours of a device to an interruption: Llama 3 405B, 419 in 54 days on 16,384 (arXiv 2407.21783);
-OPT-175B, 35 restarts by hand and some 70 others in two months on 992 (arXiv 2205.01068)."""
+_MTBF_HOURS = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}
+"""Device hours per interruption. Llama 3 405B: 419 in 54 days on 16,384 devices (arXiv 2407.21783).
+OPT-175B: 35 restarts by hand and some 70 others in two months on 992 (arXiv 2205.01068)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,45 +40,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     machine = parser.add_argument_group("rows of benchmarks")
     machine.add_argument(
-        "--fit", metavar="FILE.jsonl", help="take what fits these rows of `benchmarks peers` best"
+        "--fit", metavar="FILE.jsonl", help="fit the machine to these rows of peers"
     )
     machine.add_argument(
-        "--check", metavar="FILE.jsonl", help="compare such rows with what is predicted, no more"
+        "--check",
+        metavar="FILE.jsonl",
+        help="compare such rows with predictions, and do nothing else",
     )
-    trouble = parser.add_argument_group("trouble", "play calls on devices that stray and die")
-    trouble.add_argument(
-        "--life", type=_lives, metavar="HOURS,...",
-        help="mean time to the death of a device: hours, llama3 or opt; the rest goes with it",
+    faults = parser.add_argument_group("failures", "simulate calls on devices that vary and fail")
+    faults.add_argument(
+        "--mtbf", type=_mtbf, metavar="HOURS,...",
+        help="mean time between failures of a device: hours, llama3 or opt; the options below "
+        "require it",
     )  # fmt: skip
-    trouble.add_argument(
+    faults.add_argument(
         "--tasks", type=parse_integers, default=[1, 4, 16], metavar="K,...",
-        help="tasks for each device; default: 1,4,16",
+        help="tasks per device; default: 1,4,16",
     )  # fmt: skip
-    trouble.add_argument(
+    faults.add_argument(
         "--saves", type=int, default=15, metavar="S",
-        help="how often steps save partial results; default: 15",
+        help="how often steps save partial outputs; default: 15",
     )  # fmt: skip
-    trouble.add_argument(
-        "--notice", type=float, default=10.0, metavar="SECONDS",
-        help="until a task is handed out again; default: 10",
+    faults.add_argument(
+        "--detection", type=float, default=10.0, metavar="SECONDS",
+        help="until a lost task is assigned again; default: 10",
     )  # fmt: skip
-    trouble.add_argument(
+    faults.add_argument(
         "--repair", type=float, default=600.0, metavar="SECONDS",
-        help="until a dead device is replaced; default: 600",
+        help="until a failed device is replaced; default: 600",
     )  # fmt: skip
-    trouble.add_argument(
+    faults.add_argument(
         "--slow", type=_slow, default=(0.0, 1.0), metavar="SHARE:FACTOR",
-        help="of the devices, this share supports longer by this factor",
+        help="this share of the devices is slower by this factor",
     )  # fmt: skip
-    trouble.add_argument(
-        "--spread", metavar="FILE.jsonl", help="let times stray as those of such rows"
-    )
-    trouble.add_argument("--trials", type=int, default=100, metavar="T", help="default: 100")
-    trouble.add_argument("--seed", type=int, default=0, metavar="S", help="default: 0")
+    faults.add_argument("--spread", metavar="FILE.jsonl", help="let times vary as in these rows")
+    faults.add_argument("--trials", type=int, default=100, metavar="T", help="default: 100")
+    faults.add_argument("--seed", type=int, default=0, metavar="S", help="default: 0")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what is predicted, or how well."""
+    """Print predictions, or their errors."""
     if options.picture:
         check_picture(options.picture)
         check_written("--picture", options.picture, [options.fit, options.check, options.spread])
@@ -90,8 +91,8 @@ def run(options: argparse.Namespace) -> None:
         print(check_table(options.check, machine))
         return
     case, passes = simulate.read_case(options), simulate.read_passes(options)
-    if options.life:
-        play(options, case, machine, passes)
+    if options.mtbf:
+        simulate_failures(options, case, machine, passes)
         return
     found = simulate.show_predictions(options, machine)
     if options.picture:
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _fitted(path: str) -> Machine:
-    """Fit a machine to rows, and print it."""
+    """Fit the machine of the cost model to rows, and print it."""
     machine = fit(read_rows(path))
     print(
         f"Fitted: {machine.rate / 1e12:.0f} TFLOP/s forward, "
@@ -111,7 +112,7 @@ def _fitted(path: str) -> Machine:
 
 
 def check_table(path: str, machine: Machine) -> str:
-    """Tabulate measured rows beside what is predicted, and say where that strays most."""
+    """Return a table of measured and predicted times, and the largest deviation."""
     rows = read_rows(path)
     ratios = [row.ratio(machine) for row in rows]
     cells = [
@@ -134,48 +135,52 @@ def check_table(path: str, machine: Machine) -> str:
     )
 
 
-def ways_to_work(
+def make_schedules(
     case: Workload,
     num_devices: int,
     machine: Machine,
     passes: str,
     tasks: Sequence[int],
     num_saves: int,
-) -> dict[str, Callable[[Trouble, np.random.Generator], Outcome]]:
-    """Name ways to spread attention, and how each is played.
+) -> dict[str, Callable[[FaultModel, np.random.Generator], Outcome]]:
+    """Return how each schedule is simulated, by name.
 
-    Steps are those of the ring. Tasks are those of quorums on as many devices as there are tasks:
-    the more there are for each device the more they move, of which nothing is hidden behind the
-    task before.
+    Steps are those of a ring. Tasks are those of quorums on as many devices as there are tasks.
+    More tasks per device send more bytes, and the communication of a task does not overlap with
+    the previous task.
     """
 
     def seconds(method: str, num_devices: int) -> float:
         found = predict(method, case, num_devices, machine, passes)
-        assert found is not None, "neither cuts heads"
+        assert found is not None, "neither divides the heads"
         return found.seconds
 
     steps = partial(
-        play_steps, seconds("ring", num_devices) / num_devices, num_devices, num_devices
+        simulate_steps, seconds("ring", num_devices) / num_devices, num_devices, num_devices
     )
-    ways: dict[str, Callable[..., Outcome]] = {"steps": steps}
+    schedules: dict[str, Callable[..., Outcome]] = {"steps": steps}
     if num_saves:
-        ways[f"steps, {num_saves} saves"] = partial(steps, num_saves=num_saves)
+        schedules[f"steps, {num_saves} saves"] = partial(steps, num_saves=num_saves)
     for each in tasks:
         num_tasks = each * num_devices
         task_seconds = seconds("cqs quorums", num_tasks)
-        ways[f"tasks, {each} a device"] = partial(play_tasks, task_seconds, num_tasks, num_devices)
-    return ways
+        schedules[f"tasks, {each} per device"] = partial(
+            simulate_tasks, task_seconds, num_tasks, num_devices
+        )
+    return schedules
 
 
-def play(options: argparse.Namespace, case: Workload, machine: Machine, passes: str) -> None:
-    """Play calls under every kind of trouble, print a table, and perhaps draw it."""
+def simulate_failures(
+    options: argparse.Namespace, case: Workload, machine: Machine, passes: str
+) -> None:
+    """Simulate calls at every failure rate, print a table, and draw it if a picture is named."""
     as_integer("--trials", options.trials, 1, _MAX_TRIALS)
     as_integer("--saves", options.saves, 0, MAX_NUM_TASKS)
     as_integer(
         "--tasks times --devices", max(options.tasks) * max(options.devices), 1, MAX_NUM_TASKS
     )
-    trouble = Trouble(
-        notice_seconds=options.notice,
+    faults = FaultModel(
+        detection_seconds=options.detection,
         repair_seconds=options.repair,
         slow_share=options.slow[0],
         slow_factor=options.slow[1],
@@ -184,44 +189,44 @@ def play(options: argparse.Namespace, case: Workload, machine: Machine, passes: 
     rows, means = [], []
     for num_devices in options.devices:
         ideal = case.one_device_seconds(machine, passes) / num_devices
-        ways = ways_to_work(case, num_devices, machine, passes, options.tasks, options.saves)
-        for life_hours in options.life:
-            deadly = replace(trouble, life_hours=life_hours)
-            for name, play in ways.items():
+        schedules = make_schedules(case, num_devices, machine, passes, options.tasks, options.saves)
+        for mtbf_hours in options.mtbf:
+            at_rate = replace(faults, mtbf_hours=mtbf_hours)
+            for name, schedule in schedules.items():
                 rng = np.random.default_rng(options.seed)
-                # Of each call three numbers are kept; it lists every attempt at every task.
-                calls = (play(deadly, rng) for _ in range(options.trials))
-                kept = [(call.seconds, call.lost_seconds, call.num_deaths) for call in calls]
+                # Three numbers of each call are kept: an outcome lists every attempt at every task.
+                calls = (schedule(at_rate, rng) for _ in range(options.trials))
+                kept = [(call.seconds, call.lost_seconds, call.num_failures) for call in calls]
                 seconds, *rest = np.array(kept).T
-                lost, deaths = (column.mean() for column in rest)
+                lost, failures = (column.mean() for column in rest)
                 means.append(
-                    (name, num_devices * ideal / 3600 / life_hours, seconds.mean() / ideal)
+                    (name, num_devices * ideal / 3600 / mtbf_hours, seconds.mean() / ideal)
                 )
                 rows.append(
                     [
                         num_devices,
-                        f"{life_hours:.0f}",
+                        f"{mtbf_hours:.0f}",
                         name,
                         f"{seconds.mean():.4g}",
                         f"{seconds.mean() / ideal:.3f}",
                         f"{np.quantile(seconds, 0.95) / ideal:.3f}",
-                        f"{deaths:.2f}",
+                        f"{failures:.2f}",
                         percent(lost / ideal / num_devices),
                     ]
                 )
-    header = ["devices", "life h", "way", "mean s", "over ideal", "95th", "deaths", "lost work"]
-    print(format_table(header, rows))
+    header = ["devices", "MTBF h", "schedule", "mean s", "over ideal", "95th", "failures"]
+    print(format_table([*header, "lost work"], rows))
     if options.picture:
-        from benchmarks.plots.failures import draw_trouble
+        from benchmarks.plots.failures import draw_failures
 
-        save(draw_trouble(means), options.picture)
+        save(draw_failures(means), options.picture)
 
 
-def _lives(text: str) -> list[float]:
+def _mtbf(text: str) -> list[float]:
     try:
-        return [_LIVES[part] if part in _LIVES else float(part) for part in text.split(",")]
+        return [_MTBF_HOURS.get(part) or float(part) for part in text.split(",")]
     except ValueError:
-        names = ", ".join(_LIVES)
+        names = ", ".join(_MTBF_HOURS)
         raise argparse.ArgumentTypeError(f"must be {names} or hours, got {text!r}") from None
 
 

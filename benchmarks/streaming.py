@@ -1,4 +1,4 @@
-"""Sequences that are not on the device, computed under a budget, beside the same on the device."""
+"""Attention under a memory budget, compared with the same call on tensors on the device."""
 
 import argparse
 import statistics
@@ -25,16 +25,16 @@ from cqs.streaming.sources import InMemory, Source
 from cqs.worker import Worker
 
 _SHARE = 4
-"""The budget is one part in so many of what the resident call holds."""
+"""Bytes of the resident call divided by the default budget."""
 _SAMPLE = 16
 _CHUNK = 2**20
 _POOL = 2**20
 _SHORT = 2**15
 _ERROR = 0.002
-"""Of float16. More is allowed to a resident call: one accumulator takes all tokens, and loses bits
-of each sum on a tensor core."""
+"""Tolerance of float16 outputs. A resident call is allowed more: one accumulator sums all tokens,
+and tensor cores truncate each sum."""
 _DISTANCE = 0.005
-"""Gradients of a million tokens in float16: weights of 1e-6 keep four bits there."""
+"""Tolerance of float16 gradients: with a million tokens, weights of 1e-6 keep four bits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,31 +60,30 @@ def run(
     part: bool = False,
     out: str | None = None,
 ) -> None:
-    """Check and time attention of pinned tensors under a budget, and of the same on the device.
+    """Verify and time attention of pinned tensors under a budget, and of tensors on the device.
 
-    Without a GPU: of files by ``cqs attend``, forward, whose resident set is measured.
+    Without a GPU it times ``cqs attend`` on files, forward, and measures its resident set.
 
     Args:
         tokens: Sequence lengths; ``None`` means 2^20, without a GPU 2^18.
-        repeats: How often each is timed.
-        heads: Of the queries.
-        kv_heads: Of the keys; ``None`` means as many.
-        head_dim: Of both.
+        repeats: Number of repeats.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads; ``None`` means as many as query heads.
+        head_dim: Head dimension.
         causal: ``"yes"``, ``"no"`` or ``"both"``.
         backward: ``"yes"`` times the forward and the backward pass together.
         budget: See :func:`cqs.attention`; ``None`` means a quarter of query, key, value and output,
             and of their gradients.
-        part: Run the last block of the plan alone, of tokens made on demand, and say what follows
-            for the rest.
+        part: Run only the last block of the plan, on tokens made on demand, and extrapolate.
         out: File to append rows to, or ``None``.
 
     Raises:
-        NotImplementedError: if there is no GPU, and this is not Linux, or the backward pass or a
-            part is asked for.
+        NotImplementedError: There is no GPU, and this is not Linux, or ``backward`` or ``part`` is
+            set.
     """
     on_gpu = torch.cuda.is_available()
     if not on_gpu and (part or backward == "yes"):
-        raise NotImplementedError("--part and --backward need a GPU")
+        raise NotImplementedError("--part and --backward require a GPU")
     shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=2 if on_gpu else 4)
     rows: list[Measurement] = []
     for length in tokens or [2**20 if on_gpu else 2**18]:
@@ -235,7 +234,7 @@ def _attend(tensors: list[Tensor], **options: Any) -> Tensor:
 
 
 def _make(length: int, shape: AttentionShape) -> list[Tensor]:
-    """Make query, key and value in pinned memory."""
+    """Draw query, key and value in pinned memory."""
     generator = torch.Generator("cuda").manual_seed(0)
     made = []
     for heads in (shape.num_heads, shape.kv_heads, shape.kv_heads):
@@ -263,7 +262,7 @@ def _time_resident(
 
 
 def _time_and_measure(compute: Callable[[], Any]) -> tuple[float, int, Any]:
-    """Return seconds, the most bytes that are allocated meanwhile, and the result."""
+    """Return seconds, peak bytes that are allocated meanwhile, and the result."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -272,7 +271,7 @@ def _time_and_measure(compute: Callable[[], Any]) -> tuple[float, int, Any]:
 
 
 def _warm_up(compute: Callable[..., Any], host: list[Tensor]) -> None:
-    """Compute something short: all kernels are compiled, the clock is up."""
+    """Run a short computation, which compiles all kernels and raises the GPU clock."""
     short = [tensor.detach()[:, :, :_SHORT] for tensor in host]
     for tensors, options in (
         ([tensor.cuda() for tensor in short], {}),
@@ -282,7 +281,7 @@ def _warm_up(compute: Callable[..., Any], host: list[Tensor]) -> None:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Return the norm of the difference over that of the other, of the worst head."""
+    """Return the largest relative error of a head."""
     return max(
         relative_error(here.cuda(), there.cuda())
         for here, there in zip(ours[0], theirs[0], strict=True)
@@ -296,7 +295,7 @@ def _error(
     rows: range,
     block: HeldBlock | None = None,
 ) -> float:
-    """Return the distance of sampled rows to float64, of the first or the last head: the worse."""
+    """Return the relative error of sampled rows to float64, the worse of first and last head."""
     heads = range(output.shape[1]) if block is None else block.heads
     group_size = sources[0].shape[1] // sources[1].shape[1]
     sample = [rows[i * (len(rows) - 1) // (_SAMPLE - 1)] for i in range(_SAMPLE)]
@@ -312,7 +311,7 @@ def _error(
 def _exact(
     query: Tensor, keys: Sequence[Source], head: int, rows: Sequence[int], is_causal: bool
 ) -> Tensor:
-    """Attend in float64, some keys at a time."""
+    """Compute rows of attention in float64, one chunk of keys at a time."""
     length = keys[0].shape[2]
     places = torch.tensor(rows, device="cuda")
     largest = torch.full((len(rows), 1), -torch.inf, dtype=torch.float64, device="cuda")

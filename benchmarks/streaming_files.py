@@ -1,4 +1,4 @@
-"""Sequences in files, computed by ``cqs attend`` on the CPU under a budget."""
+"""Time and memory of ``cqs attend`` on files, on the CPU under a memory budget."""
 
 import subprocess
 import sys
@@ -19,26 +19,26 @@ from cqs.testing import exact_rows
 
 _SAMPLE = 16
 _ERROR = 1e-5
-"""Of float32, in norm."""
+"""Tolerance of float32 outputs."""
 _INTERVAL = 0.02
-"""Seconds between looks at the process."""
+"""Seconds between samples of the process."""
 
 
 def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: int) -> Measurement:
-    """Check and time attention from files to a file, in a process of its own.
+    """Verify and time attention from files to a file, in a process of its own.
 
     Args:
-        length: Tokens.
-        shape: Of the tensors, float32.
-        is_causal: As for :func:`cqs.attention`.
-        budget: Bytes; what the process itself takes comes on top.
+        length: Number of tokens.
+        shape: Shape of the tensors, float32.
+        is_causal: See :func:`cqs.attention`.
+        budget: Memory budget in bytes, without the memory of the process itself.
 
     Returns:
-        A row. Its peak is the largest resident set of the process, all in all.
+        A row. Its peak is the largest resident set of the process.
 
     Raises:
-        NotImplementedError: if this is not Linux.
-        RuntimeError: if the command fails.
+        NotImplementedError: This is not Linux.
+        RuntimeError: The command failed.
     """
     if not Path("/proc/self/status").exists():
         raise NotImplementedError("without a GPU, the benchmark streaming requires Linux")
@@ -53,7 +53,7 @@ def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: i
                 time.sleep(_INTERVAL)
         seconds = time.perf_counter() - start
         if process.returncode:
-            raise RuntimeError(f"cqs attend ended with {process.returncode}")
+            raise RuntimeError(f"cqs attend failed with exit status {process.returncode}")
         error = _error(files, is_causal)
     check_error("sampled rows", error, _ERROR)
     plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal, rates=CPU)
@@ -80,7 +80,7 @@ def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: i
 
 
 def _make(folder: Path, length: int, shape: AttentionShape) -> list[Path]:
-    """Write query, key and value, and name the output too."""
+    """Write query, key and value; return their paths and that of the output."""
     generator = np.random.default_rng(0)
     heads = {"query": shape.num_heads, "key": shape.kv_heads, "value": shape.kv_heads}
     for name, number in heads.items():
@@ -93,7 +93,7 @@ def _make(folder: Path, length: int, shape: AttentionShape) -> list[Path]:
 
 
 def _most_resident(pid: int) -> int:
-    """Return the most bytes that a process has had in memory; 0 if it has ended."""
+    """Return the peak resident set of a process in bytes; 0 if it has exited."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -103,7 +103,7 @@ def _most_resident(pid: int) -> int:
 
 
 def _error(files: list[Path], is_causal: bool) -> float:
-    """Return the distance of sampled rows to float64, of the first or the last head: the worse."""
+    """Return the relative error of sampled rows to float64, the worse of first and last head."""
     query, key, value, output = (torch.from_numpy(np.load(path, mmap_mode="c")) for path in files)
     rows = torch.linspace(0, query.shape[2] - 1, _SAMPLE).long()
     group_size = query.shape[1] // key.shape[1]

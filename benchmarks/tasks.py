@@ -1,4 +1,4 @@
-"""What cutting costs: all tasks of W on this device against one call of the same kernels."""
+"""Cost of splitting: time of all W tasks on this device relative to one call."""
 
 import argparse
 import statistics
@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
-    """Check and time every W, forward and with gradients, causal and not, in turn with W = 1.
+    """Verify and time every W, forward and with gradients, non-causal and causal.
 
-    ``local`` is :func:`cqs.attention`, which on a GPU computes all tasks together; ``one by one``
-    computes each as if it were alone on the device, and merges.
+    ``local`` is :func:`cqs.attention`, which on a GPU computes all tasks together. ``one by one``
+    computes each task as if it were alone on the device, and merges.
 
     Args:
         tokens: Sequence length; ``None`` means 8192 on the CPU, 65,536 on a GPU.
-        repeats: How often each is timed.
+        repeats: Number of repeats.
         out: File to append rows to, or ``None``.
     """
     on_gpu = torch.cuda.is_available()
@@ -50,8 +50,8 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
     for head_dim in (128, 64) if on_gpu else (64,):
         for is_causal in (False, True):
             heads = 16 if on_gpu else 8
-            kind = "causal" if is_causal else "full"
-            case = Case(kind, tokens, tokens, heads, heads, head_dim, is_causal=is_causal)
+            mask = "causal" if is_causal else "full"
+            case = Case(mask, tokens, tokens, heads, heads, head_dim, is_causal=is_causal)
             rows += _measure(case.make(dtype, device), repeats)
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
@@ -59,33 +59,33 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
         "tasks": lambda row: row.executor,
         "W": lambda row: row.num_tasks,
         "median ms": lambda row: f"{row.median_ms:.1f}",
-        "over one call": lambda row: f"{row.ratio:.3f}",
-        "over PyTorch's": lambda row: f"{row.details['over_torch']:.3f}",
+        "to one call": lambda row: f"{row.ratio:.3f}",
+        "to PyTorch": lambda row: f"{row.details['over_torch']:.3f}",
     }
     publish(rows, columns, out)
 
 
 def _measure(problem: Problem, repeats: int) -> list[Measurement]:
-    """Check every W, then time it; one row for each pass, W and way."""
+    """Verify every W, then time it; return one row for each pass, W and kind."""
     tensors = problem.query, problem.key, problem.value
     device, tokens = problem.query.device.type, problem.query.shape[2]
     plans = {num_tasks: problem.make_plan(num_tasks) for num_tasks in (1, *_NUM_TASKS)}
     kinds = (_TOGETHER, _ALONE) if device == "cuda" else (_TOGETHER,)
-    ways = [(_TOGETHER, 1)] + [(way, w) for way in kinds for w in _NUM_TASKS]
+    contenders = [(_TOGETHER, 1)] + [(kind, w) for kind in kinds for w in _NUM_TASKS]
     grad_output = torch.randn_like(problem.query)
     backend = choose_backend(*tensors)
     answer = run_local(problem, plans[1], backend=backend)
     verify_answer(problem, answer)
 
-    def forward(way: str, plan: Plan) -> Partial:
-        return _forward[way](problem, plan, backend=backend)
+    def forward(kind: str, plan: Plan) -> Partial:
+        return _forward[kind](problem, plan, backend=backend)
 
-    def backward(way: str, plan: Plan, answer: Partial) -> Gradients:
-        return _backward[way](problem, plan, answer, grad_output, backend=backend)
+    def backward(kind: str, plan: Plan, answer: Partial) -> Gradients:
+        return _backward[kind](problem, plan, answer, grad_output, backend=backend)
 
-    for way, num_tasks in ways:
-        verify_answer(problem, forward(way, plans[num_tasks]))
-        verify_gradients(problem, answer, grad_output, backward(way, plans[num_tasks], answer))
+    for kind, num_tasks in contenders:
+        verify_answer(problem, forward(kind, plans[num_tasks]))
+        verify_gradients(problem, answer, grad_output, backward(kind, plans[num_tasks], answer))
 
     def of_torch(*tensors: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*tensors, is_causal=problem.is_causal)  # type: ignore
@@ -99,16 +99,16 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
         ),
         "forward and backward": (
             lambda: torch.autograd.grad(of_torch(*leaves), leaves, grad_output),
-            lambda way, plan: backward(way, plan, forward(way, plan)),
+            lambda kind, plan: backward(kind, plan, forward(kind, plan)),
         ),
     }
     for name, (library, compute) in passes.items():
         computations = {"torch": library}
-        for way, num_tasks in ways:
-            computations[f"{way} {num_tasks}"] = partial(compute, way, plans[num_tasks])
+        for kind, num_tasks in contenders:
+            computations[f"{kind} {num_tasks}"] = partial(compute, kind, plans[num_tasks])
         seconds = time_in_turn(computations, repeats, Timer(device), f"tasks {name}")
-        for way, num_tasks in ways:
-            own = seconds[f"{way} {num_tasks}"]
+        for kind, num_tasks in contenders:
+            own = seconds[f"{kind} {num_tasks}"]
             over_one, over_torch = (
                 statistics.median(a / b for a, b in zip(own, seconds[other], strict=True))
                 for other in (f"{_TOGETHER} 1", "torch")
@@ -120,7 +120,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
                     f"-h{problem.query.shape[1]}-d{problem.query.shape[3]}",
                     baseline=f"one call, {backend}",
                     num_tasks=num_tasks,
-                    executor=way,
+                    executor=kind,
                     dtype=str(problem.query.dtype).removeprefix("torch."),
                     ratio=over_one,
                     repeats=repeats,

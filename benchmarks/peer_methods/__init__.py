@@ -1,8 +1,8 @@
-"""Ways to spread one attention problem over ranks, each as good as we know it, around one kernel.
+"""Methods of context parallelism around one kernel, each as fast as we can make it.
 
-A shard is ``[batch, heads, rows, dim]`` with rows first in memory, as projections give it to a
-batch of one, and of as many rows on every rank: then tokens need no copy to travel, but between
-heads. Whatever can travel beside a computation is launched before it.
+A shard is ``[batch, heads, rows, dim]`` with rows first in memory, as projections return it for a
+batch of one. Every rank has the same number of rows. Tokens are then sent without a copy, except
+between heads. Communication that can overlap a computation is launched before it.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "ring": Ring,
     "all-gather": AllGather,
     "ulysses": Ulysses,
-    "ulysses in two": partial(Ulysses, num_parts=2),
+    "ulysses in two": partial(Ulysses, num_chunks=2),
     "torch": Torch,
     "torch all-to-all": partial(Torch, rotate="alltoall"),
 }
-"""By name, what makes one from a group, a worker and ``is_causal``."""
+"""Name of a method -> function that makes it from a process group, a worker and ``is_causal``."""

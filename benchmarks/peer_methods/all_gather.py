@@ -1,5 +1,5 @@
-"""All keys and values on every rank, which keeps its queries."""
-# ruff: noqa: D102, what methods do stands in Method
+"""All-gather of keys and values; every rank keeps its queries."""
+# ruff: noqa: D102, Method documents the methods
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,22 +7,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.peer_methods.calls import Call
 from benchmarks.peer_methods.chunked import Chunked, merge_parts, wait_for
+from benchmarks.peer_methods.kernel_calls import KernelCall
 from benchmarks.peer_methods.views import heads_first, rows_first
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""By the names of PyTorch 2.13, or by those before."""
+"""Names of PyTorch 2.13, or of earlier versions."""
 
 
 class AllGather(Chunked):
     """Every rank gathers all keys and values; gradients of keys are reduced and scattered.
 
-    As in the training of Llama 3 (arXiv 2407.21783), but overlapped: the rank's own keys are
-    attended to while the others come. In the backward pass they come again; the second half of the
-    own keys, if causal the one that fewer see, is computed meanwhile, the first while the sums
-    travel, in float32.
+    As in the training of Llama 3 (arXiv 2407.21783), but overlapped: a rank attends to its own keys
+    while it receives the others. The backward pass gathers them again, and meanwhile computes the
+    second half of the rank's own keys; if causal, fewer queries see that half. It computes the
+    first half while gradients are reduced and scattered, in float32.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
@@ -74,15 +74,15 @@ class AllGather(Chunked):
         ]
         return list(map(heads_first, gathered)), transfers
 
-    def _own(self, query: Tensor, halves: Sequence[int] = (0, 1)) -> Call:
-        """Match the queries with the keys of the shard, or with half of them."""
+    def _own(self, query: Tensor, halves: Sequence[int] = (0, 1)) -> KernelCall:
+        """Return the call of the queries with the keys of this shard, or with half of them."""
         chunks = self.chunks(self.rank)
         call = self.call(query, [(half, chunks[half]) for half in halves])
         assert call is not None
         return call
 
-    def _rest(self, query: Tensor) -> Call | None:
-        """Match the queries with the keys of all other shards."""
+    def _rest(self, query: Tensor) -> KernelCall | None:
+        """Return the call of the queries with the keys of all other shards."""
         chunks = [chunk for rank in range(self.num_ranks) for chunk in self.chunks(rank)]
         own = self.chunks(self.rank)
         return self.call(query, [pair for pair in enumerate(chunks) if pair[1] not in own])

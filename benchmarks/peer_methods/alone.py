@@ -1,5 +1,5 @@
-"""All tokens of some heads on one rank."""
-# ruff: noqa: D102, what methods do stands in Method
+"""Attention over all tokens of some heads on one rank."""
+# ruff: noqa: D102, Method documents the methods
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from cqs.worker import HeldTokens, Worker
 
 
 class One(Method):
-    """The first rank computes all, alone, and the others have nothing; or each computes all."""
+    """The first rank computes the whole problem alone; or every rank computes all of it."""
 
     def __init__(self, group: Any, worker: Worker, *, is_causal: bool, each: bool = False) -> None:
-        """Let ``each`` rank compute all: the slowest shows how unlike the devices are."""
+        """With ``each``, all ranks compute it; the slowest shows how devices differ."""
         super().__init__(group, worker, is_causal=is_causal)
         self.each = each
         self.has_nothing = self.rank > 0 and not each
@@ -45,7 +45,7 @@ class One(Method):
 def attend_alone(
     worker: Worker, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
 ) -> Partial:
-    """Attend with all tokens of some heads."""
+    """Compute attention over all tokens of some heads."""
     held = map(HeldTokens.whole, (query, key, value))
     return worker.run_together(_whole(query.shape[2], is_causal), *held)
 
@@ -56,10 +56,10 @@ def differentiate_alone(
     """Compute the gradients of some heads, in the dtype of the query.
 
     Args:
-        worker: What computes.
-        saved: Query, key, value, output and lse.
-        grad_output: Of the output.
-        is_causal: As in the forward pass.
+        worker: The worker that computes.
+        saved: Query, key, value, output and LSE.
+        grad_output: Gradient of the output, of its shape.
+        is_causal: Whether the forward pass was causal.
     """
     query, key, value, *answer = saved
     held = map(HeldTokens.whole, (query, key, value, grad_output, *answer))
@@ -69,7 +69,7 @@ def differentiate_alone(
 
 
 def _whole(seqlen: int, is_causal: bool) -> tuple[Step, ...]:
-    """Return the step in which all tokens see each other, or those before them."""
+    """Return one step over all tokens, causal or not."""
     tokens = range(seqlen)
     if is_causal:
         return (Step(0, tokens, (), tokens, seqlen * (seqlen + 1) // 2),)

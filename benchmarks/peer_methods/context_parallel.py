@@ -1,5 +1,5 @@
-"""The way that PyTorch itself has."""
-# ruff: noqa: D102, what methods do stands in Method
+"""PyTorch's own context parallelism."""
+# ruff: noqa: D102, Method documents the methods
 
 from functools import lru_cache
 from importlib import import_module
@@ -21,18 +21,18 @@ from cqs.problem import Problem
 class Torch(Chunked, Differentiable):
     """PyTorch's context parallelism, a prototype, with its own zig-zag if causal.
 
-    Its kernel is cuDNN's, since it cannot take ours, and partial results are merged by PyTorch's
-    operators. Tensors are contiguous, which it would make them otherwise.
+    It uses cuDNN's kernel, because it does not support ours, and merges partial outputs by PyTorch
+    operators. Shards are contiguous; otherwise it would copy them.
     """
 
     def __init__(self, *arguments: Any, rotate: str = "allgather", **options: Any):
-        """Also take how keys travel: ``"allgather"``, its default, or ``"alltoall"``."""
+        """Also take how keys are sent: ``"allgather"``, its default, or ``"alltoall"``."""
         super().__init__(*arguments, **options)
         self.rotate = rotate
 
     def why_not(self, problem: Problem) -> str | None:
         if not problem.query.is_cuda:
-            return "needs GPUs"
+            return "requires GPUs"
         if reason := super().why_not(problem):
             return reason
         tokens = 256 * self.num_ranks
@@ -41,7 +41,7 @@ class Torch(Chunked, Differentiable):
             with torch.enable_grad():
                 output, saved = self.forward(*trial)
             self.backward(saved, output)
-        except Exception as error:  # whatever a prototype may raise
+        except Exception as error:  # a prototype may raise anything
             return f"fails: {error!r}"
         return None
 
@@ -65,14 +65,14 @@ class Torch(Chunked, Differentiable):
         return super().backward(saved, grad_output)
 
     def _set_options(self) -> None:
-        """Set what is global in PyTorch."""
+        """Set the options that are global in PyTorch."""
         prototype = _prototype()
         prototype._cp_options.enable_load_balance = self.is_causal
         prototype.set_rotate_method(self.rotate)
 
 
 class _Attention(torch.nn.Module):
-    """What PyTorch makes context-parallel."""
+    """The module that PyTorch makes context-parallel."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -82,7 +82,7 @@ class _Attention(torch.nn.Module):
 
 @lru_cache(maxsize=1)
 def _context_parallel_attention(num_ranks: int) -> torch.nn.Module:
-    """Return attention over shards by PyTorch, for the default group."""
+    """Return PyTorch's attention over shards, for the default group."""
     prototype = _prototype()
     prototype._enable_context_parallel_dispatcher()
     kind = prototype._ContextParallel.AttentionType.SDPA
@@ -91,5 +91,5 @@ def _context_parallel_attention(num_ranks: int) -> torch.nn.Module:
 
 
 def _prototype() -> ModuleType:
-    """Import PyTorch's private module when it is used: without it only this way is left out."""
+    """Import PyTorch's private module at first use; without it only this method is left out."""
     return import_module("torch.distributed.tensor.experimental._context_parallel._attention")

@@ -1,5 +1,5 @@
-"""Ways that PyTorch differentiates."""
-# ruff: noqa: D102, what methods do stands in Method
+"""Methods that are differentiable functions of PyTorch."""
+# ruff: noqa: D102, Method documents the methods
 
 from abc import abstractmethod
 from typing import Any
@@ -11,11 +11,11 @@ from benchmarks.peer_methods.method import Method
 
 
 class Differentiable(Method):
-    """What brings its own backward pass."""
+    """A method with a backward pass of its own."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the output, differentiable."""
+        """Return the output of a shard, differentiable."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         tensors = [tensor.detach() for tensor in (query, key, value)]

@@ -1,5 +1,5 @@
-"""What :mod:`cqs.distributed` does."""
-# ruff: noqa: D102, what methods do stands in Method
+"""The method of :mod:`cqs.distributed`."""
+# ruff: noqa: D102, Method documents the methods
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class Cqs(Differentiable):
     """:func:`cqs.distributed.attention`: contiguous shards, which may differ in length."""
 
     def __init__(self, *arguments: Any, head_parallel: int | str = "auto", **options: Any):
-        """Also take the number of slices of the heads."""
+        """Also take the head-parallel degree."""
         super().__init__(*arguments, **options)
         self.head_parallel = head_parallel
 

@@ -1,5 +1,5 @@
-"""What :mod:`cqs.distributed` does, replayed by CUDA graphs."""
-# ruff: noqa: D102, what methods do stands in Method
+"""The method of :mod:`cqs.distributed`, replayed from CUDA graphs."""
+# ruff: noqa: D102, Method documents the methods
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from cqs.problem import Problem
 
 
 class Replayed(Cqs):
-    """The same calls, captured once: for the tensors of the first call alone."""
+    """The same calls, captured once, for the tensors of the first call only."""
 
     def __init__(self, *arguments: Any, **options: Any):
-        """Capture nothing yet."""
+        """Take the arguments of :class:`Cqs`; the first call captures."""
         super().__init__(*arguments, **options)
         self._replay: dict[bool, Callable[..., Tensor]] = {}
 
     def why_not(self, problem: Problem) -> str | None:
-        return None if problem.query.is_cuda else "needs GPUs"
+        return None if problem.query.is_cuda else "requires GPUs"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with_gradients = torch.is_grad_enabled()
@@ -31,7 +31,7 @@ class Replayed(Cqs):
 
 
 def _capture(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Callable[..., Tensor]:
-    """Return what replays the forward pass alone."""
+    """Return a function that replays the forward pass."""
     attend(*tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,5 +1,5 @@
-"""Keys and values that go round, while each rank keeps its queries."""
-# ruff: noqa: D102, what methods do stands in Method
+"""Ring attention: ranks keep their queries and pass keys and values on."""
+# ruff: noqa: D102, Method documents the methods
 
 from typing import Any
 
@@ -7,18 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.peer_methods.calls import Call
 from benchmarks.peer_methods.chunked import Chunked, merge_parts, wait_for
+from benchmarks.peer_methods.kernel_calls import KernelCall
 from benchmarks.peer_methods.views import heads_first, rows_first
 from cqs.gradients import Gradients
 
 
 class Ring(Chunked):
-    """Keys and values travel round a ring (Liu et al., arXiv 2310.01889), zig-zag if causal.
+    """Ranks pass keys and values around a ring (Liu et al., arXiv 2310.01889), zig-zag if causal.
 
-    Partial results are kept and merged once: that moves the fewest bytes, but holds an output per
-    rank. In the backward pass the sums for the keys travel one rank behind them, in float32 but for
-    the last hop, to where they are handed back.
+    Partial outputs are kept and merged once: this reads and writes the fewest bytes, but stores one
+    output per rank. In the backward pass the gradients of keys and values follow one rank behind
+    them, in float32. The last hop, in the dtype of the query, returns them to their rank.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
@@ -27,11 +27,11 @@ class Ring(Chunked):
         parts = []
         for hop in range(self.num_ranks):
             is_last = hop == self.num_ranks - 1
-            coming = [] if is_last else buffers[hop % 2]
-            transfers = self._pass_on([] if is_last else held, coming)
+            received = [] if is_last else buffers[hop % 2]
+            transfers = self._pass_on([] if is_last else held, received)
             parts.append(self.compute(self._call(query, hop), query, *map(heads_first, held)))
             wait_for(transfers)
-            held = coming
+            held = received
         answer = merge_parts(parts)
         return answer.output, (query, key, value, *answer)
 
@@ -44,8 +44,8 @@ class Ring(Chunked):
         for hop in range(1, self.num_ranks):
             held = buffers[(hop - 1) % 2]
             is_last = hop == self.num_ranks - 1
-            coming = [] if is_last else buffers[hop % 2]
-            transfers = self._pass_on([*([] if is_last else held), *sums], [*coming, *spare])
+            received = [] if is_last else buffers[hop % 2]
+            transfers = self._pass_on([*([] if is_last else held), *sums], [*received, *spare])
             call = self._call(query, hop)
             found = self.differentiate(call, saved, grad_output, *map(heads_first, held))
             grad_query[:, :, call.rows] += found.query
@@ -55,33 +55,33 @@ class Ring(Chunked):
                 total[:, :, call.columns] += part
         rounded = [total.to(query.dtype) for total in sums]
         if self.num_ranks > 1:
-            home = list(map(torch.empty_like, rounded))
-            wait_for(self._pass_on(rounded, home))
-            rounded = home
+            returned = list(map(torch.empty_like, rounded))
+            wait_for(self._pass_on(rounded, returned))
+            rounded = returned
         return grad_query.to(query.dtype), *rounded
 
     def _own_gradients(
         self, saved: Any, grad_output: Tensor, held: list[Tensor], buffers: list[list[Tensor]]
     ) -> Gradients:
-        """Compute those of the pairs within the shard, while the keys set off."""
+        """Compute the gradients of the pairs within the shard while its keys are sent."""
         transfers = self._pass_on(held, buffers[0]) if buffers else []
         found = self.differentiate(
             self._call(saved[0], 0), saved, grad_output, *map(heads_first, held)
         )
         wait_for(transfers)
-        return Gradients(*(gradient.contiguous() for gradient in found))  # they will travel
+        return Gradients(*(gradient.contiguous() for gradient in found))  # sent as they are
 
-    def _call(self, query: Tensor, hop: int) -> Call:
-        """Match the queries with the keys that are here after so many hops."""
+    def _call(self, query: Tensor, hop: int) -> KernelCall:
+        """Return the call of the queries with the keys that are here after ``hop`` hops."""
         call = self.call(query, enumerate(self.chunks((self.rank - hop) % self.num_ranks)))
         assert call is not None
         return call
 
-    def _pass_on(self, going: list[Tensor], coming: list[Tensor]) -> list[dist.Work]:
+    def _pass_on(self, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
         """Send tensors to the next rank, and receive into others from the previous one."""
         following, previous = (self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks
-        sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=following) for t in going]
+        sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=following) for t in sent]
         receipts = [
-            dist.P2POp(dist.irecv, t, group=self.group, group_peer=previous) for t in coming
+            dist.P2POp(dist.irecv, t, group=self.group, group_peer=previous) for t in received
         ]
         return dist.batch_isend_irecv(sends + receipts) if sends else []

@@ -1,5 +1,5 @@
-"""Heads for rows, and back."""
-# ruff: noqa: D102, what methods do stands in Method
+"""Ulysses: an all-to-all turns rows of all heads into all rows of some heads, and back."""
+# ruff: noqa: D102, Method documents the methods
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
-from benchmarks.peer_methods.calls import join_chunks
+from benchmarks.peer_methods.kernel_calls import join_chunks
 from benchmarks.peer_methods.method import Method
 from benchmarks.peer_methods.views import heads_first, rows_first_view
 from cqs.partial import lse_dtype
 from cqs.problem import Problem
 
 
-class _Transfer(NamedTuple):
-    """An exchange under way, and what must live as long."""
+class _AllToAll(NamedTuple):
+    """An all-to-all in progress, with the buffers that it uses."""
 
     work: dist.Work
     packed: Tensor
@@ -25,35 +25,35 @@ class _Transfer(NamedTuple):
     heads: list[int]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return what came, as ``[batch, heads, seqlen, dim]``."""
+        """Return the received tensors, ``[batch, heads, seqlen, dim]``."""
         self.work.wait()
         return torch.split(heads_first(self.received.flatten(0, 1)), self.heads, dim=1)
 
 
 class Ulysses(Method):
-    """A rank computes all tokens of some heads (Jacobs et al., arXiv 2309.14509).
+    """Every rank computes all tokens of some heads (Jacobs et al., arXiv 2309.14509).
 
-    Fewer key heads than ranks are repeated. The backward pass starts from what the ranks held, so
-    that only gradients travel.
+    If there are fewer KV heads than ranks, they are repeated. The forward pass saves the exchanged
+    tensors, so the backward pass sends gradients only.
     """
 
-    def __init__(self, *arguments: Any, num_parts: int = 1, **options: Any):
-        """Also take into how many parts to cut the heads: of one heads travel beside another."""
+    def __init__(self, *arguments: Any, num_chunks: int = 1, **options: Any):
+        """Also take the number of head chunks: one is sent while another is computed."""
         super().__init__(*arguments, **options)
-        self.num_parts = num_parts
+        self.num_chunks = num_chunks
 
     def why_not(self, problem: Problem) -> str | None:
         (_, num_heads, seqlen, _), num_kv_heads = problem.query.shape, problem.key.shape[1]
         numbers = num_heads, max(num_kv_heads, self.num_ranks)
-        if any(number % (self.num_ranks * self.num_parts) for number in numbers):
+        if any(number % (self.num_ranks * self.num_chunks) for number in numbers):
             return (
-                f"needs heads in multiples of {self.num_ranks * self.num_parts}, "
-                f"got {num_heads} of queries and {num_kv_heads} of keys"
+                f"requires heads in multiples of {self.num_ranks * self.num_chunks}, "
+                f"got {num_heads} query heads and {num_kv_heads} KV heads"
             )
         if num_kv_heads < self.num_ranks and self.num_ranks % num_kv_heads:
-            return f"needs key heads that divide {self.num_ranks} ranks, got {num_kv_heads}"
+            return f"requires KV heads that divide {self.num_ranks} ranks, got {num_kv_heads}"
         if seqlen % self.num_ranks:
-            return f"needs tokens in multiples of {self.num_ranks}, got {seqlen}"
+            return f"requires tokens in multiples of {self.num_ranks}, got {seqlen}"
         return None
 
     def tokens(self, seqlen: int) -> tuple[range, ...]:
@@ -62,66 +62,66 @@ class Ulysses(Method):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         times = max(self.num_ranks // key.shape[1], 1)
         tensors = [query, *(_repeat_heads(tensor, times) for tensor in (key, value))]
-        coming = [self._send_rows(tensors, part) for part in range(self.num_parts)]
-        saved, going = [], []
-        for transfer in coming:
+        incoming = [self._send_rows(tensors, chunk) for chunk in range(self.num_chunks)]
+        saved, outgoing = [], []
+        for transfer in incoming:
             held = transfer.wait()
             answer = attend_alone(self.worker, *held, is_causal=self.is_causal)
-            going.append(self._send_heads([answer.output]))
+            outgoing.append(self._send_heads([answer.output]))
             saved.append((*held, *answer))
-        (output,) = self._receive(going)
+        (output,) = self._receive(outgoing)
         return output, (saved, times)
 
     def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        parts, times = saved
-        coming = [self._send_rows([grad_output], part) for part in range(self.num_parts)]
-        going = []
-        for transfer, held in zip(coming, parts, strict=True):
+        saved_chunks, times = saved
+        incoming = [self._send_rows([grad_output], chunk) for chunk in range(self.num_chunks)]
+        outgoing = []
+        for transfer, held in zip(incoming, saved_chunks, strict=True):
             (grad,) = transfer.wait()
             found = differentiate_alone(self.worker, held, grad, is_causal=self.is_causal)
-            going.append(self._send_heads(found))
-        grad_query, *grads = self._receive(going)
+            outgoing.append(self._send_heads(found))
+        grad_query, *grads = self._receive(outgoing)
         return grad_query, *(_sum_heads(gradient, times) for gradient in grads)
 
-    def _send_rows(self, tensors: Sequence[Tensor], part: int) -> _Transfer:
-        """Send every rank the rows of a part of its heads; all tokens of ours come."""
-        pieces = [self._heads_of_ranks(tensor)[:, :, :, part].movedim(2, 0) for tensor in tensors]
+    def _send_rows(self, tensors: Sequence[Tensor], chunk: int) -> _AllToAll:
+        """Send every rank this shard's rows of its heads of a chunk; receive all tokens of ours."""
+        pieces = [self._heads_of_ranks(tensor)[:, :, :, chunk].movedim(2, 0) for tensor in tensors]
         return self._exchange(pieces)
 
-    def _send_heads(self, tensors: Sequence[Tensor]) -> _Transfer:
-        """Send every rank its rows of what was computed of some heads; those of all heads come."""
+    def _send_heads(self, tensors: Sequence[Tensor]) -> _AllToAll:
+        """Send every rank its rows of results for some heads; receive our rows of all heads."""
         ranks = self.num_ranks, -1
         return self._exchange([rows_first_view(tensor).unflatten(0, ranks) for tensor in tensors])
 
-    def _exchange(self, pieces: Sequence[Tensor]) -> _Transfer:
-        """Send tensors ``[ranks, rows, batch, heads, dim]``, joined at the heads."""
+    def _exchange(self, pieces: Sequence[Tensor]) -> _AllToAll:
+        """Exchange tensors ``[ranks, rows, batch, heads, dim]``, concatenated along the heads."""
         heads = [piece.shape[3] for piece in pieces]
         packed = pieces[0].new_empty((*pieces[0].shape[:3], sum(heads), pieces[0].shape[4]))
         for target, piece in zip(packed.split(heads, dim=3), pieces, strict=True):
             target.copy_(piece)
         received = torch.empty_like(packed)
         work = dist.all_to_all_single(received, packed, group=self.group, async_op=True)
-        return _Transfer(work, packed, received, heads)
+        return _AllToAll(work, packed, received, heads)
 
-    def _receive(self, going: Sequence[_Transfer]) -> list[Tensor]:
-        """Put together the rows that come home, of all heads."""
-        received = going[0].received
+    def _receive(self, outgoing: Sequence[_AllToAll]) -> list[Tensor]:
+        """Join the received rows of all heads."""
+        received = outgoing[0].received
         _, *sizes, _, head_dim = received.shape
         targets = [
-            received.new_empty((*sizes, self.num_ranks * self.num_parts * heads, head_dim))
-            for heads in going[0].heads
+            received.new_empty((*sizes, self.num_ranks * self.num_chunks * heads, head_dim))
+            for heads in outgoing[0].heads
         ]
-        for part, transfer in enumerate(going):
+        for chunk, transfer in enumerate(outgoing):
             transfer.work.wait()
             pieces = transfer.received.split(transfer.heads, dim=3)
             for target, piece in zip(targets, pieces, strict=True):
-                of_part = self._heads_of_ranks(heads_first(target))[:, :, :, part]
-                of_part.copy_(piece.movedim(0, 2))
+                of_chunk = self._heads_of_ranks(heads_first(target))[:, :, :, chunk]
+                of_chunk.copy_(piece.movedim(0, 2))
         return list(map(heads_first, targets))
 
     def _heads_of_ranks(self, tensor: Tensor) -> Tensor:
-        """View a shard as ``[rows, batch, ranks, parts, heads, dim]``."""
-        view: Tensor = rows_first_view(tensor).unflatten(2, (self.num_ranks, self.num_parts, -1))
+        """View a shard as ``[rows, batch, ranks, chunks, heads, dim]``."""
+        view: Tensor = rows_first_view(tensor).unflatten(2, (self.num_ranks, self.num_chunks, -1))
         return view
 
 

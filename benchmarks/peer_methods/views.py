@@ -1,10 +1,10 @@
-"""A shard with its tokens first, as it lies in memory, and with its heads first."""
+"""Views of a shard with rows first, which is its order in memory, and with heads first."""
 
 from torch import Tensor
 
 
 def rows_first(tensor: Tensor) -> Tensor:
-    """Return ``[rows, batch, heads, dim]`` in one piece: a view of a shard."""
+    """Return ``[rows, batch, heads, dim]``, contiguous; a view if it is a shard."""
     return rows_first_view(tensor).contiguous()
 
 

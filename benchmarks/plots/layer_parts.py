@@ -1,4 +1,4 @@
-"""Where the time of a layer goes."""
+"""Plot of the parts of a layer's time."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,22 +14,22 @@ _COLORS = {
     "communication": "#d55e00",
     "rest": "#999999",
 }
-"""Of Okabe and Ito, which colour-blind people tell apart."""
+"""The colour-blind safe palette of Okabe and Ito."""
 
 
 def plot_parts(rows: Sequence["Measurement"], axes: Any = None) -> Any:
     """Draw a stacked bar for each row: attention, feed-forward, communication, rest.
 
     Args:
-        rows: Of the benchmark ``block``: all parts are milliseconds of a step. Those of one
-            case stand together.
+        rows: Rows of the benchmark ``block``, in milliseconds of a step. Rows of one case are drawn
+            together.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
         The matplotlib axes.
 
     Raises:
-        ValueError: if there are no rows.
+        ValueError: There are no rows.
     """
     if not rows:
         raise ValueError("there are no rows to plot")

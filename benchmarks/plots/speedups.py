@@ -1,4 +1,4 @@
-"""Speed-ups of patterns over dense attention."""
+"""Plot of the speed-up of patterns over dense attention."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ def plot_speedups(rows: Sequence["Measurement"], axes: Any = None) -> Any:
     """Plot the speed-up of patterns over dense attention against the sequence length.
 
     Args:
-        rows: Of ``python -m benchmarks patterns``; forward passes by ``cqs`` are drawn.
+        rows: Rows of the benchmark ``patterns``; forward passes by ``cqs`` are drawn.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:

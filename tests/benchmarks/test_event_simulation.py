@@ -1,4 +1,4 @@
-"""Played calls take what arithmetic says where it says something, and lose no task."""
+"""Simulated calls take the analytic time where there is one, and lose no task."""
 
 import json
 import math
@@ -9,145 +9,154 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.event_simulation import Trouble, play_steps, play_tasks, read_relative_times
+from benchmarks.event_simulation import (
+    FaultModel,
+    read_relative_times,
+    simulate_steps,
+    simulate_tasks,
+)
 
 HOUR = 3600.0
-DEADLY = Trouble(life_hours=1.0, notice_seconds=5.0, repair_seconds=60.0)
+FAILING = FaultModel(mtbf_hours=1.0, detection_seconds=5.0, repair_seconds=60.0)
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-def mean(play, trials=2000):
+def mean(simulate, trials=2000):
     """The mean time, and four of its standard errors."""
     generator = rng()
-    seconds = np.array([play(generator).seconds for _ in range(trials)])
+    seconds = np.array([simulate(generator).seconds for _ in range(trials)])
     return seconds.mean(), 4 * seconds.std() / math.sqrt(trials)
 
 
 @pytest.mark.parametrize(("num_tasks", "num_devices"), [(1, 1), (7, 7), (8, 3), (3, 8), (64, 4)])
-def test_without_trouble_calls_take_the_analytic_time(num_tasks, num_devices):
-    played = play_tasks(2.5, num_tasks, num_devices, Trouble(), rng())
-    assert played.seconds == 2.5 * math.ceil(num_tasks / num_devices)
+def test_without_faults_calls_take_the_analytic_time(num_tasks, num_devices):
+    outcome = simulate_tasks(2.5, num_tasks, num_devices, FaultModel(), rng())
+    assert outcome.seconds == 2.5 * math.ceil(num_tasks / num_devices)
     for num_saves in (0, 3):
-        steps = play_steps(2.5, num_tasks, num_devices, Trouble(), rng(), num_saves=num_saves)
+        steps = simulate_steps(
+            2.5, num_tasks, num_devices, FaultModel(), rng(), num_saves=num_saves
+        )
         assert steps.seconds == 2.5 * num_tasks
-        assert steps.num_deaths == played.num_deaths == steps.lost_seconds == 0
+        assert steps.num_failures == outcome.num_failures == steps.lost_seconds == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("num_tasks", "num_devices"), [(1, 1), (40, 7), (5, 9)])
 def test_every_task_is_finished_once_and_no_device_does_two(seed, num_tasks, num_devices):
-    trouble = Trouble(0.05, 5.0, 30.0, 0.3, 2.0, (0.8, 1.0, 1.1, 1.5))
-    played = play_tasks(60.0, num_tasks, num_devices, trouble, rng(seed))
-    finished = Counter(each.task for each in played.attempts if each.is_finished)
+    faults = FaultModel(0.05, 5.0, 30.0, 0.3, 2.0, (0.8, 1.0, 1.1, 1.5))
+    outcome = simulate_tasks(60.0, num_tasks, num_devices, faults, rng(seed))
+    finished = Counter(each.task for each in outcome.attempts if each.is_finished)
     assert finished == dict.fromkeys(range(num_tasks), 1)
-    assert played.seconds == max(each.stop for each in played.attempts)
+    assert outcome.seconds == max(each.stop for each in outcome.attempts)
     of_device = defaultdict(list)
-    for attempt in sorted(played.attempts, key=lambda attempt: attempt.start):
+    for attempt in sorted(outcome.attempts, key=lambda attempt: attempt.start):
         of_device[attempt.device].append(attempt)
         assert attempt.start < attempt.stop
     for attempts in of_device.values():
         for one, other in pairwise(attempts):
-            gap = 0 if one.is_finished else trouble.repair_seconds
+            gap = 0 if one.is_finished else faults.repair_seconds
             assert other.start >= one.stop + gap
-    lost = [each for each in played.attempts if not each.is_finished]
-    assert played.lost_seconds == sum(each.stop - each.start for each in lost)
-    assert played.num_deaths >= len(lost)
-    for dead in lost:
+    lost = [each for each in outcome.attempts if not each.is_finished]
+    assert outcome.lost_seconds == sum(each.stop - each.start for each in lost)
+    assert outcome.num_failures >= len(lost)
+    for failed in lost:
         again = min(
-            a.start for a in played.attempts if a.task == dead.task and a.start > dead.start
+            a.start for a in outcome.attempts if a.task == failed.task and a.start > failed.start
         )
-        assert again >= dead.stop + trouble.notice_seconds
+        assert again >= failed.stop + faults.detection_seconds
 
 
-def test_steps_with_deaths_take_what_the_formula_says():
+def test_steps_with_failures_take_what_the_formula_says():
     """Work T that begins again after failures at rate r and repairs R: (exp(rT) - 1)(1 / r + R).
 
     On average; Daly, Future Generation Computer Systems 22, 2006, without checkpoints.
     """
     rate, work = 8 / HOUR, 400.0
-    expected = (math.exp(rate * work) - 1) * (1 / rate + DEADLY.repair_seconds)
-    found, error = mean(lambda generator: play_steps(50.0, 8, 8, DEADLY, generator))
+    expected = (math.exp(rate * work) - 1) * (1 / rate + FAILING.repair_seconds)
+    found, error = mean(lambda generator: simulate_steps(50.0, 8, 8, FAILING, generator))
     assert abs(found - expected) < error < 0.1 * expected
-    saved, error = mean(lambda generator: play_steps(50.0, 8, 8, DEADLY, generator, num_saves=3))
-    part = (math.exp(rate * work / 4) - 1) * (1 / rate + DEADLY.repair_seconds)
+    saved, error = mean(
+        lambda generator: simulate_steps(50.0, 8, 8, FAILING, generator, num_saves=3)
+    )
+    part = (math.exp(rate * work / 4) - 1) * (1 / rate + FAILING.repair_seconds)
     assert abs(saved - 4 * part) < error < 0.1 * expected
 
 
 def test_a_task_alone_takes_what_the_formula_says():
     rate, work = 1 / HOUR, 1800.0
-    expected = (math.exp(rate * work) - 1) * (1 / rate + DEADLY.repair_seconds)
-    found, error = mean(lambda generator: play_tasks(work, 1, 1, DEADLY, generator))
+    expected = (math.exp(rate * work) - 1) * (1 / rate + FAILING.repair_seconds)
+    found, error = mean(lambda generator: simulate_tasks(work, 1, 1, FAILING, generator))
     assert abs(found - expected) < error < 0.1 * expected
 
 
 @pytest.mark.parametrize(
-    "play",
+    "simulate",
     [
-        lambda trouble, generator: play_tasks(30.0, 24, 8, trouble, generator),
-        lambda trouble, generator: play_steps(11.25, 8, 8, trouble, generator),
-        lambda trouble, generator: play_steps(11.25, 8, 8, trouble, generator, num_saves=2),
+        lambda faults, generator: simulate_tasks(30.0, 24, 8, faults, generator),
+        lambda faults, generator: simulate_steps(11.25, 8, 8, faults, generator),
+        lambda faults, generator: simulate_steps(11.25, 8, 8, faults, generator, num_saves=2),
     ],
     ids=["tasks", "steps", "saved"],
 )
-def test_more_trouble_is_never_faster_on_average(play):
-    def seconds(**trouble):
-        trouble = Trouble(notice_seconds=5, repair_seconds=20, **trouble)
-        return mean(lambda generator: play(trouble, generator), trials=400)
+def test_more_faults_are_never_faster_on_average(simulate):
+    def seconds(**faults):
+        faults = FaultModel(detection_seconds=5, repair_seconds=20, **faults)
+        return mean(lambda generator: simulate(faults, generator), trials=400)
 
-    worse = [seconds(life_hours=hours) for hours in (math.inf, 2.0, 0.5, 0.1)]
+    worse = [seconds(mtbf_hours=hours) for hours in (math.inf, 2.0, 0.5, 0.1)]
     assert worse[0] == (90.0, 0.0)
     for (less, _), (more, error) in pairwise(worse):
         assert more > less + error / 4
     slow = [seconds(slow_share=share, slow_factor=1.5)[0] for share in (0.0, 0.1, 0.5, 1.0)]
     assert slow == sorted(slow) and slow[-1] == 135.0
-    straying = seconds(relative_times=(1.0, 1.0, 1.2))[0]
-    assert 90.0 < straying < 108.0
+    varying = seconds(relative_times=(1.0, 1.0, 1.2))[0]
+    assert 90.0 < varying < 108.0
 
 
 def test_what_steps_lose_is_what_all_devices_did():
-    played = play_steps(100.0, 1, 50, Trouble(life_hours=2.0), rng(3))
-    assert played.num_deaths > 0
-    assert played.lost_seconds == pytest.approx(50 * (played.seconds - 100.0))
+    outcome = simulate_steps(100.0, 1, 50, FaultModel(mtbf_hours=2.0), rng(3))
+    assert outcome.num_failures > 0
+    assert outcome.lost_seconds == pytest.approx(50 * (outcome.seconds - 100.0))
 
 
 def test_the_longest_of_many_draws_is_drawn_as_such():
-    trouble = Trouble(relative_times=(1.0, 2.0))
-    played = play_steps(1.0, 4000, 9, trouble, rng())
-    assert played.seconds / 4000 == pytest.approx(1 + 9 / 10, rel=0.01)
+    faults = FaultModel(relative_times=(1.0, 2.0))
+    outcome = simulate_steps(1.0, 4000, 9, faults, rng())
+    assert outcome.seconds / 4000 == pytest.approx(1 + 9 / 10, rel=0.01)
 
 
-@pytest.mark.parametrize("play", [play_tasks, play_steps])
-def test_a_seed_says_what_happens(play):
-    trouble = Trouble(5.0, 5.0, 60.0, 0.1, 1.2, (0.9, 1.0, 1.3))
-    once, again, other = (play(60.0, 32, 8, trouble, rng(seed)) for seed in (7, 7, 8))
+@pytest.mark.parametrize("simulate", [simulate_tasks, simulate_steps])
+def test_a_seed_says_what_happens(simulate):
+    faults = FaultModel(5.0, 5.0, 60.0, 0.1, 1.2, (0.9, 1.0, 1.3))
+    once, again, other = (simulate(60.0, 32, 8, faults, rng(seed)) for seed in (7, 7, 8))
     assert once == again != other
 
 
-def test_devices_that_die_too_fast_are_given_up(monkeypatch):
-    monkeypatch.setattr("benchmarks.event_simulation._MOST_DEATHS", 1000)
-    for play in (play_tasks, play_steps):
-        with pytest.raises(OverflowError, match="not done after 1000 deaths"):
-            play(HOUR, 2, 2, Trouble(life_hours=0.01), rng())
+def test_devices_that_fail_too_often_are_an_error(monkeypatch):
+    monkeypatch.setattr("benchmarks.event_simulation._MAX_FAILURES", 1000)
+    for simulate in (simulate_tasks, simulate_steps):
+        with pytest.raises(OverflowError, match="after 1000 failures"):
+            simulate(HOUR, 2, 2, FaultModel(mtbf_hours=0.01), rng())
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"life_hours": 0}, "life_hours must be positive, got 0"),
+        ({"mtbf_hours": 0}, "mtbf_hours must be positive, got 0"),
         ({"slow_factor": -1}, "slow_factor must be positive, got -1"),
         ({"repair_seconds": -1}, "repair_seconds must be at least 0, got -1"),
-        ({"notice_seconds": math.inf}, "notice_seconds must be at least 0, got inf"),
-        ({"slow_share": 2}, "slow_share must lie in 0..1, got 2"),
+        ({"detection_seconds": math.inf}, "detection_seconds must be at least 0, got inf"),
+        ({"slow_share": 2}, "slow_share must be in 0..1, got 2"),
         ({"relative_times": ()}, "relative_times must be positive and ascending"),
         ({"relative_times": (2.0, 1.0)}, "relative_times must be positive and ascending"),
     ],
 )
-def test_impossible_trouble_is_refused(numbers, message):
+def test_impossible_fault_models_are_rejected(numbers, message):
     with pytest.raises(ValueError, match=message):
-        Trouble(**numbers)
+        FaultModel(**numbers)
 
 
 @pytest.fixture
@@ -159,7 +168,7 @@ def rows(tmp_path):
     return path
 
 
-def test_times_stray_as_rows_say(rows):
+def test_times_vary_as_in_rows(rows):
     assert read_relative_times(str(rows)) == pytest.approx((0.9, 0.95, 1.0, 1.0, 1.1, 1.3))
     rows.write_text('{"repeats": 9}\n')
     with pytest.raises(ValueError, match="line 1: KeyError"):
@@ -169,12 +178,12 @@ def test_times_stray_as_rows_say(rows):
         read_relative_times(str(rows))
 
 
-def test_the_command_plays_and_draws(capsys, tmp_path, rows):
-    picture = tmp_path / "trouble.png"
-    options = "--devices 8,32 --seqlen 1M --life opt,10 --slow 0.1:1.2 --trials 3".split()
+def test_the_command_simulates_failures_and_draws(capsys, tmp_path, rows):
+    picture = tmp_path / "faults.png"
+    options = "--devices 8,32 --seqlen 1M --mtbf opt,10 --slow 0.1:1.2 --trials 3".split()
     assert main(["simulate", *options, "--spread", str(rows), "--picture", str(picture)]) == 0
     header, _, *table = capsys.readouterr().out.splitlines()
-    assert header.split()[:4] == ["devices", "life", "h", "way"] and len(table) == 2 * 2 * 5
+    assert header.split()[:4] == ["devices", "MTBF", "h", "schedule"] and len(table) == 2 * 2 * 5
     assert table[0].split()[:3] == ["8", "13831", "steps"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -201,21 +210,21 @@ def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
     ("options", "message"),
     [
         (["--slack", "-1"], "--slack must be at least 0, got -1"),
-        (["--picture", "life.doc"], "picture must end in one of"),
+        (["--picture", "failures.doc"], "picture must end in one of"),
         (["--tasks", "0"], "--tasks must be at least 1, got 0"),
         (["--trials", "0"], "--trials must be at least 1, got 0"),
         (["--saves", "-1"], "--saves must be at least 0, got -1"),
         (["--repair", "-1"], "repair_seconds must be at least 0, got -1"),
-        (["--slow", "2:1"], "slow_share must lie in 0..1, got 2"),
+        (["--slow", "2:1"], "slow_share must be in 0..1, got 2"),
     ],
 )
-def test_impossible_plays_are_refused(capsys, options, message):
-    assert main(["simulate", "--devices", "8", "--life", "opt", *options]) == 2
+def test_impossible_simulations_are_rejected(capsys, options, message):
+    assert main(["simulate", "--devices", "8", "--mtbf", "opt", *options]) == 2
     output, error = capsys.readouterr()
     assert output == "" and message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", ["--life=", "--life=gpt", "--slow=0.1", "--slow=a:b"])
+@pytest.mark.parametrize("options", ["--mtbf=", "--mtbf=gpt", "--slow=0.1", "--slow=a:b"])
 def test_options_that_cannot_be_read_are_refused(options):
     with pytest.raises(SystemExit):
         main(["simulate", options])

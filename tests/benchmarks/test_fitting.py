@@ -1,4 +1,4 @@
-"""Fits find the machine that rows are of."""
+"""Fits find the machine that rows were measured on."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.fitting import Row, fit, read_rows
+from benchmarks.fitting import MeasuredTime, fit, read_rows
 from cqs.scheduler import AttentionShape
 from cqs.simulation import Machine, Workload, predict
 
@@ -19,7 +19,7 @@ def test_a_fit_finds_the_machine_that_rows_are_of():
         for method in ("cqs", "cqs quorums", "ring", "all-gather", "ulysses"):
             for passes in ("forward", "backward"):
                 seconds = predict(method, case, 8, hidden, passes).seconds
-                rows.append(Row(method, case, 8, passes, seconds))
+                rows.append(MeasuredTime(method, case, 8, passes, seconds))
     found = fit(rows)
     for name in ("rate", "backward_rate", "per_row", "bandwidth", "latency"):
         assert getattr(found, name) == pytest.approx(getattr(hidden, name), rel=0.05)

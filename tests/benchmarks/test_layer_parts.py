@@ -1,4 +1,4 @@
-"""The benchmark ``block``: ways to spread a layer that are checked, timed and taken apart."""
+"""The benchmark ``block`` verifies a layer on meshes, and times it and its parts."""
 
 import json
 import time

@@ -11,7 +11,7 @@ from benchmarks import peers
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
 from benchmarks.peer_methods import METHODS
-from benchmarks.peer_methods.calls import make_call
+from benchmarks.peer_methods.kernel_calls import make_kernel_call
 from benchmarks.peer_methods.ring import Ring
 from cqs.testing import exact_answer
 from cqs.verify import VerificationError
@@ -30,7 +30,7 @@ REFUSED = {
 
 
 def largest_errors(group, case):
-    """Return for each method by how much this rank's float64 results stray, or why it cannot."""
+    """Return each method's largest float64 error on this rank, or why it is not supported."""
     problem = case.make(torch.float64)
     tensors = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
     exact = exact_answer(problem).output
@@ -68,8 +68,8 @@ def test_every_method_is_exact(ranks, num_ranks, case, is_causal):
 
 def test_what_a_method_cannot_take_is_left_out_with_the_reason(ranks):
     (found, _) = ranks.run(2, largest_errors, Case("uneven", 51, 51, 3, 3))
-    assert found["ring"] == found["all-gather"] == "needs tokens in multiples of 4, got 51"
-    assert found["ulysses"] == "needs heads in multiples of 2, got 3 of queries and 3 of keys"
+    assert found["ring"] == found["all-gather"] == "requires tokens in multiples of 4, got 51"
+    assert found["ulysses"] == "requires heads in multiples of 2, got 3 query heads and 3 KV heads"
     assert found["cqs"] < 1e-12
 
 
@@ -78,10 +78,12 @@ def test_zig_zag_gives_every_rank_as_many_pairs_at_each_hop(num_ranks):
     last = 2 * num_ranks - 1
     pairs = []
     for rank in range(num_ranks):
-        calls = [make_call((rank, last - rank), ((0, rank), (1, last - rank)), 4, True)]
+        calls = [make_kernel_call((rank, last - rank), ((0, rank), (1, last - rank)), 4, True)]
         for hop in range(1, num_ranks):
             source = (rank - hop) % num_ranks
-            calls.append(make_call((rank, last - rank), ((0, source), (1, last - source)), 4, True))
+            calls.append(
+                make_kernel_call((rank, last - rank), ((0, source), (1, last - source)), 4, True)
+            )
         assert all(len(call.steps) == len(call.steps[0].blocks()) == 1 for call in calls)
         pairs.append([sum(step.live_pairs for step in call.steps) for call in calls])
     assert pairs == [[36, *[32] * (num_ranks - 1)]] * num_ranks

@@ -14,10 +14,10 @@ from benchmarks.__main__ import main
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (["simulate", "--life", "opt", "--tasks", "1e8"], "--tasks"),
-        (["simulate", "--life", "opt", "--tasks", "1K", "--devices", "1K"], "--devices"),
-        (["simulate", "--life", "opt", "--trials", "1000000000"], "--trials"),
-        (["simulate", "--life", "opt", "--saves", "1000000000"], "--saves"),
+        (["simulate", "--mtbf", "opt", "--tasks", "1e8"], "--tasks"),
+        (["simulate", "--mtbf", "opt", "--tasks", "1K", "--devices", "1K"], "--devices"),
+        (["simulate", "--mtbf", "opt", "--trials", "1000000000"], "--trials"),
+        (["simulate", "--mtbf", "opt", "--saves", "1000000000"], "--saves"),
     ],
     ids=str,
 )
@@ -36,7 +36,7 @@ def test_more_work_than_can_be_done_is_refused_at_once(capsys, options, name):
         ["ray", "--only", "cqs"],
         ["tasks", "--seqlen", "8,16"],
         ["block", "--causal", "yes"],
-        ["peers", "--deaths", "1"],
+        ["peers", "--failures", "1"],
     ],
     ids=" ".join,
 )
@@ -48,7 +48,7 @@ def test_options_of_other_benchmarks_are_rejected(capsys, options):
 
 @pytest.mark.parametrize(
     "options",
-    [["--fit"], ["--check"], ["--life", "opt", "--spread"]],
+    [["--fit"], ["--check"], ["--mtbf", "opt", "--spread"]],
     ids=lambda options: options[-1],
 )
 def test_only_regular_files_are_read(tmp_path, monkeypatch, capsys, options):
@@ -81,7 +81,7 @@ def test_pictures_replace_nothing_that_is_read(tmp_path, monkeypatch, capsys):
     before = written_files()
     for command in (
         ["simulate", "--fit", "rows.jsonl", "--picture", "rows.png"],
-        ["simulate", "--spread", "rows.jsonl", "--life", "opt", "--picture", "rows.png"],
+        ["simulate", "--spread", "rows.jsonl", "--mtbf", "opt", "--picture", "rows.png"],
         ["patterns", "--out", "rows.jsonl", "--picture", "rows.png"],
     ):
         assert main(command) == 2

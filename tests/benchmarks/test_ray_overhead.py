@@ -1,4 +1,4 @@
-"""The benchmark ``sharded``: what Ray adds to calls on shards, and deaths that change no bit."""
+"""The benchmark ``sharded``: overhead of Ray, and results after failures."""
 
 import json
 import types
@@ -12,10 +12,10 @@ from cqs.verify import VerificationError
 
 
 @pytest.mark.ray
-def test_rows_of_calls_and_deaths(ray_session, tmp_path):
+def test_rows_of_calls_and_failures(ray_session, tmp_path):
     out = tmp_path / "rows.jsonl"
     options = ["--seqlen", "600", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-    options += ["--workers", "2", "--repeats", "1", "--deaths", "1", "--out", str(out)]
+    options += ["--workers", "2", "--repeats", "1", "--failures", "1", "--out", str(out)]
     options += ["--only", "any moment,any call,compute"]
     assert main(["sharded", *options]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -23,9 +23,9 @@ def test_rows_of_calls_and_deaths(ray_session, tmp_path):
         ("sharded", "in the workers", 2),
         ("sharded", "ray, one call", 2),
         ("sharded", "ray, a call each", 2),
-        ("deaths", "ray, 1 killed", 2),
-        ("deaths", "ray, 1 killed in any call", 2),
-        ("deaths", "ray, 1 killed in compute", 2),
+        ("failures", "ray, 1 killed", 2),
+        ("failures", "ray, 1 killed in any call", 2),
+        ("failures", "ray, 1 killed in compute", 2),
     ]
     assert {row["case"] for row in rows} == {"causal-600-h4-kv2-d16"}
     assert rows[0]["ratio"] == 1
@@ -35,47 +35,47 @@ def test_rows_of_calls_and_deaths(ray_session, tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["any moment", "any call", "compute"])
-@pytest.mark.parametrize("wrong", ["calm", "after a death"])
-def test_other_bits_are_an_error(monkeypatch, wrong, moment):
+@pytest.mark.parametrize("wrong", ["undisturbed", "after a kill"])
+def test_a_result_that_changes_is_an_error(monkeypatch, wrong, moment):
     answers = [torch.zeros(3), torch.zeros(3), torch.ones(3)]
-    if wrong == "after a death":
+    if wrong == "after a kill":
         answers.insert(0, torch.zeros(3))
     passes = iter(answers)
-    for run in ("_pass", "_pass_in_calls"):
-        monkeypatch.setattr(sharded, run, lambda *_: sharded._Pass(0.01, [], next(passes)))
+    for run in ("_run_in_one_call", "_run_in_calls"):
+        monkeypatch.setattr(sharded, run, lambda *_: sharded._Run(0.01, [], next(passes)))
     cluster = types.SimpleNamespace(pids=[1, 2])
-    message = "calm passes differ" if wrong == "calm" else "other bits after 1 workers"
+    message = "undisturbed runs differ" if wrong == "undisturbed" else "after 1 workers"
     with pytest.raises(VerificationError, match=message):
-        sharded._time_deaths(cluster, None, "case", 1, moment)
+        sharded._time_failures(cluster, None, "case", 1, moment)
 
 
-def test_a_pass_without_deaths_does_not_count(monkeypatch):
+def test_a_run_without_a_failure_does_not_count(monkeypatch):
     pids = iter([[1, 2]] * 5 + [[3, 4]])
     seconds = iter([1.0, 1, 1, 2, 1, 4])
     monkeypatch.setattr(
-        sharded, "_pass", lambda *_: sharded._Pass(next(seconds), next(pids), torch.zeros(3))
+        sharded,
+        "_run_in_one_call",
+        lambda *_: sharded._Run(next(seconds), next(pids), torch.zeros(3)),
     )
     cluster = types.SimpleNamespace(pids=[1, 2])
-    row = sharded._time_deaths(cluster, None, "case", 1, "any moment")
+    row = sharded._time_failures(cluster, None, "case", 1, "any moment")
     assert (row.repeats, row.ratio, row.details) == (1, 4, {"longest_ms": 4000})
 
 
-def test_deaths_at_unknown_moments_are_refused():
-    with pytest.raises(
-        ValueError, match="any moment, any call, exchange, compute, return; got 'x'"
-    ):
-        sharded.run(deaths=1, only="return,x")
-    with pytest.raises(ValueError, match="there are no deaths"):
+def test_failures_at_unknown_moments_are_rejected():
+    with pytest.raises(ValueError, match="'x'"):
+        sharded.run(failures=1, only="return,x")
+    with pytest.raises(ValueError, match="only='return'"):
         sharded.run(only="return")
 
 
 @pytest.mark.ray
-def test_one_actor_alone_cannot_be_half(ray_session):
-    with pytest.raises(ValueError, match="there is but one"):
-        sharded.run(tokens=[64], workers=1, deaths=1)
+def test_failures_require_two_actors(ray_session):
+    with pytest.raises(ValueError, match="at least two workers, got 1"):
+        sharded.run(tokens=[64], workers=1, failures=1)
 
 
-def test_numbers_that_are_too_small_are_refused(capsys):
-    for option, least in (("--workers", 1), ("--deaths", 0)):
+def test_numbers_that_are_too_small_are_rejected(capsys):
+    for option, least in (("--workers", 1), ("--failures", 0)):
         assert main(["sharded", option, str(least - 1)]) == 2
         assert option in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which chunks of queries see which chunks of keys, as what one call computes."""
+"""Kernel calls for chunks of queries and the chunks of keys that they attend to."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -8,32 +8,32 @@ from typing import NamedTuple
 from cqs.scheduler import Step
 
 
-class Call(NamedTuple):
-    """Which of some queries see which of some keys, between the first and the last that do."""
+class KernelCall(NamedTuple):
+    """One kernel call: a range of query rows, a range of key rows, and the steps within."""
 
     rows: slice
     columns: slice
     steps: tuple[Step, ...]
-    """In these rows and columns; every row sees a column."""
+    """Relative to these rows and columns; every row has a live pair."""
 
 
 @lru_cache(maxsize=256)
-def make_call(
+def make_kernel_call(
     queries: tuple[int, ...], keys: tuple[tuple[int, int], ...], length: int, is_causal: bool
-) -> Call | None:
-    """Match chunks of queries with the chunks of keys that they see.
+) -> KernelCall | None:
+    """Return the kernel call of chunks of queries with the chunks of keys that they attend to.
 
     Args:
-        queries: Numbers of the chunks that a tensor of queries holds, ascending.
-        keys: Place in a tensor of keys, and number, of every chunk that may be seen.
-        length: Tokens of a chunk.
-        is_causal: Whether a chunk sees only itself, causally, and those before it.
+        queries: Indices of the chunks in a tensor of queries, ascending.
+        keys: Position in a tensor of keys, and index, of every chunk of keys.
+        length: Tokens per chunk.
+        is_causal: Whether a chunk attends only to itself, causally, and to chunks before it.
 
     Returns:
-        ``None`` if no chunk sees any.
+        The call, or ``None`` if there are no live pairs.
 
     Example:
-        >>> call = make_call((1, 6), ((0, 2), (1, 5)), 10, True)
+        >>> call = make_kernel_call((1, 6), ((0, 2), (1, 5)), 10, True)
         >>> call.rows, call.columns
         (slice(10, 20, None), slice(0, 20, None))
         >>> call.steps[0].queries, call.steps[0].keys
@@ -42,7 +42,7 @@ def make_call(
     if is_causal and keys == tuple(enumerate(queries)):  # one square, wherever the chunks are
         tokens = range(len(queries) * length)
         step = Step(0, tokens, (), tokens, len(tokens) * (len(tokens) + 1) // 2)
-        return Call(slice(len(tokens)), slice(len(tokens)), (step,))
+        return KernelCall(slice(len(tokens)), slice(len(tokens)), (step,))
     full = [[place for place, n in keys if n < chunk or not is_causal] for chunk in queries]
     diagonal = [[place for place, n in keys if n == chunk and is_causal] for chunk in queries]
     seen = [place for places in full + diagonal for place in places]
@@ -58,7 +58,7 @@ def make_call(
         pairs = len(rows) * len(places) * length + len(squares) * length * (length + 1) // 2
         columns = join_chunks((place - first for place in places), length)
         steps.append(Step(len(steps), rows, columns, squares[0] if squares else None, pairs))
-    return Call(
+    return KernelCall(
         slice(blind * length, len(queries) * length),
         slice(first * length, (last + 1) * length),
         tuple(steps),
@@ -66,7 +66,7 @@ def make_call(
 
 
 def join_chunks(chunks: Iterable[int], length: int) -> tuple[range, ...]:
-    """Return the rows of chunks, neighbours joined.
+    """Return the rows of chunks, with adjacent chunks joined.
 
     Example:
         >>> join_chunks([0, 1, 3], 10)
