@@ -1,4 +1,9 @@
-"""GPUs of threads: streams whose operations happen in any order that the streams allow."""
+"""A simulator of the GPUs of a host, in one process: a thread for each rank, and no device.
+
+Operations run in any order that streams and events allow; a seed chooses it. Flags are int32 in
+host memory, which streams wait for and write as the CUDA driver does. docs/notes/peer-memory.md
+describes the protocol that runs on it, in the same words.
+"""
 
 import ctypes
 import random
@@ -11,35 +16,35 @@ from contextlib import nullcontext
 import torch
 
 _here = threading.local()
-"""Which rank this thread is, and its current stream."""
-
+"""World, rank, current stream and captured graph of this thread."""
 
 _streams = weakref.WeakValueDictionary()
-"""By their numbers."""
+"""Stream by its ``cuda_stream``, the number that driver calls pass."""
 
 
 class Deadlock(AssertionError):
-    """No stream can go on."""
+    """Every stream waits, and no thread has queued an operation for 10 s."""
 
 
 class Stream:
-    """Operations in order; each is ready or not, and then happens at once."""
+    """A CUDA stream: operations that run in order, each at once, as soon as it is ready."""
 
     def __init__(self, device=None, priority=0):
         self.world, self.rank, self.device = _here.world, _here.rank, device
-        self.operations, self.num_begun, self.num_done = [], 0, 0
+        self.operations, self.num_queued, self.num_done = [], 0, 0
         with self.world.lock:
             self.world.streams.append(self)
         self.cuda_stream = id(self)
         _streams[self.cuda_stream] = self
 
     def enqueue(self, run=lambda: None, is_ready=lambda: True):
+        """Queue an operation; one that is never ready makes the stream wait."""
         if (graph := captured()) is not None:
             graph.add(self, lambda stream, _: stream.enqueue(run, is_ready))
             return
         with self.world.lock:
             self.operations.append((run, is_ready))
-            self.num_begun += 1
+            self.num_queued += 1
 
     def record_event(self):
         if (graph := captured()) is None:
@@ -52,7 +57,9 @@ class Stream:
         if (graph := captured()) is None:
             self.enqueue(is_ready=event.query)
             return
-        assert event.graph is graph, "a graph must not depend on what is outside"
+        assert event.graph is graph, (
+            "a captured stream must not wait for an event outside the graph"
+        )
         graph.seen_by(self).update(event.seen)
         graph.add(self, lambda stream, events: stream.wait_event(events[event]))
 
@@ -60,28 +67,31 @@ class Stream:
         self.wait_event(other.record_event())
 
     def query(self):
-        return self.num_done == self.num_begun
+        return self.num_done == self.num_queued
 
 
 class Event:
-    """Has come when its stream has done what it had to do."""
+    """An event that is complete when its stream has run all operations queued before it."""
 
     def __init__(self, stream):
-        self.stream, self.number, self.graph = stream, stream.num_begun, None
+        self.stream, self.number, self.graph = stream, stream.num_queued, None
 
     def query(self):
         return self.stream.num_done >= self.number
 
 
 class CapturedEvent:
-    """Stands for what a replay will record."""
+    """An event in a graph; every replay records its own."""
 
     def __init__(self, graph, seen):
         self.graph, self.seen = graph, set(seen)
 
 
 class Graph:
-    """What a thread enqueued while it was captured, to be replayed on streams of its own."""
+    """A CUDA graph: the operations that a thread queued during the capture.
+
+    Every replay runs them on new streams.
+    """
 
     def __init__(self):
         self.nodes, self.seen = [], {}
@@ -95,42 +105,48 @@ class Graph:
         assert not missing, "a stream has not been joined"
 
     def add(self, stream, enqueue):
-        """Add what enqueues something again, given the stream and the events of a replay."""
+        """Add a function that queues an operation again, on a replay's stream with its events."""
         self.seen_by(stream).add(len(self.nodes))
         self.nodes.append((stream, enqueue))
 
     def seen_by(self, stream):
-        """Return the numbers of nodes after which a stream goes on."""
+        """Return the indices of the nodes that a stream's next operation comes after."""
         return self.seen.setdefault(stream, set())
 
     def replay(self):
-        """Enqueue all of it, after what the current stream has to do and before what it will."""
-        streams, events, begin = {}, {}, _here.stream.record_event()
+        """Queue all operations, between the current stream's earlier and later ones."""
+        streams, events, start = {}, {}, _here.stream.record_event()
         for of_node, enqueue in self.nodes:
             if of_node not in streams:
                 streams[of_node] = Stream()
-                streams[of_node].wait_event(begin)
+                streams[of_node].wait_event(start)
             enqueue(streams[of_node], events)
         for stream in streams.values():
             _here.stream.wait_stream(stream)
 
 
 class World:
-    """All streams of all ranks, and the driver that they use."""
+    """The ranks of a process group and the streams of their GPUs."""
 
     def __init__(self, num_ranks, seed):
         self.num_ranks, self.random = num_ranks, random.Random(seed)
         self.lock, self.streams = threading.RLock(), []
         self.order = []
-        """The streams, in the order in which they may go on."""
+        """The streams, in the order in which the simulator tries them."""
         self.barrier = threading.Barrier(num_ranks)
         self.passed = [[] for _ in range(num_ranks)]
         self.errors = []
 
     def run(self, program):
-        """Run ``program(rank)`` on a thread for each rank, and all that it launches."""
+        """Run ``program(rank)`` on a thread for each rank, and all operations that it queues.
+
+        Raises:
+            Deadlock: Every stream waits for another, or for a flag that no stream will write.
+            BaseException: The first error of a program or an operation.
+        """
         threads = [
-            threading.Thread(target=self._be, args=(program, r)) for r in range(self.num_ranks)
+            threading.Thread(target=self._run_rank, args=(program, r))
+            for r in range(self.num_ranks)
         ]
         for thread in threads:
             thread.start()
@@ -139,8 +155,8 @@ class World:
             if self._step():
                 idle_since = time.monotonic()
             elif self.errors or time.monotonic() > idle_since + 10:
-                state = [(s.rank, s.num_done, s.num_begun) for s in self.streams]
-                self.errors.append(Deadlock(state))  # who waits is told
+                state = [(s.rank, s.num_done, s.num_queued) for s in self.streams]
+                self.errors.append(Deadlock(state))  # rank, and operations run and queued
                 self.barrier.abort()
                 break
         for thread in threads:
@@ -149,14 +165,14 @@ class World:
             raise self.errors[0]
 
     def swap(self, own):
-        """Return the numbers that all ranks pass."""
+        """Return the numbers of all ranks in rank order, as a collective on the CPU."""
         self.passed[_here.rank] = list(own)
         self.barrier.wait(30)
         found = [number for numbers in self.passed for number in numbers]
         self.barrier.wait(30)
         return found
 
-    def _be(self, program, rank):
+    def _run_rank(self, program, rank):
         _here.world, _here.rank = self, rank
         _here.stream = Stream()
         try:
@@ -169,10 +185,11 @@ class World:
         return all(stream.query() for stream in self.streams)
 
     def _step(self):
-        """Let some stream do its next operation; say whether one could."""
+        """Run the next operation of a stream, and return whether one was ready."""
         with self.lock:
             self.order += self.streams[len(self.order) :]
-        if self.random.random() < 0.03:  # till then the same streams are the fast ones
+        # Rarely: the same streams are fast for a while, so that ranks get far apart.
+        if self.random.random() < 0.03:
             self.random.shuffle(self.order)
         for stream in [stream for stream in self.order if stream.operations]:
             run, is_ready = stream.operations[0]
@@ -190,12 +207,12 @@ class World:
 
 
 def captured():
-    """Return the graph that this thread captures, if it does."""
+    """Return the graph that this thread captures, or None."""
     return getattr(_here, "graph", None)
 
 
 def current_rank():
-    """Return which rank this thread is."""
+    """Return the rank of this thread."""
     return _here.rank
 
 
@@ -208,7 +225,7 @@ def set_stream(stream):
 
 
 def synchronize(device=None):
-    """Wait until the streams of this rank are done."""
+    """Block until the streams of this rank are idle."""
     while not all(s.query() for s in list(_here.world.streams) if s.rank == _here.rank):
         if _here.world.errors:
             raise _here.world.errors[0]
@@ -216,7 +233,7 @@ def synchronize(device=None):
 
 
 def later(function):
-    """Make a function happen when its stream comes to it."""
+    """Return a function that queues ``function`` on the current stream, like a kernel launch."""
 
     def launch(*arguments):
         _here.stream.enqueue(lambda: function(*arguments))
@@ -225,13 +242,13 @@ def later(function):
 
 
 def make_driver():
-    """Return what stands in for the module of the CUDA driver."""
+    """Return a double of ``cuda.bindings.driver``: memory, IPC handles, copies and flags."""
     blocks = {}
 
-    def write(address, number):
-        ctypes.c_int32.from_address(address).value = number
+    def write_flag(address, value):
+        ctypes.c_int32.from_address(address).value = value
 
-    def read(address):
+    def read_flag(address):
         return ctypes.c_int32.from_address(address).value
 
     def allocate(num_bytes):
@@ -240,31 +257,30 @@ def make_driver():
         return 0, block.data_ptr()
 
     def free(address):
-        blocks[address].fill_(254)  # and kept: who still reads it finds garbage
+        blocks[address].fill_(254)  # kept, so that a read after the free finds wrong values
         return (0,)
 
     def get_handle(address):
         return 0, types.SimpleNamespace(reserved=address.to_bytes(64, "little"))
 
-    def set_numbers(address, value, number):
-        for i in range(number):
-            write(address + 4 * i, value)
+    def reset_flags(address, value, num_flags):
+        for i in range(num_flags):
+            write_flag(address + 4 * i, value)
+
+    def queue_reset(address, value, num_flags, stream):
+        _streams[stream].enqueue(lambda: reset_flags(address, value, num_flags))
         return (0,)
 
-    def set_numbers_later(address, value, number, stream):
-        _streams[stream].enqueue(lambda: set_numbers(address, value, number))
+    def copy(target, source, num_bytes, stream):
+        _streams[stream].enqueue(lambda: ctypes.memmove(target, source, num_bytes))
         return (0,)
 
-    def copy(target, source, number, stream):
-        _streams[stream].enqueue(lambda: ctypes.memmove(target, source, number))
+    def wait_value(stream, address, value, mode):
+        _streams[stream].enqueue(is_ready=lambda: read_flag(address) >= value)
         return (0,)
 
-    def wait_value(stream, address, number, flags):
-        _streams[stream].enqueue(is_ready=lambda: read(address) >= number)
-        return (0,)
-
-    def write_value(stream, address, number, flags):
-        _streams[stream].enqueue(lambda: write(address, number))
+    def write_value(stream, address, value, mode):
+        _streams[stream].enqueue(lambda: write_flag(address, value))
         return (0,)
 
     return types.SimpleNamespace(
@@ -274,7 +290,7 @@ def make_driver():
         CUstreamWaitValue_flags=types.SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
         cuMemAlloc=allocate,
         cuMemFree=free,
-        cuMemsetD32Async=set_numbers_later,
+        cuMemsetD32Async=queue_reset,
         cuMemcpyAsync=copy,
         cuIpcGetMemHandle=get_handle,
         cuIpcOpenMemHandle=lambda handle, flags: (0, int.from_bytes(handle.reserved, "little")),
@@ -286,7 +302,7 @@ def make_driver():
 
 
 def install(monkeypatch):
-    """Have PyTorch use the streams of this module."""
+    """Replace the streams and events of PyTorch by those of this module."""
     for name, value in (
         ("Stream", Stream),
         ("current_stream", current_stream),
