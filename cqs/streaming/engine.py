@@ -82,11 +82,11 @@ def stream(
                 chunks.prefetch(visit.block, visit.tokens)
 
         def download(block: HeldBlock, results: Sequence[Tensor]) -> list[Callable[[], None]]:
-            mark = transfers.mark()
+            event = transfers.record_event()
             return [
                 transfers.download(
                     result[0],
-                    mark,
+                    event,
                     target,
                     block.batch,
                     block.heads if result.shape[1] == len(block.heads) else block.kv_heads,
@@ -149,7 +149,7 @@ class _InputBuffers:
         self._contents: list[Any] = [None] * plan.num_buffers
         self._uploaded: list[Any] = [None] * plan.num_buffers
         # The allocator may return memory that launched kernels still use: wait for these too.
-        self._used: list[Any] = [transfers.mark()] * plan.num_buffers
+        self._used: list[Any] = [transfers.record_event()] * plan.num_buffers
         self._current = 0
 
     def prefetch(self, block: HeldBlock, tokens: range) -> None:
@@ -174,4 +174,4 @@ class _InputBuffers:
 
     def release(self) -> None:
         """Let the buffer be overwritten once everything launched so far has completed."""
-        self._used[self._current] = self._transfers.mark()
+        self._used[self._current] = self._transfers.record_event()

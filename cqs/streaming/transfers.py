@@ -9,17 +9,17 @@ from torch import Tensor
 
 from cqs.streaming.sources import InMemory, Source, Target
 
-_PIECE_BYTES = 16 * 2**20
+_STAGING_BYTES = 16 * 2**20
 """Bytes of one pinned staging buffer."""
-_NUM_PIECES = 4
+_NUM_STAGING_BUFFERS = 4
 """Staging buffers of each direction."""
 
 
 class DeviceCopies(Protocol):
-    """Copies to and from a device. A mark is passed when the work launched before it is done."""
+    """Copies to and from a device. An event completes after all work launched before it."""
 
-    def mark(self) -> Any:
-        """Return a mark that is passed when everything launched so far has completed."""
+    def record_event(self) -> Any:
+        """Return an event that completes after everything launched so far."""
 
     def upload(
         self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
@@ -32,14 +32,14 @@ class DeviceCopies(Protocol):
             heads: Heads to copy.
             rows: Tokens to copy.
             target: ``[heads, rows, dim]`` on the device, in the dtype of ``source``.
-            after: The mark after which ``target`` may be overwritten, or None.
+            after: The event after which ``target`` may be overwritten, or None.
 
         Returns:
-            A mark that is passed when the copy has completed.
+            An event that completes after the copy.
         """
 
-    def wait(self, mark: Any) -> None:
-        """Make work that is launched from now on wait for a mark."""
+    def wait(self, event: Any) -> None:
+        """Make work that is launched from now on wait for an event."""
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
@@ -48,7 +48,7 @@ class DeviceCopies(Protocol):
 
         Args:
             tensor: ``[heads, rows, dim]`` on the device; must not be written to afterwards.
-            after: The mark after which ``tensor`` is complete.
+            after: The event after which ``tensor`` is complete.
             target: The tensor to write.
             batch: Batch element.
             heads: Heads to write.
@@ -62,10 +62,10 @@ class DeviceCopies(Protocol):
         """Wait for all copies, including those whose results are unused."""
 
 
-class SameMemory:
+class CpuCopies:
     """Synchronous copies, for computation on the CPU."""
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         """Return None, because every operation has completed when it returns."""
 
     def upload(
@@ -75,7 +75,7 @@ class SameMemory:
         for head, into in zip(heads, target, strict=True):
             source.read(batch, head, rows, into)
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, event: Any) -> None:
         """Do nothing."""
 
     def download(
@@ -90,7 +90,7 @@ class SameMemory:
         """Do nothing."""
 
 
-class OverLink:
+class GpuCopies:
     """Copies between host and GPU. Pageable memory is copied through pinned staging buffers.
 
     Downloads run on a separate thread, because the first write to newly allocated host memory (page
@@ -100,10 +100,10 @@ class OverLink:
     def __init__(self, device: torch.device):
         """Allocate staging buffers and create the CUDA streams and the download thread."""
         self._device = device
-        self._up, self._down = _CopyStream(device), _CopyStream(device)
+        self._upload_stream, self._download_stream = _CopyStream(device), _CopyStream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cqs-download")
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         """Record an event on the current stream, which computes."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
@@ -112,73 +112,73 @@ class OverLink:
         self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
     ) -> torch.cuda.Event:
         """Copy rows on the upload stream."""
-        copies = self._up
+        copy_stream = self._upload_stream
         if after is not None:
-            copies.stream.wait_event(after)
+            copy_stream.stream.wait_event(after)
         for head, into in zip(heads, target, strict=True):
+            # A copy engine reads pinned memory directly. Pageable memory would make the copy
+            # synchronous, so that it is read into pinned buffers first.
             if isinstance(source, InMemory) and source.tensor.is_pinned():
-                with torch.cuda.stream(copies.stream):
+                with torch.cuda.stream(copy_stream.stream):
                     into.copy_(source.rows_in_place(batch, head, rows), non_blocking=True)
                 continue
             for part in _cut(rows, into):
-                piece = copies.take(part, into)
-                source.read(batch, head, part, piece)
+                buffer = copy_stream.acquire(part, into)
+                source.read(batch, head, part, buffer)
                 first = part.start - rows.start
-                with torch.cuda.stream(copies.stream):
-                    into[first : first + len(part)].copy_(piece, non_blocking=True)
-                copies.give_back()
-        arrived: torch.cuda.Event = copies.stream.record_event()
-        return arrived
+                with torch.cuda.stream(copy_stream.stream):
+                    into[first : first + len(part)].copy_(buffer, non_blocking=True)
+                copy_stream.release()
+        uploaded: torch.cuda.Event = copy_stream.stream.record_event()
+        return uploaded
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, event: Any) -> None:
         """Make the current stream wait for an event."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        torch.cuda.current_stream(self._device).wait_event(event)
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
     ) -> Callable[[], None]:
         """Copy rows on the download stream; copies overlap writes to the target."""
         # The thread pops the tensor, so that its memory is freed before the future completes.
-        leaving = [tensor]
-        return self._thread.submit(
-            self._download, leaving, after, target, batch, heads, rows
-        ).result
+        sent = [tensor]
+        return self._thread.submit(self._download, sent, after, target, batch, heads, rows).result
 
     def close(self) -> None:
         """Wait for the download thread and for both streams."""
         self._thread.shutdown()
-        for copies in (self._up, self._down):
-            copies.stream.synchronize()
+        for copy_stream in (self._upload_stream, self._download_stream):
+            copy_stream.stream.synchronize()
 
     def _download(
         self,
-        leaving: list[Tensor],
+        sent: list[Tensor],
         after: Any,
         target: Target,
         batch: int,
         heads: range,
         rows: range,
     ) -> None:
-        tensor = leaving.pop()
-        copies = self._down
-        copies.stream.wait_event(after)
+        tensor = sent.pop()
+        copy_stream = self._download_stream
+        copy_stream.stream.wait_event(after)
         if isinstance(target, InMemory) and target.tensor.is_pinned():
-            with torch.cuda.stream(copies.stream):
+            with torch.cuda.stream(copy_stream.stream):
                 for head, values in zip(heads, tensor, strict=True):
                     into = target.rows_in_place(batch, head, rows)
                     into.copy_(values, non_blocking=True)
-            copies.stream.synchronize()
+            copy_stream.stream.synchronize()  # the caller may read the target once this returns
             return
         waiting: list[tuple[int, range, Tensor, torch.cuda.Event]] = []
         for head, values in zip(heads, tensor, strict=True):
             for part in _cut(rows, values):
-                piece = copies.take(part, values)
+                buffer = copy_stream.acquire(part, values)
                 first = part.start - rows.start
-                with torch.cuda.stream(copies.stream):
-                    piece.copy_(values[first : first + len(part)], non_blocking=True)
-                waiting.append((head, part, piece, copies.give_back()))
-                # take() reuses a buffer once its copy is done: write its rows before that.
-                if len(waiting) == _NUM_PIECES - 1:
+                with torch.cuda.stream(copy_stream.stream):
+                    buffer.copy_(values[first : first + len(part)], non_blocking=True)
+                waiting.append((head, part, buffer, copy_stream.release()))
+                # acquire() reuses a buffer once its copy is done: write its rows before that.
+                if len(waiting) == _NUM_STAGING_BUFFERS - 1:
                     _write(target, batch, *waiting.pop(0))
         for each in waiting:
             _write(target, batch, *each)
@@ -189,42 +189,42 @@ class _CopyStream:
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
-        self._pieces = [
-            torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-            for _ in range(_NUM_PIECES)
+        self._buffers = [
+            torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+            for _ in range(_NUM_STAGING_BUFFERS)
         ]
-        self._used: list[torch.cuda.Event | None] = [None] * _NUM_PIECES
+        self._used: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
         self._next = 0
 
-    def take(self, rows: range, like: Tensor) -> Tensor:
+    def acquire(self, rows: range, like: Tensor) -> Tensor:
         """Wait for the next staging buffer of the ring and return it as ``[rows, dim]``."""
         if (event := self._used[self._next]) is not None:
             event.synchronize()
         num_bytes = len(rows) * like.shape[1] * like.element_size()
-        piece = self._pieces[self._next][:num_bytes]
-        return piece.view(like.dtype).view(len(rows), like.shape[1])
+        buffer = self._buffers[self._next][:num_bytes]
+        return buffer.view(like.dtype).view(len(rows), like.shape[1])
 
-    def give_back(self) -> torch.cuda.Event:
+    def release(self) -> torch.cuda.Event:
         """Record an event after the copies of the buffer that was taken, and return it."""
         event: torch.cuda.Event = self.stream.record_event()
         self._used[self._next] = event
-        self._next = (self._next + 1) % _NUM_PIECES
+        self._next = (self._next + 1) % _NUM_STAGING_BUFFERS
         return event
 
 
 def make_transfers(device: torch.device) -> DeviceCopies:
     """Return the copies for a device: asynchronous for a GPU, synchronous for the CPU."""
-    return OverLink(device) if device.type == "cuda" else SameMemory()
+    return GpuCopies(device) if device.type == "cuda" else CpuCopies()
 
 
 def _write(
-    target: Target, batch: int, head: int, rows: range, piece: Tensor, event: torch.cuda.Event
+    target: Target, batch: int, head: int, rows: range, buffer: Tensor, event: torch.cuda.Event
 ) -> None:
     event.synchronize()
-    target.write(batch, head, rows, piece)
+    target.write(batch, head, rows, buffer)
 
 
 def _cut(rows: range, like: Tensor) -> list[range]:
     """Cut rows into parts that fit a staging buffer."""
-    length = max(_PIECE_BYTES // (like.shape[1] * like.element_size()), 1)
+    length = max(_STAGING_BYTES // (like.shape[1] * like.element_size()), 1)
     return [rows[i : i + length] for i in range(0, len(rows), length)]

@@ -484,14 +484,14 @@ class Fake:
 
 @pytest.mark.parametrize("piece_bytes", [64, 1000, 10**6])
 def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
-    """The way over a link, with a GPU that is the CPU."""
+    """Copies through staging buffers, with the CPU as GPU."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **o: empty(*shape, **o))
     monkeypatch.setattr(torch.cuda, "Stream", Fake)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Fake)
-    monkeypatch.setattr(transfers, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(engine, "make_transfers", transfers.OverLink)
+    monkeypatch.setattr(transfers, "_STAGING_BYTES", piece_bytes)
+    monkeypatch.setattr(engine, "make_transfers", transfers.GpuCopies)
     monkeypatch.setattr(run, "CPU", GPU)
     *mapped, out = arrays
     leaves = [torch.tensor(array, requires_grad=True) for array in mapped]
@@ -508,7 +508,7 @@ def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
 
 def test_what_cannot_be_written_is_an_error_of_the_call(arrays, monkeypatch):
     """Though it happens on another thread."""
-    monkeypatch.setattr(transfers, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(transfers, "_STAGING_BYTES", 1000)
     test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, 1000)
     *mapped, out = arrays
 
