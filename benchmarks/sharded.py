@@ -39,7 +39,7 @@ _ANY_MOMENT, _ANY_CALL = "any moment", "any call"
 _PARTS: dict[str, tuple[type, str]] = {
     "exchange": (Exchange, "send_out"),
     "compute": (RankTask, "_compute_away"),
-    "return": (Exchange, "send_made"),
+    "return": (Exchange, "send_computed"),
 }
 """Part of a call -> method at which actors are killed: after it, but before ``compute``."""
 

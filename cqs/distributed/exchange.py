@@ -51,6 +51,8 @@ class Exchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The transport may still write to buffers of a failed pass, which must not be freed before.
+        # After a LostError nothing more is received.
         if kind is not None and not issubclass(kind, LostError):
             end = time.monotonic() + _SETTLING_SECONDS
             for transfer in self._transfers:
@@ -75,7 +77,7 @@ class Exchange:
         Returns:
             The transfer of one tensor ``[batch, heads of a rank, tokens held, ...]`` per shard.
         """
-        coming: list[Tensor] = []
+        received: list[Tensor] = []
         packets = []
         for route, chosen in by_route(shards, routes):
             sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
@@ -83,7 +85,7 @@ class Exchange:
             own = route.sends[route.rank]
             if self._in_place and route.stays and len(own) == 1:
                 packets.append(Packet(route, sources, widths, (), is_home=False))
-                coming += [
+                received += [
                     source[:, of_rank.start : of_rank.stop, own[0].start : own[0].stop]
                     for source, of_rank in zip(
                         sources, (of_ranks[route.rank] for of_ranks in together), strict=True
@@ -92,8 +94,8 @@ class Exchange:
                 continue
             schedule = _schedule_out(route, together)
             packets.append(Packet(route, sources, widths, schedule, is_home=False))
-            coming += packets[-1].coming
-        return self._pack_and_send(chunk, packets, coming)
+            received += packets[-1].received_by_source
+        return self._pack_and_send(chunk, packets, received)
 
     def send_back(self, chunk: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Send results for the tokens held to the ranks that own the tokens.
@@ -106,17 +108,17 @@ class Exchange:
         Returns:
             The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
         """
-        coming: list[Tensor] = []
+        received: list[Tensor] = []
         packets = []
         for route, chosen in by_route(held, routes):
             sources = [held[i] for i in chosen]
             widths = tuple(source.shape[1] for source in sources)
             schedule = () if route.stays else _schedule_home(route, widths)
             packets.append(Packet(route, sources, widths, schedule, is_home=True))
-            coming += sources if route.stays else packets[-1].coming
-        return self._pack_and_send(chunk, packets, coming)
+            received += sources if route.stays else packets[-1].received_by_source
+        return self._pack_and_send(chunk, packets, received)
 
-    def send_made(
+    def send_computed(
         self, chunk: int, like: Sequence[Tensor], route: Route, make: Callable[[list[Tensor]], None]
     ) -> Transfer:
         """Write results directly into the send buffer and send them to the token owners.
@@ -133,28 +135,30 @@ class Exchange:
             The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
         """
         packets = [Packet(route, [each], [each.shape[1]], (), is_home=True) for each in like]
-        coming = [tensor for packet in packets for tensor in packet.coming]
+        received = [tensor for packet in packets for tensor in packet.received_by_source]
 
         def fill(rows: list[Tensor]) -> None:
             make([each.movedim(0, 2) for each in rows])
 
-        return self._send(chunk, packets, coming, fill)
+        return self._send(chunk, packets, received, fill)
 
     def _pack_and_send(
-        self, chunk: int, packets: Sequence[Packet], coming: list[Tensor]
+        self, chunk: int, packets: Sequence[Packet], received: list[Tensor]
     ) -> Transfer:
         def fill(rows: list[Tensor]) -> None:
             for packet, packed in zip(packets, rows, strict=True):
                 packet.pack(packed)
 
-        return self._send(chunk, packets, coming, fill)
+        return self._send(chunk, packets, received, fill)
 
     def _send(
-        self, chunk: int, packets: Sequence[Packet], coming: list[Tensor], fill: Fill
+        self, chunk: int, packets: Sequence[Packet], received: list[Tensor], fill: Fill
     ) -> Transfer:
+        # Chunks share the transport's buffers in turns: a send waits only for the one before it in
+        # the same turn, while those of the other turns are in transit.
         turn = chunk % self._num_turns
         pending = self._transport.send(packets, fill, turn, self._num_turns)
-        self._transfers.append(Transfer(coming, pending))
+        self._transfers.append(Transfer(received, pending))
         return self._transfers[-1]
 
 
@@ -210,6 +214,8 @@ def schedule_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule
 @lru_cache(maxsize=256)
 def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
     """Return the copies that pack shard rows for other ranks and place this rank's own rows."""
+    # Source i of this rank is listed twice, see Packet.schedule: target i is the packed rows, which
+    # have none of this rank's own, and target i + len(heads) is the received rows, which have them.
     own, schedule = route.rank, []
     of_others, of_own = 0, sum(route.receives[:own])
     for rank, ranges in enumerate(route.sends):
@@ -229,6 +235,8 @@ def _schedule_home(route: Route, widths: tuple[int, ...]) -> CopySchedule:
     own = route.rank
     before, here = sum(route.receives[:own]), route.receives[own]
     after = sum(route.receives) - before - here
+    # The held rows are ordered by owner: those for ranks before this one, its own, those for ranks
+    # after it. The send buffer has no gap for the own rows.
     return tuple(
         RowCopy(tensor, source_row, target_row, num_rows, 0, 0, width)
         for i, width in enumerate(widths)

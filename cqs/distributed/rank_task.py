@@ -207,7 +207,7 @@ class RankTask:
                 lse = [results.lse.new_empty(output.shape[:3])]
             self._compute_away(Partial(output, *lse), chunk, shards, held)
 
-        return exchange.send_made(i, sent, route, make), ()
+        return exchange.send_computed(i, sent, route, make), ()
 
     def _compute_home(
         self,

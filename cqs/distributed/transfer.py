@@ -32,7 +32,7 @@ class Packet:
     """Number of heads of each source that are sent to a rank."""
     schedule: CopySchedule
     """Copies from the sources, listed twice, to the rows for other ranks and then to
-    :attr:`coming`. Empty if nothing is copied or the caller writes the rows itself."""
+    :attr:`received_by_source`. Empty if nothing is copied or the caller writes the rows itself."""
     _: KW_ONLY
     is_home: bool
     """Whether the rows are results, sent along the route in reverse to the token owners."""
@@ -60,7 +60,7 @@ class Packet:
         return self.new_rows(sum(self.expected))
 
     @cached_property
-    def coming(self) -> list[Tensor]:
+    def received_by_source(self) -> list[Tensor]:
         """Views of :attr:`received`, ``[batch, heads, rows, ...]``, one for each source."""
         return self._by_source(self.received)
 
@@ -82,7 +82,7 @@ class Packet:
     def pack(self, packed: Tensor) -> None:
         """Copy rows for other ranks to ``packed``, and this rank's own rows to :attr:`received`."""
         if self.schedule:
-            targets = *self._by_source(packed), *self.coming
+            targets = *self._by_source(packed), *self.received_by_source
             copy_rows((*self.sources, *self.sources), targets, self.schedule)
 
     def _by_source(self, rows: Tensor) -> list[Tensor]:
@@ -167,22 +167,25 @@ class MessageTransport:
         Raises:
             LostError: A message could not be sent because a rank has failed.
         """
+        # New buffers for every send: gloo and NCCL read them until the messages complete, and the
+        # allocator returns their memory afterwards.
         rows_of_packets = [packet.new_rows(sum(packet.lengths)) for packet in packets]
         fill(rows_of_packets)
         messages = []
         for packet, packed in zip(packets, rows_of_packets, strict=True):
-            ways: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, packet.lengths)]
+            sides: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, packet.lengths)]
             if not packet.route.stays:
-                ways.append((dist.irecv, packet.received, packet.expected))
+                sides.append((dist.irecv, packet.received, packet.expected))
             messages += [
-                dist.P2POp(act, rows, group=self._group, tag=self._tag, group_peer=rank)
-                for act, tensor, lengths in ways
+                dist.P2POp(operation, rows, group=self._group, tag=self._tag, group_peer=rank)
+                for operation, tensor, lengths in sides
                 for rank, rows in enumerate(tensor.split(list(lengths)))
                 if len(rows) and rank != packet.route.rank
             ]
         if not messages:
             return []
-        with _clearly():
+        # One batch: messages that are posted one by one can wait for each other in a cycle of ranks.
+        with _raising_lost_error():
             return [_Batch(messages, dist.batch_isend_irecv(messages))]
 
 
@@ -197,20 +200,20 @@ class _Batch:
         self._messages, self._works = messages, works
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        with _clearly():
+        with _raising_lost_error():
             for work in self._works:
                 work.wait(*([] if timeout is None else [timeout]))
         self._messages.clear()  # releases the packed rows, which the messages read until now
 
 
 @contextmanager
-def _clearly() -> Iterator[None]:
-    """Raise errors of torch.distributed as LostError."""
+def _raising_lost_error() -> Iterator[None]:
+    """Raise a RuntimeError of torch.distributed as LostError."""
     try:
         yield
     except RuntimeError as lost:
         raise LostError(
-            "the rows of other ranks have not arrived: a rank has failed, or does not call this "
+            "rows of other ranks were not received: a rank has failed or did not make this call "
             f"({lost})"
         ) from lost
 
@@ -218,14 +221,14 @@ def _clearly() -> Iterator[None]:
 class Transfer:
     """Tensors that are being received while the GPU runs other work."""
 
-    def __init__(self, coming: list[Tensor], pending: list[PendingTransfer]) -> None:
+    def __init__(self, tensors: list[Tensor], pending: list[PendingTransfer]) -> None:
         """Track tensors that are being received.
 
         Args:
-            coming: Tensors ``[batch, heads, rows, ...]`` that are valid after the transfer.
+            tensors: Tensors ``[batch, heads, rows, ...]`` that are valid after the transfer.
             pending: The transfers that write them.
         """
-        self._coming, self._pending = coming, pending
+        self._tensors, self._pending = tensors, pending
 
     def wait(self) -> list[Tensor]:
         """Wait for the transfer and return its tensors, ``[batch, heads, rows, ...]``.
@@ -235,8 +238,8 @@ class Transfer:
         for each in self._pending:
             each.wait()
         self._pending.clear()
-        coming, self._coming = self._coming, []
-        return coming
+        tensors, self._tensors = self._tensors, []  # the caller frees the memory
+        return tensors
 
     def settle(self, end: float) -> None:
         """Wait until the time ``end`` of ``time.monotonic()`` for tensors that will not be used."""

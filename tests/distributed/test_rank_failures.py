@@ -45,7 +45,7 @@ def attend_until_a_rank_fails(backend, rank, num_ranks, file, results, all_have_
     ("backend", "pass_", "message"),
     [
         ("gloo", "forward", "a rank of the group has failed"),
-        ("gloo", "backward", "the rows of other ranks have not arrived"),
+        ("gloo", "backward", "rows of other ranks were not received"),
         pytest.param("nccl", "forward", "a rank of the group has failed", marks=pytest.mark.gpu),
     ],
 )
@@ -76,7 +76,7 @@ def attend_until_a_rank_fails_within(backend, rank, num_ranks, file, results, me
         results.put((rank, str(error), time.monotonic() - start))
 
 
-@pytest.mark.parametrize("method", ["send_out", "send_made"])
+@pytest.mark.parametrize("method", ["send_out", "send_computed"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_rank_that_fails_within_a_call_ends_the_others_at_once(method, tmp_path):
     """What they have sent each other is not waited for."""
@@ -87,7 +87,7 @@ def test_a_rank_that_fails_within_a_call_ends_the_others_at_once(method, tmp_pat
     found = [results.get(timeout=60) for _ in range(4)]
     assert {rank for rank, *_ in found} == {0, 2, 3, 4}
     for _, text, seconds in found:
-        assert text.startswith("the rows of other ranks have not arrived") and seconds < 5
+        assert text.startswith("rows of other ranks were not received") and seconds < 5
 
 
 def attend_and_die(backend, rank, num_ranks, file, directory):
