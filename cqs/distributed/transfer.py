@@ -184,7 +184,7 @@ class MessageTransport:
             ]
         if not messages:
             return []
-        # One batch: messages that are posted one by one can wait for each other in a cycle of ranks.
+        # One batch: messages posted one by one can wait for each other in a cycle of ranks.
         with _raising_lost_error():
             return [_Batch(messages, dist.batch_isend_irecv(messages))]
 
