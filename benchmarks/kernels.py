@@ -155,14 +155,14 @@ def _library_backward(
 def _triton_backward(
     problem: Problem, answer: Partial, grad_output: Tensor
 ) -> Callable[[], Sequence[Tensor]]:
-    from cqs.worker.backends import GRADIENTS_OF_SHARES
+    from cqs.worker.backends import GRADIENTS_OF_BLOCK_ROWS
     from cqs.worker.work import whole_work
 
     seqlen = problem.query.shape[2]
     whole = whole_work(seqlen, seqlen, problem.is_causal)
     tensors = problem.query, problem.key, problem.value, grad_output, *answer
     options = {"scale": problem.scale, "dtype": problem.query.dtype}
-    return lambda: GRADIENTS_OF_SHARES["triton"](*tensors, whole, **options)
+    return lambda: GRADIENTS_OF_BLOCK_ROWS["triton"](*tensors, whole, **options)
 
 
 def _measure_merge(tokens: int, repeats: int) -> Measurement:

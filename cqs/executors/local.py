@@ -12,7 +12,7 @@ from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
-from cqs.worker import ATTEND_SHARES, HeldTokens, Worker
+from cqs.worker import ATTEND_BLOCK_ROWS, HeldTokens, Worker
 from cqs.worker.memory import memory_of
 
 
@@ -60,7 +60,7 @@ def _run(
     progress: Callable[[int, int], None] | None,
 ) -> Partial:
     query, key, value = map(HeldTokens.whole, (problem.query, problem.key, problem.value))
-    if problem.key.numel() and backend in ATTEND_SHARES:
+    if problem.key.numel() and backend in ATTEND_BLOCK_ROWS:
         partial = worker.run_together(_together(problem, plan), query, key, value)
     elif [step.queries for step in _all_steps(plan)] == [*query.ranges]:
         (task,) = (task for task in plan.tasks if task.steps)
@@ -106,7 +106,7 @@ def run_local_backward(
     tensors = problem.query, problem.key, problem.value, grad_output, *answer
     worker = Worker.of(problem, backend)
     name = worker.choose_backend(*tensors[:3], _all_steps(plan))
-    steps = _together(problem, plan) if name in ATTEND_SHARES else _all_steps(plan)
+    steps = _together(problem, plan) if name in ATTEND_BLOCK_ROWS else _all_steps(plan)
     with _explaining_shortage(problem, plan, name):
         held = map(HeldTokens.whole, tensors)
         return worker.run_backward(steps, *held, dtype=problem.query.dtype)

@@ -42,7 +42,7 @@ from cqs.streaming.sources import (
 )
 from cqs.verify import VerificationError, verify_rows
 from cqs.worker import Worker
-from cqs.worker.backends import ATTEND_SHARES, choose_backend
+from cqs.worker.backends import ATTEND_BLOCK_ROWS, choose_backend
 
 _NAMES = ("query", "key", "value")
 _LEAST_SHARE = 16
@@ -277,7 +277,7 @@ class _Run:
             rates=GPU if on_gpu else CPU,
             which=which,
             heads_at_once=heads_at_once,
-            has_single_calls=on_gpu and self.backend not in ATTEND_SHARES,
+            has_single_calls=on_gpu and self.backend not in ATTEND_BLOCK_ROWS,
         )
 
     def _with_less(self, problem: Problem, plan: StreamPlan, error: Exception) -> StreamPlan:

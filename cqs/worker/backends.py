@@ -54,13 +54,13 @@ GRADIENTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 }
 """Backward functions of the backends in ``ATTEND``."""
 
-ATTEND_SHARES: dict[str, Callable[..., Partial]] = {"triton": attend_block_rows}
+ATTEND_BLOCK_ROWS: dict[str, Callable[..., Partial]] = {"triton": attend_block_rows}
 """Forward functions of the backends that compute whole tasks a call."""
 
-GRADIENTS_OF_SHARES: dict[str, Callable[..., Sequence[Tensor]]] = {
+GRADIENTS_OF_BLOCK_ROWS: dict[str, Callable[..., Sequence[Tensor]]] = {
     "triton": gradients_of_block_rows
 }
-"""Backward functions of the backends in ``ATTEND_SHARES``."""
+"""Backward functions of the backends in ``ATTEND_BLOCK_ROWS``."""
 
 BEST_FOR_WHOLE_CALLS = ("flash", *(name for name in WHY_NOT if name != "flash"))
 """Names of all backends in the order of preference for work that is a single call."""

@@ -1,4 +1,4 @@
-"""How much memory a computation takes: measured, and predicted of tasks with a pattern."""
+"""Peak memory of a computation: measured, and predicted for tasks with a pattern."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from torch.autograd.profiler import profile
 from cqs.partial import SUM_BLOCK
 from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Task
-from cqs.worker.backends import ATTEND_SHARES, IN_BATCHES
+from cqs.worker.backends import ATTEND_BLOCK_ROWS, IN_BATCHES
 from cqs.worker.calls import Call, make_calls
 from cqs.worker.cpu import LEAST_COLUMNS, padding_rows
 from cqs.worker.triton.tiles import make_tile_list, query_launches
@@ -23,23 +23,27 @@ from cqs.worker.work import BlockRow, Work, make_work
 Result = TypeVar("Result")
 
 _TILE = 128
-"""Rows and columns of the tiles that lists are predicted for."""
+"""Rows of a tile and columns of a block that predictions of the Triton backend assume."""
 _LSES_OF_A_MERGE = 6
-"""Tensors like an lse that a merge holds at once."""
+"""Number of tensors in the shape of an LSE that a merge allocates at once."""
 
 
 def memory_of(device: torch.device) -> int:
-    """Return the bytes of memory that a GPU has."""
+    """Return the memory of a GPU in bytes."""
     return torch.cuda.get_device_properties(device).total_memory
 
 
 def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
-    """Run ``compute`` and return its result and the most bytes it held at once in tensors.
+    """Run a function and return its result and its peak memory in bytes.
 
-    Counts what is requested on ``device`` while it runs, scratch of PyTorch's kernels included, on
-    top of what was held before: on a GPU by the statistics of PyTorch's allocator (whose blocks are
-    up to 1 MiB larger, depending on what ran before), on the CPU by its profiler (about a
-    millisecond).
+    The peak counts the bytes that tensors and PyTorch's kernels request on the device during the
+    run, beyond those allocated before. On a GPU it comes from the statistics of PyTorch's
+    allocator, whose blocks are up to 1 MiB larger than requests. On the CPU it comes from PyTorch's
+    profiler, which takes about a millisecond.
+
+    Args:
+        compute: The function to run.
+        device: The device whose memory is measured.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -58,13 +62,18 @@ def _requested(device: torch.device, when: str) -> int:
 def record_memory(
     compute: Callable[[], Result], device: torch.device
 ) -> tuple[Result, list[tuple[float, int]]]:
-    """Run ``compute`` and return its result and what it held over time in tensors.
+    """Run a function and return its result and its memory over time.
 
-    Counts what :func:`measure_peak_bytes` does; on a GPU by the memory history of PyTorch's
-    allocator, which must not be recorded already and holds the host's times: kernels may run later.
+    The bytes are those of :func:`measure_peak_bytes`. On a GPU they come from the memory history of
+    PyTorch's allocator, which must not be recorded already. Its times are those of the host;
+    kernels may run later.
+
+    Args:
+        compute: The function to run.
+        device: The device whose memory is recorded.
 
     Returns:
-        The result, and samples: seconds since the start, and the bytes held from then on.
+        The result, and samples: seconds since the start, and the bytes allocated from then on.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -95,18 +104,18 @@ def record_memory(
 
 
 def samples_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[tuple[float, int]]:
-    """Return what a GPU held while its memory history was recorded.
+    """Return the allocated memory of a GPU while its memory history was recorded.
 
-    Counts as ``torch.cuda.memory_allocated`` does: a block until its owner frees it, though a
+    As in ``torch.cuda.memory_allocated``, a block counts until its owner frees it, although a
     stream may still use it.
 
     Args:
-        snapshot: Of ``torch.cuda.memory._snapshot()``, after
+        snapshot: Return value of ``torch.cuda.memory._snapshot()``, after
             ``torch.cuda.memory._record_memory_history()``.
         device: Index of the GPU.
 
     Returns:
-        Seconds since the epoch, and the bytes held from then on, one for each event.
+        For each event, seconds since the Unix epoch and the bytes allocated from then on.
     """
     signs = {"alloc": 1, "free_requested": -1}
     events = [
@@ -123,18 +132,18 @@ def samples_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[tu
 def predict_sparse_bytes(
     task: Task, pattern: BoundPattern, shape: AttentionShape, backend: str
 ) -> int:
-    """Predict the most bytes that a task with a pattern holds at once beside its inputs.
+    """Predict the peak memory of a task with a pattern in bytes, excluding its inputs.
 
-    Counts tensors on the device, but not a kernel's own scratch.
+    The prediction counts tensors on the device, but not the scratch memory of kernels.
 
     Args:
-        task: Of a plan with this pattern.
-        pattern: At the lengths of the plan.
-        shape: Of the tensors.
-        backend: Name of the one that computes.
+        task: A task of a plan with this pattern.
+        pattern: The pattern, bound to the sequence lengths of the plan.
+        shape: Sizes and dtype of the tensors.
+        backend: Name of the backend that computes the task.
     """
     work = make_work(task.steps, pattern, task.held_queries, task.held_keys)
-    if backend in ATTEND_SHARES:
+    if backend in ATTEND_BLOCK_ROWS:
         return _bytes_of_launches(task, work, shape)
     returned = peak = 0
     for block_row in work.block_rows:
@@ -174,7 +183,13 @@ def _bytes_of_block_row(block_row: BlockRow, shape: AttentionShape, backend: str
 
 
 def _mark(has_result: NDArray[np.bool_], call: Call, first: int) -> bool:
-    """Mark the rows of a call, ``first`` being row 0, and say whether one was marked before."""
+    """Mark the query rows of a call, and return whether one was marked before.
+
+    Args:
+        has_result: Marks of the rows, bool ``[rows]``; written to.
+        call: The call.
+        first: Row number, in the call's coordinates, of mark 0.
+    """
     marked = False
     for i in range(call.number):
         tokens = call.view.moved(i * call.stride - first, 0).queries
@@ -185,13 +200,13 @@ def _mark(has_result: NDArray[np.bool_], call: Call, first: int) -> bool:
 
 
 def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -> tuple[int, int]:
-    """Return the most bytes that a call takes beside its arguments, and those of its results.
+    """Return the peak bytes of a call, excluding its arguments, and the bytes of its results.
 
     Args:
-        call: One that :func:`make_calls` made.
-        rows: Query rows of all heads and views that it takes at once.
-        shape: Of the tensors.
-        backend: One of single calls.
+        call: A call of :func:`make_calls`.
+        rows: Number of query rows of all heads and views that it computes at once.
+        shape: Sizes and dtype of the tensors.
+        backend: Name of a backend that computes one call at a time.
     """
     num_keys = len(call.view.keys)
     area = len(call.view.queries) * num_keys
@@ -216,7 +231,7 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
 
 
 def _bytes_of_padding(call: Call, rows: int, shape: AttentionShape) -> int:
-    """Return the bytes of the padded tensors that the CPU kernel is given, and of their output."""
+    """Return the bytes of the padded operands and the padded output of a call of the CPU kernel."""
     num_queries = len(call.view.queries)
     num_padding = padding_rows(num_queries)
     if not num_padding and shape.head_dim >= LEAST_COLUMNS:
@@ -229,9 +244,10 @@ def _bytes_of_padding(call: Call, rows: int, shape: AttentionShape) -> int:
 
 
 def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
-    """Return what launches take, one for each pair of steps: lists, results, and their merge.
+    """Return the peak bytes of the launches of a task: lists, results, their merge and copies.
 
-    A launch copies the side whose rows are no multiple of its step.
+    There is one launch for each pair of steps. A launch copies the tensors of a side whose number
+    of rows is not a multiple of the step.
     """
     launches = query_launches(work, packed=True)
     num_rows = sum(len(block_row.queries) for block_row in work.block_rows)

@@ -1,4 +1,4 @@
-"""What fused kernels ask of their operands."""
+"""Requirements of fused kernels on their operands, and conversions that meet them."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ _MAX_GRID = 65535
 
 
 def why_not_half_precision_on_gpu(query: Tensor, value: Tensor, head_dims: range) -> str | None:
-    """Say why a CUDA library of 16-bit attention cannot take these tensors, or return None.
+    """Return why a half-precision CUDA library does not support these tensors, or None if it does.
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``.
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-        head_dims: What the library takes, for both.
+        head_dims: Values of ``head_dim`` and ``value_dim`` that the library supports.
     """
     if query.device.type != "cuda":
         return f"needs CUDA tensors, got {query.device}"
@@ -43,12 +43,17 @@ def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def with_sign_of(scale: float, grad_query: Tensor) -> Tensor:
-    """Turn the gradient of what :func:`with_positive_scale` returned into that of its query."""
+    """Return the gradient of a query, given that of the query of :func:`with_positive_scale`.
+
+    Args:
+        scale: The scale that was passed to :func:`with_positive_scale`.
+        grad_query: Gradient of the query that it returned, ``[batch, num_heads, rows, head_dim]``.
+    """
     if abs(scale) < torch.finfo(torch.float32).tiny:
         return scale * grad_query
     return grad_query if scale > 0 else -grad_query
 
 
 def with_adjacent_columns(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors whose rows lie in one piece each: the same where they do, else copies."""
+    """Return tensors with a last stride of 1; the others are copied."""
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)

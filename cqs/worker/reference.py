@@ -1,4 +1,4 @@
-"""The definition of one attention call; every other backend is judged by it.
+"""Backend ``reference``: the definition of one attention call, in plain PyTorch.
 
 Shape suffixes: B batch, G key/value heads, R query heads per key/value head, Q queries, K keys.
 """
@@ -10,7 +10,7 @@ from cqs.partial import Partial, lse_dtype, weighted_sum
 
 
 def why_not_reference(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Return None: the reference takes everything that the public interface accepts."""
+    """Return None: the reference supports everything that the public interface accepts."""
     return None
 
 
@@ -25,21 +25,26 @@ def attend_reference(
     kept: Tensor | None = None,
     keep_scale: float = 1.0,
 ) -> Partial:
-    """Compute ``softmax(scale * query @ key^T) @ value`` and its lse in plain PyTorch.
+    """Compute ``softmax(scale * query @ key^T) @ value`` and its LSE in plain PyTorch.
 
-    Runs in float32 (float64 for float64) and holds the whole score matrix.
+    The computation is in float32 (float64 for float64 tensors) and stores the whole score matrix:
+    O(seqlen_q * seqlen_kv) memory.
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``.
         key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``, ``seqlen_kv >= 1``; ``num_heads`` is a
             multiple of ``num_kv_heads`` and consecutive query heads share one.
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-        is_causal: The block is square and query i sees the keys 0..i.
+        is_causal: Whether query i attends to keys 0..i; requires equal sequence lengths.
         scale: Factor on the scores.
-        visible: bool ``[seqlen_q, seqlen_kv]``, the pairs that count; ``None`` means all.
-        kept: bool ``[batch, num_heads, seqlen_q, seqlen_kv]``, the pairs that dropout keeps;
-            ``None`` means all. The lse does not know of it.
-        keep_scale: Factor on their probabilities.
+        visible: Live pairs, bool ``[seqlen_q, seqlen_kv]``; ``None`` means all.
+        kept: Pairs that dropout keeps, bool ``[batch, num_heads, seqlen_q, seqlen_kv]``; ``None``
+            means all. Dropout does not change the LSE.
+        keep_scale: Factor on the probabilities of the pairs that dropout keeps.
+
+    Returns:
+        Output ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype of ``query``, and LSE
+        ``[batch, num_heads, seqlen_q]``. Queries without a live pair get output 0 and LSE -inf.
     """
     scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale, visible=visible)
     dtype = scores_BGRQK.dtype
@@ -71,24 +76,28 @@ def gradients_reference(
     kept: Tensor | None = None,
     keep_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what the pairs of one call contribute to the gradients of its tensors.
+    """Compute the contribution of one call's pairs to the gradients of its tensors.
 
-    With the lse and the output over *all* keys, ``P = exp(scores - lse)`` are the probabilities of
-    these pairs among all, and ``delta = sum(output * grad_output)`` what the softmax subtracts
-    (Dao et al., FlashAttention, 2022, appendix B).
+    With the LSE and the output of the *whole* problem, ``P = exp(scores - lse)`` are the
+    probabilities of these pairs among all keys, and ``dS = P * (dP - delta)`` with
+    ``delta = sum(output * grad_output)`` (Dao et al., FlashAttention, 2022, appendix B).
 
     Args:
-        query: As for :func:`attend_reference`, like the other arguments not named here.
-        key: Likewise.
-        value: Likewise.
-        grad_output: ``[batch, num_heads, seqlen_q, value_dim]``.
-        output: Likewise, of the whole problem.
-        lse: ``[batch, num_heads, seqlen_q]``, of the whole problem.
-        is_causal: Likewise.
-        scale: Likewise.
-        visible: Likewise.
-        kept: Likewise.
-        keep_scale: Likewise.
+        query: ``[batch, num_heads, seqlen_q, head_dim]``.
+        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
+        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
+        grad_output: Gradient of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
+        output: Output of the whole problem, ``[batch, num_heads, seqlen_q, value_dim]``.
+        lse: LSE of the whole problem, ``[batch, num_heads, seqlen_q]``.
+        is_causal: Whether query i attends to keys 0..i; requires equal sequence lengths.
+        scale: Factor on the scores.
+        visible: Live pairs, bool ``[seqlen_q, seqlen_kv]``; ``None`` means all.
+        kept: Pairs that dropout keeps, bool ``[batch, num_heads, seqlen_q, seqlen_kv]``; ``None``
+            means all.
+        keep_scale: Factor on the probabilities of the pairs that dropout keeps.
+
+    Returns:
+        Gradients of query, key and value in their shapes, float32 (float64 for float64 tensors).
     """
     scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale, visible=visible)
     dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)

@@ -31,7 +31,13 @@ class Work:
 
 
 def whole_work(num_queries: int, num_keys: int, is_causal: bool) -> Work:
-    """Return the work of all rows at once; causal only if there are as many keys as queries."""
+    """Return the work of a dense problem as one block row.
+
+    Args:
+        num_queries: Number of query rows.
+        num_keys: Number of key rows; equal to ``num_queries`` if causal.
+        is_causal: Whether query i attends to keys up to i only.
+    """
     queries, keys = range(num_queries), range(num_keys)
     return Work((BlockRow(queries, (View(queries, keys, high=0 if is_causal else FAR),)),))
 
@@ -43,13 +49,16 @@ def make_work(
     queries: tuple[range, ...],
     keys: tuple[range, ...],
 ) -> Work:
-    """Translate steps into rows of tensors that hold these tokens, one range after another.
+    """Translate the tokens of steps into row numbers of tensors.
 
     Args:
-        steps: None without queries.
-        pattern: Which of their pairs count; ``None`` means what the steps say.
-        queries: Tokens of the rows on the side of queries.
-        keys: Tokens of the rows on the side of keys.
+        steps: The steps; each has at least one query.
+        pattern: The pattern that masks pairs of the steps, or ``None``.
+        queries: Token ranges that the rows of the query tensor hold, one after another.
+        keys: Token ranges that the rows of the key tensor hold, one after another.
+
+    Raises:
+        KeyError: Tokens of a step are not held.
     """
     return Work(
         tuple(

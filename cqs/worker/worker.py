@@ -1,4 +1,4 @@
-"""One task on one device."""
+"""Computation of tasks on one device, by the backend that supports them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from cqs.problem import Problem
 from cqs.scheduler import Step, Task
 from cqs.worker.backends import (
     ATTEND,
-    ATTEND_SHARES,
+    ATTEND_BLOCK_ROWS,
     BEST_FOR_CALLS,
     BEST_FOR_WHOLE_CALLS,
     GRADIENTS,
-    GRADIENTS_OF_SHARES,
+    GRADIENTS_OF_BLOCK_ROWS,
     IN_BATCHES,
     WHY_NOT,
     check_backend_name,
@@ -32,36 +32,44 @@ from cqs.worker.work import Work, make_work
 
 @dataclass(frozen=True)
 class Worker:
-    """Computes tasks; knows nothing of where its tokens come from or its results go."""
+    """Computes tasks from the tokens that it is given; it neither sends nor receives them."""
 
     scale: float
     """Factor on the scores."""
     backend: str | None = None
-    """Name of a backend; ``None`` takes for each call the best that can compute it."""
+    """Name of a backend; ``None`` means the preferred one that supports the call."""
     dropout: Dropout | None = None
+    """Dropout of the attention probabilities, or ``None``."""
     pattern: BoundPattern | None = None
-    """Which pairs of a step count; ``None`` means what the step says."""
+    """Pattern that masks pairs of the steps, or ``None``."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if ``backend`` names none."""
+        """Raise ValueError if ``backend`` is not the name of a backend."""
         check_backend_name(self.backend)
 
     @classmethod
     def of(cls, problem: Problem, backend: str | None = None) -> "Worker":
-        """Return what computes the tasks of a problem.
+        """Return the worker that computes the tasks of a problem.
 
         Raises:
-            ValueError: if ``backend`` names none.
+            ValueError: ``backend`` is not the name of a backend.
         """
         return cls(problem.scale, backend, problem.dropout, problem.bound_pattern)
 
     def choose_backend(
         self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
     ) -> str:
-        """Return the name of the backend that computes these steps of such tensors.
+        """Return the name of the backend that computes steps of these tensors.
+
+        Args:
+            query: ``[batch, num_heads, rows_q, head_dim]``.
+            key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
+            value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
+            steps: The steps. A single call prefers other backends than several calls.
 
         Raises:
-            NotImplementedError: if the one named cannot; the message says why.
+            NotImplementedError: The named backend does not support the tensors or options. The
+                message gives the reason.
         """
         is_one_call = len(steps) == 1 and len(steps[0].blocks()) == 1
         best_first = BEST_FOR_WHOLE_CALLS if is_one_call else WHY_NOT
@@ -76,20 +84,22 @@ class Worker:
         *,
         dtype: torch.dtype | None = None,
     ) -> list[Partial]:
-        """Compute every step of ``task``: one partial result per query row and step.
+        """Compute the partial output of every step of a task.
 
         Args:
-            task: What to compute.
-            query: At least the rows ``task.held_queries``.
-            key: At least the rows ``task.held_keys``.
-            value: The same rows, on the same device.
-            dtype: Of the outputs, where the backend has a choice; ``None`` means the query's.
+            task: The task.
+            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the task.
+            key: Keys, ``[batch, num_kv_heads, rows_kv, head_dim]``, at least those of the task.
+            value: Values, ``[batch, num_kv_heads, rows_kv, value_dim]``, of the tokens of ``key``.
+            dtype: Dtype of the outputs, if the backend supports a choice; ``None`` means that of
+                the query.
 
         Returns:
-            One partial per step, in the order of ``task.steps``.
+            One partial output for each step, in the order of ``task.steps``.
 
         Raises:
-            NotImplementedError: if the named backend cannot take the tensors.
+            NotImplementedError: The named backend does not support the tensors or options.
+            KeyError: A token is not held.
         """
         return self._run_steps(task.steps, query, key, value, dtype)
 
@@ -103,21 +113,24 @@ class Worker:
         dtype: torch.dtype | None = None,
         into: Partial | None = None,
     ) -> Partial:
-        """Compute steps of any number of tasks into one partial result, at best in one launch.
+        """Compute steps of any number of tasks into one partial output.
+
+        The backend ``triton`` uses one launch for each pair of strides of the pattern.
 
         Args:
-            steps: What to compute; no pair twice.
-            query: At least their queries.
-            key: At least their keys.
-            value: The same rows, on the same device.
-            dtype: As for :meth:`run`.
-            into: Where to write the result, with adjacent columns; ``None`` means new tensors.
+            steps: The steps; no pair may be in two of them.
+            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the steps.
+            key: Keys, ``[batch, num_kv_heads, rows_kv, head_dim]``, at least those of the steps.
+            value: Values, ``[batch, num_kv_heads, rows_kv, value_dim]``, of the tokens of ``key``.
+            dtype: Dtype of the output, if the backend supports a choice; ``None`` means that of
+                the query.
+            into: Tensors with a last stride of 1 to write to; ``None`` means new ones.
 
         Returns:
-            A row for each query held.
+            The partial output of all queries held, one row for each; ``into`` if that is given.
         """
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
-        if name in ATTEND_SHARES:
+        if name in ATTEND_BLOCK_ROWS:
             options = {"is_united": True, "dtype": dtype, "into": into}
             return self._attend_rows(name, steps, query, key, value, **options)
         parts = self._run_steps(steps, query, key, value, dtype)
@@ -134,20 +147,21 @@ class Worker:
         key: HeldTokens,
         value: HeldTokens,
     ) -> None:
-        """Compute steps of any number of tasks, with results where they are wanted.
+        """Compute steps of any number of tasks and write their partial outputs to tensors.
 
         Args:
-            answer: Written to: a row for each query of each step, one step after another; adjacent
-                columns.
-            steps: As for :meth:`run_together`, as are the rest.
-            query: Likewise.
-            key: Likewise.
-            value: Likewise.
+            answer: Output ``[batch, num_heads, rows, value_dim]`` and LSE ``[batch, num_heads,
+                rows]`` with a last stride of 1; written to. The rows are the queries of each step,
+                one step after another.
+            steps: The steps; no pair may be in two of them.
+            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the steps.
+            key: Keys, ``[batch, num_kv_heads, rows_kv, head_dim]``, at least those of the steps.
+            value: Values, ``[batch, num_kv_heads, rows_kv, value_dim]``, of the tokens of ``key``.
         """
         if not steps:
             return
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
-        if name in ATTEND_SHARES:
+        if name in ATTEND_BLOCK_ROWS:
             self._attend_rows(name, steps, query, key, value, into=answer)
             return
         first = 0
@@ -169,38 +183,41 @@ class Worker:
         *,
         dtype: torch.dtype | None = None,
     ) -> Gradients:
-        """Compute what the pairs of steps contribute to the gradients.
+        """Compute the contribution of steps to the gradients.
 
         Args:
-            steps: Of any number of tasks; no pair twice.
-            query: At least their queries.
-            key: At least their keys.
-            value: The same rows.
-            grad_output: The same rows as ``query``, as are the next two.
-            output: Of the whole problem.
-            lse: Of the whole problem.
-            dtype: Of the gradients, where one call or launch makes them; else, and for ``None``,
-                it is that in which they add up.
+            steps: Steps of any number of tasks; no pair may be in two of them.
+            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the steps.
+            key: Keys, ``[batch, num_kv_heads, rows_kv, head_dim]``, at least those of the steps.
+            value: Values, ``[batch, num_kv_heads, rows_kv, value_dim]``, of the tokens of ``key``.
+            grad_output: Gradient of the output, ``[batch, num_heads, rows_q, value_dim]``, of the
+                tokens of ``query``.
+            output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
+            lse: LSE of the whole problem, ``[batch, num_heads, rows_q]``.
+            dtype: Dtype of the gradients if one call or launch computes them. Sums of several, and
+                ``None``, have float32 (float64 for float64 tensors).
 
         Returns:
-            A row for each token held, however it lies in memory.
+            Gradients of all tokens held, in any memory layout.
         """
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
-        if steps and name in GRADIENTS_OF_SHARES:
+        if steps and name in GRADIENTS_OF_BLOCK_ROWS:
             return Gradients(
-                *GRADIENTS_OF_SHARES[name](
+                *GRADIENTS_OF_BLOCK_ROWS[name](
                     *_join(query, key, value, grad_output, output, lse),
                     self._work(steps, query, key),
                     scale=self.scale,
                     dtype=dtype,
-                    **self._drop_rows(query, key),
+                    **self._dropout_options(query, key),
                 )
             )
         held = query, key, value, grad_output, output, lse
         sums = lse_dtype(query.sample.dtype)
         calls = [(step.queries, *call) for step in steps for call in _calls(step)]
         seen = [((queries,), key_ranges) for queries, key_ranges, _ in calls]
-        if self.pattern is None and seen == [(query.ranges, key.ranges)]:  # nothing to add up
+        if self.pattern is None and seen == [
+            (query.ranges, key.ranges)
+        ]:  # a single call: there is no sum
             found = self._differentiate(*calls[0], *held)
             return Gradients(*(gradient.to(dtype or sums) for gradient in found))
         gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
@@ -215,7 +232,7 @@ class Worker:
                     gradients.value[:, :, rows] += found[2][:, :, part]
                     first += len(tokens)
         elif steps:
-            tensors, drop = _join(*held), self._drop_rows(query, key)
+            tensors, drop = _join(*held), self._dropout_options(query, key)
             options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
             for block_row in self._work(steps, query, key).block_rows:
                 add_call_gradients(block_row, GRADIENTS[name], gradients, *tensors, **options)
@@ -224,24 +241,24 @@ class Worker:
     def add_gradients(
         self, sums: Sequence[Tensor], steps: Sequence[Step], query: HeldTokens, *held: HeldTokens
     ) -> None:
-        """Add what the pairs of steps contribute to the gradients of one side.
+        """Add the contribution of steps to the gradient of the queries, or to those of the keys.
 
         Args:
-            sums: float32 (float64 for float64 tensors): that of the queries held, or those of the
-                keys and values. Added to.
-            steps: As for :meth:`run_backward`, as are the rest.
-            query: Likewise.
-            held: Key, value, grad_output, output and lse.
+            sums: float32 (float64 for float64 tensors) sums that are added to: the gradient of the
+                queries held, or the gradients of the keys and values held.
+            steps: Steps of any number of tasks; no pair may be in two of them.
+            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the steps.
+            held: Key, value, gradient of the output, output and LSE, as in :meth:`run_backward`.
         """
         key, value, *_ = held
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
-        if name in GRADIENTS_OF_SHARES:
-            GRADIENTS_OF_SHARES[name](
+        if name in GRADIENTS_OF_BLOCK_ROWS:
+            GRADIENTS_OF_BLOCK_ROWS[name](
                 *_join(query, *held),
                 self._work(steps, query, key),
                 scale=self.scale,
                 into=sums,
-                **self._drop_rows(query, key),
+                **self._dropout_options(query, key),
             )
             return
         of_query, *of_keys = self.run_backward(steps, query, *held)
@@ -259,10 +276,10 @@ class Worker:
         if not steps:
             return []
         name = self.choose_backend(query.sample, key.sample, value.sample, steps)
-        if name not in ATTEND_SHARES and self.pattern is None:
+        if name not in ATTEND_BLOCK_ROWS and self.pattern is None:
             return [self._run_step(step, query, key, value) for step in steps]
-        if name not in ATTEND_SHARES:
-            tensors, drop = _join(query, key, value), self._drop_rows(query, key)
+        if name not in ATTEND_BLOCK_ROWS:
+            tensors, drop = _join(query, key, value), self._dropout_options(query, key)
             options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
             block_rows = self._work(steps, query, key).block_rows
             return [
@@ -282,18 +299,18 @@ class Worker:
         value: HeldTokens,
         **options: Any,
     ) -> Partial:
-        return ATTEND_SHARES[name](
+        return ATTEND_BLOCK_ROWS[name](
             *_join(query, key, value),
             self._work(steps, query, key),
             scale=self.scale,
             **options,
-            **self._drop_rows(query, key),
+            **self._dropout_options(query, key),
         )
 
     def _run_step(
         self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens
     ) -> Partial:
-        """Attend to the keys all rows see in one call, and to the diagonal square in another."""
+        """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
         rows = query.take([step.queries])
         partials = []
         for key_ranges, is_causal in _calls(step):
@@ -313,7 +330,7 @@ class Worker:
         value: HeldTokens,
         *of_queries: HeldTokens,
     ) -> Sequence[Tensor]:
-        """Compute what one call contributes to the gradients of the tokens that it reads."""
+        """Compute the gradients of one call, for the tokens that it reads."""
         tensors = query.take([queries]), key.take(key_ranges), value.take(key_ranges)
         compute = GRADIENTS[self._choose_among(BEST_FOR_CALLS, *tensors)]
         options = self._call_options(queries, key_ranges, tensors[0])
@@ -335,7 +352,7 @@ class Worker:
         )
 
     def _call_options(self, queries: range, keys: Sequence[range], query: Tensor) -> dict[str, Any]:
-        """Return what a backend of single calls needs to know besides the tensors."""
+        """Return the keyword arguments of a backend that computes one call at a time."""
         if self.dropout is None:
             return {"scale": self.scale}
         kept = self.dropout.kept(self.dropout.random_bits(query, [queries], keys))
@@ -344,8 +361,8 @@ class Worker:
     def _work(self, steps: Iterable[Step], query: HeldTokens, key: HeldTokens) -> Work:
         return make_work(tuple(steps), self.pattern, query.ranges, key.ranges)
 
-    def _drop_rows(self, query: HeldTokens, key: HeldTokens) -> dict[str, Any]:
-        """Return what a backend of whole tasks needs to drop pairs."""
+    def _dropout_options(self, query: HeldTokens, key: HeldTokens) -> dict[str, Any]:
+        """Return the keyword arguments for dropout of a backend that computes whole tasks."""
         if self.dropout is None:
             return {}
         bits = self.dropout.random_bits(query.sample, query.ranges, key.ranges)

@@ -7,7 +7,7 @@ from benchmarks.cases import CASES
 from cqs.dropout import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
-from cqs.worker.backends import ATTEND, ATTEND_SHARES
+from cqs.worker.backends import ATTEND, ATTEND_BLOCK_ROWS
 from cqs.worker.work import whole_work
 
 GPU = pytest.mark.gpu
@@ -47,7 +47,7 @@ def attend(problem, backend, *tensors):
     if backend in ATTEND:
         return ATTEND[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
     whole = whole_work(tensors[0].shape[2], tensors[1].shape[2], problem.is_causal)
-    return ATTEND_SHARES[backend](*tensors, whole, scale=problem.scale)
+    return ATTEND_BLOCK_ROWS[backend](*tensors, whole, scale=problem.scale)
 
 
 @pytest.mark.sample(3)

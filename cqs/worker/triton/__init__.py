@@ -1,4 +1,7 @@
-"""Our own kernels: a whole task, or many, in one launch. Triton itself is imported at first use."""
+"""Backend ``triton``: kernels that compute whole tasks, one or many in one launch.
+
+Triton is imported on the first call, because planning must run without it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +16,7 @@ _HEAD_DIMS = range(16, 257, 8)
 
 
 def why_not_triton(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Say why the Triton kernels cannot take these tensors, or return None if they can."""
+    """Return why the Triton kernels do not support these tensors, or None if they do."""
     is_installed = has_triton()
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     if query.device.type != "cuda":
@@ -41,10 +44,10 @@ def _is_interpreted() -> bool:
 def attend_block_rows(
     query: Tensor, key: Tensor, value: Tensor, work: Work, **options: Any
 ) -> Partial:
-    """Attend with whole tasks; see :func:`cqs.worker.triton.launch.attend_block_rows`."""
+    """Compute partial outputs; see :func:`cqs.worker.triton.launch.attend_block_rows`."""
     from cqs.worker.triton import launch
 
-    with torch.cuda.device_of(query):  # where Triton launches
+    with torch.cuda.device_of(query):  # Triton launches on the current device
         return launch.attend_block_rows(query, key, value, work, **options)
 
 
