@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location
 
-.PHONY: help language demo quick test test-long test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
+.PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
 
 help:  # the first target, so that `make` alone prints it
 	@echo "make demo          attention over a text on a private Ray cluster, checked (installs 1.4 GB)"
@@ -13,8 +13,7 @@ help:  # the first target, so that `make` alone prints it
 	@echo "make test          every test except the large samples (under 10 minutes on 2 cores)"
 	@echo "make test-long     the large samples"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
-	@echo "make lint          ruff and mypy"
-	@echo "make language      list words that the glossary replaces, and long sentences"
+	@echo "make lint          ruff, mypy, and the words of the glossary"
 	@echo "make docs          the site, in site/html/docs/index.html"
 	@echo "make notebooks     run the notebooks and store their outputs"
 	@echo "make wheel         dist/: wheel and source distribution"
@@ -58,9 +57,6 @@ lint: $(INSTALLED)
 	$(VENV)/ruff check
 	$(VENV)/ruff format --check
 	$(VENV)/mypy
-
-# Not part of lint yet: pages and docstrings are being rewritten.
-language: $(INSTALLED)
 	$(VENV)/python -m tests.support.language
 
 # The site: site/html/docs/index.html. A warning is an error.
