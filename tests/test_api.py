@@ -59,6 +59,7 @@ def test_every_backend_is_exact(assert_right, case, backend):
     assert_right(problem, attend(problem, num_tasks=7, backend=backend))
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize(
     ("dtype", "every_num_tasks"),
@@ -281,6 +282,7 @@ def test_every_run_is_bitwise_identical(num_tasks, dtype):
         assert all(map(torch.equal, attend(problem, num_tasks=num_tasks), first))
 
 
+@pytest.mark.slow
 def test_values_of_another_width_are_ordinary():
     query, key = torch.randn(2, 1, 4, 50, 16)
     value = torch.randn(1, 4, 50, 24)

@@ -99,6 +99,7 @@ CUDA = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("device", "backend", "dtype", "num_tasks"),
@@ -114,6 +115,7 @@ def test_gradients_are_right(case, device, backend, dtype, num_tasks):
     assert_right(problem, split(num_tasks, backend=backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 def test_gradients_with_scales_that_are_not_positive(scale, backend):
@@ -121,6 +123,7 @@ def test_gradients_with_scales_that_are_not_positive(scale, backend):
     assert_right(problem, split(3, backend=backend))
 
 
+@pytest.mark.slow
 def test_gradcheck():
     problem = replace(CASES[0], seqlen_q=6, seqlen_kv=9, num_heads=2, num_kv_heads=1, head_dim=3)
     problem = replace(problem, is_causal=True).make(torch.float64)
@@ -193,6 +196,7 @@ def test_checkpoints_let_go_of_operands():
     output.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

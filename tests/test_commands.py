@@ -103,6 +103,7 @@ def test_more_work_than_can_be_done_is_refused_at_once(files, capsys, options, n
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
 
 
+@pytest.mark.slow
 def test_plans_of_many_workers_show_their_first_tasks(capsys):
     start = time.process_time()
     assert main(["plan", "--tasks", "10000"]) == 0
@@ -144,6 +145,7 @@ def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, c
     assert "rows.jsonl, line 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_unbuffered", [False, True])
 @pytest.mark.parametrize("arguments", ["plan --tasks 700", "plan --json", "simulate"])
 def test_a_reader_that_leaves_early_ends_a_command_quietly(arguments, is_unbuffered):
@@ -458,6 +460,7 @@ def test_attend_refuses_an_output_that_is_its_working_directory(files, capsys):
     assert sorted(os.listdir()) == before
 
 
+@pytest.mark.slow
 def test_a_path_that_is_no_text_is_printed_as_it_is(files):
     """A process of its own, whose output refuses what is no UTF-8, as in most locales."""
     path = b"o\xff.npy"
@@ -513,6 +516,7 @@ def patched_blocks():
         yield blocks
 
 
+@pytest.mark.slow
 def test_attend_goes_on_with_no_file_but_its_own(files, interrupt, capsys):
     names = {"o.npy.partial.npy", "run.lse.npy", "run.partial"}
     for name in names:

@@ -16,6 +16,8 @@ import pytest
 import benchmarks.__main__
 from cqs.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 PACKAGES = {"cqs": "cqs.commands", "benchmarks": "benchmarks"}

@@ -63,6 +63,7 @@ def definition(problem, query, key, value, probability, seed):
     return (weights * factors(problem, probability, seed).to(weights)) @ value
 
 
+@pytest.mark.slow
 @EVERY_DEVICE
 @CUTS
 def test_every_cut_drops_the_same_pairs(case, num_tasks, backend, device):
@@ -76,6 +77,7 @@ def test_every_cut_drops_the_same_pairs(case, num_tasks, backend, device):
     torch.testing.assert_close(lse, attend(problem, backend="reference")[1])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @EVERY_DEVICE
 @CUTS
@@ -114,6 +116,7 @@ def test_gradients_are_those_of_the_pairs_kept(case, num_tasks, backend, device)
         assert_tracks_exact(got, eager, exact, slack=4)
 
 
+@pytest.mark.slow
 def test_gradcheck():
     leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradcheck(
@@ -145,6 +148,7 @@ def test_without_a_seed_pytorch_draws_one():
     assert torch.equal(cqs.attention(*tensors, dropout_p=0.0, seed=4), cqs.attention(*tensors))
 
 
+@pytest.mark.slow
 def test_verify_knows_which_pairs_were_dropped():
     problem = replace(CASES["ragged-causal"].make(), dropout=Dropout(0.5, 2))
     answer = run_local(problem, problem.make_plan(7))
@@ -234,6 +238,7 @@ def test_the_mask_knows_batch_and_head_apart():
     assert torch.equal(wide[:, :2], narrow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_few_pairs_kept_do_not_overflow(backend):
     """The scale of 83,333 exceeds what half precision holds; the results do not."""

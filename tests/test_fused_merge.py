@@ -23,6 +23,7 @@ def merged_one_by_one(parts, rows, dtype, device):
     return merge.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

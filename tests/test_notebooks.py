@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "1-quorums": """
 NUM_TOKENS = 14

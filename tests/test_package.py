@@ -12,6 +12,8 @@ import pytest
 
 import cqs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -81,6 +81,7 @@ def test_patterns_are_exact(assert_right, name, each):
     assert_right(problem, attend(problem, num_tasks=num_tasks, verify=True))
 
 
+@pytest.mark.slow
 @EVERY_PATTERN
 @pytest.mark.parametrize("num_tasks", [1, 4, 7])
 def test_gradients_of_patterns_are_exact(num_tasks, name):
@@ -113,6 +114,7 @@ def count_pairs(name, num_tasks, backend, dtype, device, tokens):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("num_tasks", NUM_TASKS)
 @EVERY_PATTERN
@@ -180,6 +182,7 @@ def test_patterns_go_with_is_causal(assert_right, name):
     assert_right(expected, answer)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "num_tasks", "tokens"),
@@ -253,6 +256,7 @@ def test_batch_elements_of_one_pattern_are_computed_together():
     assert found == [((0, 2), causal()), ((2, 3), strided(4)), ((3, 4), causal())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "strided", "fixed", "longformer", "mask"])
 def test_dropout_of_a_pattern_does_not_depend_on_the_split(name):
     case = with_pattern(CASES["gqa"], name)

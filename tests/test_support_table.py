@@ -6,6 +6,7 @@ from support_table import CELLS, format_tables, page_tables, read_tables, run
 WRITTEN = read_tables(page_tables())
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_every_cell_says_what_happens(cell):

@@ -18,6 +18,8 @@ from cqs.patterns import (
     sliding_window,
 )
 
+pytestmark = pytest.mark.slow
+
 MASK = torch.arange(64)[:, None] - torch.arange(64) < 9
 ROWS = np.arange(64)
 PATTERNS = {

@@ -297,6 +297,7 @@ def test_what_is_hidden_and_not_finite_is_mentioned():
         verify_rows(problem, Partial(output, lse))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_right_answers_to_structured_problems_pass(first):
     for seed in range(first, first + 20):
@@ -337,6 +338,7 @@ def test_huge_scores_are_not_accused(scale, dtype):
         verify_rows(problem, Partial(*answer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [("cpu", torch.float32), ("reference", torch.float32), ("reference", torch.float64)],
@@ -361,6 +363,7 @@ def bounds(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_no_fault_of_ten_times_the_bound_is_missed(first, bounds):
     for seed in range(first, first + 20):

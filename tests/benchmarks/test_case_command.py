@@ -10,6 +10,8 @@ from benchmarks.case_measurement import read_rows
 from cqs.__main__ import main as run_cqs
 from cqs.commands import report
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["case-study", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
 
 

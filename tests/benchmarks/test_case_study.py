@@ -16,7 +16,7 @@ from cqs.report.settings import Settings
 from cqs.scheduler import make_plan
 from cqs.verify import VerificationError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 SMALL = Settings("local", 300, num_heads=2, num_kv_heads=2, head_dim=16, dtype="float32", repeats=2)
 PUBLISHED = {
     4: (7500, 15000, 22500, 30000, 33750, 34500, 35250, 36000, 36750),

@@ -7,6 +7,8 @@ import pytest
 from benchmarks import fitting
 from benchmarks.result_tables import RESULTS, rows_of
 
+pytestmark = pytest.mark.slow
+
 
 def times_of_methods(name):
     """Case and benchmark -> method -> milliseconds."""

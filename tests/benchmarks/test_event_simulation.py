@@ -188,6 +188,7 @@ def test_the_command_simulates_failures_and_draws(capsys, tmp_path, rows):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_command_draws_forecasts(tmp_path):
     picture = tmp_path / "forecasts.svg"
     options = "--devices 8,64,4096 --kv-heads 8 --slack 1".split()

@@ -11,6 +11,7 @@ from cqs.scheduler import AttentionShape
 from cqs.simulation import Machine, Workload, predict
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_machine_that_rows_are_of():
     hidden = Machine(500e12, 390e12, per_row=1e-9, bandwidth=110e9, latency=60e-6)
     rows = []

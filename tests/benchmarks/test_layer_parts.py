@@ -15,6 +15,8 @@ from benchmarks.plots.layer_parts import plot_parts
 from cqs.patterns import sliding_window
 from cqs.verify import VerificationError
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "feed_forward_size": 64}
 LAYOUTS = {"hybrid 2x2": (2, 2), "sequence 4x1": (4, 1)}
 

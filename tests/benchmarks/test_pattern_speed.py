@@ -52,6 +52,7 @@ def test_passes_of_all_contenders_agree(monkeypatch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is a benchmark")
 def test_rows_are_kept(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"

@@ -17,6 +17,8 @@ from cqs.testing import exact_answer
 from cqs.verify import VerificationError
 from cqs.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 CASES = (
     Case("square", 48, 48, num_heads=24, num_kv_heads=24, batch=2),
     Case("gqa", 48, 48, num_heads=48, num_kv_heads=24),

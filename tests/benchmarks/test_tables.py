@@ -5,6 +5,8 @@ import pytest
 from benchmarks.result_tables import TABLES
 from benchmarks.tables import find_pages, table_names, update
 
+pytestmark = pytest.mark.slow
+
 
 def test_all_tables_are_up_to_date():
     texts = {page: page.read_text() for page in find_pages()}

@@ -27,6 +27,8 @@ from benchmarks.cases import Case
 from cqs.patterns import block_sparse, documents, from_mask, sliding_window
 from cqs.scheduler.heads import possible_head_parallel
 
+pytestmark = pytest.mark.slow
+
 WORLDS = range(1, 9)
 SHAPES = (
     Case("square", 67, 67, num_heads=4, num_kv_heads=4, batch=2),

@@ -20,6 +20,7 @@ def random_lengths(total, num_ranks, generator):
     return tuple(b - a for a, b in zip([0, *marks], [*marks, total], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", range(1, 14))
 def test_every_token_needed_comes_once_from_its_shard(num_ranks):
     generator = random.Random(num_ranks)
@@ -186,6 +187,7 @@ def machine():
     return fit(read_rows(RESULTS / "peers-h200-x4.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 16), (32, 8), (40, 8), (8, 1)])
 def test_heads_are_cut_so_that_no_split_is_much_faster(machine, num_heads, num_kv_heads, is_causal):

@@ -16,6 +16,8 @@ from programs import (
     outcomes_of_threads,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_threads_that_share_a_group_get_an_error(ranks, pass_):

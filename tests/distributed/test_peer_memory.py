@@ -21,6 +21,8 @@ from cqs.problem import check_problem
 from cqs.scheduler.heads import FETCHED
 from cqs.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 GPU = torch.device("cuda", 0)
 
 

@@ -13,6 +13,8 @@ from ranks import make_context
 import cqs.distributed
 from cqs.distributed.exchange import Exchange
 
+pytestmark = pytest.mark.slow
+
 
 def join_group(backend, rank, num_ranks, file, **options):
     """Return three shards of this rank, on its device."""

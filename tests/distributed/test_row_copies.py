@@ -7,6 +7,8 @@ import torch
 
 from cqs.distributed.row_copies import RowCopy, copy_rows
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 

@@ -10,6 +10,8 @@ from torch.nn.attention import flex_attention as torch_flex
 import cqs
 from cqs.patterns import causal
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 300
 
 

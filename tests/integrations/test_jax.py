@@ -13,6 +13,8 @@ import pytest
 from cqs.integrations.jax import attention
 from cqs.patterns import sliding_window
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def double_precision():

@@ -9,6 +9,8 @@ from sentence_transformers import SentenceTransformer
 import cqs
 from cqs.integrations.transformers import register
 
+pytestmark = pytest.mark.slow
+
 SENTENCES = 50
 
 

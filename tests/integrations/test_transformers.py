@@ -16,6 +16,8 @@ from cqs.integrations.masks import Stacked, by_batch
 from cqs.integrations.transformers import register
 from cqs.testing import assert_tracks_exact
 
+pytestmark = pytest.mark.slow
+
 register()
 register("cqs-of-5", num_tasks=5)
 

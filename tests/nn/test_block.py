@@ -25,6 +25,8 @@ from cqs.nn import HybridDecoder, HybridTransformerBlock
 from cqs.patterns import causal, global_tokens, per_head, sliding_window, strided
 from cqs.testing import assert_tracks_exact
 
+pytestmark = pytest.mark.slow
+
 WINDOW = sliding_window(6, 0) | global_tokens(2)
 OF_HEADS = per_head([[causal(), strided(3), sliding_window(4, 0)] * 4])
 

@@ -3,6 +3,8 @@
 import pytest
 from models import checked_layers, layers_differ, traffic
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("scatter_dim", [None, 1])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

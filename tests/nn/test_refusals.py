@@ -13,6 +13,8 @@ from models import (
 from cqs.nn import HybridDecoder
 from cqs.patterns import causal, per_head
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("shape", "options", "message"),

@@ -28,6 +28,7 @@ def rows_of_mask(mask, step):
     return start, [step] * len(mask), count
 
 
+@pytest.mark.slow
 def test_rows_without_a_rule_are_kept():
     rng = random.Random(0)
     for _ in range(300):
@@ -39,6 +40,7 @@ def test_rows_without_a_rule_are_kept():
         assert_is(rng, pattern.bind(rows, 25), mask_of_rows(start, step, count, 25))
 
 
+@pytest.mark.slow
 def test_runs_of_rules_are_kept():
     rng = random.Random(1)
     for _ in range(600):

@@ -97,6 +97,7 @@ def random_pattern(rng, depth, seqlen_q, seqlen_kv):
     return pattern, pattern.to_mask(seqlen_q, seqlen_kv)
 
 
+@pytest.mark.slow
 def test_random_trees_of_patterns_are_exact():
     rng = random.Random(1)
     refused = 0

@@ -228,6 +228,7 @@ def test_regular_modes_of_a_billion_tokens_are_a_few_pieces():
         assert 0 < bound.num_pairs < n * n
 
 
+@pytest.mark.slow
 def test_random_modes_list_their_blocks_alone():
     blocks = from_deepspeed({"mode": "bigbird", "num_random_blocks": 1}).bind(200_000).blocks
     assert blocks.counts.sum() <= 12_500 * 256 and len(blocks.ids) <= 12_500

@@ -87,6 +87,7 @@ def test_lists_are_cut_along_any_grid():
         assert cut[0].on(grids[1]) == cut[1]
 
 
+@pytest.mark.slow
 def test_large_blocks_are_cut_without_an_array_of_their_size():
     layout = block_sparse(np.ones((7, 7)), 10_000)
     blocks = (layout & causal()).bind(65536).blocks
@@ -94,6 +95,7 @@ def test_large_blocks_are_cut_without_an_array_of_their_size():
     assert blocks == BlockList.from_pieces(blocks.grid, causal().bind(65536).pieces)
 
 
+@pytest.mark.slow
 def test_block_layouts_and_masks_combine_with_everything():
     rng = random.Random(1)
     symbolic = [causal(), sliding_window(40, 3), strided(7), fixed(32, 5), longformer(20, [3, 200])]

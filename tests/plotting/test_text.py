@@ -21,6 +21,8 @@ from cqs.plotting import (
     scaling,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_TASKS = (3, 7, 13, 31, 111)
 LENGTHS = (10, 100, 1000, 10**6)
 CASES = ("plot_active_memory", "plot_longest", "plot_longest_times", "plot_ratios")

@@ -16,6 +16,8 @@ from cqs.report.rows import read_rows
 from cqs.report.sections import command
 from cqs.verify import VerificationError
 
+pytestmark = pytest.mark.slow
+
 TINY = ["report", "--seqlen", "60", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
 
 

@@ -19,7 +19,7 @@ from cqs.report.settings import Settings
 from cqs.verify import VerificationError
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 SMALL = Settings(
     executor="local",
     tokens=200,

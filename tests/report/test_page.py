@@ -13,6 +13,8 @@ from benchmarks.case_measurement import RESIDENT, TOKENS
 from cqs.report.page import write_report
 from cqs.report.sections import describe
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</td><script>document.title = 'owned'</script><img src=x onerror=alert(1)> *a* | `b`"
 WORKERS = (1, 2, 7, 8, 31, 111)

@@ -24,6 +24,7 @@ LENGTHS = {
 CROSS = [0, 1, 2, 5, 13, 40]
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_live_pair_has_one_owner_and_all_workers_work_alike(length, is_causal):

@@ -108,6 +108,7 @@ def test_check_names_the_smallest_difference_that_is_missed(num_tasks):
                 check_interest_set(elements, num_tasks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tasks", [10**4, 10**5, 65793, 259591, 2**18])
 def test_sets_of_many_workers_are_made_within_seconds(num_tasks):
     start = time.process_time()
@@ -129,6 +130,7 @@ def test_too_many_elements_are_refused_at_once(elements):
         check_interest_set(elements, 2**18)
 
 
+@pytest.mark.slow
 def test_large_sets_are_checked_within_seconds():
     start = time.process_time()
     with pytest.raises(ValueError, match="no two elements differ by 1$"):

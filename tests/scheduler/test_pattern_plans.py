@@ -210,6 +210,7 @@ def test_few_queries_are_shared_out_row_by_row():
         assert balance(plan) < 1.07
 
 
+@pytest.mark.slow
 def test_a_thousand_million_tokens_are_levelled():
     seqlen, num_tasks = 10**9, 111
     for pattern in (random_documents(seqlen, 32, 0), longformer(512, 64), strided(1000)):
@@ -219,6 +220,7 @@ def test_a_thousand_million_tokens_are_levelled():
         assert max(len(task.held_groups) for task in plan.tasks) <= len(plan.interest_set)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_tasks", "pattern"),
     [
@@ -414,6 +416,7 @@ def test_a_task_left_out_or_done_twice_is_refused(plan):
         refuse(plan, (*plan.tasks, task), r"keys \d+\.\.\d+ of queries .* are owned twice")
 
 
+@pytest.mark.slow
 @EVERY_WITH_WORK
 def test_a_changed_step_is_refused(plan):
     def shorter(queries):

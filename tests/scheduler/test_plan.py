@@ -41,6 +41,7 @@ def test_a_plan_without_work_has_no_steps_and_ratio_one(lengths, is_causal):
         assert task.held_tokens == task.live_pairs == 0
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_thousand_workers_plan_a_thousand_million_tokens(is_causal):
     plan = make_plan(10**9, num_tasks=1000, is_causal=is_causal)

@@ -23,6 +23,7 @@ def count_owners(num_tasks):
     return whole + first_half, whole + second_half
 
 
+@pytest.mark.slow
 def test_every_pair_of_groups_has_one_owner():
     for num_tasks in EVERY_NUM_WORKERS:
         for owners in count_owners(num_tasks):

@@ -23,6 +23,8 @@ from cqs.streaming import open_tensor
 from cqs.streaming.checkpoint import WorkingDirectory
 from cqs.verify import VerificationError
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (1, 2, 700, 16)
 WITHIN = {"memory_budget": 80_000, "device": "cpu"}
 RESUMED = WITHIN | {"resume": "run"}

@@ -198,6 +198,7 @@ def test_a_shortage_in_the_middle_counts_no_pair_twice(error):
         assert next(calls) == 1
 
 
+@pytest.mark.slow
 def test_no_file_stays_open(maps):
     def number():
         return len(os.listdir("/proc/self/fd"))
@@ -217,6 +218,7 @@ def test_what_holds_scores_computes_few_at_a_time():
     assert peak < 2**24 < 4 * 4096**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_keep_the_budget(dtype):
     """All but what a kernel takes for itself, a MiB or so for each thread."""

@@ -331,6 +331,7 @@ def test_a_file_that_was_replaced_is_read_as_it_was_opened(tmp_path):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_and_nothing_half_written_counts(arrays, tmp_path, monkeypatch):
     *mapped, out = arrays
     options = {"memory_budget": 60_000, "device": "cpu", "out": out, "resume": tmp_path / "run"}
@@ -429,6 +430,7 @@ def test_budgets_are_bytes_or_text():
     assert 2**20 < parse_budget("auto", device) < 2**50
 
 
+@pytest.mark.slow
 def test_a_long_sequence_needs_no_memory_but_the_budget(tmp_path):
     """A process of its own maps files of 3 x 64 MiB and may grow by little."""
     program = """
@@ -482,6 +484,7 @@ class Fake:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [64, 1000, 10**6])
 def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
     """Copies through staging buffers, with the CPU as GPU."""
@@ -506,6 +509,7 @@ def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_an_error_of_the_call(arrays, monkeypatch):
     """Though it happens on another thread."""
     monkeypatch.setattr(transfers, "_STAGING_BYTES", 1000)

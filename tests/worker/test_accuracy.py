@@ -16,6 +16,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_one_call_is_right(assert_right, case, device, backend, dtype):
     assert_right(problem, (output, lse))
 
 
+@pytest.mark.slow
 @every_combination
 def test_inputs_are_never_written_to(device, backend, dtype):
     for case in CASES[:6]:
@@ -71,6 +72,7 @@ def test_inputs_are_never_written_to(device, backend, dtype):
         assert all(map(torch.equal, tensors, before))
 
 
+@pytest.mark.slow
 @every_combination
 def test_strides_of_the_inputs_do_not_matter(device, backend, dtype):
     problem = as_one_call(CASES[1], dtype, device)

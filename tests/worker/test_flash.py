@@ -138,6 +138,7 @@ def test_rectangles_and_squares_are_the_pairs_of_a_causal_square(monkeypatch, nu
     assert torch.equal(pairs, torch.ones_like(pairs).tril())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.2, -0.2, 0.0], ids=str)
 def test_gradients_of_rectangles_and_squares_add_up(monkeypatch, scale):
     problem = Case("cut", 1000, 1000, 4, 2, 32, batch=2).make(torch.float32)
@@ -375,6 +376,7 @@ def test_a_package_that_is_not_there_has_no_version(monkeypatch):
     flash._installed_version.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_package_is_not_imported_without_need():
     script = """
 import sys

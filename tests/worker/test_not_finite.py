@@ -96,6 +96,7 @@ def visible_pairs(problem):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @EVERY_BACKEND
 @NOT_FINITE
@@ -118,6 +119,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert (error <= 1e-5 + 8 * torch.finfo(dtype).eps).all()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(6)
 @EVERY_BACKEND
 @NOT_FINITE

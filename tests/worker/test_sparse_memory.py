@@ -13,6 +13,8 @@ from cqs.problem import Problem
 from cqs.scheduler import predict_cost
 from cqs.worker import WHY_NOT
 
+pytestmark = pytest.mark.slow
+
 PATTERNS = {
     "causal-window": sliding_window(256, 0),
     "dilated": dilated(64, 0, 4),

@@ -14,6 +14,8 @@ from cqs.tiler import Tiler
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes
 
+pytestmark = pytest.mark.slow
+
 BY_NAME = {case.name: case for case in CASES}
 SOME_CASES = pytest.mark.parametrize(
     "case",
