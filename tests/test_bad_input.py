@@ -196,12 +196,12 @@ BAD = {
     "backend-cpu-value-dim": (
         attend(value=tensor(2, 4, 10, 6), backend="cpu"),
         NotImplementedError,
-        "backend 'cpu' needs equal head_dim .* got 8 and 6",
+        "backend 'cpu' requires equal head_dim .* got 8 and 6",
     ),
     "backend-cudnn-device": (
         attend(backend="cudnn"),
         NotImplementedError,
-        "backend 'cudnn' needs CUDA tensors, got cpu",
+        "backend 'cudnn' requires CUDA tensors, got cpu",
     ),
     "executor-unknown": (attend(executor="spark"), ValueError, "executor .* got 'spark'"),
     "executor-empty": (attend(executor=""), ValueError, "executor .* got ''"),

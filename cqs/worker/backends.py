@@ -121,5 +121,5 @@ def choose_backend(
             return name
     reasons = {name: why_not(name) for name in WHY_NOT}
     declined = f"backend {backend!r} {reasons.pop(str(backend))}"
-    others = (f"{name!r} {reason or 'would do'}" for name, reason in reasons.items())
+    others = (f"{name!r} {reason or 'supports them'}" for name, reason in reasons.items())
     raise NotImplementedError("; ".join([declined, *others]))

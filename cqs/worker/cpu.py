@@ -23,12 +23,13 @@ _AREA = 2**22
 def why_not_cpu(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Return why PyTorch's fused CPU kernel does not support these tensors, or None if it does."""
     if query.device.type != "cpu":
-        return f"needs CPU tensors, got {query.device}"
+        return f"requires CPU tensors, got {query.device}"
     if query.dtype not in _DTYPES:
-        return f"needs float32, bfloat16 or float16, got {query.dtype}"
+        return f"requires float32, bfloat16 or float16, got {query.dtype}"
     if value.shape[-1] != query.shape[-1]:
         return (
-            f"needs equal head_dim of query and value, got {query.shape[-1]} and {value.shape[-1]}"
+            "requires equal head_dim of query and value, "
+            f"got {query.shape[-1]} and {value.shape[-1]}"
         )
     return None
 

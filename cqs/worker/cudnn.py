@@ -19,11 +19,11 @@ def why_not_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
         return reason
     if key.shape[2] == 1:
-        return "needs more than one key, got 1"
+        return "requires more than one key, got 1"
     if not torch.backends.cudnn.is_available():
-        return "needs a PyTorch built with cuDNN"
+        return "requires a PyTorch built with cuDNN"
     if (capability := torch.cuda.get_device_capability(query.device)) < (8, 0):
-        return f"needs compute capability 8.0 or later, got {capability[0]}.{capability[1]}"
+        return f"requires compute capability 8.0 or later, got {capability[0]}.{capability[1]}"
     return None
 
 

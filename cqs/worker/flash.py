@@ -35,13 +35,13 @@ def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
         return reason
     if (capability := torch.cuda.get_device_capability(query.device))[0] != 9:
-        return f"needs compute capability 9.x, got {capability[0]}.{capability[1]}"
+        return f"requires compute capability 9.x, got {capability[0]}.{capability[1]}"
     if (version := _installed_version()) is None:
-        return "needs the package flash-attn-4, which is not installed"
+        return "requires the package flash-attn-4, which is not installed"
     if version not in _VERSIONS:
-        return f"needs flash-attn-4 from {_VERSIONS[0]} to {_VERSIONS[-1]}, got {version}"
+        return f"requires flash-attn-4 from {_VERSIONS[0]} to {_VERSIONS[-1]}, got {version}"
     if error := _import_error():
-        return f"needs flash-attn-4, which cannot be imported: {error}"
+        return f"requires flash-attn-4, which cannot be imported: {error}"
     return None
 
 

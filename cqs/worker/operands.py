@@ -15,19 +15,19 @@ def why_not_half_precision_on_gpu(query: Tensor, value: Tensor, head_dims: range
         head_dims: Values of ``head_dim`` and ``value_dim`` that the library supports.
     """
     if query.device.type != "cuda":
-        return f"needs CUDA tensors, got {query.device}"
+        return f"requires CUDA tensors, got {query.device}"
     if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16 or float16, got {query.dtype}"
+        return f"requires bfloat16 or float16, got {query.dtype}"
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if head_dim != value_dim:
-        return f"needs equal head_dim of query and value, got {head_dim} and {value_dim}"
+        return f"requires equal head_dim of query and value, got {head_dim} and {value_dim}"
     if head_dim not in head_dims:
         return (
-            f"needs a head_dim that is a multiple of {head_dims.step} up to {head_dims[-1]}, "
+            f"requires a head_dim that is a multiple of {head_dims.step} up to {head_dims[-1]}, "
             f"got {head_dim}"
         )
     if max(query.shape[:2]) > _MAX_GRID:
-        return f"needs batch and heads up to {_MAX_GRID}, got {tuple(query.shape[:2])}"
+        return f"requires batch and heads up to {_MAX_GRID}, got {tuple(query.shape[:2])}"
     return None
 
 

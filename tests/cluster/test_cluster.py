@@ -205,7 +205,9 @@ def test_runs_queue_up(cluster):
 
 def test_what_a_task_raises_is_raised_once_with_its_traceback(cluster, capfd):
     problem = CASES[0].make()
-    with pytest.raises(NotImplementedError, match=r"^backend 'cudnn' needs CUDA tensors") as raised:
+    with pytest.raises(
+        NotImplementedError, match=r"^backend 'cudnn' requires CUDA tensors"
+    ) as raised:
         cluster.attention(*tensors(problem), num_tasks=13, backend="cudnn")
     assert "worker.py" in str(raised.value.__cause__), "the remote traceback is its cause"
     pids = cluster.pids

@@ -665,7 +665,7 @@ def test_ray_client_gives_right_answers_and_survives_a_failure(tmp_path, ray_cli
         assert not ray.is_initialized()
     """
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "c" * 64}
-    assert "needs CUDA tensors" in run_python(script, tmp_path, **environment)
+    assert "requires CUDA tensors" in run_python(script, tmp_path, **environment)
 
 
 def test_ray_client_without_grpcio_is_named(tmp_path):

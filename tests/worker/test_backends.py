@@ -142,9 +142,9 @@ def hopper(monkeypatch):
 
 
 REFUSALS = [
-    ("cpu", "device", {"device": torch.device("cuda", 0)}, "needs CPU tensors, got cuda:0"),
+    ("cpu", "device", {"device": torch.device("cuda", 0)}, "requires CPU tensors, got cuda:0"),
     ("cpu", "dtype", {"dtype": torch.float64}, "got torch.float64"),
-    ("cudnn", "device", {"device": torch.device("cpu")}, "needs CUDA tensors, got cpu"),
+    ("cudnn", "device", {"device": torch.device("cpu")}, "requires CUDA tensors, got cpu"),
     ("cudnn", "float32", {"dtype": torch.float32}, "got torch.float32"),
     ("cudnn", "float64", {"dtype": torch.float64}, "got torch.float64"),
     ("cudnn", "wide", {"shape": (1, 4, 100, 136)}, "multiple of 8 up to 128, got 136"),
@@ -243,7 +243,7 @@ def test_a_named_backend_does_not_fall_back_within_a_task():
     problem = CASES[0].make(torch.float64)
     task = problem.make_plan(3).task(0)
     held = [HeldTokens([(range(128), t)]) for t in (problem.query, problem.key, problem.value)]
-    with pytest.raises(NotImplementedError, match="'cpu' needs .* got torch.float64"):
+    with pytest.raises(NotImplementedError, match="'cpu' requires .* got torch.float64"):
         Worker(1.0, "cpu").run(task, *held)
 
 
@@ -252,6 +252,6 @@ def test_one_message_names_the_reasons_of_all(hopper):
     with pytest.raises(NotImplementedError) as raised:
         choose_backend(tensor, tensor, tensor, "cudnn")
     message = str(raised.value)
-    assert message.startswith("backend 'cudnn' needs bfloat16 or float16, got torch.float64; ")
-    assert "'cpu' needs CPU tensors" in message and "'triton' needs float32" in message
-    assert message.endswith("'reference' would do")
+    assert message.startswith("backend 'cudnn' requires bfloat16 or float16, got torch.float64; ")
+    assert "'cpu' requires CPU tensors" in message and "'triton' requires float32" in message
+    assert message.endswith("'reference' supports them")

@@ -313,14 +313,17 @@ def sound(monkeypatch):
         ({}, None),
         ({"dtype": torch.float16}, None),
         ({"shape": (1, 4, 100, 256)}, None),
-        ({"device": torch.device("cpu")}, "needs CUDA tensors, got cpu"),
-        ({"dtype": torch.float32}, "needs bfloat16 or float16, got torch.float32"),
-        ({"shape": (1, 4, 100, 16)}, "needs a head_dim that is a multiple of 32 up to 256, got 16"),
+        ({"device": torch.device("cpu")}, "requires CUDA tensors, got cpu"),
+        ({"dtype": torch.float32}, "requires bfloat16 or float16, got torch.float32"),
+        (
+            {"shape": (1, 4, 100, 16)},
+            "requires a head_dim that is a multiple of 32 up to 256, got 16",
+        ),
         (
             {"shape": (1, 4, 100, 288)},
-            "needs a head_dim that is a multiple of 32 up to 256, got 288",
+            "requires a head_dim that is a multiple of 32 up to 256, got 288",
         ),
-        ({"shape": (70000, 4, 9, 64)}, "needs batch and heads up to 65535, got (70000, 4)"),
+        ({"shape": (70000, 4, 9, 64)}, "requires batch and heads up to 65535, got (70000, 4)"),
     ],
     ids=["bfloat16", "float16", "wide", "device", "dtype", "narrow", "too-wide", "batch"],
 )
@@ -331,14 +334,14 @@ def test_it_says_why_it_declines(sound, change, reason):
 
 def test_values_of_another_width_are_declined(sound):
     tensor, value = tensor_like(), tensor_like(shape=(1, 4, 100, 32))
-    reason = "needs equal head_dim of query and value, got 64 and 32"
+    reason = "requires equal head_dim of query and value, got 64 and 32"
     assert flash.why_not_flash(tensor, tensor, value) == reason
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_other_gpus_are_declined(sound, capability):
     sound.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = f"needs compute capability 9.x, got {capability[0]}.{capability[1]}"
+    reason = f"requires compute capability 9.x, got {capability[0]}.{capability[1]}"
     assert flash.why_not_flash(*[tensor_like()] * 3) == reason
 
 
@@ -346,9 +349,9 @@ def test_other_gpus_are_declined(sound, capability):
     ("version", "reason"),
     [
         ("4.0.0b32", None),
-        ("4.0.0b31", "needs flash-attn-4 from 4.0.0b32 to 4.0.0b36, got 4.0.0b31"),
-        ("4.0.0", "needs flash-attn-4 from 4.0.0b32 to 4.0.0b36, got 4.0.0"),
-        (None, "needs the package flash-attn-4, which is not installed"),
+        ("4.0.0b31", "requires flash-attn-4 from 4.0.0b32 to 4.0.0b36, got 4.0.0b31"),
+        ("4.0.0", "requires flash-attn-4 from 4.0.0b32 to 4.0.0b36, got 4.0.0"),
+        (None, "requires the package flash-attn-4, which is not installed"),
     ],
 )
 def test_only_versions_that_were_read_are_called(sound, version, reason):
@@ -388,4 +391,4 @@ cqs.attention(tensor, tensor, tensor, num_tasks=3)
 print(WHY_NOT["flash"](tensor, tensor, tensor))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "needs CUDA tensors, got cpu", done.stderr
+    assert done.stdout.strip() == "requires CUDA tensors, got cpu", done.stderr

@@ -21,17 +21,18 @@ def why_not_triton(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     if query.device.type != "cuda":
         if not is_installed or not _is_interpreted():
-            return f"needs CUDA tensors, got {query.device}"
+            return f"requires CUDA tensors, got {query.device}"
         dtypes.remove(torch.bfloat16)  # the interpreter multiplies its bits as integers
     if not is_installed:
-        return "needs Triton, which is not installed"
+        return "requires Triton, which is not installed"
     if query.dtype not in dtypes:
-        return (
-            f"needs {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}, got {query.dtype}"
-        )
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"requires {names}, got {query.dtype}"
     for name, tensor in (("head_dim", query), ("value_dim", value)):
         if tensor.shape[-1] not in _HEAD_DIMS:
-            return f"needs a {name} that is a multiple of 8 from 16 to 256, got {tensor.shape[-1]}"
+            return (
+                f"requires a {name} that is a multiple of 8 from 16 to 256, got {tensor.shape[-1]}"
+            )
     return None
 
 
