@@ -191,7 +191,7 @@ BAD = {
             backend="cpu",
         ),
         NotImplementedError,
-        "backend 'cpu' needs .* got torch.float64",
+        "backend 'cpu' requires .* got torch.float64",
     ),
     "backend-cpu-value-dim": (
         attend(value=tensor(2, 4, 10, 6), backend="cpu"),
