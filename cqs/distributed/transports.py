@@ -76,6 +76,8 @@ def release(group: Any, seconds: float) -> None:
 def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
     """Connect the GPUs for P2P copies, or else open all connections of NCCL."""
     control = control_group(group)
+    # Collectives first, so that all ranks take the same branch: one without the driver's Python
+    # bindings, or on another host, makes all of them send messages.
     found = swap(control, [_has_driver()], [1] * control.size())
     if all(found) and len(set(_hosts_of(group))) == 1:
         from cqs.distributed.peer_memory import connect_peers

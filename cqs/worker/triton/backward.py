@@ -165,6 +165,7 @@ def query_gradients(
     corner = [batch, head % num_heads, query_residue, query_start, 0]
     q = query.load(corner).reshape(TILE_Q, BLOCK_D)
     grad_out = grad_output.load(corner).reshape(TILE_Q, BLOCK_V)
+    # Rows beyond the tile get an LSE of +inf: their probabilities are 0, and they are not stored.
     lses = tl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
     deltas = tl.load(delta + rows, mask=in_tile, other=0.0)
     if dropout_bits is not None:
@@ -300,6 +301,7 @@ def key_gradients(
                 grad_out = grad_output.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_V)
                 queries = q0 + tl.arange(0, TILE_Q)
                 in_run = queries < stop
+                # Queries beyond the run may be in another run: an LSE of +inf removes them here.
                 place = first_row + residue + queries * query_step
                 lses = tl.load(lse_log2 + place, mask=in_run, other=float("inf"))
                 deltas = tl.load(delta + place, mask=in_run, other=0.0)

@@ -638,6 +638,7 @@ def _key_step(
     value_layout: gl.constexpr = acc_v.type.layout
     p_operand = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, value_layout, 2))
     acc_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
+    # Loaded only now: the deltas need no registers while the scores are computed.
     if IS_BANDED:
         deltas = gl.load(delta + token, mask=column < run[1], other=0.0)
     else:
