@@ -19,6 +19,7 @@ from cqs.report.timing import Timer, time_in_turn
 from cqs.scheduler import Plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 from cqs.worker.backends import GRADIENTS
+from cqs.worker.operands import Operands
 
 _HEADS = 16
 _NUM_TASKS = 31
@@ -148,8 +149,9 @@ def _flex(problem: Problem) -> Callable[[], list[Partial]]:
 def _library_backward(
     problem: Problem, answer: Partial, grad_output: Tensor, backend: str
 ) -> Callable[[], tuple[Tensor, ...]]:
-    tensors = problem.query, problem.key, problem.value, grad_output, *answer
-    return lambda: GRADIENTS[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
+    tensors = problem.query, problem.key, problem.value
+    operands = Operands(*tensors, problem.is_causal, problem.scale)
+    return lambda: GRADIENTS[backend](operands, grad_output, *answer)
 
 
 def _triton_backward(

@@ -6,6 +6,7 @@ import torch
 from benchmarks.cases import CASES
 from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.worker.operands import Operands
 from cqs.worker.reference import attend_reference
 
 DTYPES = pytest.mark.parametrize(
@@ -21,11 +22,13 @@ def split(problem, cuts):
     """Partials over the keys between cuts."""
     return [
         attend_reference(
-            problem.query,
-            problem.key[:, :, first:last],
-            problem.value[:, :, first:last],
-            is_causal=False,
-            scale=problem.scale,
+            Operands(
+                problem.query,
+                problem.key[:, :, first:last],
+                problem.value[:, :, first:last],
+                is_causal=False,
+                scale=problem.scale,
+            )
         )
         for first, last in pairwise((0, *cuts))
     ]

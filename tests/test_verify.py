@@ -239,9 +239,7 @@ WRONG_BACKENDS = {
 @pytest.mark.parametrize("spoil", WRONG_BACKENDS.values(), ids=WRONG_BACKENDS)
 def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_tasks):
     attend_cpu = worker_module.ATTEND["cpu"]
-    monkeypatch.setitem(
-        worker_module.ATTEND, "cpu", lambda *args, **options: spoil(attend_cpu(*args, **options))
-    )
+    monkeypatch.setitem(worker_module.ATTEND, "cpu", lambda operands: spoil(attend_cpu(operands)))
     problem = BY_NAME["ragged-causal"].make()
     with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ deviates by"):
         attend(problem, num_tasks=num_tasks, verify=True)
@@ -250,8 +248,8 @@ def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_tasks):
 def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
     attend_cpu = worker_module.ATTEND["cpu"]
 
-    def without_mask(*tensors, is_causal, scale):
-        return attend_cpu(*tensors, is_causal=False, scale=scale)
+    def without_mask(operands):
+        return attend_cpu(operands._replace(is_causal=False))
 
     monkeypatch.setitem(worker_module.ATTEND, "cpu", without_mask)
     for num_tasks in (1, 7, 8):
@@ -263,8 +261,8 @@ def test_without_verify_a_wrong_backend_goes_unnoticed(monkeypatch):
     """What verify is for: nothing else looks at the numbers."""
     attend_cpu = worker_module.ATTEND["cpu"]
 
-    def shifted(*tensors, **options):
-        output, lse = attend_cpu(*tensors, **options)
+    def shifted(operands):
+        output, lse = attend_cpu(operands)
         return Partial(output + 1, lse)
 
     monkeypatch.setitem(worker_module.ATTEND, "cpu", shifted)

@@ -18,6 +18,7 @@ from cqs.dropout import Dropout, DropoutBits
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype, merge_partials
 from cqs.patterns.views import View
+from cqs.worker.operands import Operands
 from cqs.worker.work import BlockRow
 
 _STRIP = 32
@@ -94,6 +95,14 @@ class Call(NamedTuple):
             heads.storage_offset() + (tokens.start - first) * row_stride,
         )
 
+    def operands(self, of_call: Operands, place: _Place | None) -> Operands:
+        """Return the operands with the call's rows of query, key and value alone."""
+        return of_call._replace(
+            query=self.of_queries(of_call.query, place),
+            key=self.of_keys(of_call.key, place),
+            value=self.of_keys(of_call.value, place),
+        )
+
     def visible(self, device: torch.device) -> Tensor | None:
         """Return the mask of live pairs, bool ``[queries, keys]``, or None if no mask is needed."""
         if self.is_causal or self.view.is_full:
@@ -116,12 +125,9 @@ def make_calls(views: Iterable[View], *, in_batches: bool) -> list[Call]:
 
 def attend_calls(
     block_row: BlockRow,
-    attend: Callable[..., Partial],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    attend: Callable[[Operands], Partial],
+    operands: Operands,
     *,
-    scale: float,
     in_batches: bool,
     dropout: Dropout | None = None,
     dropout_bits: DropoutBits | None = None,
@@ -131,10 +137,7 @@ def attend_calls(
     Args:
         block_row: Query rows and views, in row numbers of the tensors.
         attend: A backend's forward function for one call.
-        query: ``[batch, num_heads, rows_q, head_dim]``.
-        key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
-        value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
-        scale: Factor on the scores.
+        operands: All rows of query, key and value, and the scale.
         in_batches: Whether to join calls of one shape; must be False with dropout.
         dropout: Dropout of the attention probabilities, or None.
         dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
@@ -143,6 +146,7 @@ def attend_calls(
         Output ``[batch, num_heads, queries, value_dim]`` in the dtype of ``query``, and LSE
         ``[batch, num_heads, queries]``. Queries without a live pair get output 0 and LSE -inf.
     """
+    query, key, value, *_ = operands
     batch, num_heads, _, _ = query.shape
     first, dtype = block_row.queries.start, lse_dtype(query.dtype)
     shape = batch, num_heads, len(block_row.queries)
@@ -152,15 +156,10 @@ def attend_calls(
     )
     has_result = torch.zeros(1, 1, len(block_row.queries), dtype=torch.bool)
     for call in make_calls(block_row.views, in_batches=in_batches):
-        options = _options(call, query.device, scale, dropout, dropout_bits)
+        of_call = _with_options(operands, call, dropout, dropout_bits)
         is_first = not call.of_queries(has_result, _FIRST if call.number > 1 else None, first).any()
         for place in call.places(batch, num_heads // key.shape[1]):
-            found = attend(
-                call.of_queries(query, place),
-                call.of_keys(key, place),
-                call.of_keys(value, place),
-                **options,
-            )
+            found = attend(call.operands(of_call, place))
             rows = Partial(*(call.of_queries(part, place, first) for part in answer))
             if not is_first:
                 found = merge_partials([rows, Partial(found.output.to(dtype), found.lse)])
@@ -174,14 +173,11 @@ def add_call_gradients(
     block_row: BlockRow,
     compute: Callable[..., tuple[Tensor, Tensor, Tensor]],
     gradients: Gradients,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: Operands,
     grad_output: Tensor,
     output: Tensor,
     lse: Tensor,
     *,
-    scale: float,
     in_batches: bool,
     dropout: Dropout | None = None,
     dropout_bits: DropoutBits | None = None,
@@ -192,29 +188,21 @@ def add_call_gradients(
         block_row: Query rows and views, in row numbers of the tensors.
         compute: A backend's backward function for one call.
         gradients: Sums that are added to, in the shapes of ``query``, ``key`` and ``value``.
-        query: ``[batch, num_heads, rows_q, head_dim]``.
-        key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
-        value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
+        operands: All rows of query, key and value, and the scale.
         grad_output: ``[batch, num_heads, rows_q, value_dim]``.
         output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
         lse: LSE of the whole problem, ``[batch, num_heads, rows_q]``.
-        scale: Factor on the scores.
         in_batches: Whether to join calls of one shape; must be False with dropout.
         dropout: Dropout of the attention probabilities, or None.
         dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
     """
     lse = lse_for_gradients(lse)
+    batch, num_heads, _, _ = operands.query.shape
     for call in make_calls(block_row.views, in_batches=in_batches):
-        options = _options(call, query.device, scale, dropout, dropout_bits)
-        for place in call.places(query.shape[0], query.shape[1] // key.shape[1]):
+        of_call = _with_options(operands, call, dropout, dropout_bits)
+        for place in call.places(batch, num_heads // operands.key.shape[1]):
             of_queries = (call.of_queries(each, place) for each in (grad_output, output, lse))
-            found = compute(
-                call.of_queries(query, place),
-                call.of_keys(key, place),
-                call.of_keys(value, place),
-                *of_queries,
-                **options,
-            )
+            found = compute(call.operands(of_call, place), *of_queries)
             call.of_queries(gradients.query, place).add_(found[0])
             for target, part in zip(gradients[1:], found[1:], strict=True):
                 if place is None:
@@ -237,23 +225,19 @@ def lse_for_gradients(lse: Tensor) -> Tensor:
 _FIRST = _Place(0, 0, 1)
 
 
-def _options(
-    call: Call,
-    device: torch.device,
-    scale: float,
-    dropout: Dropout | None,
-    bits: DropoutBits | None,
-) -> dict[str, Any]:
-    options: dict[str, Any] = {"scale": scale, "is_causal": call.is_causal}
-    if (visible := call.visible(device)) is not None:
-        options["visible"] = visible
-    if dropout is not None and bits is not None:
-        queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
-        of_call = DropoutBits(
-            bits.multiplier[..., queries], bits.increment[..., queries], bits.key[keys]
-        )
-        options |= {"kept": dropout.kept(of_call), "keep_scale": dropout.scale}
-    return options
+def _with_options(
+    operands: Operands, call: Call, dropout: Dropout | None, bits: DropoutBits | None
+) -> Operands:
+    """Return all rows of the operands with the mask and the dropped pairs of one call."""
+    visible = call.visible(operands.query.device)
+    operands = operands._replace(is_causal=call.is_causal, visible=visible)
+    if dropout is None or bits is None:
+        return operands
+    queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
+    of_call = DropoutBits(
+        bits.multiplier[..., queries], bits.increment[..., queries], bits.key[keys]
+    )
+    return operands._replace(kept=dropout.kept(of_call), keep_scale=dropout.scale)
 
 
 def _cut(view: View) -> Iterator[Call]:

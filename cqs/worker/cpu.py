@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.operands import with_adjacent_columns, with_positive_scale, with_sign_of
+from cqs.worker.operands import Operands, with_adjacent_columns, with_positive_scale, with_sign_of
 from cqs.worker.reference import attend_reference
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,26 +34,18 @@ def why_not_cpu(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def attend_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None = None,
-) -> Partial:
+def attend_cpu(operands: Operands) -> Partial:
     """Compute one call with the fused CPU kernel.
 
-    The arguments are those of :func:`~cqs.worker.reference.attend_reference`; no tensor may be
-    empty. The kernel ignores the stride of the last dimension, so rows that are not contiguous are
-    copied first. It has two defects:
+    No tensor may be empty. The kernel ignores the stride of the last dimension, so rows that are
+    not contiguous are copied first. It has two defects:
 
     - A row whose live scores are all NaN or -inf may get output 0 and LSE 0.
     - A NaN or infinity that is masked out may leak into a row.
 
     The reference therefore recomputes every row that is not finite or has an LSE of 0.
     """
+    query, key, value, is_causal, scale, visible, *_ = operands
     num_queries, head_dim = query.shape[2:]
     num_padding, num_columns = padding_rows(num_queries), max(LEAST_COLUMNS - head_dim, 0)
     padded, positive_scale = with_positive_scale(_pad(query, num_padding, num_columns), scale)
@@ -75,26 +67,18 @@ def attend_cpu(
     extremes = torch.stack(found.output.aminmax())
     if not (is_sound.all() and extremes.isfinite().all()):
         is_sound &= found.output.isfinite().all(dim=-1)
-        _compute_again(found, ~is_sound, query, key, value, is_causal, scale, visible)
+        _compute_again(found, ~is_sound, operands)
     return found
 
 
 def gradients_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_output: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None = None,
+    operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one call with the fused CPU kernel.
 
     The arguments are those of :func:`~cqs.worker.reference.gradients_reference`.
     """
+    query, key, value, is_causal, scale, visible, *_ = operands
     num_queries = query.shape[2]
     num_padding = padding_rows(num_queries)
     positive_query, positive_scale = with_positive_scale(query, scale)
@@ -143,28 +127,15 @@ def _addend(visible: Tensor | None, like: Tensor, num_padding: int) -> Tensor | 
     return addend
 
 
-def _compute_again(
-    found: Partial,
-    is_wanted: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None,
-) -> None:
+def _compute_again(found: Partial, is_wanted: Tensor, operands: Operands) -> None:
     """Recompute some rows of ``found`` with the reference, in place.
 
     Args:
         found: Output and LSE of the call.
         is_wanted: Rows to recompute, bool ``[batch, num_heads, seqlen_q]``.
-        query: ``[batch, num_heads, seqlen_q, head_dim]``.
-        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
-        value: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
-        is_causal: Whether query i attends to keys 0..i; requires equal sequence lengths.
-        scale: Factor on the scores.
-        visible: Live pairs, bool ``[seqlen_q, seqlen_kv]``, or None if no pair is masked out.
+        operands: Tensors and options of the call.
     """
+    query, key, _, is_causal, _, visible, *_ = operands
     rows = is_wanted.any(dim=(0, 1)).nonzero().squeeze(-1)
     keys = torch.arange(key.shape[2])
     for strip in rows.split(max(_AREA // (query.shape[0] * query.shape[1] * len(keys)), 1)):
@@ -172,11 +143,10 @@ def _compute_again(
             seen = keys <= strip.unsqueeze(-1)
         else:
             seen = None if visible is None else visible[strip]
-        again = attend_reference(
-            query[:, :, strip], key, value, is_causal=False, scale=scale, visible=seen
-        )
+        part = operands._replace(query=query[:, :, strip], is_causal=False, visible=seen)
+        again = attend_reference(part)
         wanted = is_wanted[:, :, strip]
         where = wanted.nonzero(as_tuple=True)
         place = where[0], where[1], strip[where[2]]
-        for target, part in zip(found, again, strict=True):
-            target[place] = part[wanted]
+        for target, values in zip(found, again, strict=True):
+            target[place] = values[wanted]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from cqs.partial import Partial
 from cqs.worker.operands import (
+    Operands,
     why_not_half_precision_on_gpu,
     with_adjacent_columns,
     with_positive_scale,
@@ -27,13 +28,9 @@ def why_not_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def attend_cudnn(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
-) -> Partial:
-    """Compute one call with cuDNN's kernel.
-
-    The arguments are those of :func:`~cqs.worker.reference.attend_reference`; none may be empty.
-    """
+def attend_cudnn(operands: Operands) -> Partial:
+    """Compute one call with cuDNN's kernel; no tensor may be empty."""
+    query, key, value, is_causal, scale, *_ = operands
     query, scale = with_positive_scale(query, scale)
     output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *with_adjacent_columns(query, key, value), None, True, 0.0, is_causal, False, scale=scale
@@ -42,20 +39,13 @@ def attend_cudnn(
 
 
 def gradients_cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_output: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one call with cuDNN's kernel, in a nondeterministic order.
 
     The arguments are those of :func:`~cqs.worker.reference.gradients_reference`.
     """
+    query, key, value, is_causal, scale, *_ = operands
     positive_query, positive_scale = with_positive_scale(query, scale)
     no_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

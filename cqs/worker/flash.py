@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cqs.partial import Partial
 from cqs.worker.operands import (
+    Operands,
     why_not_half_precision_on_gpu,
     with_positive_scale,
     with_sign_of,
@@ -45,16 +46,14 @@ def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def attend_flash(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
-) -> Partial:
-    """Compute one call with FlashAttention-4.
+def attend_flash(operands: Operands) -> Partial:
+    """Compute one call with FlashAttention-4; no tensor may be empty.
 
-    The arguments are those of :func:`~cqs.worker.reference.attend_reference`; no tensor may be
-    empty. For a row that reads NaN the kernel returns LSE -inf; this function replaces it by NaN.
+    For a row that reads NaN the kernel returns LSE -inf; this function replaces it by NaN.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    query, key, value, is_causal, scale, *_ = operands
     query, scale = with_positive_scale(query, scale)
     output = query.new_empty(query.shape)
     with torch.cuda.device_of(query):
@@ -71,15 +70,7 @@ def attend_flash(
 
 
 def gradients_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_output: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one call with FlashAttention-4, in a deterministic order.
 
@@ -89,6 +80,7 @@ def gradients_flash(
         Gradients of query, key and value, in their shapes: float32 for a causal square of more than
         ``_LONGEST_SQUARE`` rows, else in the dtype of the query.
     """
+    query, key, value, is_causal, scale, *_ = operands
     # The kernel replaces an LSE of -inf by 0. With +inf all probabilities of the row are 0.
     positive_query, positive_scale = with_positive_scale(query, scale)
     of_queries = positive_query, grad_output, output, lse.masked_fill(lse == -torch.inf, torch.inf)

@@ -1,9 +1,34 @@
-"""Requirements of fused kernels on their operands, and conversions that meet them."""
+"""Operands of one call, requirements of fused kernels on them, and conversions to meet these."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _MAX_GRID = 65535
+
+
+class Operands(NamedTuple):
+    """Tensors and options of one call, which computes a rectangle or a causal square of scores."""
+
+    query: Tensor
+    """``[batch, num_heads, seqlen_q, head_dim]``."""
+    key: Tensor
+    """``[batch, num_kv_heads, seqlen_kv, head_dim]``, ``seqlen_kv >= 1``. ``num_heads`` is a
+    multiple of ``num_kv_heads``; consecutive query heads share a KV head."""
+    value: Tensor
+    """``[batch, num_kv_heads, seqlen_kv, value_dim]``."""
+    is_causal: bool
+    """Whether query i attends to keys 0..i; requires equal sequence lengths."""
+    scale: float
+    """Factor on the scores."""
+    visible: Tensor | None = None
+    """Live pairs, bool ``[seqlen_q, seqlen_kv]``; ``None`` means all."""
+    kept: Tensor | None = None
+    """Pairs that dropout keeps, bool ``[batch, num_heads, seqlen_q, seqlen_kv]``; ``None`` means
+    all. Dropout does not change the LSE."""
+    keep_scale: float = 1.0
+    """Factor on the probabilities of the pairs that dropout keeps."""
 
 
 def why_not_half_precision_on_gpu(query: Tensor, value: Tensor, head_dims: range) -> str | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial, lse_dtype, weighted_sum
+from cqs.worker.operands import Operands
 
 
 def why_not_reference(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -14,39 +15,21 @@ def why_not_reference(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def attend_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None = None,
-    kept: Tensor | None = None,
-    keep_scale: float = 1.0,
-) -> Partial:
+def attend_reference(operands: Operands) -> Partial:
     """Compute ``softmax(scale * query @ key^T) @ value`` and its LSE in plain PyTorch.
 
     The computation is in float32 (float64 for float64 tensors) and stores the whole score matrix:
     O(seqlen_q * seqlen_kv) memory.
 
     Args:
-        query: ``[batch, num_heads, seqlen_q, head_dim]``.
-        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``, ``seqlen_kv >= 1``; ``num_heads`` is a
-            multiple of ``num_kv_heads`` and consecutive query heads share one.
-        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-        is_causal: Whether query i attends to keys 0..i; requires equal sequence lengths.
-        scale: Factor on the scores.
-        visible: Live pairs, bool ``[seqlen_q, seqlen_kv]``; ``None`` means all.
-        kept: Pairs that dropout keeps, bool ``[batch, num_heads, seqlen_q, seqlen_kv]``; ``None``
-            means all. Dropout does not change the LSE.
-        keep_scale: Factor on the probabilities of the pairs that dropout keeps.
+        operands: Tensors and options of the call.
 
     Returns:
-        Output ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype of ``query``, and LSE
+        Output ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype of the query, and LSE
         ``[batch, num_heads, seqlen_q]``. Queries without a live pair get output 0 and LSE -inf.
     """
-    scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale, visible=visible)
+    query, _, value, is_causal, _, visible, kept, keep_scale = operands
+    scores_BGRQK = _scores(operands)
     dtype = scores_BGRQK.dtype
     lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
     # Scores of -inf give a weight of 0, also if a row has no others: 0 times NaN stays NaN.
@@ -63,43 +46,25 @@ def attend_reference(
 
 
 def gradients_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_output: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-    visible: Tensor | None = None,
-    kept: Tensor | None = None,
-    keep_scale: float = 1.0,
+    operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the contribution of one call's pairs to the gradients of its tensors.
+    """Compute the contribution of one call's pairs to the gradients of query, key and value.
 
     With the LSE and the output of the *whole* problem, ``P = exp(scores - lse)`` are the
     probabilities of these pairs among all keys, and ``dS = P * (dP - delta)`` with
     ``delta = sum(output * grad_output)`` (Dao et al., FlashAttention, 2022, appendix B).
 
     Args:
-        query: ``[batch, num_heads, seqlen_q, head_dim]``.
-        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
-        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
+        operands: Tensors and options of the call.
         grad_output: Gradient of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
-        output: Output of the whole problem, ``[batch, num_heads, seqlen_q, value_dim]``.
+        output: Output of the whole problem, in the same shape.
         lse: LSE of the whole problem, ``[batch, num_heads, seqlen_q]``.
-        is_causal: Whether query i attends to keys 0..i; requires equal sequence lengths.
-        scale: Factor on the scores.
-        visible: Live pairs, bool ``[seqlen_q, seqlen_kv]``; ``None`` means all.
-        kept: Pairs that dropout keeps, bool ``[batch, num_heads, seqlen_q, seqlen_kv]``; ``None``
-            means all.
-        keep_scale: Factor on the probabilities of the pairs that dropout keeps.
 
     Returns:
         Gradients of query, key and value in their shapes, float32 (float64 for float64 tensors).
     """
-    scores_BGRQK = _scores(query, key, is_causal=is_causal, scale=scale, visible=visible)
+    query, key, value, _, scale, _, kept, keep_scale = operands
+    scores_BGRQK = _scores(operands)
     dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
     key_BG1KD, value_BG1KD = (tensor.to(dtype).unsqueeze(2) for tensor in (key, value))
     query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
@@ -121,9 +86,8 @@ def gradients_reference(
     )
 
 
-def _scores(
-    query: Tensor, key: Tensor, *, is_causal: bool, scale: float, visible: Tensor | None
-) -> Tensor:
+def _scores(operands: Operands) -> Tensor:
+    query, key, _, is_causal, scale, visible, *_ = operands
     dtype = lse_dtype(query.dtype)
     query_BGRQD = query.to(dtype).unflatten(1, (key.shape[1], -1))
     scores_BGRQK: Tensor = scale * query_BGRQD @ key.to(dtype).unsqueeze(2).mT

@@ -1,8 +1,8 @@
 """Computation of tasks on one device, by the backend that supports them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,21 @@ from cqs.worker.backends import (
 )
 from cqs.worker.calls import add_call_gradients, attend_calls, lse_for_gradients
 from cqs.worker.held_tokens import HeldTokens, rows_of
+from cqs.worker.operands import Operands
 from cqs.worker.work import Work, make_work
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Computes tasks from the tokens that it is given; it neither sends nor receives them."""
+    """Computes tasks from the tokens that it is given; it neither sends nor receives them.
+
+    Its methods take the held tokens of query ``[batch, num_heads, rows_q, head_dim]``, key
+    ``[batch, num_kv_heads, rows_kv, head_dim]`` and value ``[batch, num_kv_heads, rows_kv,
+    value_dim]``, in this order. They must include the tokens of the steps, and key and value must
+    hold the same tokens.
+    """
 
     scale: float
     """Factor on the scores."""
@@ -75,22 +84,12 @@ class Worker:
         best_first = BEST_FOR_WHOLE_CALLS if is_one_call else WHY_NOT
         return self._choose_among(best_first, query, key, value)
 
-    def run(
-        self,
-        task: Task,
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> list[Partial]:
+    def run(self, task: Task, *held: HeldTokens, dtype: torch.dtype | None = None) -> list[Partial]:
         """Compute the partial output of every step of a task.
 
         Args:
             task: The task.
-            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the task.
-            key: Keys, ``[batch, num_kv_heads, rows_kv, head_dim]``, at least those of the task.
-            value: Values, ``[batch, num_kv_heads, rows_kv, value_dim]``, of the tokens of ``key``.
+            held: Query, key and value.
             dtype: Dtype of the outputs, if the backend supports a choice; ``None`` means that of
                 the query.
 
@@ -101,15 +100,12 @@ class Worker:
             NotImplementedError: The named backend does not support the tensors or options.
             KeyError: A token is not held.
         """
-        return self._run_steps(task.steps, query, key, value, dtype)
+        return self._run_steps(task.steps, *held, dtype=dtype)
 
     def run_together(
         self,
         steps: Sequence[Step],
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
-        *,
+        *held: HeldTokens,
         dtype: torch.dtype | None = None,
         into: Partial | None = None,
     ) -> Partial:
@@ -119,9 +115,7 @@ class Worker:
 
         Args:
             steps: The steps; no pair may be in two of them.
-            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the steps.
-            key: Keys, ``[batch, num_kv_heads, rows_kv, head_dim]``, at least those of the steps.
-            value: Values, ``[batch, num_kv_heads, rows_kv, value_dim]``, of the tokens of ``key``.
+            held: Query, key and value.
             dtype: Dtype of the output, if the backend supports a choice; ``None`` means that of
                 the query.
             into: Tensors with a last stride of 1 to write to; ``None`` means new ones.
@@ -129,24 +123,17 @@ class Worker:
         Returns:
             The partial output of all queries held, one row for each; ``into`` if that is given.
         """
-        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        name = self._choose_for(steps, held)
         if name in ATTEND_BLOCK_ROWS:
             options = {"is_united": True, "dtype": dtype, "into": into}
-            return self._attend_rows(name, steps, query, key, value, **options)
-        parts = self._run_steps(steps, query, key, value, dtype)
-        rows = [_slice(step.queries, query) for step in steps]
-        answer = into or Partial(*(query.empty_like(part) for part in parts[0]))
+            return self._launch(ATTEND_BLOCK_ROWS[name], steps, held, **options)
+        parts = self._run_steps(steps, *held, dtype=dtype)
+        rows = [_slice(step.queries, held[0]) for step in steps]
+        answer = into or Partial(*(held[0].empty_like(part) for part in parts[0]))
         merge_rows(answer, list(zip(parts, rows, strict=True)))
         return answer
 
-    def run_into(
-        self,
-        answer: Partial,
-        steps: Sequence[Step],
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
-    ) -> None:
+    def run_into(self, answer: Partial, steps: Sequence[Step], *held: HeldTokens) -> None:
         """Compute steps of any number of tasks and write their partial outputs to tensors.
 
         Args:
@@ -154,70 +141,45 @@ class Worker:
                 rows]`` with a last stride of 1; written to. The rows are the queries of each step,
                 one step after another.
             steps: The steps; no pair may be in two of them.
-            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the steps.
-            key: Keys, ``[batch, num_kv_heads, rows_kv, head_dim]``, at least those of the steps.
-            value: Values, ``[batch, num_kv_heads, rows_kv, value_dim]``, of the tokens of ``key``.
+            held: Query, key and value.
         """
         if not steps:
             return
-        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        name = self._choose_for(steps, held)
         if name in ATTEND_BLOCK_ROWS:
-            self._attend_rows(name, steps, query, key, value, into=answer)
+            self._launch(ATTEND_BLOCK_ROWS[name], steps, held, into=answer)
             return
         first = 0
-        for step, part in zip(steps, self._run_steps(steps, query, key, value), strict=True):
+        for step, part in zip(steps, self._run_steps(steps, *held), strict=True):
             rows = slice(first, first + len(step.queries))
             for target, found in zip(answer, part, strict=True):
                 target[:, :, rows].copy_(found)
             first = rows.stop
 
     def run_backward(
-        self,
-        steps: Sequence[Step],
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
-        grad_output: HeldTokens,
-        output: HeldTokens,
-        lse: HeldTokens,
-        *,
-        dtype: torch.dtype | None = None,
+        self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None
     ) -> Gradients:
         """Compute the contribution of steps to the gradients.
 
         Args:
             steps: Steps of any number of tasks; no pair may be in two of them.
-            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the steps.
-            key: Keys, ``[batch, num_kv_heads, rows_kv, head_dim]``, at least those of the steps.
-            value: Values, ``[batch, num_kv_heads, rows_kv, value_dim]``, of the tokens of ``key``.
-            grad_output: Gradient of the output, ``[batch, num_heads, rows_q, value_dim]``, of the
-                tokens of ``query``.
-            output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
-            lse: LSE of the whole problem, ``[batch, num_heads, rows_q]``.
+            held: Query, key and value; gradient of the output, ``[batch, num_heads, rows_q,
+                value_dim]``; output of the whole problem, in the same shape; LSE of the whole
+                problem, ``[batch, num_heads, rows_q]``.
             dtype: Dtype of the gradients if one call or launch computes them. Sums of several, and
                 ``None``, have float32 (float64 for float64 tensors).
 
         Returns:
             Gradients of all tokens held, in any memory layout.
         """
-        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        query, key, value, *_ = held
+        name = self._choose_for(steps, held)
         if steps and name in GRADIENTS_OF_BLOCK_ROWS:
-            return Gradients(
-                *GRADIENTS_OF_BLOCK_ROWS[name](
-                    *_join(query, key, value, grad_output, output, lse),
-                    self._work(steps, query, key),
-                    scale=self.scale,
-                    dtype=dtype,
-                    **self._dropout_options(query, key),
-                )
-            )
-        held = query, key, value, grad_output, output, lse
+            return Gradients(*self._launch(GRADIENTS_OF_BLOCK_ROWS[name], steps, held, dtype=dtype))
         sums = lse_dtype(query.sample.dtype)
         calls = [(step.queries, *call) for step in steps for call in _calls(step)]
         seen = [((queries,), key_ranges) for queries, key_ranges, _ in calls]
-        if self.pattern is None and seen == [
-            (query.ranges, key.ranges)
-        ]:  # a single call: there is no sum
+        if self.pattern is None and seen == [(query.ranges, key.ranges)]:  # nothing to add up
             found = self._differentiate(*calls[0], *held)
             return Gradients(*(gradient.to(dtype or sums) for gradient in found))
         gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
@@ -232,14 +194,16 @@ class Worker:
                     gradients.value[:, :, rows] += found[2][:, :, part]
                     first += len(tokens)
         elif steps:
-            tensors, drop = _join(*held), self._dropout_options(query, key)
-            options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
-            for block_row in self._work(steps, query, key).block_rows:
-                add_call_gradients(block_row, GRADIENTS[name], gradients, *tensors, **options)
+            operands, options = self._all_rows(name, held)
+            of_queries = _join(*held[3:])
+            for row in self._work(steps, held).block_rows:
+                add_call_gradients(
+                    row, GRADIENTS[name], gradients, operands, *of_queries, **options
+                )
         return gradients
 
     def add_gradients(
-        self, sums: Sequence[Tensor], steps: Sequence[Step], query: HeldTokens, *held: HeldTokens
+        self, sums: Sequence[Tensor], steps: Sequence[Step], *held: HeldTokens
     ) -> None:
         """Add the contribution of steps to the gradient of the queries, or to those of the keys.
 
@@ -247,65 +211,52 @@ class Worker:
             sums: float32 (float64 for float64 tensors) sums that are added to: the gradient of the
                 queries held, or the gradients of the keys and values held.
             steps: Steps of any number of tasks; no pair may be in two of them.
-            query: Queries, ``[batch, num_heads, rows_q, head_dim]``, at least those of the steps.
-            held: Key, value, gradient of the output, output and LSE, as in :meth:`run_backward`.
+            held: The tensors of :meth:`run_backward`.
         """
-        key, value, *_ = held
-        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        name = self._choose_for(steps, held)
         if name in GRADIENTS_OF_BLOCK_ROWS:
-            GRADIENTS_OF_BLOCK_ROWS[name](
-                *_join(query, *held),
-                self._work(steps, query, key),
-                scale=self.scale,
-                into=sums,
-                **self._dropout_options(query, key),
-            )
+            self._launch(GRADIENTS_OF_BLOCK_ROWS[name], steps, held, into=sums)
             return
-        of_query, *of_keys = self.run_backward(steps, query, *held)
+        of_query, *of_keys = self.run_backward(steps, *held)
         for total, part in zip(sums, [of_query] if len(sums) == 1 else of_keys, strict=True):
             total += part
 
+    def _choose_for(self, steps: Sequence[Step], held: Sequence[HeldTokens]) -> str:
+        query, key, value, *_ = held
+        return self.choose_backend(query.sample, key.sample, value.sample, steps)
+
     def _run_steps(
-        self,
-        steps: Sequence[Step],
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
-        dtype: torch.dtype | None = None,
+        self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None
     ) -> list[Partial]:
         if not steps:
             return []
-        name = self.choose_backend(query.sample, key.sample, value.sample, steps)
+        name = self._choose_for(steps, held)
         if name not in ATTEND_BLOCK_ROWS and self.pattern is None:
-            return [self._run_step(step, query, key, value) for step in steps]
+            return [self._run_step(step, *held) for step in steps]
         if name not in ATTEND_BLOCK_ROWS:
-            tensors, drop = _join(query, key, value), self._dropout_options(query, key)
-            options = {"scale": self.scale, "in_batches": name in IN_BATCHES, **drop}
-            block_rows = self._work(steps, query, key).block_rows
-            return [
-                attend_calls(block_row, ATTEND[name], *tensors, **options)
-                for block_row in block_rows
-            ]
-        whole = self._attend_rows(name, steps, query, key, value, dtype=dtype)
+            operands, options = self._all_rows(name, held)
+            rows = self._work(steps, held).block_rows
+            return [attend_calls(row, ATTEND[name], operands, **options) for row in rows]
+        whole = self._launch(ATTEND_BLOCK_ROWS[name], steps, held, dtype=dtype)
         lengths = [len(step.queries) for step in steps]
         return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
 
-    def _attend_rows(
+    def _launch(
         self,
-        name: str,
+        compute: Callable[..., _Found],
         steps: Sequence[Step],
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
+        held: Sequence[HeldTokens],
         **options: Any,
-    ) -> Partial:
-        return ATTEND_BLOCK_ROWS[name](
-            *_join(query, key, value),
-            self._work(steps, query, key),
-            scale=self.scale,
-            **options,
-            **self._dropout_options(query, key),
-        )
+    ) -> _Found:
+        """Call a function of a backend that computes whole tasks."""
+        work, dropout = self._work(steps, held), self._dropout_options(held)
+        return compute(*_join(*held), work, scale=self.scale, **options, **dropout)
+
+    def _all_rows(self, name: str, held: Sequence[HeldTokens]) -> tuple[Operands, dict[str, Any]]:
+        """Return all held rows, and the options of the calls that a pattern is cut into."""
+        query, key, value = _join(*held[:3])
+        options = {"in_batches": name in IN_BATCHES, **self._dropout_options(held)}
+        return Operands(query, key, value, False, self.scale), options
 
     def _run_step(
         self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens
@@ -317,26 +268,20 @@ class Worker:
             tensors = rows, key.take(key_ranges), value.take(key_ranges)
             attend = ATTEND[self._choose_among(BEST_FOR_CALLS, *tensors)]
             options = self._call_options(step.queries, key_ranges, rows)
-            partials.append(attend(*tensors, is_causal=is_causal, **options))
+            partials.append(attend(Operands(*tensors, is_causal, **options)))
         return partials[0] if len(partials) == 1 else merge_partials(partials)
 
     def _differentiate(
-        self,
-        queries: range,
-        key_ranges: Sequence[range],
-        is_causal: bool,
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
-        *of_queries: HeldTokens,
+        self, queries: range, key_ranges: Sequence[range], is_causal: bool, *held: HeldTokens
     ) -> Sequence[Tensor]:
         """Compute the gradients of one call, for the tokens that it reads."""
+        query, key, value, *of_queries = held
         tensors = query.take([queries]), key.take(key_ranges), value.take(key_ranges)
         compute = GRADIENTS[self._choose_among(BEST_FOR_CALLS, *tensors)]
         options = self._call_options(queries, key_ranges, tensors[0])
-        grad_output, output, lse = (held.take([queries]) for held in of_queries)
+        grad_output, output, lse = (each.take([queries]) for each in of_queries)
         lse = lse_for_gradients(lse)
-        return compute(*tensors, grad_output, output, lse, is_causal=is_causal, **options)
+        return compute(Operands(*tensors, is_causal, **options), grad_output, output, lse)
 
     def _choose_among(
         self, best_first: Iterable[str], query: Tensor, key: Tensor, value: Tensor
@@ -358,13 +303,14 @@ class Worker:
         kept = self.dropout.kept(self.dropout.random_bits(query, [queries], keys))
         return {"scale": self.scale, "kept": kept, "keep_scale": self.dropout.scale}
 
-    def _work(self, steps: Iterable[Step], query: HeldTokens, key: HeldTokens) -> Work:
-        return make_work(tuple(steps), self.pattern, query.ranges, key.ranges)
+    def _work(self, steps: Iterable[Step], held: Sequence[HeldTokens]) -> Work:
+        return make_work(tuple(steps), self.pattern, held[0].ranges, held[1].ranges)
 
-    def _dropout_options(self, query: HeldTokens, key: HeldTokens) -> dict[str, Any]:
+    def _dropout_options(self, held: Sequence[HeldTokens]) -> dict[str, Any]:
         """Return the keyword arguments for dropout of a backend that computes whole tasks."""
         if self.dropout is None:
             return {}
+        query, key, *_ = held
         bits = self.dropout.random_bits(query.sample, query.ranges, key.ranges)
         return {"dropout": self.dropout, "dropout_bits": bits}
 

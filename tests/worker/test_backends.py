@@ -8,6 +8,7 @@ from cqs.dropout import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
 from cqs.worker.backends import ATTEND, ATTEND_BLOCK_ROWS
+from cqs.worker.operands import Operands
 from cqs.worker.work import whole_work
 
 GPU = pytest.mark.gpu
@@ -45,7 +46,7 @@ def attend(problem, backend, *tensors):
     if reason := WHY_NOT[backend](*tensors):
         pytest.skip(f"{backend} {reason}")
     if backend in ATTEND:
-        return ATTEND[backend](*tensors, is_causal=problem.is_causal, scale=problem.scale)
+        return ATTEND[backend](Operands(*tensors, problem.is_causal, problem.scale))
     whole = whole_work(tensors[0].shape[2], tensors[1].shape[2], problem.is_causal)
     return ATTEND_BLOCK_ROWS[backend](*tensors, whole, scale=problem.scale)
 

@@ -11,6 +11,7 @@ import torch
 from benchmarks.cases import CASES, Case
 from cqs.testing import assert_tracks_exact, eager_output, exact_answer
 from cqs.worker import flash
+from cqs.worker.operands import Operands
 from cqs.worker.reference import gradients_reference
 
 BY_NAME = {case.name: case for case in CASES}
@@ -30,20 +31,16 @@ def make(case, dtype=torch.bfloat16, **changes):
     return problem
 
 
+def operands_of(problem):
+    return Operands(*tensors_of(problem), problem.is_causal, problem.scale)
+
+
 def attend(problem):
-    return flash.attend_flash(
-        *tensors_of(problem), is_causal=problem.is_causal, scale=problem.scale
-    )
+    return flash.attend_flash(operands_of(problem))
 
 
 def differentiate(problem, grad_output, answer):
-    return flash.gradients_flash(
-        *tensors_of(problem),
-        grad_output,
-        *answer,
-        is_causal=problem.is_causal,
-        scale=problem.scale,
-    )
+    return flash.gradients_flash(operands_of(problem), grad_output, *answer)
 
 
 def gradients_by_autograd(attend, problem, grad_output):
@@ -147,8 +144,8 @@ def test_gradients_of_rectangles_and_squares_add_up(monkeypatch, scale):
 
     def reference(of_queries, of_keys, is_causal, scale):
         query, grad_output, output, lse = of_queries
-        tensors = query, *of_keys, grad_output, output, lse
-        return gradients_reference(*tensors, is_causal=is_causal, scale=scale)
+        operands = Operands(query, *of_keys, is_causal, scale)
+        return gradients_reference(operands, grad_output, output, lse)
 
     monkeypatch.setattr(flash, "_gradients", reference)
     monkeypatch.setattr(flash, "_LONGEST_SQUARE", 256)

@@ -12,6 +12,7 @@ from cqs.problem import check_problem
 from cqs.testing import visible_mask
 from cqs.verify import VerificationError
 from cqs.worker.cpu import attend_cpu
+from cqs.worker.operands import Operands
 from cqs.worker.reference import attend_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy
@@ -167,8 +168,8 @@ def test_calls_of_the_cpu_kernel_on_any_number_of_keys(dtype, mask):
         for which, entry in ((0, math.nan), (1, math.nan), (1, math.inf), (1, -math.inf)):
             tensors = [torch.randn(1, 1, n, 8).to(dtype) for n in (num_queries, *[num_keys] * 2)]
             tensors[which][0, 0, tensors[which].shape[2] // 2, 3] = entry
-            found = attend_cpu(*tensors, **options)
-            expected = attend_reference(*tensors, **options)
+            operands = Operands(*tensors, **options)
+            found, expected = attend_cpu(operands), attend_reference(operands)
             for one, other in zip(found, expected, strict=True):
                 assert one.isnan().equal(other.isnan()) and one.isinf().equal(other.isinf())
 
@@ -179,13 +180,13 @@ def test_scores_that_overflow_where_they_are_masked_out_do_not_matter():
     key[0, 0, 30] = 1e25
     visible = torch.ones(40, 40, dtype=torch.bool)
     visible[:35, 30] = False
-    output, lse = attend_cpu(0 * query + 1, key, value, is_causal=False, scale=1.0, visible=visible)
+    output, lse = attend_cpu(Operands(0 * query + 1, key, value, False, 1.0, visible))
     assert output[0, 0, :35].isfinite().all() and lse[0, 0, :35].isfinite().all()
     key = key.clamp(-1, 1)
     query[0, 0, :, 1:] = 0
     key[0, 0, :, 0] = -1e-26
     key[0, 0, 30, 0] = 1e20
-    output, _ = attend_cpu(query, key, value, is_causal=False, scale=1.0, visible=visible)
+    output, _ = attend_cpu(Operands(query, key, value, False, 1.0, visible))
     assert output[0, 0, :35].isfinite().all() and output[0, 0, 35:].isnan().all()
 
 
