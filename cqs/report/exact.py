@@ -9,8 +9,8 @@ from cqs.problem import Problem
 from cqs.testing import exact_rows
 from cqs.verify import VerificationError, verify_rows, visible_rows
 
-_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Largest relative errors in the Frobenius norm."""
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Largest relative errors in the Frobenius norm, about twice those of the CPU kernels."""
 
 
 def check_error(name: str, error: float, tolerance: float) -> None:
