@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cqs
-from benchmarks.cases import Case
+from benchmarks.cases import Case, visible_mask
 from benchmarks.options import add_common
 from benchmarks.publish import publish
+from benchmarks.timing import track
 from cqs.problem import Problem
 from cqs.report.exact import relative_error
 from cqs.report.measurement import Measurement, summarize
-from cqs.report.progress import track
 from cqs.report.timing import Timer
-from cqs.testing import visible_mask
 from cqs.worker import WHY_NOT
 
 _NUM_TASKS = (1, 3, 4, 7, 8, 13, 31)

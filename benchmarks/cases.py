@@ -1,11 +1,13 @@
-"""Named attention problems, shared by tests and benchmarks."""
+"""Named attention problems and their masks, shared by tests and benchmarks."""
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem
+from cqs.verify import visible_rows
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Case:
         """
         generator = torch.Generator().manual_seed(sum(map(ord, self.name)))
 
-        def draw(num_heads: int, seqlen: int, magnitude: float) -> torch.Tensor:
+        def draw(num_heads: int, seqlen: int, magnitude: float) -> Tensor:
             shape = self.batch, num_heads, seqlen, self.head_dim
             tensor = magnitude * torch.randn(shape, generator=generator, dtype=torch.float64)
             return tensor.to(device, dtype)
@@ -77,3 +79,20 @@ CASES = (
     Case("user-scale", 64, 64, scale=-0.7),
     Case("large-scores", 300, 300, 8, 4, 64, batch=2, magnitude=43.0, is_causal=True),
 )
+
+
+def visible_mask(problem: Problem) -> Tensor | None:
+    """Return the mask of a problem, True at live pairs, or None if no pair is masked out.
+
+    Returns:
+        Boolean ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` if the pattern
+        differs by head.
+    """
+    if not (problem.is_causal or problem.pattern):
+        return None
+    if problem.differs_by_head:
+        assert problem.pattern is not None
+        mask = problem.pattern.to_mask(problem.query.shape[2], problem.key.shape[2])
+        return torch.from_numpy(mask).to(problem.query.device)
+    rows = torch.arange(problem.query.shape[2], device=problem.query.device)
+    return visible_rows(problem, rows)

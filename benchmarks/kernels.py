@@ -10,12 +10,13 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
+from benchmarks.timing import time_in_turn
 from cqs.gradients import Gradients
 from cqs.partial import Partial, RunningMerge, merge_rows
 from cqs.problem import Problem
 from cqs.report.exact import verify_answer, verify_gradients, verify_output
 from cqs.report.measurement import Measurement, summarize
-from cqs.report.timing import Timer, time_in_turn
+from cqs.report.timing import Timer
 from cqs.scheduler import Plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 from cqs.worker.backends import GRADIENTS

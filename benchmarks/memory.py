@@ -8,10 +8,10 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
+from benchmarks.timing import track
 from cqs.problem import Problem
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.memory import hold, measure_held
-from cqs.report.progress import track
 from cqs.report.timing import Timer
 from cqs.scheduler import Task, predict_cost
 from cqs.worker import WHY_NOT, Worker

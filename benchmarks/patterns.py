@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cqs
+from benchmarks.cases import visible_mask
 from benchmarks.options import add_common
 from benchmarks.plots.speedups import plot_speedups
 from benchmarks.publish import publish
+from benchmarks.timing import time_calls, time_in_turn
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.patterns import (
@@ -35,8 +37,7 @@ from cqs.plotting.figures import save_figure
 from cqs.problem import Problem, check_problem
 from cqs.report.exact import verify_gradients, verify_output
 from cqs.report.measurement import Measurement, append_rows, summarize
-from cqs.report.timing import make_timer, time_calls, time_in_turn
-from cqs.testing import visible_mask
+from cqs.report.timing import make_timer
 from cqs.worker import WHY_NOT
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from torch import Tensor
 import cqs
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
+from benchmarks.timing import track
 from cqs.commands.table import percent
 from cqs.distributed import attention
 from cqs.distributed.exchange import Exchange
@@ -29,7 +30,7 @@ from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.report.exact import verify_answer
 from cqs.report.measurement import Measurement, append_rows, summarize
-from cqs.report.progress import progress_bar, track
+from cqs.report.progress import progress_bar
 from cqs.verify import VerificationError
 
 _NUM_CALLS = 16

@@ -12,9 +12,9 @@ import cqs
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.streaming_files import measure_files
+from benchmarks.timing import track
 from cqs.report.exact import check_error, relative_error
 from cqs.report.measurement import Measurement, summarize
-from cqs.report.progress import track
 from cqs.report.timing import Timer
 from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan

@@ -1,65 +1,10 @@
-"""Test support: exact results in float64, and error bounds relative to eager PyTorch."""
-
-from typing import Any
+"""Exact results in float64, and error bounds relative to eager PyTorch."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import cqs
-from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.verify import visible_rows
-
-
-def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE of a problem, computed by :func:`cqs.attention`.
-
-    Args:
-        problem: The problem.
-        options: Further arguments of :func:`cqs.attention`.
-    """
-    output, lse = cqs.attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        is_causal=problem.is_causal,
-        pattern=problem.pattern,
-        scale=problem.scale,
-        return_lse=True,
-        **options,
-    )
-    return output, lse
-
-
-def visible_mask(problem: Problem) -> Tensor | None:
-    """Return the mask of a problem, True at live pairs, or None if no pair is masked out.
-
-    Returns:
-        Boolean ``[seqlen_q, seqlen_kv]``, or ``[batch, heads, seqlen_q, seqlen_kv]`` if the pattern
-        differs by head.
-    """
-    if not (problem.is_causal or problem.pattern):
-        return None
-    if problem.differs_by_head:
-        assert problem.pattern is not None
-        mask = problem.pattern.to_mask(problem.query.shape[2], problem.key.shape[2])
-        return torch.from_numpy(mask).to(problem.query.device)
-    rows = torch.arange(problem.query.shape[2], device=problem.query.device)
-    return visible_rows(problem, rows)
-
-
-def exact_answer(problem: Problem) -> Partial:
-    """Compute output and LSE in float64 from the definition, with all scores in memory."""
-    group_size = problem.query.shape[1] // problem.key.shape[1]
-    query = problem.query.double()
-    key, value = (t.double().repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
-    scores = problem.scale * query @ key.mT
-    if (mask := visible_mask(problem)) is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
-    return Partial(weights @ value, lse)
 
 
 def exact_rows(problem: Problem, rows: Tensor) -> Tensor:
@@ -81,21 +26,6 @@ def exact_rows(problem: Problem, rows: Tensor) -> Tensor:
         scores = scores.masked_fill(masked_out, -torch.inf)
         outputs.append(scores.softmax(dim=-1).nan_to_num(0.0) @ value)
     return torch.stack(outputs, dim=1)
-
-
-def eager_output(problem: Problem) -> Tensor:
-    """Compute the output by ``scaled_dot_product_attention`` in the dtype of the problem."""
-    square = problem.query.shape[2] == problem.key.shape[2] and problem.pattern is None
-    output = F.scaled_dot_product_attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        attn_mask=None if square else visible_mask(problem),
-        is_causal=problem.is_causal and square,
-        scale=problem.scale,
-        enable_gqa=True,
-    )
-    return output.nan_to_num(0.0)
 
 
 def assert_tracks_exact(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from support.exact import eager_output, exact_answer
 
 import cqs
 from cqs.patterns import (
@@ -20,7 +21,7 @@ from cqs.patterns import (
     sliding_window,
     strided,
 )
-from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.testing import assert_tracks_exact
 
 
 def random_bits(*shape, share=0.3):

@@ -3,11 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.exact import attend, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
 from cqs.problem import check_problem
-from cqs.testing import assert_tracks_exact, attend, eager_output, exact_answer
+from cqs.testing import assert_tracks_exact
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 DTYPES = {

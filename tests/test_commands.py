@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.exact import attend
 from support.files import written_files
 
 import cqs.patterns as patterns
@@ -29,7 +30,6 @@ from cqs.commands.tensor_files import create_tensor
 from cqs.problem import Problem, check_problem
 from cqs.report.measurement import Measurement, append_rows
 from cqs.scheduler import Plan
-from cqs.testing import attend
 
 
 @pytest.fixture

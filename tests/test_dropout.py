@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.exact import attend
 
 import cqs
-from benchmarks.cases import Case
+from benchmarks.cases import Case, visible_mask
 from cqs.dropout import Dropout
 from cqs.executors.local import run_local
-from cqs.testing import assert_tracks_exact, attend, visible_mask
+from cqs.testing import assert_tracks_exact
 from cqs.verify import VerificationError, verify_rows
 from cqs.worker import WHY_NOT
 

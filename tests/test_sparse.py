@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from sparse_cases import NAMES, assert_gradients_right, random_bits, with_pattern
+from support.exact import attend
 
 import cqs
 from benchmarks.cases import Case
@@ -27,7 +28,6 @@ from cqs.patterns import (
     strided,
 )
 from cqs.problem import check_problem
-from cqs.testing import attend
 from cqs.tiler import Tiler
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.exact import attend, exact_answer
 from verify_cases import compute, draw
 
 import cqs
@@ -11,7 +12,6 @@ from benchmarks.cases import CASES
 from cqs.partial import Partial
 from cqs.patterns import sliding_window
 from cqs.problem import check_problem
-from cqs.testing import attend, exact_answer
 from cqs.verify import VerificationError, verify_rows
 from cqs.worker import worker as worker_module
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks import patterns
+from benchmarks.cases import visible_mask
 from cqs.problem import check_problem
-from cqs.testing import visible_mask
 
 TOKENS = 1024
 FOUND = {case.name: case for case in patterns._cases(TOKENS)}

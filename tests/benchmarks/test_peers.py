@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from support.exact import exact_answer
 
 from benchmarks import peers
 from benchmarks.__main__ import main
@@ -13,7 +14,6 @@ from benchmarks.cases import Case
 from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.kernel_calls import make_kernel_call
 from benchmarks.peer_methods.ring import Ring
-from cqs.testing import exact_answer
 from cqs.verify import VerificationError
 from cqs.worker import Worker
 

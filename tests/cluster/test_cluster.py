@@ -4,12 +4,13 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 import torch
+from support.exact import eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
 from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
-from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.testing import assert_tracks_exact
 from cqs.verify import VerificationError
 
 pytestmark = pytest.mark.ray

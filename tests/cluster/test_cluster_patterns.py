@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sparse_cases import assert_gradients_right, random_bits, with_pattern
+from support.exact import attend
 
 import cqs
 from benchmarks.cases import Case
@@ -21,7 +22,6 @@ from cqs.patterns import (
 )
 from cqs.patterns.block_list import BlockList
 from cqs.scheduler import predict_cost
-from cqs.testing import attend
 
 pytestmark = pytest.mark.ray
 

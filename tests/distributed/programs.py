@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.exact import eager_output, exact_answer
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,7 @@ from cqs.distributed.layout import choose_head_parallel
 from cqs.integrations import masks
 from cqs.nn import gradients
 from cqs.patterns import causal
-from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.testing import assert_tracks_exact
 from cqs.worker import Worker
 
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from benchmarks.timing import track
 from cqs.report import progress
-from cqs.report.progress import track
 
 
 class Terminal(io.StringIO):

@@ -2,7 +2,8 @@
 
 from itertools import pairwise, permutations
 
-from cqs.report.timing import Timer, time_in_turn, turns
+from benchmarks.timing import time_in_turn
+from cqs.report.timing import Timer, turns
 
 
 def test_nothing_always_follows_the_same():

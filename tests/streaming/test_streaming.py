@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.exact import eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES
@@ -31,7 +32,7 @@ from cqs.streaming import (
 from cqs.streaming.budget import parse_budget
 from cqs.streaming.checkpoint import WorkingDirectory
 from cqs.streaming.plan import CPU, GPU, StreamPlan
-from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.testing import assert_tracks_exact
 from cqs.worker import WHY_NOT
 from cqs.worker.memory import measure_peak_bytes
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.exact import eager_output, exact_answer
 
 from benchmarks.cases import CASES, Case
-from cqs.testing import assert_tracks_exact, eager_output, exact_answer
+from cqs.testing import assert_tracks_exact
 from cqs.worker import flash
 from cqs.worker.operands import Operands
 from cqs.worker.reference import gradients_reference

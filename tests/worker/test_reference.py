@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.exact import exact_answer
 
 from benchmarks.cases import CASES
-from cqs.testing import exact_answer
 from cqs.worker.operands import Operands
 from cqs.worker.reference import attend_reference
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.exact import exact_answer
 
 from benchmarks.cases import CASES, Case
 from benchmarks.memory import measure_task
@@ -9,7 +10,6 @@ from cqs.dropout import Dropout
 from cqs.partial import Partial
 from cqs.problem import Problem
 from cqs.scheduler import predict_cost
-from cqs.testing import exact_answer
 from cqs.tiler import Tiler
 from cqs.worker import WHY_NOT, HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes

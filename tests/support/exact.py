@@ -1,0 +1,60 @@
+"""Results of problems: by cqs, in float64 from the definition, and by eager PyTorch."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cqs
+from benchmarks.cases import visible_mask
+from cqs.partial import Partial
+from cqs.problem import Problem
+
+
+def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE of a problem, computed by :func:`cqs.attention`.
+
+    Args:
+        problem: The problem.
+        options: Further arguments of :func:`cqs.attention`.
+    """
+    output, lse = cqs.attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        is_causal=problem.is_causal,
+        pattern=problem.pattern,
+        scale=problem.scale,
+        return_lse=True,
+        **options,
+    )
+    return output, lse
+
+
+def exact_answer(problem: Problem) -> Partial:
+    """Compute output and LSE in float64 from the definition, with all scores in memory."""
+    group_size = problem.query.shape[1] // problem.key.shape[1]
+    query = problem.query.double()
+    key, value = (t.double().repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
+    scores = problem.scale * query @ key.mT
+    if (mask := visible_mask(problem)) is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    return Partial(weights @ value, lse)
+
+
+def eager_output(problem: Problem) -> Tensor:
+    """Compute the output by ``scaled_dot_product_attention`` in the dtype of the problem."""
+    square = problem.query.shape[2] == problem.key.shape[2] and problem.pattern is None
+    output = F.scaled_dot_product_attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        attn_mask=None if square else visible_mask(problem),
+        is_causal=problem.is_causal and square,
+        scale=problem.scale,
+        enable_gqa=True,
+    )
+    return output.nan_to_num(0.0)
