@@ -12,7 +12,7 @@ from cqs.advice import with_advice
 from cqs.autograd import attend_differentiably, keeping_operands
 from cqs.executors.local import run_local, run_local_backward
 from cqs.patterns import Pattern
-from cqs.problem import Problem, check_problem
+from cqs.problem import Problem, ProblemOptions, check_problem
 from cqs.scheduler import Plan
 from cqs.uncompiled import uncompiled
 from cqs.verify import verify_rows
@@ -125,13 +125,9 @@ def attention(
         >>> torch.allclose(output, dense, atol=1e-5)
         True
     """
-    problem_options: dict[str, Any] = {
-        "is_causal": is_causal,
-        "pattern": pattern,
-        "scale": scale,
-        "dropout_p": dropout_p,
-        "seed": seed,
-    }
+    options = ProblemOptions(
+        is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
+    )
     check_backend_name(backend)
     if memory_budget is not None:
         if not (num_tasks is interest_set is None and executor in (None, "local")):
@@ -152,14 +148,14 @@ def attention(
             progress=progress,
             backend=backend,
             verify=verify,
-            **problem_options,
+            **options,
         )
         return (answer.output, answer.lse) if return_lse else answer.output
     if not (device is out is resume is None and progress is False):
         raise ValueError(
             "memory_budget must be given with device, out, resume or progress, got None"
         )
-    problem = check_problem(query, key, value, **problem_options)
+    problem = check_problem(query, key, value, **options)
 
     def make_plan(problem: Problem) -> Plan:
         return problem.make_plan(1 if num_tasks is None else num_tasks, interest_set)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, product
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ from cqs.scheduler.arguments import as_bool, as_integer, to_float
 GPU_TILE = 128
 """Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class ProblemOptions(TypedDict, total=False):
+    """The options of an attention call that define its result."""
+
+    is_causal: bool
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
+    pattern: Pattern | None
+    """Query-key pairs that attend; ``None`` means all."""
+    scale: float | None
+    """Factor on the scores; ``None`` means ``head_dim ** -0.5``."""
+    dropout_p: float
+    """Probability that an attention weight is zeroed, in [0, 1)."""
+    seed: int | None
+    """Random seed of the dropout mask; ``None`` draws one."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from tqdm import tqdm
 from cqs.autograd import Attended, Kept, attend_differentiably
 from cqs.gradients import Gradients
 from cqs.partial import Partial, lse_dtype
-from cqs.patterns import Pattern, causal, per_head, sliding_window
-from cqs.problem import Problem, check_problem
+from cqs.patterns import causal, per_head, sliding_window
+from cqs.problem import Problem, ProblemOptions, check_problem
 from cqs.streaming.attention import Streamed
 from cqs.streaming.budget import parse_budget
 from cqs.streaming.checkpoint import Checkpoint, WorkingDirectory
@@ -62,13 +62,9 @@ def attend_within(
     out: Any = None,
     resume: "str | os.PathLike[str] | WorkingDirectory | None" = None,
     progress: Progress = False,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
     backend: str | None = None,
     verify: bool = False,
+    **options: Unpack[ProblemOptions],
 ) -> Partial:
     """Compute attention within a memory budget; arguments and errors as :func:`cqs.attention`.
 
@@ -79,14 +75,7 @@ def attend_within(
     """
     tensors = (query, key, value)
     sources: Sequence[Source] = tuple(map(as_source, _NAMES, tensors))
-    problem = check_problem(
-        *map(_as_tensor, tensors, sources),
-        is_causal=is_causal,
-        pattern=pattern,
-        scale=scale,
-        dropout_p=dropout_p,
-        seed=seed,
-    )
+    problem = check_problem(*map(_as_tensor, tensors, sources), **options)
     sources = tuple(map(_of_shape, _NAMES, sources, (problem.query, problem.key, problem.value)))
     where = _choose_device(device)
     needs_grad = torch.is_grad_enabled() and any(

@@ -36,7 +36,7 @@ from cqs.executors.shortage import fewest_tasks
 from cqs.gradients import Gradients
 from cqs.partial import Partial
 from cqs.patterns import Pattern
-from cqs.problem import Problem, check_problem, draw_seed
+from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Plan
 from cqs.scheduler.arguments import as_bool, as_integer, to_float, to_integer
 from cqs.streaming.budget import parse_budget
@@ -277,6 +277,9 @@ class Cluster:
             TaskFailedError: ``max_attempts`` workers failed on the same task.
             VerificationError: ``verify`` found a row that deviates by more than its bound.
         """
+        options = ProblemOptions(
+            is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
+        )
         if isinstance(query, Sharded):
             if not (
                 key is value is num_tasks is memory_budget is None and verify is progress is False
@@ -291,19 +294,15 @@ class Cluster:
                     "tensors in each shard"
                 )
             if dropout_p and seed is None:
-                seed = draw_seed()  # repeated shards need the same dropout mask
-            options = {
-                "is_causal": is_causal,
-                "pattern": pattern,
-                "scale": scale,
-                "dropout_p": dropout_p,
-                "seed": seed,
+                options["seed"] = draw_seed()  # repeated shards need the same dropout mask
+            distributed_options = {
+                **options,
                 "head_parallel": head_parallel,
                 "interest_set": None if interest_set is None else tuple(interest_set),
                 "backend": backend,
                 "return_lse": return_lse,
             }
-            return self.make_shards(AttendShards(options), [query])
+            return self.make_shards(AttendShards(distributed_options), [query])
         if head_parallel != "auto":
             raise TypeError(
                 f"head_parallel must be 'auto' for tensors, got {head_parallel!r}: pass a sharded "
@@ -311,16 +310,7 @@ class Cluster:
             )
         if key is None or value is None:
             raise TypeError("key and value must be tensors unless query is a sharded sequence")
-        problem = check_problem(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            pattern=pattern,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-        )
+        problem = check_problem(query, key, value, **options)
         if memory_budget is not None:
             if num_tasks is not None:
                 raise ValueError(
@@ -430,16 +420,10 @@ class Cluster:
             NotImplementedError: The pattern differs by head.
         """
         self._check_alive()
-        problem = check_problem(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            pattern=pattern,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
+        options = ProblemOptions(
+            is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
         )
+        problem = check_problem(query, key, value, **options)
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
         if problem.differs_by_head:
