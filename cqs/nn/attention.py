@@ -1,5 +1,7 @@
 """Self-attention that is tensor-parallel over heads and context-parallel over the sequence."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,21 +63,11 @@ class SelfAttention(nn.Module):
         self.rope_theta = rope_theta
         self.head_parallel = head_parallel
         sizes = hidden_size, num_kv_heads * self.head_dim, num_kv_heads * self.head_dim
+        options: dict[str, Any] = {"bias": False, "mesh": axis, "device": device, "dtype": dtype}
         self.query, self.key, self.value = (
-            ColumnParallelLinear(
-                hidden_size, size, bias=False, mesh=axis, device=device, dtype=dtype
-            )
-            for size in sizes
+            ColumnParallelLinear(hidden_size, size, **options) for size in sizes
         )
-        self.output = RowParallelLinear(
-            hidden_size,
-            hidden_size,
-            bias=False,
-            scatter_dim=1,
-            mesh=axis,
-            device=device,
-            dtype=dtype,
-        )
+        self.output = RowParallelLinear(hidden_size, hidden_size, scatter_dim=1, **options)
 
     def forward(self, hidden: Tensor, tokens: range) -> Tensor:
         """Compute attention for the rows of this rank.

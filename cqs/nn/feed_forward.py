@@ -1,5 +1,7 @@
 """A tensor-parallel feed-forward layer."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,21 +34,11 @@ class FeedForward(nn.Module):
         feed_forward_size = as_integer("feed_forward_size", feed_forward_size, 1)
         check_divisible("feed_forward_size", feed_forward_size, axis)
         self.mesh = mesh
+        options: dict[str, Any] = {"bias": False, "mesh": axis, "device": device, "dtype": dtype}
         self.gate, self.up = (
-            ColumnParallelLinear(
-                hidden_size, feed_forward_size, bias=False, mesh=axis, device=device, dtype=dtype
-            )
-            for _ in range(2)
+            ColumnParallelLinear(hidden_size, feed_forward_size, **options) for _ in range(2)
         )
-        self.down = RowParallelLinear(
-            feed_forward_size,
-            hidden_size,
-            bias=False,
-            scatter_dim=1,
-            mesh=axis,
-            device=device,
-            dtype=dtype,
-        )
+        self.down = RowParallelLinear(feed_forward_size, hidden_size, scatter_dim=1, **options)
 
     def forward(self, hidden: Tensor, tokens: range) -> Tensor:
         """Compute the layer for the rows of this rank.

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 Rows = Sequence["ScalingRow"]
 """Rows of one report and one pass, sorted by number of tasks."""
+Lines = dict[str, Callable[["ScalingRow"], float | None]]
+"""Labels of lines, and the quantity of a row that each shows."""
 
 _SIZE = (4, 3.2)
 """Width and height of a new figure in inches."""
@@ -69,7 +71,7 @@ def plot_balance(rows: Rows, axes: Any = None) -> Any:
         The matplotlib axes.
     """
     axes = _prepare(rows, axes, "most over mean")
-    lines: dict[str, Callable[[ScalingRow], float | None]] = {
+    lines: Lines = {
         "live pairs": lambda row: row.balance,
         "time": lambda row: row.time_balance,
     }
@@ -89,7 +91,7 @@ def plot_peak_bytes(rows: Rows, axes: Any = None) -> Any:
         The matplotlib axes.
     """
     axes = _prepare(rows, axes, "peak of a task, MiB")
-    lines: dict[str, Callable[[ScalingRow], float | None]] = {
+    lines: Lines = {
         "measured": lambda row: row.peak_bytes / _MIB,
         "predicted": lambda row: row.predicted_bytes and row.predicted_bytes / _MIB,
     }
@@ -109,7 +111,7 @@ def plot_traffic(rows: Rows, axes: Any = None) -> Any:
         The matplotlib axes.
     """
     axes = _prepare(rows, axes, "of a task, MiB")
-    lines: dict[str, Callable[[ScalingRow], float | None]] = {
+    lines: Lines = {
         "received": lambda row: row.bytes_in / _MIB,
         "returned": lambda row: row.bytes_out / _MIB,
     }
@@ -129,7 +131,7 @@ def plot_times(rows: Rows, axes: Any = None) -> Any:
         The matplotlib axes.
     """
     axes = _prepare(rows, axes, "milliseconds")
-    lines: dict[str, Callable[[ScalingRow], float | None]] = {
+    lines: Lines = {
         "slowest task": lambda row: row.slowest_ms,
         "mean task": lambda row: row.mean_ms,
         "merge": lambda row: row.merge_ms,
@@ -151,7 +153,7 @@ def plot_speedup(rows: Rows, axes: Any = None) -> Any:
         The matplotlib axes.
     """
     axes = _prepare(rows, axes, "speed-up")
-    lines: dict[str, Callable[[ScalingRow], float | None]] = {
+    lines: Lines = {
         "over one task": lambda row: row.speedup,
         "over one dense call": lambda row: row.speedup_over_dense,
     }
@@ -216,7 +218,7 @@ def _prepare(rows: Rows, axes: Any, label: str) -> Any:
 def _draw_lines(
     axes: Any,
     rows: Rows,
-    lines: "dict[str, Callable[[ScalingRow], float | None]]",
+    lines: Lines,
     styles: Sequence[tuple[str, str, str]] = _STYLES,
 ) -> None:
     """Draw a line for each quantity that some row has, with its colour, marker and line style."""

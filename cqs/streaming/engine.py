@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cqs.streaming.plan import START, HeldBlock, Position, StreamPlan, Visit
 from cqs.streaming.sources import Source, Target
-from cqs.streaming.transfers import DeviceCopies, make_transfers
+from cqs.streaming.transfers import DeviceCopies, RowsOfHeads, make_transfers
 
 
 class Side(NamedTuple):
@@ -82,18 +82,13 @@ def stream(
                 chunks.prefetch(visit.block, visit.tokens)
 
         def download(block: HeldBlock, results: Sequence[Tensor]) -> list[Callable[[], None]]:
-            event = transfers.record_event()
-            return [
-                transfers.download(
-                    result[0],
-                    event,
-                    target,
-                    block.batch,
-                    block.heads if result.shape[1] == len(block.heads) else block.kv_heads,
-                    block.tokens,
-                )
-                for result, target in zip(results, targets, strict=True)
-            ]
+            event, downloads = transfers.record_event(), []
+            for result, target in zip(results, targets, strict=True):
+                has_query_heads = result.shape[1] == len(block.heads)
+                heads = block.heads if has_query_heads else block.kv_heads
+                place = RowsOfHeads(block.batch, heads, block.tokens)
+                downloads.append(transfers.download(result[0], event, target, place))
+            return downloads
 
         def finish_download() -> None:
             nonlocal downloading
@@ -103,11 +98,8 @@ def stream(
                     wait()
                 finished(block)
 
-        visits = plan.visits(start)
-        current = next(visits, None)
-        if current is not None:
+        for current in plan.visits(start):
             prefetch(current)
-        while current is not None:
             own, others = blocks.wait(), chunks.wait() if current.tokens is not None else []
             reduction.add(current, own, others)
             visited(current)
@@ -117,9 +109,6 @@ def stream(
                 downloading = current.block, download(current.block, reduction.finish(own))
             blocks.release()
             chunks.release()
-            current = next(visits, None)
-            if current is not None:
-                prefetch(current)
         finish_download()
 
 
@@ -155,14 +144,14 @@ class _InputBuffers:
     def prefetch(self, block: HeldBlock, tokens: range) -> None:
         """Start the upload of tokens of a block's heads, unless a buffer contains them."""
         heads = block.kv_heads if self._side.has_kv_heads else block.heads
-        wanted = block.batch, heads, tokens
+        wanted = RowsOfHeads(block.batch, heads, tokens)
         if wanted in self._contents:
             self._current = self._contents.index(wanted)
             return
         self._current = here = (self._current + 1) % len(self._contents)
         for source, buffer in zip(self._side.sources, self._buffers[here], strict=True):
             self._uploaded[here] = self._transfers.upload(
-                source, block.batch, heads, tokens, buffer[:, : len(tokens)], self._used[here]
+                source, wanted, buffer[:, : len(tokens)], self._used[here]
             )
         self._contents[here] = wanted
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,34 +15,47 @@ _NUM_STAGING_BUFFERS = 4
 """Staging buffers of each direction."""
 
 
-class DeviceCopies(Protocol):
-    """Copies to and from a device. An event completes after all work launched before it."""
+class RowsOfHeads(NamedTuple):
+    """The rows of a tensor ``[batch, heads, seqlen, dim]`` that are copied."""
+
+    batch: int
+    """Batch element."""
+    heads: range
+    """Heads to copy."""
+    rows: range
+    """Tokens to copy."""
+
+
+class DeviceCopies:
+    """Copies to and from a device. An event completes after all work launched before it.
+
+    This class copies synchronously, for computation on the CPU.
+    """
 
     def record_event(self) -> Any:
         """Return an event that completes after everything launched so far."""
 
-    def upload(
-        self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
-    ) -> Any:
+    def upload(self, source: Source, place: RowsOfHeads, target: Tensor, after: Any) -> Any:
         """Copy rows to the device. May return before the copy has completed.
 
         Args:
             source: The tensor to read.
-            batch: Batch element.
-            heads: Heads to copy.
-            rows: Tokens to copy.
+            place: The rows to copy.
             target: ``[heads, rows, dim]`` on the device, in the dtype of ``source``.
             after: The event after which ``target`` may be overwritten, or None.
 
         Returns:
             An event that completes after the copy.
         """
+        batch, heads, rows = place
+        for head, into in zip(heads, target, strict=True):
+            source.read(batch, head, rows, into)
 
     def wait(self, event: Any) -> None:
         """Make work that is launched from now on wait for an event."""
 
     def download(
-        self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
+        self, tensor: Tensor, after: Any, target: Target, place: RowsOfHeads
     ) -> Callable[[], None]:
         """Copy rows to a target. May return before the copy has completed.
 
@@ -50,47 +63,21 @@ class DeviceCopies(Protocol):
             tensor: ``[heads, rows, dim]`` on the device; must not be written to afterwards.
             after: The event after which ``tensor`` is complete.
             target: The tensor to write.
-            batch: Batch element.
-            heads: Heads to write.
-            rows: Tokens to write.
+            place: The rows to write.
 
         Returns:
             A function that waits until the rows are written, and raises the error of the copy.
         """
-
-    def close(self) -> None:
-        """Wait for all copies, including those whose results are unused."""
-
-
-class CpuCopies:
-    """Synchronous copies, for computation on the CPU."""
-
-    def record_event(self) -> None:
-        """Return None, because every operation has completed when it returns."""
-
-    def upload(
-        self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
-    ) -> None:
-        """Read rows into the tensor."""
-        for head, into in zip(heads, target, strict=True):
-            source.read(batch, head, rows, into)
-
-    def wait(self, event: Any) -> None:
-        """Do nothing."""
-
-    def download(
-        self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
-    ) -> Callable[[], None]:
-        """Write rows to the target."""
+        batch, heads, rows = place
         for head, values in zip(heads, tensor, strict=True):
             target.write(batch, head, rows, values)
         return lambda: None
 
     def close(self) -> None:
-        """Do nothing."""
+        """Wait for all copies, including those whose results are unused."""
 
 
-class GpuCopies:
+class GpuCopies(DeviceCopies):
     """Copies between host and GPU. Pageable memory is copied through pinned staging buffers.
 
     Downloads run on a separate thread, because the first write to newly allocated host memory (page
@@ -109,9 +96,10 @@ class GpuCopies:
         return event
 
     def upload(
-        self, source: Source, batch: int, heads: range, rows: range, target: Tensor, after: Any
+        self, source: Source, place: RowsOfHeads, target: Tensor, after: Any
     ) -> torch.cuda.Event:
         """Copy rows on the upload stream."""
+        batch, heads, rows = place
         copy_stream = self._upload_stream
         if after is not None:
             copy_stream.stream.wait_event(after)
@@ -137,12 +125,12 @@ class GpuCopies:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def download(
-        self, tensor: Tensor, after: Any, target: Target, batch: int, heads: range, rows: range
+        self, tensor: Tensor, after: Any, target: Target, place: RowsOfHeads
     ) -> Callable[[], None]:
         """Copy rows on the download stream; copies overlap writes to the target."""
         # The thread pops the tensor, so that its memory is freed before the future completes.
         sent = [tensor]
-        return self._thread.submit(self._download, sent, after, target, batch, heads, rows).result
+        return self._thread.submit(self._download, sent, after, target, place).result
 
     def close(self) -> None:
         """Wait for the download thread and for both streams."""
@@ -150,16 +138,8 @@ class GpuCopies:
         for copy_stream in (self._upload_stream, self._download_stream):
             copy_stream.stream.synchronize()
 
-    def _download(
-        self,
-        sent: list[Tensor],
-        after: Any,
-        target: Target,
-        batch: int,
-        heads: range,
-        rows: range,
-    ) -> None:
-        tensor = sent.pop()
+    def _download(self, sent: list[Tensor], after: Any, target: Target, place: RowsOfHeads) -> None:
+        tensor, (batch, heads, rows) = sent.pop(), place
         copy_stream = self._download_stream
         copy_stream.stream.wait_event(after)
         if isinstance(target, InMemory) and target.tensor.is_pinned():
@@ -214,7 +194,7 @@ class _CopyStream:
 
 def make_transfers(device: torch.device) -> DeviceCopies:
     """Return the copies for a device: asynchronous for a GPU, synchronous for the CPU."""
-    return GpuCopies(device) if device.type == "cuda" else CpuCopies()
+    return GpuCopies(device) if device.type == "cuda" else DeviceCopies()
 
 
 def _write(
