@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--link", type=_link, metavar="LINK",
-        help="nvlink, ib or GB/s per device and direction; default: nvlink",
+        help="nvlink, ib or a number of GB/s per device and direction; default: nvlink",
     )  # fmt: skip
     machine.add_argument(
         "--latency", type=float, metavar="MICROSECONDS", help="of a collective or hop; default: 20"
@@ -187,4 +187,6 @@ def _link(text: str) -> float:
         return _LINKS[text] if text in _LINKS else float(text)
     except ValueError:
         names = ", ".join(_LINKS)
-        raise argparse.ArgumentTypeError(f"must be {names} or GB/s, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be {names} or a number of GB/s, got {text!r}"
+        ) from None

@@ -39,7 +39,8 @@ class Exchange:
 
         Args:
             transport: Transport between the ranks of the group.
-            num_chunks: Number of head chunks of the pass.
+            num_chunks: Number of head chunks of the pass, each sent once in each direction. Chunk i
+                uses buffer slot ``i % num_turns`` of the transport.
             in_place: Whether rows that stay on this rank may be views of the caller's tensors.
         """
         self._transport, self._in_place = transport, in_place

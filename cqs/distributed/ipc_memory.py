@@ -112,7 +112,14 @@ class IpcMemory:
             )
 
     def close(self, control: Any) -> None:
-        """Close the peers' buffers and free this rank's; every rank must call this."""
+        """Close the peers' buffers and free this rank's; every rank must call this.
+
+        Args:
+            control: Process group of all ranks for CPU tensors.
+
+        Raises:
+            RuntimeError: A rank has failed; this rank's buffer is not freed.
+        """
         self.disconnect()
         barrier(control)  # memory that a peer has open must not be freed
         self.free()

@@ -322,7 +322,12 @@ def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], ran
 
 
 def _places(numbers: Sequence[Sequence[int]], rank: int) -> PackOffsets:
-    """Return the offsets for one rank, given the number of rows [owner][receiver]."""
+    """Return where the rows for ``rank`` start in every rank's send buffer, and the largest buffer.
+
+    Args:
+        numbers: Matrix [owner][receiver] of the number of rows sent, with a zero diagonal.
+        rank: The receiving rank.
+    """
     return PackOffsets(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
 
 

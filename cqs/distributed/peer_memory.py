@@ -365,7 +365,16 @@ class PeerMemory:
         return found.view(packet.sources[0].dtype).view(number, *packet.row_shape)
 
     def _wait_flag(self, stream: torch.cuda.Stream, rank: int, row: int, value: int) -> None:
-        """Make a stream wait until this rank's flag about a rank is at least ``value``."""
+        """Make a stream wait until a flag in this rank's memory is at least ``value``.
+
+        The host does not wait; :meth:`check_time` enforces the timeout of the group.
+
+        Args:
+            stream: CUDA stream that waits.
+            rank: Rank that the flag is about, which writes it.
+            row: Row of the flag: its meaning.
+            value: Epoch, or 1.
+        """
         address = self._memory.addresses[self._rank] + 4 * (row * self._num_ranks + rank)
         at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         check(driver.cuStreamWaitValue32(stream.cuda_stream, address, value, at_least))

@@ -213,8 +213,8 @@ def _raising_lost_error() -> Iterator[None]:
         yield
     except RuntimeError as lost:
         raise LostError(
-            "rows of other ranks were not received: a rank has failed or did not make this call "
-            f"({lost})"
+            "rows of other ranks were not received: a rank has failed or did not make this call; "
+            f"restart all ranks of the group ({lost})"
         ) from lost
 
 

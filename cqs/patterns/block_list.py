@@ -366,7 +366,10 @@ class BlockList:
         return live, index
 
     def _packed(self, ids: Integers) -> NDArray[np.uint8]:
-        """Return the masks of blocks with given ids, including full and empty blocks."""
+        """Return the masks of blocks with given ids, including full and empty blocks.
+
+        The result is laid out as :attr:`bits`: ``[len(ids), block, ceil(block / 8)]``.
+        """
         live, index = self._states(ids)
         bits = _no_bits(self.grid, len(ids))
         bits[live & (index < 0)] = self.grid.full_bits(ids[live & (index < 0)])

@@ -152,7 +152,8 @@ class Listed(Pattern):
     def _bind(self, lengths: Lengths) -> BoundPattern:
         if not self.suits(lengths):
             raise ValueError(
-                f"{self!r} requires lengths {self.default_lengths}, got {tuple(lengths)}"
+                f"{self!r} requires lengths {self.default_lengths}, got {tuple(lengths)}: make the "
+                "pattern for the lengths of query and key"
             )
         return BoundPattern(*lengths, (), self.blocks)
 

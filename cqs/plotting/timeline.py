@@ -77,15 +77,16 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
 def save_trace(report: "RunReport", path: str | Path) -> None:
     """Write a run as a trace for https://ui.perfetto.dev and chrome://tracing.
 
-    The format is the "Trace Event Format" of Chrome: JSON with microseconds since the call.
-    Each process has its tasks, with the values of :class:`~cqs.executors.ray.TaskReport`, and
-    between them its waiting times, as in :func:`plot_timeline`. The driver's row is the whole call.
+    The format is the "Trace Event Format" of Chrome: JSON with microseconds since the start of the
+    call. Each process has its tasks, with backend, peak memory and traffic, and between them its
+    waiting times, as in :func:`plot_timeline`. The driver's row is the whole call.
 
     Args:
         report: Report of a call on a cluster, ``AttentionFuture.report``.
         path: The file, which is overwritten; its name usually ends in ``.json``.
 
     Raises:
+        ValueError: The path exists and is not a regular file.
         OSError: The file cannot be written.
     """
     driver = {

@@ -182,7 +182,13 @@ class Backward(MeasuredPass):
         """Return None, because plans predict the memory of forward passes only."""
 
     def merger(self, plan: Plan, results: Sequence[TensorGroups]) -> Callable[[], Gradients]:
-        """Return a function that sums the gradient contributions of all tasks."""
+        """Return a function that sums the gradient contributions of all tasks; call it once.
+
+        Args:
+            plan: The plan of the tasks.
+            results: For every task, ``(dQ,)`` of each held query group, then ``(dK, dV)`` of each
+                held key group, ``[batch, heads, rows of the group, dim]``.
+        """
         total = GradientSum(plan, Gradients.zeros(*self._tensors))
 
         def merge() -> Gradients:

@@ -417,7 +417,16 @@ class Plan:
         return tuple(map(range, marks[:-1], marks[1:]))
 
     def _seen(self, query_group: int, groups: list[int]) -> list[int]:
-        """Return the indices of key groups of ``groups`` that ``query_group`` sees entirely."""
+        """Return the key groups of some token groups that every query of a token group sees.
+
+        Args:
+            query_group: Index of the token group of the queries.
+            groups: Indices of token groups.
+
+        Returns:
+            Indices into :attr:`key_groups`: all of ``groups`` if attention is non-causal, otherwise
+            their prefix groups, and their diagonal groups before that of ``query_group``.
+        """
         if not self.is_causal:
             return groups
         prefix = groups if self._num_prefix else []

@@ -295,7 +295,8 @@ def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
         )
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"{name} must be on the CPU if memory_budget is given, got {tensor.device}"
+            f"{name} must be on the CPU if memory_budget is given, got {tensor.device}: "
+            "move it there, or leave out memory_budget"
         )
     if tensor.ndim != 4:
         raise ValueError(

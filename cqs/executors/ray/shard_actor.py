@@ -210,9 +210,13 @@ class ShardActor:
         return tuple(tuple(tensor.shape) for tensor in shard)
 
     def settle(self) -> None:
-        """Wait until the GPU has finished the shard made last.
+        """Block until the GPU has finished the shard that :meth:`compute` made last.
 
-        The shard is valid if this call returns on all ranks of the group.
+        The driver calls this on all actors of a group: the shard is valid if all calls return. On
+        a CPU it returns at once.
+
+        Raises:
+            RuntimeError: A kernel of the shard failed.
         """
         if self._made is not None:
             self._made.synchronize()
