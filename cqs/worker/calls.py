@@ -305,7 +305,13 @@ def _between(tokens: range, first: int, last: int) -> range:
 
 
 def _are_apart(queries: range, farthest: int, stride: int) -> bool:
-    """Return whether copies of a query range, shifted by multiples of ``stride``, are disjoint."""
+    """Return whether copies of a query range, shifted by multiples of ``stride``, are disjoint.
+
+    Args:
+        queries: The first copy.
+        farthest: Tokens from the first copy to the last.
+        stride: Tokens from one copy to the next.
+    """
     return stride >= len(queries) * queries.step or 0 < farthest < queries.step
 
 

@@ -420,8 +420,8 @@ class _Lists(NamedTuple):
     def num_polls(self) -> int:
         """Return the maximum number of polls of ``wait_for_programs``; 0 if programs do not wait.
 
-        They wait only for tiles of nearly equal lengths: others would not read the same keys at the
-        same time, even if they start together.
+        Programs wait only if their tiles visit nearly equal numbers of blocks. Otherwise they would
+        not read the same keys at the same time, even if they start together.
         """
         if not len(self.blocks) or self.blocks[0] < _MIN_BLOCKS_TO_WAIT:
             return 0
