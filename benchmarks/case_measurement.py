@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.resident import STATM, record_resident
+from benchmarks.memory_samples import STATM, record_memory, record_resident
 from cqs.report.measurement import summarize
 from cqs.report.passes import Forward, MeasuredPass, make_pass
 from cqs.report.rows import ReportRow, fields_of, read_kind
 from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan, Task, make_plan, quorum
-from cqs.worker.memory import record_memory
 
 NUM_TASKS = (1, 4, 7, 8, 31)
 TOKENS = (10_000, 20_000, 30_000, 40_000, 45_000, 46_000, 47_000, 48_000, 49_000)
@@ -58,7 +57,7 @@ class CaseRow(ReportRow):
 
     @property
     def samples(self) -> list[tuple[float, int]]:
-        """Samples as (seconds, bytes), the argument of :func:`cqs.plotting.plot_memory`."""
+        """Samples as (seconds, bytes), for :func:`benchmarks.plots.memory.plot_memory`."""
         return list(zip(self.sample_seconds, self.sample_bytes, strict=True))
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.plots.memory import plot_memory
 from cqs.plotting.figures import add_legend, make_logarithmic, new_axes
-from cqs.plotting.memory import plot_memory
 
 if TYPE_CHECKING:
     from benchmarks.case_measurement import CaseRow

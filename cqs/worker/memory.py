@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> t
         result = compute()
         torch.cuda.synchronize(device)
         return result, _requested(device, "peak") - before
-    result, samples = record_memory(compute, device)
+    result, samples = record_cpu_memory(compute)
     return result, max(held for _, held in samples)
 
 
@@ -59,37 +59,15 @@ def _requested(device: torch.device, when: str) -> int:
     return int(torch.cuda.memory_stats(device).get(f"requested_bytes.all.{when}", 0))
 
 
-def record_memory(
-    compute: Callable[[], Result], device: torch.device
-) -> tuple[Result, list[tuple[float, int]]]:
-    """Run a function and return its result and its memory over time.
-
-    The bytes are those of :func:`measure_peak_bytes`. On a GPU they come from the memory history of
-    PyTorch's allocator, which must not be recorded already. Its times are those of the host;
-    kernels may run later.
+def record_cpu_memory(compute: Callable[[], Result]) -> tuple[Result, list[tuple[float, int]]]:
+    """Run a function and return its result and its CPU memory over time, by PyTorch's profiler.
 
     Args:
         compute: The function to run.
-        device: The device whose memory is recorded.
 
     Returns:
         The result, and samples: seconds since the start, and the bytes allocated from then on.
     """
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.memory._record_memory_history(context=None)
-        try:
-            start = time.time()
-            result = compute()
-            snapshot = torch.cuda.memory._snapshot()
-        finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
-        number = torch.cuda.current_device() if device.index is None else device.index
-        samples = [
-            (at - start, held - before) for at, held in samples_of_snapshot(snapshot, number)
-        ]
-        return result, [(0.0, 0), *samples]
-
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it announces every start on stderr otherwise
     # Not torch.profiler.profile, which imports all of torch.compile.
     with profile(profile_memory=True, use_kineto=True) as profiler:
@@ -101,32 +79,6 @@ def record_memory(
     sizes = accumulate(event.nbytes() for event in events)
     times = (event.start_ns() / 1e9 - start for event in events)
     return result, [(0.0, 0), *zip(times, sizes, strict=True)]
-
-
-def samples_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[tuple[float, int]]:
-    """Return the allocated memory of a GPU while its memory history was recorded.
-
-    As in ``torch.cuda.memory_allocated``, a block counts until its owner frees it, although a
-    stream may still use it.
-
-    Args:
-        snapshot: Return value of ``torch.cuda.memory._snapshot()``, after
-            ``torch.cuda.memory._record_memory_history()``.
-        device: Index of the GPU.
-
-    Returns:
-        For each event, seconds since the Unix epoch and the bytes allocated from then on.
-    """
-    signs = {"alloc": 1, "free_requested": -1}
-    events = [
-        (entry["time_us"] / 1e6, signs[entry["action"]] * entry["size"])
-        for entry in snapshot["device_traces"][device]
-        if entry["action"] in signs
-    ]
-    segments = [each for each in snapshot["segments"] if each["device"] == device]
-    before = sum(each["allocated_size"] for each in segments) - sum(size for _, size in events)
-    sizes = accumulate(size for _, size in events)
-    return [(at, before + size) for (at, _), size in zip(events, sizes, strict=True)]
 
 
 def predict_sparse_bytes(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from case_rows import make_cases
 
-from benchmarks import case_measurement, resident
+from benchmarks import case_measurement, memory_samples
 from benchmarks.case_measurement import longest_task, measure, plan_case, read_rows
-from benchmarks.resident import record_resident
+from benchmarks.memory_samples import record_resident
 from cqs.report.measurement import append_rows
 from cqs.report.passes import make_pass
 from cqs.report.settings import Settings
@@ -25,7 +25,7 @@ PUBLISHED = {
     31: (1937, 3873, 5808, 7743, 8711, 8904, 9099, 9292, 9486),
 }
 """Longest subsequences of 10,000 to 49,000 tokens (Bian and Somani, IEEE Access 2025)."""
-needs_statm = pytest.mark.skipif(not resident.STATM.exists(), reason="needs /proc/self/statm")
+needs_statm = pytest.mark.skipif(not memory_samples.STATM.exists(), reason="needs /proc/self/statm")
 
 
 def longest(tokens, num_tasks):
@@ -161,12 +161,12 @@ def test_what_fails_ends_the_recording():
     def fail():
         raise ArithmeticError("it is wrong")
 
-    if resident.STATM.exists():
+    if memory_samples.STATM.exists():
         with pytest.raises(ArithmeticError, match="it is wrong"):
             record_resident(fail)
 
 
 def test_a_system_without_a_resident_set_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(resident, "STATM", tmp_path / "statm")
+    monkeypatch.setattr(memory_samples, "STATM", tmp_path / "statm")
     with pytest.raises(NotImplementedError, match="the resident set is read from .*statm"):
         record_resident(lambda: None)

@@ -10,11 +10,11 @@ from scaling_rows import MANY, make_rows
 from timeline_reports import make_report
 
 from benchmarks.plots import case_study
+from benchmarks.plots.memory import plot_memory
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided
 from cqs.plotting import (
     plot_density,
-    plot_memory,
     plot_owners,
     plot_timeline,
     plot_wheel,

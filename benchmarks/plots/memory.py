@@ -17,8 +17,9 @@ def plot_memory(
 
     Args:
         samples: Ascending times in seconds and the allocated bytes from each time on. They are
-            returned by :func:`cqs.worker.memory.record_memory`, and by
-            :func:`~cqs.worker.memory.samples_of_snapshot` for a history that PyTorch recorded.
+            returned by :func:`benchmarks.memory_samples.record_memory`, and by
+            :func:`~benchmarks.memory_samples.samples_of_snapshot` for a history that PyTorch
+            recorded.
         axes: Matplotlib axes to draw on, which may have other samples on it; ``None`` makes a new
             figure.
         predicted_bytes: Predicted peak in bytes, drawn as a dashed line; ``None`` draws none.

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from cqs.plotting import plot_memory
-from cqs.worker.memory import measure_peak_bytes, record_memory, samples_of_snapshot
+from benchmarks.memory_samples import record_memory, samples_of_snapshot
+from benchmarks.plots.memory import plot_memory
+from cqs.worker.memory import measure_peak_bytes
 
 
 def allocate(device):
