@@ -453,7 +453,13 @@ class Plan:
         else:
             cuts = [(queries, self._runs(seen), causal_keys)]
         return [
-            Step.of(query_group, rows, runs, causal or None)
+            Step(
+                query_group,
+                rows,
+                runs,
+                causal or None,
+                len(rows) * sum(map(len, runs)) + len(causal) * (len(causal) + 1) // 2,
+            )
             for rows, runs, causal in cuts
             if rows and (runs or causal)
         ]

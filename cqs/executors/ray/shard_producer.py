@@ -1,9 +1,8 @@
 """Functions that make the shards of a sharded sequence on the actors of a cluster."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,25 +10,29 @@ from torch import Tensor
 from cqs.distributed import attention
 
 
-class ShardProducer(ABC):
+class ShardProducer(Protocol):
     """Makes the shard of one rank.
 
     A cluster calls the producer again if a shard is lost. The second shard must be bitwise
     identical to the first.
     """
 
-    name: str
-    """Name of the producer in error messages."""
-    is_collective: bool = False
-    """Whether all ranks must call the producer together."""
-    is_early: bool = False
-    """Whether a call may begin before other ranks have finished the previous exchange.
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks must call the producer together."""
 
-    If a rank fails in that time, the input tensors may be invalid; the cluster then discards the
-    output and calls the producer again.
-    """
+    @property
+    def is_early(self) -> bool:
+        """Whether a call may begin before other ranks have finished the previous exchange.
 
-    @abstractmethod
+        If a rank fails in that time, the input tensors may be invalid; the cluster then discards
+        the output and calls the producer again.
+        """
+
+    @property
+    def name(self) -> str:
+        """Name of the producer in error messages."""
+
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
         """Return one tensor, or a tuple or list of tensors.
 
@@ -42,9 +45,10 @@ class ShardProducer(ABC):
 
 
 @dataclass(frozen=True)
-class LoadShard(ShardProducer):
+class LoadShard:
     """Returns the tensors that the driver put into the object store."""
 
+    is_collective = is_early = False
     name = "shard"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -53,10 +57,11 @@ class LoadShard(ShardProducer):
 
 
 @dataclass(frozen=True)
-class MakeShard(ShardProducer):
+class MakeShard:
     """Calls a user function of ``(rank, num_ranks)``."""
 
     function: Callable[[int, int], Any]
+    is_collective = is_early = False
     name = "make_sharded"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
@@ -65,11 +70,12 @@ class MakeShard(ShardProducer):
 
 
 @dataclass(frozen=True)
-class MapShard(ShardProducer):
+class MapShard:
     """Calls a user function of the tensors of a shard."""
 
     function: Callable[..., Any]
     is_collective: bool
+    is_early = False
     name = "map"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
@@ -78,7 +84,7 @@ class MapShard(ShardProducer):
 
 
 @dataclass(frozen=True)
-class AttendShards(ShardProducer):
+class AttendShards:
     """Computes attention with all other ranks by :func:`cqs.distributed.attention`."""
 
     options: dict[str, Any]
