@@ -27,9 +27,12 @@ def join_group(backend, rank, num_ranks, file, **options):
     return [torch.randn(1, 4, 20, 16, device=device) for _ in range(3)]
 
 
-def attend_until_a_rank_fails(backend, rank, num_ranks, file, results, all_have_heard, pass_):
+def attend_until_a_rank_fails(
+    backend, rank, num_ranks, file, results, all_have_computed, all_have_heard, pass_
+):
     tensors = join_group(backend, rank, num_ranks, file)
     output = cqs.distributed.attention(*(tensor.requires_grad_() for tensor in tensors))
+    all_have_computed.wait(60)  # or the exit of rank 1 would end the first call of another rank
     if rank == 1:
         os._exit(1)
     start = time.monotonic()
@@ -56,12 +59,16 @@ def test_a_failed_rank_ends_the_others_soon(backend, pass_, message, tmp_path):
     num_ranks = 5 if backend == "gloo" else num_gpus()
     context = make_context()
     results, all_have_heard = context.Queue(), context.Event()
-    arguments = num_ranks, str(tmp_path / "store"), results, all_have_heard, pass_
+    events = context.Barrier(num_ranks), all_have_heard
+    arguments = num_ranks, str(tmp_path / "store"), results, *events, pass_
     processes = start_all(context, attend_until_a_rank_fails, num_ranks, backend, arguments)
-    found = [results.get(timeout=60) for _ in range(num_ranks - 1)]
-    all_have_heard.set()
-    for process in processes:
-        process.join(timeout=60)
+    try:
+        found = [results.get(timeout=60) for _ in range(num_ranks - 1)]
+    finally:
+        all_have_heard.set()
+        for process in processes:
+            process.join(timeout=60)
+            process.kill()
     assert {rank for rank, *_ in found} == {*range(num_ranks)} - {1}  # its neighbours and others
     for _, text, seconds in found:
         assert text.startswith(message) and seconds < (8 if pass_ == "forward" else 15)
