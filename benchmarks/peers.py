@@ -17,7 +17,7 @@ from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
 from benchmarks.peer_methods.method import Method
 from benchmarks.publish import publish
 from benchmarks.timing import time_calls, track
-from cqs.distributed.transports import peak_peer_bytes, reset_peak_peer_bytes
+from cqs.distributed.transports import transport_of
 from cqs.gradients import Gradients
 from cqs.problem import Problem, check_problem
 from cqs.report.exact import verify_answer, verify_close, verify_gradients, verify_output
@@ -266,12 +266,13 @@ def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
         return 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    reset_peak_peer_bytes(group)
+    transport = transport_of(group, torch.device("cuda", torch.cuda.current_device()))
+    transport.peak_bytes = 0
     before = torch.cuda.memory_allocated()
     compute()
     torch.cuda.synchronize()
     allocated = torch.cuda.max_memory_allocated() - before
-    peak = torch.tensor(allocated + peak_peer_bytes(group), device="cuda")
+    peak = torch.tensor(allocated + transport.peak_bytes, device="cuda")
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     return int(peak)
 

@@ -158,7 +158,7 @@ def _differentiate_one_by_one(
         found = worker.run_backward(task.steps, of_queries[0], *of_keys, *of_queries[1:])
         queries = found.query.split(list(map(len, task.held_queries)), dim=2)
         keys = (part.split(list(map(len, task.held_keys)), dim=2) for part in found[1:])
-        total.add(task.index, list(queries), list(zip(*keys, strict=True)))
+        total.add(task.index, [*zip(queries, strict=True), *zip(*keys, strict=True)])
     return total.finish()
 
 

@@ -156,24 +156,12 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
                 exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
             note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
-            _compare_rows(
-                "output",
-                (batch, head),
-                rows,
-                output,
-                exact,
-                errors.bound_output(weights, factors, finite.abs(), visible),
-                note,
-            )
-            _compare_rows(
-                "lse",
-                (batch, head),
-                rows,
-                answer.lse[batch, head, index].double().unsqueeze(-1),
-                lse.unsqueeze(-1),
-                errors.lse.unsqueeze(-1),
-                note,
-            )
+            bound = errors.bound_output(weights, factors, finite.abs(), visible)
+            of_lse = (answer.lse[batch, head, index].double(), lse, errors.lse)
+            found, exact_lse, bound_lse = (each.unsqueeze(-1) for each in of_lse)
+            place = batch, head
+            _compare_rows("output", place, rows, output, exact, bound, note)
+            _compare_rows("lse", place, rows, found, exact_lse, bound_lse, note)
 
 
 def visible_rows(problem: Problem, rows: Tensor) -> Tensor:

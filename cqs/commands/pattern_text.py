@@ -14,28 +14,11 @@ from cqs.scheduler.arguments import as_integer
 
 PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4)'"
 _CALLS: dict[str, Callable[..., Any]] = {
-    "range": range,
-    **{
-        name: getattr(patterns, name)
-        for name in (
-            "acsr",
-            "bigbird",
-            "block_diagonal",
-            "block_sparse",
-            "causal",
-            "dilated",
-            "documents",
-            "fixed",
-            "from_deepspeed",
-            "from_mask",
-            "global_tokens",
-            "longformer",
-            "per_head",
-            "sliding_window",
-            "strided",
-        )
-    },
-}
+    name: getattr(patterns, name)
+    for name in patterns.__all__
+    if name.islower() and name not in ("from_block_mask", "key_runs", "views")
+} | {"range": range}
+"""The functions that make patterns from literals, and ``range``."""
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitOr: operator.or_,
     ast.BitAnd: operator.and_,

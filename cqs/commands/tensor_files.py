@@ -17,19 +17,14 @@ from torch import Tensor
 
 from cqs.input_files import check_input_file
 from cqs.streaming.checkpoint import WorkingDirectory
-from cqs.streaming.sources import map_array
+from cqs.streaming.sources import SAFETENSORS_DTYPES, map_array
 
 _NUMPY_DTYPES = {
     torch.float64: np.float64,
     torch.float32: np.float32,
     torch.float16: np.float16,
 }
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def load_tensor(source: str, name: str) -> Tensor:
@@ -185,7 +180,7 @@ def _safetensors_header(name: str, shape: tuple[int, ...], dtype: torch.dtype) -
     a multiple of 8), data.
     """
     entry = {
-        "dtype": _SAFETENSORS_DTYPES[dtype],
+        "dtype": _SAFETENSORS_NAMES[dtype],
         "shape": list(shape),
         "data_offsets": [0, math.prod(shape) * dtype.itemsize],
     }

@@ -79,16 +79,8 @@ def _add(
     steps: list[Step], step: Step, rows: range, keys: Sequence[range], square: range | None
 ) -> None:
     """Append a step unless it is empty; its live pairs are counted without a pattern."""
-    joined: list[range] = []
-    for each in sorted((each for each in keys if each), key=lambda each: each.start):
-        if joined and joined[-1].stop == each.start:
-            each = range(joined.pop().start, each.stop)
-        joined.append(each)
-    if joined or square is not None:
-        pairs = len(rows) * sum(map(len, joined))
-        if square is not None:
-            pairs += len(rows) * (len(rows) + 1) // 2
-        steps.append(Step(step.query_group, rows, tuple(joined), square, pairs))
+    if any(keys) or square is not None:
+        steps.append(Step.of(step.query_group, rows, keys, square))
 
 
 def _cut(tokens: range, at: range) -> list[range]:

@@ -112,6 +112,8 @@ class Transport(Protocol):
     """Maximum number of head chunks that are in transit in one direction at a time."""
     chunk_rule: ChunkRule
     """Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks` for this transport."""
+    peak_bytes: int
+    """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
 
     def begin(self) -> None:
         """Begin a forward or backward pass; all ranks of the group must call this equally often."""
@@ -145,6 +147,7 @@ class MessageTransport:
     num_streams = 1
     num_turns = 2
     chunk_rule = SENT
+    peak_bytes = 0
 
     def __init__(self, group: Any) -> None:
         """Use a process group for one call of attention; ranks without rows post no messages."""

@@ -55,18 +55,6 @@ def count_sends(group: Any) -> int:
     return 0 if peers is None else peers.num_sends
 
 
-def reset_peak_peer_bytes(group: Any) -> None:
-    """Reset the peak of :func:`peak_peer_bytes`."""
-    if (peers := _peers.get(group or dist.group.WORLD)) is not None:
-        peers.peak_bytes = 0
-
-
-def peak_peer_bytes(group: Any) -> int:
-    """Return the peak send buffer in bytes, which PyTorch's memory statistics do not include."""
-    peers = _peers.get(group or dist.group.WORLD)
-    return 0 if peers is None else peers.peak_bytes
-
-
 def release(group: Any, seconds: float) -> None:
     """Release the streams that wait for other ranks, for at most ``seconds``, after an abort."""
     if (peers := _peers.get(group)) is not None:

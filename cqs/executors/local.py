@@ -48,33 +48,22 @@ def run_local(
     if not problem.query.numel():
         return answer or problem.empty_answer()
     with _explaining_shortage(problem, plan, name):
-        return _run(worker, problem, plan, name, answer, progress)
-
-
-def _run(
-    worker: Worker,
-    problem: Problem,
-    plan: Plan,
-    backend: str,
-    answer: Partial | None,
-    progress: Callable[[int, int], None] | None,
-) -> Partial:
-    query, key, value = map(HeldTokens.whole, (problem.query, problem.key, problem.value))
-    if problem.key.numel() and backend in ATTEND_BLOCK_ROWS:
-        partial = worker.run_together(_together(problem, plan), query, key, value)
-    elif [step.queries for step in _all_steps(plan)] == [*query.ranges]:
-        (task,) = (task for task in plan.tasks if task.steps)
-        (partial,) = worker.run(task, query, key, value)
-    else:
-        tiler = Tiler(plan, *(answer or problem.empty_answer()))
-        for task in plan.tasks:
-            tiler.add(task.index, worker.run(task, query, key, value))
-            if progress:
-                progress(task.index + 1, plan.num_tasks)
-        return tiler.finish()
-    if progress:
-        progress(plan.num_tasks, plan.num_tasks)
-    return partial if answer is None else Partial(*map(Tensor.copy_, answer, partial))
+        held = list(map(HeldTokens.whole, tensors))
+        if problem.key.numel() and name in ATTEND_BLOCK_ROWS:
+            partial = worker.run_together(_together(problem, plan), *held)
+        elif [step.queries for step in _all_steps(plan)] == [*held[0].ranges]:
+            (task,) = (task for task in plan.tasks if task.steps)
+            (partial,) = worker.run(task, *held)
+        else:
+            tiler = Tiler(plan, *(answer or problem.empty_answer()))
+            for task in plan.tasks:
+                tiler.add(task.index, worker.run(task, *held))
+                if progress:
+                    progress(task.index + 1, plan.num_tasks)
+            return tiler.finish()
+        if progress:
+            progress(plan.num_tasks, plan.num_tasks)
+        return partial if answer is None else Partial(*map(Tensor.copy_, answer, partial))
 
 
 def run_local_backward(

@@ -54,11 +54,8 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
     for row, tasks in enumerate(rows):
         axes.barh(row, report.seconds, color="0.88")
         for task in tasks:
-            start, color, name = (
-                task.started - report.started,
-                colors[task.index],
-                str(task.index),
-            )
+            start, name = task.started - report.started, str(task.index)
+            color = colors[task.index]
             axes.barh(row, task.seconds, left=start, color=color)
             has_room = (len(name) + 0.5) * _NAME_POINTS <= task.seconds * points
             if has_room and len(rows) <= _NAMED:
@@ -89,13 +86,8 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
         ValueError: The path exists and is not a regular file.
         OSError: The file cannot be written.
     """
-    driver = {
-        "put_seconds": report.put_seconds,
-        "get_seconds": report.get_seconds,
-        "merge_seconds": report.merge_seconds,
-        "failures": report.failures,
-        "reruns": report.reruns,
-    }
+    names = "put_seconds", "get_seconds", "merge_seconds", "failures", "reruns"
+    driver = {name: getattr(report, name) for name in names}
     events = [_name(0, "driver"), _event(0, "call", 0, report.seconds, driver)]
     for row, tasks in enumerate(_tasks_by_process(report), 1):
         events.append(_name(row, f"process {tasks[0].pid}, {tasks[0].device}"))
@@ -104,12 +96,8 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
             start = task.started - report.started
             if start > free:
                 events.append(_event(row, "waiting", free, start - free))
-            costs = {
-                "backend": task.backend,
-                "peak_bytes": task.peak_bytes,
-                "bytes_in": task.bytes_in,
-                "bytes_out": task.bytes_out,
-            }
+            measured = "backend", "peak_bytes", "bytes_in", "bytes_out"
+            costs = {name: getattr(task, name) for name in measured}
             events.append(_event(row, f"task {task.index}", start, task.seconds, costs))
             free = start + task.seconds
         if report.seconds > free:

@@ -192,10 +192,8 @@ class Backward(MeasuredPass):
         total = GradientSum(plan, Gradients.zeros(*self._tensors))
 
         def merge() -> Gradients:
-            for task, parts in zip(plan.tasks, results, strict=True):
-                number = len(task.held_queries)
-                queries = [query for (query,) in parts[:number]]
-                total.add(task.index, queries, [(key, value) for key, value in parts[number:]])
+            for index, groups in enumerate(results):
+                total.add(index, groups)
             return total.finish()
 
         return merge

@@ -453,13 +453,7 @@ class Plan:
         else:
             cuts = [(queries, self._runs(seen), causal_keys)]
         return [
-            Step(
-                query_group,
-                rows,
-                runs,
-                causal or None,
-                len(rows) * sum(map(len, runs)) + len(causal) * (len(causal) + 1) // 2,
-            )
+            Step.of(query_group, rows, runs, causal or None)
             for rows, runs, causal in cuts
             if rows and (runs or causal)
         ]

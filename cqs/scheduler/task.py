@@ -42,6 +42,17 @@ class Step(NamedTuple):
     live_pairs: int
     """Number of live (query, key) pairs of the step."""
 
+    @classmethod
+    def of(
+        cls, query_group: int, queries: range, keys: Iterable[range], causal_keys: range | None
+    ) -> "Step":
+        """Return a step of a plan without a pattern; disjoint key ranges are sorted and joined."""
+        joined = join_ranges(keys)
+        pairs = len(queries) * sum(map(len, joined))
+        if causal_keys is not None:
+            pairs += len(queries) * (len(queries) + 1) // 2
+        return cls(query_group, queries, joined, causal_keys, pairs)
+
     @property
     def is_split(self) -> bool:
         """Whether the step has both full keys and a causal square, which take two kernel calls."""

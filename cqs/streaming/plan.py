@@ -211,15 +211,15 @@ class StreamPlan:
         that attend to all of ``keys``. A pattern is not considered.
         """
         if not self.is_causal:
-            return (_step(queries, [keys]),)
+            return (Step.of(0, queries, [keys], None),)
         ahead = self.seqlen_kv - self.seqlen_q  # query i attends to keys up to i + ahead
         first_seeing, first_full = keys.start - ahead, keys.stop - 1 - ahead
         steps = []
         if rows := _common(queries, first_seeing, first_full):
             square = range(rows.start + ahead, rows.stop + ahead)
-            steps.append(_step(rows, [range(keys.start, square.start)], square))
+            steps.append(Step.of(0, rows, [range(keys.start, square.start)], square))
         if rows := _common(queries, first_full, queries.stop):
-            steps.append(_step(rows, [keys]))
+            steps.append(Step.of(0, rows, [keys], None))
         return tuple(steps)
 
     def count(self, held: range, streamed: range) -> int:
@@ -494,13 +494,6 @@ def _with_most_rows(plan: StreamPlan) -> StreamPlan:
 def _round_up(tokens: int) -> int:
     """Round a number of tokens up to whole tiles, at least one."""
     return max(-(-tokens // _TILE), 1) * _TILE
-
-
-def _step(queries: range, keys: list[range], square: range | None = None) -> Step:
-    pairs = len(queries) * sum(map(len, keys))
-    if square is not None:
-        pairs += len(queries) * (len(queries) + 1) // 2
-    return Step(0, queries, tuple(each for each in keys if each), square, pairs)
 
 
 def _common(tokens: range, start: int, stop: int) -> range:

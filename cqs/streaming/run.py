@@ -189,7 +189,7 @@ class _Run:
                         partial(finish, number, of_queries),
                     )
                 self.reporter.end_part(plans[number])
-        found = lse.tensor if isinstance(lse, InMemory) else _read_whole(lse)
+        found = lse.tensor if isinstance(lse, InMemory) else _read(lse, *map(range, shape[:2]))
         return Partial(output, found.squeeze(-1))
 
     def attend_and_keep(self, problem: Problem) -> Attended:
@@ -319,8 +319,9 @@ def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> Non
     group_size = problem.query.shape[1] // problem.key.shape[1]
     for batch, kv_head in product(*map(range, problem.key.shape[:2])):
         heads = range(kv_head * group_size, (kv_head + 1) * group_size)
-        query = _read(sources[0], batch, heads)
-        key, value = (_read(source, batch, range(kv_head, kv_head + 1)) for source in sources[1:])
+        batches = range(batch, batch + 1)
+        query = _read(sources[0], batches, heads)
+        key, value = (_read(source, batches, range(kv_head, kv_head + 1)) for source in sources[1:])
         part = replace(
             problem,
             query=query,
@@ -330,7 +331,7 @@ def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> Non
             pattern=problem.pattern
             and per_head([[problem.pattern.head(batch, head) for head in heads]]),
         )
-        output = _read(as_source("out", answer.output), batch, heads)
+        output = _read(as_source("out", answer.output), batches, heads)
         lse = answer.lse[batch : batch + 1, heads.start : heads.stop]
         try:
             verify_rows(part, Partial(output, lse))
@@ -339,18 +340,12 @@ def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> Non
             raise
 
 
-def _read(source: Source, batch: int, heads: range) -> Tensor:
+def _read(source: Source, batches: range, heads: range) -> Tensor:
     _, _, tokens, columns = source.shape
-    found = torch.empty((1, len(heads), tokens, columns), dtype=source.dtype, device="cpu")
-    for into, head in zip(found[0], heads, strict=True):
+    shape = len(batches), len(heads), tokens, columns
+    found = torch.empty(shape, dtype=source.dtype, device="cpu")
+    for into, (batch, head) in zip(found.flatten(0, 1), product(batches, heads), strict=True):
         source.read(batch, head, range(tokens), into)
-    return found
-
-
-def _read_whole(source: Source) -> Tensor:
-    found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    for batch, head in product(*map(range, source.shape[:2])):
-        source.read(batch, head, range(source.shape[2]), found[batch, head])
     return found
 
 

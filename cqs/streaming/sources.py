@@ -28,7 +28,7 @@ from cqs.streaming.extents import (
 Shape = tuple[int, int, int, int]
 """Batch elements, heads, tokens and columns."""
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -405,7 +405,7 @@ def _in_safetensors(path: Path, name: str) -> InFile:
         with open(path, "rb") as content:
             length = int.from_bytes(content.read(8), "little")
             entry = json.loads(content.read(length))[name]
-        shape, dtype = tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]]
+        shape, dtype = tuple(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]]
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"'{path}' has no tensor {name!r} to read: {error!r}") from error
     if len(shape) != 4:

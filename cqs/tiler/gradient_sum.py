@@ -1,5 +1,7 @@
 """Sum the gradient contributions of tasks."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from cqs.gradients import Gradients
@@ -23,27 +25,26 @@ class GradientSum:
         """
         self._plan = plan
         self._gradients = gradients
-        self._waiting: dict[int, tuple[list[Tensor], list[tuple[Tensor, Tensor]]]] = {}
+        self._waiting: dict[int, Sequence[tuple[Tensor, ...]]] = {}
         self._next = 0
 
-    def add(self, index: int, queries: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> None:
+    def add(self, index: int, groups: Sequence[tuple[Tensor, ...]]) -> None:
         """Add the contribution of one task, or keep it until all tasks before it are added.
 
         Args:
             index: Index of the task.
-            queries: Query gradients, one tensor ``[batch, num_heads, rows, head_dim]`` for each
-                range of the task's ``held_queries``.
-            keys: Key and value gradients, one pair of tensors ``[batch, num_kv_heads, rows, dim]``
-                for each range of the task's ``held_keys``.
+            groups: The query gradient ``[batch, num_heads, rows, head_dim]`` of each range of the
+                task's ``held_queries``, then the gradients of key and value ``[batch, num_kv_heads,
+                rows, dim]`` of each range of its ``held_keys``.
 
         Raises:
             ValueError: The task was added before.
         """
         if index in self._waiting or index < self._next:
             raise ValueError(f"task {index} was added before")
-        self._waiting[index] = queries, keys
+        self._waiting[index] = groups
         while self._next in self._waiting:
-            self._add(self._next, *self._waiting.pop(self._next))
+            self._add(self._next, self._waiting.pop(self._next))
             self._next += 1
 
     def finish(self) -> Gradients:
@@ -56,10 +57,10 @@ class GradientSum:
             raise RuntimeError(f"no gradients of task {self._next}")
         return self._gradients
 
-    def _add(self, index: int, queries: list[Tensor], keys: list[tuple[Tensor, Tensor]]) -> None:
-        task = self._plan.tasks[index]
-        for tokens, part in zip(task.held_queries, queries, strict=True):
-            self._gradients.query[:, :, tokens.start : tokens.stop] += part
-        for tokens, (key, value) in zip(task.held_keys, keys, strict=True):
-            self._gradients.key[:, :, tokens.start : tokens.stop] += key
-            self._gradients.value[:, :, tokens.start : tokens.stop] += value
+    def _add(self, index: int, groups: Sequence[tuple[Tensor, ...]]) -> None:
+        task, (query, *of_keys) = self._plan.tasks[index], self._gradients
+        sides = [([query], tokens) for tokens in task.held_queries]
+        sides += [(of_keys, tokens) for tokens in task.held_keys]
+        for (sums, tokens), parts in zip(sides, groups, strict=True):
+            for total, part in zip(sums, parts, strict=True):
+                total[:, :, tokens.start : tokens.stop] += part

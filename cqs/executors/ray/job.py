@@ -73,12 +73,7 @@ class Differentiate:
 
     def accept(self, task: Task, results: TensorGroups) -> None:
         """Add the gradients that a task has computed."""
-        number = len(task.held_queries)
-        self._sum.add(
-            task.index,
-            [query for (query,) in results[:number]],
-            [(key, value) for key, value in results[number:]],
-        )
+        self._sum.add(task.index, results)
 
     def finish(self) -> Gradients:
         """Return the gradients, on the device of the query, after all tasks were accepted."""

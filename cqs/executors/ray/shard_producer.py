@@ -1,8 +1,9 @@
 """Functions that make the shards of a sharded sequence on the actors of a cluster."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,29 +11,25 @@ from torch import Tensor
 from cqs.distributed import attention
 
 
-class ShardProducer(Protocol):
+class ShardProducer(ABC):
     """Makes the shard of one rank.
 
     A cluster calls the producer again if a shard is lost. The second shard must be bitwise
     identical to the first.
     """
 
-    @property
-    def is_collective(self) -> bool:
-        """Whether all ranks must call the producer together."""
+    name: str
+    """Name of the producer in error messages."""
+    is_collective: bool = False
+    """Whether all ranks must call the producer together."""
+    is_early: bool = False
+    """Whether a call may begin before other ranks have finished the previous exchange.
 
-    @property
-    def is_early(self) -> bool:
-        """Whether a call may begin before other ranks have finished the previous exchange.
+    If a rank fails in that time, the input tensors may be invalid; the cluster then discards the
+    output and calls the producer again.
+    """
 
-        If a rank fails in that time, the input tensors may be invalid; the cluster then discards
-        the output and calls the producer again.
-        """
-
-    @property
-    def name(self) -> str:
-        """Name of the producer in error messages."""
-
+    @abstractmethod
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
         """Return one tensor, or a tuple or list of tensors.
 
@@ -45,10 +42,9 @@ class ShardProducer(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadShard:
+class LoadShard(ShardProducer):
     """Returns the tensors that the driver put into the object store."""
 
-    is_collective = is_early = False
     name = "shard"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -57,11 +53,10 @@ class LoadShard:
 
 
 @dataclass(frozen=True)
-class MakeShard:
+class MakeShard(ShardProducer):
     """Calls a user function of ``(rank, num_ranks)``."""
 
     function: Callable[[int, int], Any]
-    is_collective = is_early = False
     name = "make_sharded"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
@@ -70,12 +65,11 @@ class MakeShard:
 
 
 @dataclass(frozen=True)
-class MapShard:
+class MapShard(ShardProducer):
     """Calls a user function of the tensors of a shard."""
 
     function: Callable[..., Any]
     is_collective: bool
-    is_early = False
     name = "map"
 
     def __call__(self, rank: int, num_ranks: int, *tensors: Tensor) -> Any:
@@ -84,7 +78,7 @@ class MapShard:
 
 
 @dataclass(frozen=True)
-class AttendShards:
+class AttendShards(ShardProducer):
     """Computes attention with all other ranks by :func:`cqs.distributed.attention`."""
 
     options: dict[str, Any]

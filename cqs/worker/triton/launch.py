@@ -87,6 +87,7 @@ def attend_block_rows(
     batch, num_heads, num_rows, head_dim = query.shape
     value_dim = value.shape[-1]
     on_hopper = _is_for_hopper(query, value) and dropout is None
+    descriptor = GluonDescriptor if on_hopper else TensorDescriptor
     if on_hopper:
         tile_q, tile_k = 128, 128  # 64 rows for each consumer
     else:
@@ -106,16 +107,22 @@ def attend_block_rows(
             output.zero_(), lse.fill_(-torch.inf)
         num_items = len(lists.tiles) * batch * num_heads
         query_step, key_step = lists.steps
+        rows_q = tile_q // 2 if on_hopper else tile_q
+        tensors = (
+            _describe(query, query_step, rows_q, descriptor),
+            _describe(key, key_step, tile_k, descriptor),
+            _describe(value, key_step, tile_k, descriptor),
+            output,
+            lse,
+            lists.tiles,
+            lists.runs,
+        )
+        strides = output.stride()[:3], *lse.stride()
+        sizes = query_step, key_step, scale_log2, value_dim
         if on_hopper:
             grid = _persistent(num_items, query.device)
             attend_tiles_on_hopper[grid](
-                _describe(query, query_step, tile_q // 2, GluonDescriptor),
-                _describe(key, key_step, tile_k, GluonDescriptor),
-                _describe(value, key_step, tile_k, GluonDescriptor),
-                output,
-                lse,
-                lists.tiles,
-                lists.runs,
+                *tensors,
                 lists.mask_bits,
                 _counter(query),
                 len(lists.tiles),
@@ -123,12 +130,8 @@ def attend_block_rows(
                 num_items,
                 lists.num_polls,
                 num_heads,
-                output.stride()[:3],
-                *lse.stride(),
-                query_step,
-                key_step,
-                scale_log2,
-                value_dim,
+                *strides,
+                *sizes,
                 GROUP_SIZE=group_size,
                 # 176 and 160 KiB of shared memory: a program on Hopper can have 227.
                 STAGES=2 if head_dim > 64 else 4,
@@ -137,24 +140,14 @@ def attend_block_rows(
             )
         else:
             attend_tiles[(num_items,)](
-                _describe(query, query_step, tile_q),
-                _describe(key, key_step, tile_k),
-                _describe(value, key_step, tile_k),
-                output,
-                lse,
-                lists.tiles,
-                lists.runs,
+                *tensors,
                 lists.mask_bits if lists.has_bits else None,
                 dropout_bits,
                 len(lists.tiles),
                 num_heads,
                 query.shape[2],
-                output.stride()[:3],
-                *lse.stride(),
-                query_step,
-                key_step,
-                scale_log2,
-                value_dim,
+                *strides,
+                *sizes,
                 GROUP_SIZE=group_size,
                 TILE_Q=tile_q,
                 TILE_K=tile_k,
