@@ -7,10 +7,10 @@ from importlib import import_module
 from types import ModuleType
 
 import benchmarks
+from cqs.arguments import as_integer
 from cqs.commands.program import Command, run_program
 from cqs.commands.written_files import check_written
 from cqs.report.measurement import check_rows
-from cqs.scheduler.arguments import as_integer
 
 BENCHMARKS = {
     "tasks": "time of all tasks on this device relative to one call of the same kernels",

@@ -18,13 +18,13 @@ from benchmarks.layer_parts import PARTS, time_communication, time_parts
 from benchmarks.options import add_common, add_heads
 from benchmarks.peers import peak_bytes, time_together, verify_together
 from benchmarks.publish import publish
+from cqs.arguments import as_integer
 from cqs.nn import HybridTransformerBlock, reduce_gradients
 from cqs.nn.mesh import AXES
 from cqs.patterns import Pattern, sliding_window
 from cqs.problem import check_problem
 from cqs.report.exact import verify_close
 from cqs.report.measurement import Measurement, append_rows, summarize
-from cqs.scheduler.arguments import as_integer
 from cqs.testing import exact_rows
 
 _ROWS = 48

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cqs.executors.verify import visible_rows
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem
-from cqs.verify import visible_rows
 
 
 @dataclass(frozen=True)

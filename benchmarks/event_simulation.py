@@ -3,7 +3,7 @@
 Two schedules of the same work are compared. Independent tasks are taken from one queue; a failure
 loses the task that was running, which is assigned again. Steps that all devices take together, as
 in a ring, last as long as the slowest device; after a failure all devices continue from the last
-saved state. :mod:`cqs.simulation` predicts the time of a task or a step.
+saved state. :mod:`cqs.scheduler.cost_model` predicts the time of a task or a step.
 """
 
 import heapq

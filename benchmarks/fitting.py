@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cqs.report import measurement
 from cqs.scheduler import AttentionShape
-from cqs.simulation import METHODS, Machine, Workload, predict
+from cqs.scheduler.cost_model import METHODS, Machine, Workload, predict
 
 _FITTED = ("rate", "backward_rate", "per_row", "bandwidth", "latency")
 _PENALTY = 1e-3

@@ -11,8 +11,7 @@ from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import time_in_turn
-from cqs.gradients import Gradients
-from cqs.partial import Partial, RunningMerge, merge_rows
+from cqs.partial import Gradients, Partial, RunningMerge, merge_rows
 from cqs.problem import Problem
 from cqs.report.exact import verify_answer, verify_gradients, verify_output
 from cqs.report.measurement import Measurement, summarize

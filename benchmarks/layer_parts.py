@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cqs.distributed.exchange
+import cqs.executors.distributed.exchange
 import cqs.nn.rows
 from cqs.nn import HybridTransformerBlock
 from cqs.report.timing import make_busy
@@ -175,8 +175,8 @@ def _as_communication(function: Callable[..., Any], clock: _Clock) -> Callable[.
 def _marked(layer: HybridTransformerBlock, clock: _Clock) -> Iterator[None]:
     """Make a layer report its parts, and waits for other ranks, forward and backward."""
     waiting = (
-        (cqs.distributed.exchange.Transfer, "wait"),
-        (import_module("cqs.distributed.attention"), "agree"),
+        (cqs.executors.distributed.exchange.Transfer, "wait"),
+        (import_module("cqs.executors.distributed.attention"), "agree"),
         (cqs.nn.rows, "agree"),
     )
     with ExitStack() as stack:

@@ -18,8 +18,7 @@ from benchmarks.options import add_common
 from benchmarks.plots.speedups import plot_speedups
 from benchmarks.publish import publish
 from benchmarks.timing import time_calls, time_in_turn
-from cqs.gradients import Gradients
-from cqs.partial import Partial
+from cqs.partial import Gradients, Partial
 from cqs.patterns import (
     Pattern,
     bigbird,

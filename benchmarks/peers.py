@@ -17,14 +17,14 @@ from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
 from benchmarks.peer_methods.method import Method
 from benchmarks.publish import publish
 from benchmarks.timing import time_calls, track
-from cqs.distributed.transports import transport_of
-from cqs.gradients import Gradients
+from cqs.arguments import as_integer
+from cqs.executors.distributed.transport.transports import transport_of
+from cqs.executors.verify import VerificationError
+from cqs.partial import Gradients
 from cqs.problem import Problem, check_problem
 from cqs.report.exact import verify_answer, verify_close, verify_gradients, verify_output
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.timing import make_timer, run_in_turn
-from cqs.scheduler.arguments import as_integer
-from cqs.verify import VerificationError
 from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
 

@@ -23,15 +23,15 @@ from benchmarks.publish import publish
 from benchmarks.timing import track
 from cqs.commands.table import percent
 from cqs.distributed import attention
-from cqs.distributed.exchange import Exchange
-from cqs.distributed.rank_task import RankTask
+from cqs.executors.distributed.exchange import Exchange
+from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.ray.sharded import Sharded
+from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.report.exact import verify_answer
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.progress import progress_bar
-from cqs.verify import VerificationError
 
 _NUM_CALLS = 16
 _NUM_LAYERS = 64

@@ -16,14 +16,14 @@ from benchmarks.event_simulation import (
 )
 from benchmarks.fitting import fit, read_rows
 from benchmarks.plots.predictions import draw_predictions, save
+from cqs.arguments import as_integer
 from cqs.commands import simulate
 from cqs.commands.integers import parse_integers
 from cqs.commands.table import format_table, percent
 from cqs.commands.written_files import check_written
 from cqs.plotting import check_picture
-from cqs.scheduler.arguments import as_integer
+from cqs.scheduler.cost_model import Machine, Workload, predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
-from cqs.simulation import Machine, Workload, predict
 
 _MAX_TRIALS = 100_000
 _MTBF_HOURS = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}

@@ -13,15 +13,15 @@ from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.streaming_files import measure_files
 from benchmarks.timing import track
+from cqs.executors.streaming.attention import Streamed
+from cqs.executors.streaming.budget import parse_budget
+from cqs.executors.streaming.plan import HeldBlock, Position
+from cqs.executors.streaming.sources import InMemory, Source
 from cqs.report.exact import check_error, relative_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
-from cqs.streaming.attention import Streamed
-from cqs.streaming.budget import parse_budget
-from cqs.streaming.plan import HeldBlock, Position
-from cqs.streaming.sources import InMemory, Source
 from cqs.worker import Worker
 
 _SHARE = 4

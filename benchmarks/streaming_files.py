@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from cqs.executors.streaming.plan import CPU
 from cqs.problem import check_problem
 from cqs.report.exact import check_error, relative_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.scheduler import AttentionShape
 from cqs.streaming import make_stream_plan
-from cqs.streaming.plan import CPU
 from cqs.testing import exact_rows
 
 _SAMPLE = 16

@@ -14,8 +14,7 @@ from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import time_in_turn
 from cqs.executors.local import run_local, run_local_backward
-from cqs.gradients import Gradients
-from cqs.partial import Partial, lse_dtype
+from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.report.exact import verify_answer, verify_gradients
 from cqs.report.measurement import Measurement, summarize

@@ -9,32 +9,40 @@ if TYPE_CHECKING:
     from cqs import distributed as distributed
     from cqs import nn as nn
     from cqs import patterns as patterns
+    from cqs import streaming as streaming
     from cqs.api import attention as attention
     from cqs.executors.ray import Cluster as Cluster
-    from cqs.flex import flex_attention as flex_attention
+    from cqs.executors.verify import VerificationError as VerificationError
+    from cqs.integrations.flex import flex_attention as flex_attention
+    from cqs.partial import AttentionOutput as AttentionOutput
 
 __all__ = [
+    "AttentionOutput",
     "Cluster",
     "Plan",
+    "VerificationError",
     "attention",
     "distributed",
     "flex_attention",
     "make_plan",
     "nn",
     "patterns",
+    "streaming",
 ]
 __version__ = "0.1.0"
 
 _LAZY = {
     "attention": "cqs.api",
+    "AttentionOutput": "cqs.partial",
     "Cluster": "cqs.executors.ray",
-    "flex_attention": "cqs.flex",
+    "VerificationError": "cqs.executors.verify",
+    "flex_attention": "cqs.integrations.flex",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs numpy, torch or ray only when it is used: planning needs none."""
-    if name in ("distributed", "nn", "patterns"):
+    if name in ("distributed", "nn", "patterns", "streaming"):
         return import_module(f"cqs.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

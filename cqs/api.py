@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cqs.advice import with_advice
-from cqs.autograd import attend_differentiably, keeping_operands
+from cqs.arguments import with_advice
+from cqs.executors.autograd import attend_differentiably, keeping_operands
 from cqs.executors.local import run_local, run_local_backward
+from cqs.executors.verify import verify_rows
+from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem
 from cqs.scheduler import Plan
 from cqs.uncompiled import uncompiled
-from cqs.verify import verify_rows
 from cqs.worker.backends import check_backend_name
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def attention(
     out: Any = None,
     resume: str | os.PathLike[str] | None = None,
     progress: bool | Callable[[int, int], None] = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | AttentionOutput:
     """Compute exact attention as ``num_tasks`` independent tasks.
 
     The result equals ``torch.nn.functional.scaled_dot_product_attention(query, key, value,
@@ -114,8 +115,7 @@ def attention(
         NotImplementedError: No backend, or not the named one, supports the call; or the executor is
             ``"ray"`` and Ray is not installed. The message gives the reason.
         torch.OutOfMemoryError: The GPU has too little memory; the message proposes a remedy.
-        cqs.verify.VerificationError: ``verify`` found a row with an error larger than rounding
-            explains.
+        cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
 
     Example:
         >>> import torch
@@ -135,7 +135,7 @@ def attention(
                 "num_tasks, interest_set and executor must be None with a memory_budget, got "
                 f"{num_tasks!r}, {interest_set!r} and {executor!r}"
             )
-        from cqs.streaming.run import attend_within
+        from cqs.executors.streaming.run import attend_within
 
         answer = attend_within(
             query,
@@ -150,7 +150,7 @@ def attention(
             verify=verify,
             **options,
         )
-        return (answer.output, answer.lse) if return_lse else answer.output
+        return answer.to_result(return_lse)
     if not (device is out is resume is None and progress is False):
         raise ValueError(
             "memory_budget must be given with device, out, resume or progress, got None"
@@ -172,7 +172,7 @@ def attention(
         answer = attend_differentiably(problem, attend)
         if verify:
             verify_rows(problem, answer)
-        return (answer.output, answer.lse) if return_lse else answer.output
+        return answer.to_result(return_lse)
 
     if isinstance(executor, str) and executor != "ray":
         raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
@@ -189,4 +189,4 @@ def attention(
         backend=backend,
         verify=verify,
     )
-    return (answer.output, answer.lse) if return_lse else answer.output
+    return answer.to_result(return_lse)

@@ -108,7 +108,7 @@ def _causal(problem: Problem, backend: str) -> None:
 
 
 def _dropout(problem: Problem, backend: str) -> None:
-    """Compare with float64 in :mod:`cqs.verify`, and something must have been dropped."""
+    """Compare with float64 in :mod:`cqs.executors.verify`, and something must have been dropped."""
     options = {"num_tasks": _WORKERS, "backend": backend, "dropout_p": 0.4, "seed": 1}
     output, _ = attend(problem, verify=True, **options)
     assert not torch.equal(output, attend(problem, num_tasks=_WORKERS, backend=backend)[0])

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import cqs
-from cqs.advice import ADVICE
+from cqs.arguments import ADVICE
 from cqs.patterns import causal
 from cqs.scheduler import AttentionShape, check_interest_set, load_interest_set
 

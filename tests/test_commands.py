@@ -250,7 +250,7 @@ def test_an_interrupt_just_after_a_file_was_made_removes_it(tmp_path, monkeypatc
 def test_failures_end_in_one_line_and_status_1(files, monkeypatch, capsys):
     from cqs.commands import attend as command
     from cqs.executors.ray import TaskFailedError, WorkersFailedError
-    from cqs.verify import VerificationError
+    from cqs.executors.verify import VerificationError
 
     for failure in (VerificationError, WorkersFailedError, TaskFailedError):
         monkeypatch.setattr(command, "run_local", Mock(side_effect=failure("it failed")))
@@ -415,7 +415,7 @@ COMMANDS = pytest.mark.parametrize(
 @pytest.fixture
 def interrupt(monkeypatch):
     """Interrupt the next command after some blocks."""
-    from cqs.streaming import run as streaming_run
+    from cqs.executors.streaming import run as streaming_run
 
     @contextmanager
     def interrupted(number):
@@ -503,7 +503,7 @@ def test_attend_goes_on_after_a_kill_between_the_rename_and_the_end(files, inter
 @contextmanager
 def patched_blocks():
     """List the blocks that are computed."""
-    from cqs.streaming.checkpoint import Checkpoint
+    from cqs.executors.streaming.checkpoint import Checkpoint
 
     add, blocks = Checkpoint.add, []
 
@@ -581,7 +581,7 @@ def test_attend_takes_regular_files_alone(files, capsys, monkeypatch, command, n
     os.mkfifo("pipe.safetensors")
     os.mkdir("folder.npy")
     before = sorted(os.listdir())
-    monkeypatch.setattr("cqs.streaming.run.attend_within", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("cqs.executors.streaming.run.attend_within", lambda *_, **__: 1 / 0)
     monkeypatch.setattr("cqs.commands.attend.run_local", lambda *_, **__: 1 / 0)
     for place in (1, 4):
         assert main([*command[:place], name, *command[place + 1 :]]) == 2

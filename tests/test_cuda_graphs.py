@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cqs import cuda_graphs
-from cqs.cuda_graphs import cached_on_device
+from cqs.worker.cuda_graphs import cached_on_device
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ from support.exact import attend
 
 import cqs
 from benchmarks.cases import Case, visible_mask
-from cqs.dropout import Dropout
 from cqs.executors.local import run_local
+from cqs.executors.verify import VerificationError, verify_rows
+from cqs.problem import Dropout
 from cqs.testing import assert_tracks_exact
-from cqs.verify import VerificationError, verify_rows
 from cqs.worker import WHY_NOT
 
 CASES = {

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from cqs.fused_merge import merge_rows
 from cqs.partial import Partial, RunningMerge
+from cqs.partial.fused_merge import merge_rows
 from cqs.testing import assert_tracks_exact
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

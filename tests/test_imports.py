@@ -47,7 +47,8 @@ def test_planning_needs_neither_torch_nor_ray_nor_numpy(statement):
     [
         ("cqs.worker", {"ray", "cqs.tiler", "cqs.executors", "cqs.api"}),
         ("cqs.tiler", {"ray", "cqs.worker", "cqs.executors", "cqs.api"}),
-        ("cqs.partial, cqs.verify", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors"}),
+        ("cqs.partial", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors", "cqs.problem"}),
+        ("cqs.executors.verify", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors.local"}),
         ("cqs.executors.local", {"ray"}),
         ("cqs.testing", {"ray", "cqs.worker", "cqs.tiler"}),
     ],

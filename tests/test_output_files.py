@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from cqs.output_files import replace_file
+from cqs.files import replace_file
 
 
 def test_a_file_is_the_old_one_until_the_new_one_is_complete(tmp_path):

@@ -11,11 +11,19 @@ from pathlib import Path
 import pytest
 
 from cqs.__main__ import main
-from cqs.distributed.layout import choose_head_parallel, lay_out
+from cqs.executors.distributed.layout import choose_head_parallel, lay_out
 from cqs.report.measurement import read_rows
 from cqs.scheduler import AttentionShape, load_interest_set
+from cqs.scheduler.cost_model import (
+    METHODS,
+    Machine,
+    Workload,
+    _near,
+    predict,
+    predict_quorums,
+    predict_ring,
+)
 from cqs.scheduler.heads import FETCHED
-from cqs.simulation import METHODS, Machine, Workload, _near, predict, predict_quorums, predict_ring
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 FULL = AttentionShape(32, 128)

@@ -7,12 +7,12 @@ from support.exact import attend, exact_answer
 from verify_cases import compute, draw
 
 import cqs
-import cqs.verify
+import cqs.executors.verify
 from benchmarks.cases import CASES
+from cqs.executors.verify import VerificationError, verify_rows
 from cqs.partial import Partial
 from cqs.patterns import sliding_window
 from cqs.problem import check_problem
-from cqs.verify import VerificationError, verify_rows
 from cqs.worker import worker as worker_module
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -351,13 +351,13 @@ def test_a_million_equal_keys_are_not_accused(backend, dtype):
 def bounds(monkeypatch):
     """What was allowed: (name, (batch, head), rows, bound of each entry)."""
     seen = []
-    compare = cqs.verify._compare_rows
+    compare = cqs.executors.verify._compare_rows
 
     def record(name, place, rows, actual, exact, bound, note):
         seen.append((name, place, rows, bound.expand_as(exact)))
         compare(name, place, rows, actual, exact, bound, note)
 
-    monkeypatch.setattr(cqs.verify, "_compare_rows", record)
+    monkeypatch.setattr(cqs.executors.verify, "_compare_rows", record)
     return seen
 
 

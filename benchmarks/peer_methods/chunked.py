@@ -9,8 +9,7 @@ from torch import Tensor
 
 from benchmarks.peer_methods.kernel_calls import KernelCall, join_chunks, make_kernel_call
 from benchmarks.peer_methods.method import Method
-from cqs.gradients import Gradients
-from cqs.partial import Partial, merge_rows
+from cqs.partial import Gradients, Partial, merge_rows
 from cqs.problem import Problem
 from cqs.worker import HeldTokens
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.peer_methods.chunked import Chunked, merge_parts, wait_for
 from benchmarks.peer_methods.kernel_calls import KernelCall
 from benchmarks.peer_methods.views import heads_first, rows_first
-from cqs.gradients import Gradients
+from cqs.partial import Gradients
 
 
 class Ring(Chunked):

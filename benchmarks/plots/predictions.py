@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cqs.plotting.figures import save_figure
-from cqs.simulation import Prediction
+from cqs.scheduler.cost_model import Prediction
 
 _STYLES = {
     "cqs quorums": ("#0072b2", "-o"),

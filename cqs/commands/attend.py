@@ -13,11 +13,11 @@ from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.tensor_files import create_file, create_tensor, load_tensor, path_of
 from cqs.commands.written_files import check_written
 from cqs.executors.local import run_local
+from cqs.executors.streaming.checkpoint import WorkingDirectory
+from cqs.executors.verify import verify_rows
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem, check_problem
 from cqs.streaming import open_tensor
-from cqs.streaming.checkpoint import WorkingDirectory
-from cqs.verify import verify_rows
 from cqs.worker import WHY_NOT
 
 
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _attend_within_budget(options: argparse.Namespace) -> None:
     """Attend from files to files that are not mapped: no more memory is taken than the budget."""
-    from cqs.streaming.run import attend_within
+    from cqs.executors.streaming.run import attend_within
 
     if options.num_tasks is not None or options.executor != "local" or options.lse:
         raise ValueError("--budget goes neither with --tasks and --executor nor with --lse")

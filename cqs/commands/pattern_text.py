@@ -8,9 +8,9 @@ from itertools import chain
 from typing import Any
 
 from cqs import patterns
+from cqs.arguments import as_integer
 from cqs.patterns import Pattern
 from cqs.patterns.tokens import as_list
-from cqs.scheduler.arguments import as_integer
 
 PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4)'"
 _CALLS: dict[str, Callable[..., Any]] = {

@@ -2,11 +2,11 @@
 
 import argparse
 
+from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape, Plan, make_plan
-from cqs.scheduler.arguments import as_integer
 
 _MAX_TABULATED = 2**20
 """Most pairs of token groups in the table, W per task; they take about 2 s."""

@@ -94,7 +94,7 @@ def _run_command(
         return 2
     except Exception as error:
         from cqs.executors.ray import TaskFailedError, WorkersFailedError
-        from cqs.verify import VerificationError
+        from cqs.executors.verify import VerificationError
 
         if not isinstance(error, VerificationError | WorkersFailedError | TaskFailedError):
             raise

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
 from cqs.commands.pattern_text import PATTERN_HELP
-from cqs.output_files import lock_directory
+from cqs.files import lock_directory
 from cqs.plotting import check_picture
 from cqs.report import distributed, local, ray, sections
 from cqs.report.content import Content
@@ -22,7 +23,6 @@ from cqs.report.page import check_directory, write_report
 from cqs.report.progress import progress_bar
 from cqs.report.rows import PASSES, ReportRow, read_rows
 from cqs.report.settings import Settings
-from cqs.scheduler.arguments import as_integer
 from cqs.scheduler.plan import MAX_LISTED
 
 _EXECUTORS = ("local", "ray", "distributed")

@@ -4,12 +4,12 @@ import argparse
 from dataclasses import replace
 from itertools import groupby
 
+from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
 from cqs.commands.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.arguments import as_integer
+from cqs.scheduler.cost_model import Machine, Prediction, Workload, predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
-from cqs.simulation import Machine, Prediction, Workload, predict
 
 _METHODS = ("cqs quorums", "cqs", "ring", "all-gather", "ulysses", "2-D")
 _LINKS = {"nvlink": 300.0, "ib": 50.0}

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cqs.input_files import check_input_file
-from cqs.streaming.checkpoint import WorkingDirectory
-from cqs.streaming.sources import SAFETENSORS_DTYPES, map_array
+from cqs.executors.streaming.checkpoint import WorkingDirectory
+from cqs.executors.streaming.sources import SAFETENSORS_DTYPES, map_array
+from cqs.files import check_input_file
 
 _NUMPY_DTYPES = {
     torch.float64: np.float64,

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from cqs.executors.shortage import explain_shortage
-from cqs.gradients import Gradients
-from cqs.partial import Partial
+from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import cqs.distributed
 from cqs.api import attention
-from cqs.distributed.agreement import agree
+from cqs.executors.distributed.agreement import agree
 from cqs.integrations import masks
 from cqs.integrations.pattern_mask import MaskSource, PatternMask
 from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window

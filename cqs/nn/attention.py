@@ -8,12 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cqs
 import cqs.distributed
+from cqs.arguments import as_integer, to_float
 from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
 from cqs.nn.mesh import check_divisible, tensor_axis
 from cqs.nn.rotary import rotate
 from cqs.nn.rows import gather
 from cqs.patterns import Pattern, per_head
-from cqs.scheduler.arguments import as_integer, to_float
 
 
 class SelfAttention(nn.Module):

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cqs.arguments import as_integer
 from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
 from cqs.nn.mesh import check_divisible, tensor_axis
 from cqs.nn.rows import gather
-from cqs.scheduler.arguments import as_integer
 
 
 class FeedForward(nn.Module):

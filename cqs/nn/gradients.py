@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cqs.distributed.agreement import agree, control_group, swap
-from cqs.distributed.group_calls import calls_on
+from cqs.executors.distributed.agreement import agree, control_group, swap
+from cqs.executors.distributed.group_calls import calls_on
 from cqs.nn.mesh import AXES
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cqs.distributed.agreement import agree
+from cqs.executors.distributed.agreement import agree
 from cqs.uncompiled import uncompiled
 
 

@@ -6,13 +6,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cqs.arguments import as_integer
 from cqs.patterns import algebra
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.grid import Grid, Integers, check_num_blocks
 from cqs.patterns.pattern import Lengths, Pattern
 from cqs.patterns.piece import FAR, Piece
-from cqs.scheduler.arguments import as_integer
 
 Words = NDArray[np.uint64]
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cqs.arguments import as_bool, as_integer
 from cqs.patterns import algebra
 from cqs.patterns.bound import BoundPattern, unite
 from cqs.patterns.grid import Integers, check_num_blocks
@@ -21,7 +22,6 @@ from cqs.patterns.masks import bind_layout
 from cqs.patterns.pattern import Lengths, Pattern, per_head
 from cqs.patterns.piece import FAR, Axis, Piece, overlap
 from cqs.patterns.tokens import as_list
-from cqs.scheduler.arguments import as_bool, as_integer
 
 _COMMON: dict[str, Any] = {"block": 16, "different_layout_per_head": False}
 _GLOBAL: dict[str, Any] = {"global_block_indices": (0,), "global_block_end_indices": None}

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cqs.arguments import as_integer
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.grid import Grid, Integers
 from cqs.patterns.pattern import Lengths, Pattern, content_digest, per_head
 from cqs.patterns.tokens import as_list
-from cqs.scheduler.arguments import as_integer
 from cqs.uncompiled import uncompiled
 
 _MASKED_OUT = -9984.0

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from cqs.arguments import as_integer, to_integer
 from cqs.patterns.algebra import UnequalStepsError
 from cqs.patterns.bound import BoundPattern, check_tokens, intersect, subtract, unite
 from cqs.patterns.piece import FAR, Axis
-from cqs.scheduler.arguments import as_integer, to_integer
 from cqs.uncompiled import uncompiled
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cqs.arguments import as_integer
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths, Pattern
 from cqs.patterns.piece import FAR, Piece
-from cqs.scheduler.arguments import as_integer
 
 
 def bind_pieces(lengths: Lengths, pieces: Iterable[Piece]) -> BoundPattern:

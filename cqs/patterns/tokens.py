@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from typing import Any
 
+from cqs.arguments import as_bool, as_integer, to_integer
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths, Pattern
 from cqs.patterns.piece import FAR, Axis, Piece, overlap
 from cqs.patterns.regular import bind_pieces, causal, sliding_window
-from cqs.scheduler.arguments import as_bool, as_integer, to_integer
 from cqs.uncompiled import uncompiled
 
 _MOST = 2**20

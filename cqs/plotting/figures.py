@@ -6,7 +6,7 @@ from math import ceil, floor, log2
 from pathlib import Path
 from typing import Any
 
-from cqs.output_files import replace_file
+from cqs.files import replace_file
 
 _FEW = 16
 """Most tokens that have one tick each, at their centre."""

@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cqs.output_files import replace_file
+from cqs.files import replace_file
 from cqs.plotting.colors import letter_color, task_colors
 from cqs.plotting.figures import new_axes, points_across
 

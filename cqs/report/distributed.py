@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cqs.distributed
-from cqs.gradients import Gradients
-from cqs.partial import Partial, lse_dtype
+from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.report.local import Measure, Tick
 from cqs.report.passes import Backward, Forward, MeasuredPass, bytes_of, make_pass
 from cqs.report.rows import RepeatTimes, ScalingRow, make_row

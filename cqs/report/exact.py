@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from cqs.gradients import Gradients
-from cqs.partial import Partial, lse_dtype
+from cqs.executors.verify import VerificationError, verify_rows, visible_rows
+from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.testing import exact_rows
-from cqs.verify import VerificationError, verify_rows, visible_rows
 
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative errors in the Frobenius norm, about twice those of the CPU kernels."""
@@ -64,7 +63,7 @@ def verify_output(
 def verify_answer(problem: Problem, answer: Partial) -> None:
     """Raise VerificationError unless sampled rows of output and LSE agree with float64.
 
-    Besides :func:`verify_output`, every entry keeps the bound of :func:`cqs.verify.verify_rows`.
+    Besides :func:`verify_output`, every entry keeps the bound of :func:`verify_rows`.
     """
     verify_rows(problem, answer)
     verify_output(problem, answer.output)

@@ -17,7 +17,7 @@ import torch
 
 import cqs
 from cqs.commands.table import format_table
-from cqs.input_files import read_lines
+from cqs.files import read_lines
 
 _RENAMED = {"num_workers": "num_tasks"}
 """Names of fields in rows of earlier commits, and their names today."""

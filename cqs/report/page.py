@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from cqs.output_files import replace_file
+from cqs.files import replace_file
 from cqs.plotting import plot_owners
 from cqs.report.content import Content, Picture
 from cqs.scheduler import Plan

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cqs.executors.local import run_local
 from cqs.executors.ray.job import TensorGroups, attend_task, differentiate_task
-from cqs.gradients import Gradients
-from cqs.partial import Partial
+from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.report.exact import verify_answer, verify_gradients
 from cqs.report.memory import hold, measure_held

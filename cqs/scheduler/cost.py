@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cqs.scheduler.arguments import as_integer
+from cqs.arguments import as_integer
 from cqs.scheduler.task import Step, Task
 
 _LSE_ITEMSIZE = 4

@@ -5,7 +5,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from cqs.scheduler.arguments import as_integer, as_text, to_integer
+from cqs.arguments import as_integer, as_text, to_integer
 from cqs.scheduler.difference_covers import (
     missing_differences,
     ruler_cover,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from cqs.scheduler.arguments import as_bool, as_integer
+from cqs.arguments import as_bool, as_integer
 from cqs.scheduler.balancing import balance_work
 from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
 from cqs.scheduler.interest_sets import (

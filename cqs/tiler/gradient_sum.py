@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cqs.gradients import Gradients
+from cqs.partial import Gradients
 from cqs.scheduler import Plan
 
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cqs.dropout import Dropout, DropoutBits
-from cqs.gradients import Gradients
-from cqs.partial import Partial, lse_dtype, merge_partials
+from cqs.partial import Gradients, Partial, lse_dtype, merge_partials
 from cqs.patterns.views import View
+from cqs.problem import Dropout, DropoutBits
 from cqs.worker.operands import Operands
 from cqs.worker.work import BlockRow
 

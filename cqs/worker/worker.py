@@ -7,11 +7,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cqs.dropout import Dropout
-from cqs.gradients import Gradients
-from cqs.partial import Partial, lse_dtype, merge_partials, merge_rows
+from cqs.partial import Gradients, Partial, lse_dtype, merge_partials, merge_rows
 from cqs.patterns import BoundPattern
-from cqs.problem import Problem
+from cqs.problem import Dropout, Problem
 from cqs.scheduler import Step, Task
 from cqs.worker.backends import (
     ATTEND,

@@ -10,11 +10,11 @@ from case_rows import make_cases
 from benchmarks import case_measurement, memory_samples
 from benchmarks.case_measurement import longest_task, measure, plan_case, read_rows
 from benchmarks.memory_samples import record_resident
+from cqs.executors.verify import VerificationError
 from cqs.report.measurement import append_rows
 from cqs.report.passes import make_pass
 from cqs.report.settings import Settings
 from cqs.scheduler import make_plan
-from cqs.verify import VerificationError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 SMALL = Settings("local", 300, num_heads=2, num_kv_heads=2, head_dim=16, dtype="float32", repeats=2)

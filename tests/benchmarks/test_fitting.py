@@ -8,7 +8,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.fitting import MeasuredTime, fit, read_rows
 from cqs.scheduler import AttentionShape
-from cqs.simulation import Machine, Workload, predict
+from cqs.scheduler.cost_model import Machine, Workload, predict
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from models import make_mesh
 from benchmarks import block, layer_parts
 from benchmarks.__main__ import main
 from benchmarks.plots.layer_parts import plot_parts
+from cqs.executors.verify import VerificationError
 from cqs.patterns import sliding_window
-from cqs.verify import VerificationError
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from benchmarks.cases import Case
 from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.kernel_calls import make_kernel_call
 from benchmarks.peer_methods.ring import Ring
-from cqs.verify import VerificationError
+from cqs.executors.verify import VerificationError
 from cqs.worker import Worker
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import sharded
 from benchmarks.__main__ import main
-from cqs.verify import VerificationError
+from cqs.executors.verify import VerificationError
 
 
 @pytest.mark.ray

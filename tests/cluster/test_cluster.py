@@ -10,8 +10,8 @@ import cqs
 from benchmarks.cases import CASES, Case
 from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.verify import VerificationError
 from cqs.testing import assert_tracks_exact
-from cqs.verify import VerificationError
 
 pytestmark = pytest.mark.ray
 

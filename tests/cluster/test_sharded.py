@@ -17,8 +17,8 @@ from support.exact import eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
-from cqs.distributed.exchange import Exchange
-from cqs.distributed.rank_task import RankTask
+from cqs.executors.distributed.exchange import Exchange
+from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.ray import TaskFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.patterns import global_tokens, sliding_window

@@ -21,9 +21,9 @@ from torch.masked import masked_tensor
 
 import cqs.distributed
 from benchmarks.cases import Case
-from cqs.distributed import layout, transports
-from cqs.distributed.agreement import make_control_group, swap
-from cqs.distributed.layout import choose_head_parallel
+from cqs.executors.distributed import layout, transports
+from cqs.executors.distributed.agreement import make_control_group, swap
+from cqs.executors.distributed.layout import choose_head_parallel
 from cqs.integrations import masks
 from cqs.nn import gradients
 from cqs.patterns import causal

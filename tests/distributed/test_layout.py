@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fitting import fit, read_rows
-from cqs.distributed.layout import choose_head_parallel, cut_shards, lay_out
+from cqs.executors.distributed.layout import choose_head_parallel, cut_shards, lay_out
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape
+from cqs.scheduler.cost_model import Workload, predict_quorums
 from cqs.scheduler.heads import FETCHED, possible_head_parallel
-from cqs.simulation import Workload, predict_quorums
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

@@ -13,9 +13,9 @@ import torch
 from fake_gpus import World, current_rank, current_stream, later, synchronize
 
 import cqs
-from cqs.distributed import rank_task, row_copies, streams, transfer
-from cqs.distributed.exchange import Exchange
-from cqs.distributed.layout import lay_out
+from cqs.executors.distributed import rank_task, row_copies, streams, transfer
+from cqs.executors.distributed.exchange import Exchange
+from cqs.executors.distributed.layout import lay_out
 from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.scheduler.heads import FETCHED
@@ -98,7 +98,7 @@ def make_world(num_ranks, seed):
 @pytest.fixture
 def peer_memory(monkeypatch):
     pytest.importorskip("cuda.bindings")
-    from cqs.distributed import ipc_memory, peer_memory
+    from cqs.executors.distributed.transport import ipc_memory, peer_memory
 
     fake_gpus.install(monkeypatch)
     of_group = SimpleNamespace(
@@ -132,7 +132,7 @@ def peer_memory(monkeypatch):
 
 def set_least_bytes(monkeypatch, number):
     """Have memory grow from so few bytes on."""
-    from cqs.distributed import ipc_memory
+    from cqs.executors.distributed.transport import ipc_memory
 
     monkeypatch.setattr(ipc_memory, "_LEAST_BYTES", number)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import make_context
 
 import cqs.distributed
-from cqs.distributed.exchange import Exchange
+from cqs.executors.distributed.exchange import Exchange
 
 pytestmark = pytest.mark.slow
 

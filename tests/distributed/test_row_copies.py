@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from cqs.distributed.row_copies import RowCopy, copy_rows
+from cqs.executors.distributed.transport.copy_schedule import RowCopy
+from cqs.executors.distributed.transport.row_copies import copy_rows
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def random_schedule(generator, num_tensors, heads, rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("rows", "dim"), [(7, 5), (130, 16), (200, 40)])
 def test_one_kernel_does_what_copies_do(device, dtype, rows, dim):
-    from cqs.distributed import fused_copies
+    from cqs.executors.distributed.transport import fused_copies
 
     generator = random.Random(rows)
     for num_tensors in (1, 3):

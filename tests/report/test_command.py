@@ -11,10 +11,10 @@ from scaling_rows import make_rows
 
 from cqs.__main__ import main
 from cqs.commands import report
+from cqs.executors.verify import VerificationError
 from cqs.report.measurement import append_rows
 from cqs.report.rows import read_rows
 from cqs.report.sections import command
-from cqs.verify import VerificationError
 
 pytestmark = pytest.mark.slow
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from scaling_rows import make_rows
 
-from cqs.gradients import Gradients
+from cqs.executors.verify import VerificationError
+from cqs.partial import Gradients
 from cqs.report import local, ray
 from cqs.report.exact import verify_gradients
 from cqs.report.passes import make_pass
 from cqs.report.rows import PASSES, read_rows
 from cqs.report.settings import Settings
-from cqs.verify import VerificationError
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]

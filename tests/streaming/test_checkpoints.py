@@ -18,10 +18,10 @@ import torch
 from safetensors.numpy import save_file
 
 import cqs
-from cqs.streaming import checkpoint as checkpoints
+from cqs.executors.streaming import checkpoint as checkpoints
+from cqs.executors.streaming.checkpoint import WorkingDirectory
+from cqs.executors.verify import VerificationError
 from cqs.streaming import open_tensor
-from cqs.streaming.checkpoint import WorkingDirectory
-from cqs.verify import VerificationError
 
 pytestmark = pytest.mark.slow
 
@@ -252,7 +252,7 @@ def test_what_fails_before_anything_is_final_leaves_no_directory(maps):
 
 
 def test_a_result_that_is_wrong_is_not_kept(maps, monkeypatch):
-    monkeypatch.setattr("cqs.streaming.run.verify_rows", lambda *_: _fail())
+    monkeypatch.setattr("cqs.executors.streaming.run.verify_rows", lambda *_: _fail())
     with pytest.raises(VerificationError):
         cqs.attention(*maps, out=new_output(), verify=True, **RESUMED)
     assert not os.path.exists("run")
@@ -267,7 +267,7 @@ def test_only_one_process_at_a_time_uses_a_directory(maps):
     out, other = stop(maps), np.lib.format.open_memmap("o.npy", "w+", np.float32, SHAPE)
     program = """
         import sys
-        from cqs.streaming.checkpoint import WorkingDirectory
+        from cqs.executors.streaming.checkpoint import WorkingDirectory
         with WorkingDirectory("run"):
             print("ready", flush=True)
             sys.stdin.read()
@@ -420,7 +420,7 @@ def test_what_was_not_saved_is_computed_again(maps, monkeypatch):
     """A run that is killed saves nothing at its end."""
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 100.0)
     with monkeypatch.context() as patched:
-        patched.setattr("cqs.streaming.run.ExitStack.callback", lambda *_: None)
+        patched.setattr("cqs.executors.streaming.run.ExitStack.callback", lambda *_: None)
         out = stop(maps, number=30)
     assert WorkingDirectory("run").read()["blocks"][0] == 1
     expected = cqs.attention(*maps, **WITHIN)

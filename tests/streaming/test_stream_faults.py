@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import cqs
+from cqs.executors.streaming.budget import parse_budget
 from cqs.streaming import OnDemand, open_tensor
-from cqs.streaming.budget import parse_budget
 from cqs.worker.memory import measure_peak_bytes
 
 CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 
+from cqs.executors.streaming.plan import CPU, GPU, START, Position
 from cqs.patterns import global_tokens, sliding_window
 from cqs.scheduler import AttentionShape
 from cqs.streaming import Pass, StreamPlan, make_stream_plan
-from cqs.streaming.plan import CPU, GPU, START, Position
 
 SHAPE = AttentionShape(4, 16, batch=2, num_kv_heads=2)
 LENGTHS = [(1, 1), (700, 700), (300, 1000), (1000, 300), (0, 5), (5, 0), (513, 129)]

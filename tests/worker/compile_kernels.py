@@ -10,12 +10,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from cqs import fused_merge
-from cqs.distributed import fused_copies
-from cqs.distributed.row_copies import RowCopy
-from cqs.dropout import Dropout
-from cqs.partial import Partial
+from cqs.executors.distributed.transport import fused_copies
+from cqs.executors.distributed.transport.copy_schedule import RowCopy
+from cqs.partial import Partial, fused_merge
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
+from cqs.problem import Dropout
 from cqs.scheduler import make_plan
 from cqs.worker.triton import launch
 from cqs.worker.work import make_work

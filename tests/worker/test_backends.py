@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.cases import CASES
-from cqs.dropout import Dropout
+from cqs.problem import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
 from cqs.worker.backends import ATTEND, ATTEND_BLOCK_ROWS

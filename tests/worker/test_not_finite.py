@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 import cqs
 from benchmarks.cases import visible_mask
+from cqs.executors.verify import VerificationError
 from cqs.patterns import documents, from_mask, global_tokens, longformer, sliding_window
 from cqs.problem import check_problem
-from cqs.verify import VerificationError
 from cqs.worker.cpu import attend_cpu
 from cqs.worker.operands import Operands
 from cqs.worker.reference import attend_reference

@@ -6,9 +6,8 @@ from support.exact import exact_answer
 
 from benchmarks.cases import CASES, Case
 from benchmarks.memory import measure_task
-from cqs.dropout import Dropout
 from cqs.partial import Partial
-from cqs.problem import Problem
+from cqs.problem import Dropout, Problem
 from cqs.scheduler import predict_cost
 from cqs.tiler import Tiler
 from cqs.worker import WHY_NOT, HeldTokens, Worker

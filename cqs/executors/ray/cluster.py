@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from cqs.advice import with_advice
+from cqs.arguments import as_bool, as_integer, to_float, to_integer, with_advice
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.closer import Closer
@@ -33,13 +33,11 @@ from cqs.executors.ray.shard_producer import AttendShards, LoadShard, MakeShard,
 from cqs.executors.ray.sharded import Sharded
 from cqs.executors.ray.worker_group import WorkerGroup
 from cqs.executors.shortage import fewest_tasks
-from cqs.gradients import Gradients
-from cqs.partial import Partial
+from cqs.executors.streaming.budget import parse_budget
+from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Plan
-from cqs.scheduler.arguments import as_bool, as_integer, to_float, to_integer
-from cqs.streaming.budget import parse_budget
 from cqs.worker import Worker
 
 _Found = TypeVar("_Found")
@@ -188,7 +186,7 @@ class Cluster:
         return_lse: bool = ...,
         verify: bool = ...,
         progress: bool | Callable[[int, int], None] = ...,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    ) -> Tensor | AttentionOutput: ...
 
     @overload
     def attention(
@@ -226,7 +224,7 @@ class Cluster:
         return_lse: bool = False,
         verify: bool = False,
         progress: bool | Callable[[int, int], None] = False,
-    ) -> Tensor | tuple[Tensor, Tensor] | Sharded:
+    ) -> Tensor | AttentionOutput | Sharded:
         """Compute exact attention on the workers; see :func:`cqs.attention`.
 
         Tensors are sent to the workers through the object store, and the result is returned to this
@@ -326,7 +324,7 @@ class Cluster:
             verify=verify,
             progress=progress,
         )
-        return (answer.output, answer.lse) if return_lse else answer.output
+        return answer.to_result(return_lse)
 
     def shard(self, *tensors: Tensor, dim: int = 2) -> Sharded:
         """Split tensors into contiguous parts, one for each worker, and send them to the workers.

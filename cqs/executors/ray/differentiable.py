@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cqs.autograd import attend_differentiably, keeping_operands
-from cqs.gradients import Gradients
-from cqs.partial import Partial
+from cqs.executors.autograd import attend_differentiably, keeping_operands
+from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 
 if TYPE_CHECKING:

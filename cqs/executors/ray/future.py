@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cqs.executors.ray.report import RunReport
 from cqs.executors.ray.run import Run
-from cqs.partial import Partial
+from cqs.partial import AttentionOutput, Partial
 
 _Found = TypeVar("_Found")
 
@@ -24,7 +24,7 @@ class AttentionFuture:
         self._cluster = cluster
         self._future, self._run, self._return_lse = future, run, return_lse
 
-    def result(self, timeout: float | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def result(self, timeout: float | None = None) -> Tensor | AttentionOutput:
         """Wait for the result.
 
         Args:
@@ -41,7 +41,7 @@ class AttentionFuture:
         """
         _check_may_wait_for(self._future)
         answer = self._future.result(timeout)
-        return (answer.output, answer.lse) if self._return_lse else answer.output
+        return answer.to_result(self._return_lse)
 
     def wait(self) -> Partial:
         """Wait for output and LSE; cancel the run if an exception interrupts the wait."""

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cqs.gradients import Gradients
-from cqs.partial import Partial
+from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task
 from cqs.tiler import GradientSum, Tiler

@@ -16,9 +16,9 @@ from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import Actor, ActorPool, actor_failures
 from cqs.executors.ray.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
+from cqs.executors.verify import verify_rows
 from cqs.partial import Partial
 from cqs.scheduler import Plan, Task
-from cqs.verify import verify_rows
 from cqs.worker import Worker
 
 _POLL_SECONDS = 0.1

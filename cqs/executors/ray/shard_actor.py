@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.distributed.transports import release
+from cqs.executors.distributed.transport.transports import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import find_private_folder, import_ray
 from cqs.executors.ray.shard_producer import ShardProducer

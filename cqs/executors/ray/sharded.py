@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cqs.arguments import as_bool
 from cqs.executors.ray.shard_actor import Shapes
 from cqs.executors.ray.shard_producer import MapShard
-from cqs.scheduler.arguments import as_bool
 
 if TYPE_CHECKING:
     from cqs.executors.ray.cluster import Cluster

@@ -133,7 +133,7 @@ def query_gradients(
         tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs, or None if no run has any.
-        dropout_bits: :class:`cqs.dropout.DropoutBits` of the rows, or None without dropout.
+        dropout_bits: :class:`cqs.problem.dropout.DropoutBits` of the rows, or None without dropout.
         num_tiles: Number of tiles, the same for every head.
         query_step: Tokens between two rows.
         key_step: Tokens between two columns.
@@ -251,7 +251,7 @@ def key_gradients(
         tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs, or None if no run has any.
-        dropout_bits: :class:`cqs.dropout.DropoutBits` of the rows, or None without dropout.
+        dropout_bits: :class:`cqs.problem.dropout.DropoutBits` of the rows, or None without dropout.
         num_tiles: Number of tiles, the same for every KV head.
         key_step: Tokens between two rows.
         query_step: Tokens between two columns.

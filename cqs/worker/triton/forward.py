@@ -83,7 +83,7 @@ def attend_tiles(
         tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs, or None if no run has any.
-        dropout_bits: :class:`cqs.dropout.DropoutBits` of the rows, or None without dropout.
+        dropout_bits: :class:`cqs.problem.dropout.DropoutBits` of the rows, or None without dropout.
         num_tiles: Number of tiles, the same for every head.
         num_heads: Number of query heads.
         num_queries: Number of queries of all residues.

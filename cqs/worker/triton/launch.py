@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cqs.cuda_graphs import cached_on_device
-from cqs.dropout import Dropout, DropoutBits
 from cqs.partial import Partial, merge_rows
+from cqs.problem import Dropout, DropoutBits
+from cqs.worker.cuda_graphs import cached_on_device
 from cqs.worker.operands import with_positive_scale
 from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
 from cqs.worker.triton.forward import attend_tiles

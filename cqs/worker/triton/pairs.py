@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cqs.dropout import DropoutBits
+from cqs.problem import DropoutBits
 from cqs.worker.triton.fields import (
     NO_BITS,
     RUN_BITS_START,
@@ -16,7 +16,7 @@ from cqs.worker.triton.fields import (
 )
 
 _MULTIPLIER, _INCREMENT, _KEY = (tl.constexpr(i) for i in range(len(DropoutBits._fields)))
-"""Fields of :class:`cqs.dropout.DropoutBits`, which a kernel receives as a plain tuple."""
+"""Fields of :class:`cqs.problem.DropoutBits`, which a kernel receives as a plain tuple."""
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def visible(mask_bits, bits_start, rows, columns, start, stop, band, row_step, c
 
 @triton.jit
 def load_query_bits(dropout_bits, rows, mask):
-    """Load the multipliers and increments of queries; see :class:`cqs.dropout.DropoutBits`."""
+    """Load the multipliers and increments of queries; see :class:`cqs.problem.DropoutBits`."""
     multiplier = tl.load(dropout_bits[_MULTIPLIER] + rows, mask=mask, other=0)
     return multiplier, tl.load(dropout_bits[_INCREMENT] + rows, mask=mask, other=0)
 

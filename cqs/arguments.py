@@ -1,0 +1,153 @@
+"""Conversion of arguments to Python numbers, and errors for arguments of other libraries.
+
+NumPy scalars are accepted as numbers; bools are not.
+"""
+
+import math
+import operator
+import sys
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_MASK = (
+    "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention; a bias is a score_mod of "
+    "cqs.flex_attention"
+)
+_CAUSAL = "pass is_causal to cqs.attention"
+_SCALE = "pass scale"
+_DROPOUT = "pass dropout_p to cqs.attention"
+_WINDOW = "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
+_SCORES = "call cqs.flex_attention with a score_mod"
+_PACKED = (
+    "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with all "
+    "documents in one batch element"
+)
+_LSE = "pass return_lse=True to get the log-sum-exp; weights and maxima are not kept"
+_GROUP = "call cqs.distributed.attention(..., group=...)"
+_LEAVE = "leave it out: "
+
+ADVICE = {
+    "q": "pass query, [batch, num_heads, seqlen, head_dim]",
+    "k": "pass key, [batch, num_kv_heads, seqlen, head_dim]",
+    "v": "pass value, [batch, num_kv_heads, seqlen, value_dim]",
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "mask": _MASK,
+    "key_padding_mask": _MASK,
+    "attn_bias": _MASK,
+    "bias": _MASK,
+    "pattern": "pass it to cqs.attention",
+    "block_mask": "pass pattern=cqs.patterns.from_block_mask(block_mask)",
+    "is_causal": _CAUSAL,
+    "causal": _CAUSAL,
+    "softmax_scale": _SCALE,
+    "sm_scale": _SCALE,
+    "scaling": _SCALE,
+    "dropout_p": _DROPOUT,
+    "dropout": _DROPOUT,
+    "p": _DROPOUT,
+    "window_size": _WINDOW,
+    "sliding_window": _WINDOW,
+    "local_window_size": _WINDOW,
+    "score_mod": _SCORES,
+    "softcap": _SCORES,
+    "alibi_slopes": _SCORES,
+    "cu_seqlens": _PACKED,
+    "cu_seqlens_q": _PACKED,
+    "cu_seqlens_k": _PACKED,
+    "cu_seqlens_kv": _PACKED,
+    "max_seqlen_q": _LEAVE + "cumulative lengths suffice",
+    "max_seqlen_k": _LEAVE + "cumulative lengths suffice",
+    "return_aux": _LSE,
+    "return_softmax_lse": _LSE,
+    "return_attn_probs": _LSE,
+    "need_weights": _LSE,
+    "enable_gqa": _LEAVE + "query heads share KV heads where these are fewer",
+    "kernel_options": _LEAVE + "kernels choose their own tiles, and backend names a kernel",
+    "deterministic": _LEAVE + "results are deterministic, except gradients by backend='cudnn'",
+    "group": _GROUP,
+    "process_group": _GROUP,
+}
+"""The equivalent of each argument of scaled_dot_product_attention, FlexAttention, FlashAttention,
+xFormers, JAX or Transformers that our functions lack."""
+
+
+def as_integer(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
+    """Return ``value`` as an ``int`` between ``least`` and ``most``, both inclusive.
+
+    Args:
+        name: Name of the argument, for the error message.
+        value: An ``int`` or an object with ``__index__``, such as a NumPy integer.
+        least: Smallest value allowed.
+        most: Largest value allowed.
+
+    Raises:
+        TypeError: ``value`` is not an integer, or is a bool.
+        ValueError: ``value`` is out of range.
+    """
+    number = to_integer(value, f"{name} must be an integer")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {as_text(number)}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {as_text(number)}")
+    return number
+
+
+def as_text(number: int) -> str:
+    """Format an integer, or its number of bits if Python would reject it as too long."""
+    return str(number) if number.bit_length() < 1024 else f"{number.bit_length()} bits"
+
+
+def to_integer(value: Any, rule: str) -> int:
+    """Return ``value`` as an ``int``, or raise TypeError with the text of ``rule``."""
+    try:
+        if not _is_bool(value):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{rule}, got {value!r}")
+
+
+def to_float(value: Any, rule: str) -> float:
+    """Return ``value`` as a ``float``, or raise TypeError with the text of ``rule``.
+
+    Integers beyond the range of a float become infinity.
+    """
+    if _is_bool(value) or not issubclass(type(value), Real):
+        raise TypeError(f"{rule}, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def as_bool(name: str, value: Any, rule: str = "a bool") -> bool:
+    """Return ``value`` as a ``bool``, or raise TypeError unless it is a scalar bool."""
+    if not _is_bool(value) or getattr(value, "shape", ()) != ():
+        raise TypeError(f"{name} must be {rule}, got {value!r}")
+    return bool(value)
+
+
+def _is_bool(value: Any) -> bool:
+    """Return whether ``value`` is a bool or has dtype bool, without importing NumPy or torch."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def with_advice(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a function raise TypeError with the equivalent of another library's keyword argument."""
+    names = signature(function).parameters
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for name in kwargs:
+            if name in ADVICE and name not in names:
+                raise TypeError(f"{function.__name__}() does not support {name}: {ADVICE[name]}")
+        return function(*args, **kwargs)
+
+    return call

@@ -1,5 +1,0 @@
-"""Context-parallel attention for torch.distributed: each rank passes and receives its shard."""
-
-from cqs.distributed.attention import attention
-
-__all__ = ["attention"]

@@ -1,0 +1,138 @@
+"""Autograd integration that all executors share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqs.partial import Gradients, Partial
+from cqs.problem import Problem
+
+Kept = tuple[Tensor, ...]
+"""Tensors that the forward pass saves for the backward pass."""
+
+
+class Attended(NamedTuple):
+    """The result of a forward pass, and its backward pass."""
+
+    answer: Partial
+    """Output and LSE."""
+    kept: Kept
+    """Inputs of the backward pass. Saved by autograd, so activation checkpointing can drop them."""
+    differentiate: Callable[[Kept, Tensor], Gradients]
+    """Computes the gradients from ``kept`` and the gradient of the output."""
+
+
+def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended]) -> Partial:
+    """Compute attention and record its backward pass for autograd.
+
+    Autograd treats the LSE as a constant. A second derivative raises NotImplementedError. Autocast
+    is disabled.
+
+    Args:
+        problem: The checked problem. Per-head patterns are computed in parts.
+        attend: Computes the forward pass of a problem with a single pattern.
+
+    Returns:
+        Output and LSE.
+    """
+    tensors = problem.query, problem.key, problem.value
+    with torch.autocast(problem.query.device.type, enabled=False):  # keep the inputs' dtypes
+        if problem.differs_by_head:
+            rows: dict[int | None, list[Partial]] = {}
+            for (row, _), part in problem.parts():
+                rows.setdefault(row.start, []).append(attend_differentiably(part, attend))
+            return _join([_join(row, dim=1) for row in rows.values()], dim=0)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            links = (tensor[..., :0].clone() for tensor in tensors)
+            return Partial(*_Attention.apply(*tensors, *links, problem, attend))
+        return attend(problem).answer
+
+
+def keeping_operands(
+    forward: Callable[[Problem], Partial],
+    backward: Callable[[Problem, Partial, Tensor], Gradients],
+) -> Callable[[Problem], Attended]:
+    """Return a forward pass that saves query, key, value, output and LSE for ``backward``.
+
+    Args:
+        forward: Computes output and LSE of a problem.
+        backward: Computes the gradients from the problem, its output and LSE, and the gradient of
+            the output.
+    """
+
+    def attend(problem: Problem) -> Attended:
+        tensors = problem.query, problem.key, problem.value
+        answer = forward(problem)
+        # The closure must not refer to the tensors: autograd alone decides how long they live.
+        nothing = problem.query.new_empty(0)
+        options = replace(problem, query=nothing, key=nothing, value=nothing)
+
+        def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
+            query, key, value, *saved = kept
+            whole = replace(options, query=query, key=key, value=value)
+            return backward(whole, Partial(*saved), grad_output)
+
+        return Attended(answer, (*tensors, *answer), differentiate)
+
+    return attend
+
+
+def _join(answers: Sequence[Partial], dim: int) -> Partial:
+    return Partial(*(torch.cat(tensors, dim) for tensors in zip(*answers, strict=True)))
+
+
+class _Attention(torch.autograd.Function):
+    """The autograd function of attention.
+
+    The links are empty slices of query, key and value. They connect the gradients to these in the
+    graph of a double backward, which then raises an error, without saving the inputs' memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_link: Tensor,
+        key_link: Tensor,
+        value_link: Tensor,
+        problem: Problem,
+        attend: Callable[[Problem], Attended],
+    ) -> Partial:
+        attended = attend(replace(problem, query=query, key=key, value=value))
+        ctx.save_for_backward(query_link, key_link, value_link, *attended.kept)
+        ctx.mark_non_differentiable(attended.answer.lse)
+        ctx.differentiate = attended.differentiate
+        return attended.answer
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once: activation checkpointing permits one access
+        links, kept = saved[:3], saved[3:]
+        compute = partial(ctx.differentiate, kept)
+        return *_Gradients.apply(*links, grad_output, compute), *(None,) * 5
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of attention as an autograd function whose backward pass raises an error."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_link: Tensor,
+        key_link: Tensor,
+        value_link: Tensor,
+        grad_output: Tensor,
+        compute: Callable[[Tensor], Gradients],
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(grad_output.device.type, enabled=False):
+            return tuple(gradient.to(query_link.dtype) for gradient in compute(grad_output))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("attention can be differentiated only once")

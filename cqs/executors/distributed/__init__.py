@@ -1,0 +1,1 @@
+"""Attention over the shards of a process group: one task a rank, and the exchanges around it."""

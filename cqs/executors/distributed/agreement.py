@@ -1,0 +1,167 @@
+"""A collective on the CPU that compares the arguments of all ranks of a group."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import islice
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from cqs.executors.distributed.group_calls import calls_on
+
+_MOST_SHOWN = 300
+"""Maximum number of characters of a value in an error message."""
+_control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
+
+
+class Shards(NamedTuple):
+    """Shard lengths of all ranks, and the common seed."""
+
+    seqlens_q: tuple[int, ...]
+    """Number of queries in every rank's shard."""
+    seqlens_kv: tuple[int, ...]
+    """Number of keys in every rank's shard."""
+    seed: int
+    """Random seed of rank 0, which all ranks use."""
+
+
+def agree(
+    group: Any,
+    request: Mapping[str, Any] | None,
+    error: Exception | None,
+    *,
+    seqlen_q: int = 0,
+    seqlen_kv: int = 0,
+    seed: int = 0,
+) -> Shards:
+    """Compare the requests of all ranks; every rank of the group must call this.
+
+    The host does not wait for GPUs.
+
+    Args:
+        group: The process group.
+        request: Values that must be equal on all ranks, by name; ``"call"`` is the called
+            function. ``None`` if this rank has an error.
+        error: The error in this rank's arguments, if any. It is sent to the other ranks, which
+            would otherwise wait for this one.
+        seqlen_q: Number of queries in this rank's shard.
+        seqlen_kv: Number of keys in this rank's shard.
+        seed: Random seed of this rank for dropout, less than 2^63.
+
+    Raises:
+        Exception: This rank passed ``error``.
+        ValueError: Another rank has an error or a different request; the message names it.
+        RuntimeError: Threads of this process have called on the group at the same time, or a rank
+            has failed or does not answer within the timeout of the group.
+    """
+    # Equal values have an equal repr, so ranks compare digests of text.
+    request = {name: repr(value) for name, value in (request or {}).items()}
+    with calls_on(group).call():
+        return _agree(group, request, error or calls_on(group).error, seqlen_q, seqlen_kv, seed)
+
+
+def _agree(
+    group: Any,
+    request: dict[str, str],
+    error: Exception | None,
+    *numbers: int,
+) -> Shards:
+    digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
+    mine = [int(error is not None), int.from_bytes(digest), *numbers]
+    num_ranks, control = dist.get_world_size(group), control_group(group)
+    found = swap(control, mine, [len(mine)] * num_ranks)
+    table = [found[i : i + len(mine)] for i in range(0, len(found), len(mine))]
+    if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
+        _explain(control, num_ranks, request, error)
+    return Shards(tuple(row[2] for row in table), tuple(row[3] for row in table), table[0][4])
+
+
+def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Gather integers from all ranks, in rank order; every rank must call this.
+
+    Args:
+        control: Process group of all ranks that supports CPU tensors.
+        own: Integers of this rank, within int64.
+        lengths: For every rank, the number of its integers.
+
+    Raises:
+        RuntimeError: A rank has failed, or does not answer within the timeout of the group. All
+            ranks raise, because each exchanges messages with all others.
+    """
+    sent = torch.tensor(list(own) * len(lengths), dtype=torch.int64, device="cpu")
+    found = sent.new_empty(sum(lengths))
+    try:
+        control.alltoall_base(found, sent, list(lengths), [len(own)] * len(lengths)).wait()
+    except RuntimeError as lost:
+        raise RuntimeError(
+            f"a rank of the group has failed or did not make this call: {lost}"
+        ) from lost
+    return found.tolist()
+
+
+def barrier(control: Any) -> None:
+    """Block until all ranks have called this; raises RuntimeError if one has failed."""
+    swap(control, [0], [1] * control.size())
+
+
+def control_group(group: Any) -> Any:
+    """Return a process group of the same ranks for CPU tensors; made on the first call.
+
+    It uses the group's store, because :func:`torch.distributed.new_group` hangs if the ranks have
+    created different numbers of groups.
+    """
+    group = group or dist.group.WORLD
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    if group not in _control_groups:
+        _control_groups[group] = make_control_group(group)
+    return _control_groups[group]
+
+
+def make_control_group(group: Any) -> Any:
+    """Create a gloo process group of the same ranks; every rank must call this once."""
+    store = dist.PrefixStore("cqs", group.get_group_store())
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    return dist.ProcessGroupGloo(store, rank, num_ranks, timeout_of(group))
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return the timeout of a process group on GPUs."""
+    timeout: timedelta = group._get_backend(torch.device("cuda")).options._timeout
+    return timeout
+
+
+def _explain(
+    control: Any, num_ranks: int, request: dict[str, str], error: Exception | None
+) -> None:
+    """Gather all requests and raise the error that names the rank which differs."""
+    text = json.dumps([request, None if error is None else repr(error)]).encode()
+    try:
+        lengths = swap(control, [len(text)], [1] * num_ranks)
+        texts = iter(swap(control, text, lengths))
+    except RuntimeError as lost:
+        if error is not None:
+            raise error from lost
+        raise
+    found = [json.loads(bytes(islice(texts, length))) for length in lengths]
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(found):
+        if message is not None:
+            raise ValueError(f"rank {rank} of the group failed: {message}")
+    first = found[0][0]
+    for rank, (other, _) in enumerate(found):
+        for name, value in other.items():
+            if value != first.get(name):
+                raise ValueError(
+                    f"rank {rank} of the group has {name} {_shorten(value)}, "
+                    f"rank 0 has {_shorten(first.get(name, 'none'))}"
+                )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."

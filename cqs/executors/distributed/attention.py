@@ -1,0 +1,274 @@
+"""Differentiable context-parallel attention over the shards of a process group."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.arguments import as_bool, as_integer, with_advice
+from cqs.executors.autograd import Attended, Kept, attend_differentiably
+from cqs.executors.distributed.agreement import agree
+from cqs.executors.distributed.exchange import Exchange
+from cqs.executors.distributed.group_calls import GroupCalls, calls_on
+from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed.rank_task import RankTask
+from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
+from cqs.partial import AttentionOutput, Gradients, Partial
+from cqs.patterns import Pattern
+from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
+from cqs.scheduler.heads import why_not_head_parallel
+from cqs.scheduler.interest_sets import list_elements
+from cqs.uncompiled import uncompiled
+from cqs.worker import Worker
+from cqs.worker.backends import check_backend_name
+from cqs.worker.cuda_graphs import is_captured
+
+
+@uncompiled
+@with_advice
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: "dist.ProcessGroup | None" = None,
+    is_causal: bool = False,
+    pattern: Pattern | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    head_parallel: int | str = "auto",
+    num_chunks: int | None = None,
+    interest_set: Iterable[int] | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | AttentionOutput:
+    """Compute exact attention over a sequence that is sharded over the ranks of a group.
+
+    Every rank of the group calls this function with its shard, a contiguous part of the sequence in
+    rank order. Shards may differ in length and may be empty. Each rank gets the output for its own
+    queries and the gradients of its own shard. Causal attention requires no zig-zag order.
+
+    Each rank sends its tokens once to the ranks that compute with them, and each partial output is
+    sent once to the query owner. The result is deterministic. CUDA graphs can capture the call if
+    all ranks capture it.
+
+    Args:
+        query: ``[batch, num_heads, rows, head_dim]``, on a device of the group; float64, float32,
+            bfloat16 or float16.
+        key: ``[batch, num_kv_heads, rows_kv, head_dim]``, dtype and device of ``query``;
+            ``num_heads`` must be a multiple of ``num_kv_heads``.
+        value: ``[batch, num_kv_heads, rows_kv, value_dim]``, dtype and device of ``query``.
+        group: A process group that this process has joined; ``None`` means the default group. Only
+            one thread at a time may call on it, forward or backward.
+        is_causal: Whether query i sees only keys up to ``i + seqlen_kv - seqlen_q``, counted
+            over the whole sequence.
+        pattern: Sparse pattern over the whole sequence, of :mod:`cqs.patterns`, or ``None``.
+        scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+        dropout_p: Probability in [0, 1) that a pair is dropped after the softmax. The dropout mask
+            equals that of :func:`cqs.attention` with the same seed.
+        seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
+        head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
+            each computed by ``ranks / head_parallel`` ranks with a cyclic quorum set. A degree of 1
+            uses quorums alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
+            ``"auto"`` picks, among the degrees predicted within 2 % of the fastest, the one with
+            the lowest peak memory; without gradients and up to 512K keys, the smallest. The ranks
+            of a host should be consecutive.
+        num_chunks: Maximum number of head chunks of a rank: one chunk is sent while another is
+            computed. ``None`` chooses it by the work. The number used divides the KV heads of a
+            rank.
+        interest_set: Interest set for ``ranks / head_parallel`` tasks; ``None`` takes the best
+            known. See :func:`cqs.make_plan`.
+        backend: Name of the kernels, as in :func:`cqs.attention`; ``None`` takes the best that
+            supports the tensors.
+        return_lse: Whether to return the log-sum-exp of the scores too.
+
+    Returns:
+        ``output``, ``[batch, num_heads, rows, value_dim]``, dtype and device of ``query``; with
+        ``return_lse`` also ``lse``, ``[batch, num_heads, rows]``, float32 (float64 for float64).
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized, another rank has failed, two threads
+            call on the group at the same time, or a CUDA graph is captured before a first call
+            with the same arguments.
+        TypeError: An argument has the wrong type or the tensors an unsupported dtype.
+        ValueError: Shapes, dtypes, devices or values do not fit, this process is not in ``group``,
+            or another rank has an error or other arguments. In the last case every rank raises,
+            and the message names that rank.
+        NotImplementedError: The backend does not support the tensors or the pattern.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
+    _check_group(group)
+    problem: Problem | None = None
+    request: dict[str, Any] | None = None
+    error: Exception | None = None
+    try:
+        problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+        check_backend_name(backend)
+        if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
+            raise ValueError(
+                f"query must be on a device of the group ({config}), got {query.device}"
+            )
+        if pattern is not None:
+            check_is_pattern(pattern)
+        head_dim = query.shape[3]  # before a head_dim of 0 is padded with zeros
+        query, key, value = problem.query, problem.key, problem.value
+        request = {
+            "call": "attention",
+            "batch": query.shape[0],
+            "num_heads": query.shape[1],
+            "num_kv_heads": key.shape[1],
+            "head_dim": head_dim,
+            "value_dim": value.shape[3],
+            "dtype": query.dtype,
+            "device": query.device.type,
+            "requires_grad": torch.is_grad_enabled()
+            and any(tensor.requires_grad for tensor in (query, key, value)),
+            "is_causal": as_bool("is_causal", is_causal),
+            "pattern": pattern,
+            "scale": problem.scale,
+            "dropout_p": float(dropout_p),
+            "seed": None if seed is None else as_integer("seed", seed, 0),
+            "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
+            "head_parallel": _check_head_parallel(
+                head_parallel, dist.get_world_size(group), problem, pattern
+            ),
+            "interest_set": None if interest_set is None else list_elements(interest_set),
+            "backend": backend,
+            "return_lse": as_bool("return_lse", return_lse),
+            "is_captured": is_captured(query.device),
+        }
+    except Exception as wrong:
+        error = wrong  # reported below, because the other ranks wait for this one
+    calls = calls_on(group)
+    with calls.call():
+        answer = _attend(group, calls, problem, request, error)
+    # With gradients the backward pass checks: other ranks wait for this one to run it.
+    if not answer.output.requires_grad:
+        calls.check()
+    return answer.to_result(return_lse)
+
+
+def _attend(
+    group: "dist.ProcessGroup | None",
+    calls: GroupCalls,
+    problem: Problem | None,
+    request: dict[str, Any] | None,
+    error: Exception | None,
+) -> Partial:
+    """Compare the arguments with those of the other ranks, then compute attention.
+
+    Args:
+        group: The process group; ``None`` means the default group.
+        calls: This process's calls on the group; the current call is entered.
+        problem: This rank's shards; ``None`` if its arguments are invalid.
+        request: The arguments of :func:`attention` that must be equal on all ranks, by name;
+            ``None`` if this rank's arguments are invalid.
+        error: The error in this rank's arguments, if any.
+    """
+    if request is not None:
+        request["calls since the group was made"] = calls.num_calls
+        request["exchanges since the group was made"] = count_sends(group)
+    shards = agree(
+        group,
+        request,
+        error,
+        seqlen_q=0 if problem is None else problem.query.shape[2],
+        seqlen_kv=0 if problem is None else problem.key.shape[2],
+        seed=0 if problem is None or problem.dropout is None else problem.dropout.seed,
+    )
+    assert problem is not None and request is not None
+    calls.num_calls += 1
+    rank, device, backend = dist.get_rank(group), problem.query.device, request["backend"]
+    transport, near = transport_of(group, device), ranks_per_host(group)
+    batch, num_heads, *_ = problem.query.shape
+    lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
+    is_causal, pattern = check_pattern(
+        request["pattern"], request["is_causal"], batch, num_heads, *lengths
+    )
+    problem = replace(
+        problem,
+        is_causal=is_causal,
+        pattern=pattern,
+        dropout=problem.dropout and replace(problem.dropout, seed=shards.seed),
+    )
+
+    def attend(part: Problem) -> Attended:
+        layout = lay_out(
+            shards.seqlens_q,
+            shards.seqlens_kv,
+            rank,
+            num_heads=part.query.shape[1],
+            num_kv_heads=part.key.shape[1],
+            head_dim=part.query.shape[3],
+            head_parallel=request["head_parallel"],
+            num_chunks=request["num_chunks"],
+            is_causal=part.is_causal,
+            pattern=part.pattern,
+            interest_set=request["interest_set"],
+            tile=GPU_TILE if part.query.is_cuda else 1,
+            chunk_rule=transport.chunk_rule,
+            ranks_per_host=near,
+            with_gradients=request["requires_grad"],
+        )
+        bound = None if part.pattern is None else part.pattern.bind(*lengths)
+        worker = Worker(part.scale, backend, part.dropout, bound)
+        worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks or on none
+        task = RankTask(transport, rank, layout, worker)
+        with_lse, keep = request["return_lse"], request["requires_grad"]
+        with Exchange(transport, len(layout.chunks), in_place=False) as exchange:
+            attended = task.attend(part, exchange, with_lse=with_lse, keep=keep)
+        compute = attended.differentiate  # without the tensors: autograd decides how long they live
+
+        def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
+            # On CPUs a thread holds the lock while it waits for other ranks, so another thread
+            # could wait for it until the timeout; on GPUs nothing blocks within a pass. Messages
+            # carry the tag of their call, so overlapping CPU passes do not mix rows.
+            with calls.call(waits=grad_output.is_cuda):
+                gradients = compute(kept, grad_output)
+            calls.check()
+            return gradients
+
+        return attended._replace(differentiate=differentiate)
+
+    return attend_differentiably(problem, attend)
+
+
+def _check_group(group: Any) -> None:
+    """Raise TypeError or ValueError unless this process has joined a group."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"group must be one that rank {dist.get_rank()}, this process, has joined, got "
+            "GroupMember.NON_GROUP_MEMBER: call this on the ranks of the group only"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
+    try:
+        dist.get_rank(group)
+    except ValueError as unknown:
+        raise ValueError(
+            f"group must be one that rank {dist.get_rank()}, this process, has joined and not "
+            f"destroyed, got {group!r}: {unknown}"
+        ) from unknown
+
+
+def _check_head_parallel(
+    head_parallel: int | str, num_ranks: int, problem: Problem, pattern: Pattern | None
+) -> int | str:
+    """Return the head-parallel degree or ``"auto"``, or raise TypeError or ValueError."""
+    differ = pattern is not None and pattern.heads[1] > 1
+    if head_parallel == "auto":
+        return 1 if differ else "auto"
+    if isinstance(head_parallel, str):
+        raise ValueError(f"head_parallel must be an integer or 'auto', got {head_parallel!r}")
+    number = as_integer("head_parallel", head_parallel, 1)
+    reason = why_not_head_parallel(number, num_ranks, problem.query.shape[1], problem.key.shape[1])
+    if differ and number > 1:
+        reason = "heads with different patterns are computed one by one"
+    if reason is not None:
+        raise ValueError(f"head_parallel must be a supported degree, got {number}: {reason}")
+    return number

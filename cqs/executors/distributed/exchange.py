@@ -1,0 +1,256 @@
+"""Exchange of token rows: shards to the ranks that compute with them, results to their owners."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from cqs.executors.distributed.layout import Route
+from cqs.executors.distributed.transport.copy_schedule import CopySchedule, RowCopy
+from cqs.executors.distributed.transport.transfer import (
+    Fill,
+    LostError,
+    Packet,
+    Transfer,
+    Transport,
+)
+
+HeadsOfRanks = tuple[range, ...]
+"""A range of heads for every rank; all ranges have one length."""
+
+_SETTLING_SECONDS = 10.0
+"""Seconds that a failed call waits for pending transfers, at most."""
+
+
+class ReturnedRows(NamedTuple):
+    """Results that one rank sent back for some rows of this rank's shard."""
+
+    rank: int
+    rows: range
+    tensor: Tensor
+    """``[batch, heads, rows, ...]``."""
+
+
+class Exchange:
+    """Sends tensors between the ranks of a group in one forward or backward pass.
+
+    The group remains usable after an error if the pass fails on all ranks after the same sends.
+    """
+
+    def __init__(self, transport: Transport, num_chunks: int, *, in_place: bool) -> None:
+        """Prepare an exchange; use it as a context manager.
+
+        Args:
+            transport: Transport between the ranks of the group.
+            num_chunks: Number of head chunks of the pass, each sent once in each direction. Chunk i
+                uses buffer slot ``i % num_turns`` of the transport.
+            in_place: Whether rows that stay on this rank may be views of the caller's tensors.
+        """
+        self._transport, self._in_place = transport, in_place
+        self._num_turns = min(num_chunks, transport.num_turns)
+        self._transfers: list[Transfer] = []
+
+    def __enter__(self) -> "Exchange":
+        self._transport.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The transport may still write to buffers of a failed pass, which must not be freed before.
+        # After a LostError nothing more is received.
+        if kind is not None and not issubclass(kind, LostError):
+            end = time.monotonic() + _SETTLING_SECONDS
+            for transfer in self._transfers:
+                transfer.settle(end)
+        self._transport.end()
+
+    def send_out(
+        self,
+        chunk: int,
+        shards: Sequence[Tensor],
+        heads: Sequence[HeadsOfRanks],
+        routes: Sequence[Route],
+    ) -> Transfer:
+        """Send every rank the rows and heads that it requires, and start receiving this rank's.
+
+        Args:
+            chunk: Index of the head chunk.
+            shards: This rank's tensors, each ``[batch, heads, rows, ...]``.
+            heads: For each tensor, the heads that every rank requires.
+            routes: For each tensor, its route.
+
+        Returns:
+            The transfer of one tensor ``[batch, heads of a rank, tokens held, ...]`` per shard.
+        """
+        received: list[Tensor] = []
+        packets = []
+        for route, chosen in by_route(shards, routes):
+            sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
+            widths = [len(of_ranks[0]) for of_ranks in together]
+            own = route.sends[route.rank]
+            if self._in_place and route.stays and len(own) == 1:
+                packets.append(Packet(route, sources, widths, (), is_home=False))
+                received += [
+                    source[:, of_rank.start : of_rank.stop, own[0].start : own[0].stop]
+                    for source, of_rank in zip(
+                        sources, (of_ranks[route.rank] for of_ranks in together), strict=True
+                    )
+                ]
+                continue
+            schedule = _schedule_out(route, together)
+            packets.append(Packet(route, sources, widths, schedule, is_home=False))
+            received += packets[-1].received_by_source
+        return self._pack_and_send(chunk, packets, received)
+
+    def send_back(self, chunk: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
+        """Send results for the tokens held to the ranks that own the tokens.
+
+        Args:
+            chunk: Index of the head chunk.
+            held: Results, each ``[batch, heads of a rank, tokens held, ...]``.
+            routes: For each result, the route by which its tokens were received.
+
+        Returns:
+            The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
+        """
+        received: list[Tensor] = []
+        packets = []
+        for route, chosen in by_route(held, routes):
+            sources = [held[i] for i in chosen]
+            widths = tuple(source.shape[1] for source in sources)
+            schedule = () if route.stays else _schedule_home(route, widths)
+            packets.append(Packet(route, sources, widths, schedule, is_home=True))
+            received += sources if route.stays else packets[-1].received_by_source
+        return self._pack_and_send(chunk, packets, received)
+
+    def send_computed(
+        self, chunk: int, like: Sequence[Tensor], route: Route, make: Callable[[list[Tensor]], None]
+    ) -> Transfer:
+        """Write results directly into the send buffer and send them to the token owners.
+
+        Args:
+            chunk: Index of the head chunk.
+            like: Tensors with the shape, dtype and device of the results, except the number of
+                rows: ``[batch, heads of a rank, any rows, ...]``.
+            route: The route by which the tokens were received, all of them from other ranks.
+            make: Function that writes the results, each ``[batch, heads of a rank, tokens held,
+                ...]``, into the views of the send buffer that it is given.
+
+        Returns:
+            The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
+        """
+        packets = [Packet(route, [each], [each.shape[1]], (), is_home=True) for each in like]
+        received = [tensor for packet in packets for tensor in packet.received_by_source]
+
+        def fill(rows: list[Tensor]) -> None:
+            make([each.movedim(0, 2) for each in rows])
+
+        return self._send(chunk, packets, received, fill)
+
+    def _pack_and_send(
+        self, chunk: int, packets: Sequence[Packet], received: list[Tensor]
+    ) -> Transfer:
+        def fill(rows: list[Tensor]) -> None:
+            for packet, packed in zip(packets, rows, strict=True):
+                packet.pack(packed)
+
+        return self._send(chunk, packets, received, fill)
+
+    def _send(
+        self, chunk: int, packets: Sequence[Packet], received: list[Tensor], fill: Fill
+    ) -> Transfer:
+        # Chunks share the transport's buffers in turns: a send waits only for the one before it in
+        # the same turn, while those of the other turns are in transit.
+        turn = chunk % self._num_turns
+        pending = self._transport.send(packets, fill, turn, self._num_turns)
+        self._transfers.append(Transfer(received, pending))
+        return self._transfers[-1]
+
+
+def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
+    """Group adjacent tensors that one packet can hold: same route, trailing shape and dtype.
+
+    Routes are compared by identity, because routes that are equal on this rank may differ on
+    another, and all ranks must form the same packets.
+
+    Returns:
+        For each group its route and the indices of its tensors.
+    """
+
+    def packet_key(i: int) -> Any:
+        return id(routes[i]), tensors[i].shape[3:], tensors[i].dtype
+
+    groups = [list(chosen) for _, chosen in groupby(range(len(tensors)), packet_key)]
+    return [(routes[chosen[0]], chosen) for chosen in groups]
+
+
+def pieces(received: Tensor, route: Route) -> Iterator[ReturnedRows]:
+    """Split results that were sent back to this rank by rank and row range.
+
+    Args:
+        received: Results ``[batch, heads, rows, ...]``, ordered by sending rank.
+        route: The route by which this rank sent the tokens out.
+    """
+    first = 0
+    for rank, ranges in enumerate(route.sends):
+        for rows in ranges:
+            yield ReturnedRows(rank, rows, received[:, :, first : first + len(rows)])
+            first += len(rows)
+
+
+@lru_cache(maxsize=256)
+def schedule_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
+    """Return the copies of results into shards, where at most one rank sent each row and head.
+
+    Args:
+        route: The route by which this rank sent the tokens out.
+        heads: For each tensor, the heads that every rank sent back.
+    """
+    schedule, there = [], 0
+    for rank, ranges in enumerate(route.sends):
+        for rows in ranges:
+            for i, of_ranks in enumerate(heads):
+                first, width = of_ranks[rank].start, len(of_ranks[rank])
+                schedule.append(RowCopy(i, there, rows.start, len(rows), 0, first, width))
+            there += len(rows)
+    return tuple(schedule)
+
+
+@lru_cache(maxsize=256)
+def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
+    """Return the copies that pack shard rows for other ranks and place this rank's own rows."""
+    # Source i of this rank is listed twice, see Packet.schedule: target i is the packed rows, which
+    # have none of this rank's own, and target i + len(heads) is the received rows, which have them.
+    own, schedule = route.rank, []
+    of_others, of_own = 0, sum(route.receives[:own])
+    for rank, ranges in enumerate(route.sends):
+        for rows in ranges:
+            there = of_own if rank == own else of_others
+            for i, of_ranks in enumerate(heads, start=len(heads) if rank == own else 0):
+                first, width = of_ranks[rank].start, len(of_ranks[rank])
+                schedule.append(RowCopy(i, rows.start, there, len(rows), first, 0, width))
+            of_own += len(rows) if rank == own else 0
+            of_others += len(rows) if rank != own else 0
+    return tuple(schedule)
+
+
+@lru_cache(maxsize=256)
+def _schedule_home(route: Route, widths: tuple[int, ...]) -> CopySchedule:
+    """Return the copies that pack results for other ranks and place those for this rank."""
+    own = route.rank
+    before, here = sum(route.receives[:own]), route.receives[own]
+    after = sum(route.receives) - before - here
+    # The held rows are ordered by owner: those for ranks before this one, its own, those for ranks
+    # after it. The send buffer has no gap for the own rows.
+    return tuple(
+        RowCopy(tensor, source_row, target_row, num_rows, 0, 0, width)
+        for i, width in enumerate(widths)
+        for tensor, source_row, target_row, num_rows in (
+            (i, 0, 0, before),
+            (i + len(widths), before, sum(route.lengths[:own]), here),
+            (i, before + here, before, after),
+        )
+        if num_rows
+    )

@@ -1,0 +1,381 @@
+"""The work of every rank of a group, and the rows of each shard that it requires."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Any, NamedTuple
+
+from cqs.executors.distributed.locality import SplitSteps, keys_of, see_only, split_steps
+from cqs.patterns import BoundPattern
+from cqs.scheduler import AttentionShape, Plan, Step, make_plan
+from cqs.scheduler.cost_model import Machine, Workload, predict
+from cqs.scheduler.heads import ChunkRule, choose_num_chunks
+from cqs.scheduler.task import join_ranges
+
+Lengths = tuple[int, ...]
+"""Number of tokens in every rank's shard."""
+
+_SLACK = 0.02
+"""Relative predicted time by which the chosen head-parallel degree may exceed the fastest. The cost
+model is not more accurate than this."""
+_MACHINE = Machine(bandwidth=160e9, latency=160e-6, between=50e9)
+"""Machine of the predictions, in bytes/s and seconds. Bandwidth and latency are fitted to 4 x H200
+of one host; between hosts it assumes 400 Gb/s InfiniBand per GPU, which was not measured."""
+
+
+class PackOffsets(NamedTuple):
+    """Row offsets in the send buffers of all ranks, which are ordered by receiving rank."""
+
+    firsts: tuple[int, ...]
+    """For every rank, the index of the first row that it packs for this rank."""
+    most: int
+    """Number of rows in the largest send buffer of any rank."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Routing table of one rank for queries or keys: the rows that it sends and receives."""
+
+    sends: tuple[tuple[range, ...], ...]
+    """For every rank, ascending ranges of the rows of this rank's shard that are sent to it."""
+    receives: tuple[int, ...]
+    """Number of rows that this rank receives from every rank, itself included."""
+    held: tuple[range, ...]
+    """Positions of the received tokens: ascending ranges, in the order of the ranks."""
+    rank: int = field(repr=False)
+    """The rank that this routing table belongs to."""
+    shards: Sequence[range] = field(compare=False, repr=False)
+    """For every rank, the token positions of its shard."""
+    wanted: Sequence[tuple[range, ...]] = field(compare=False, repr=False)
+    """For every rank, the token positions that it requires, in ascending ranges."""
+
+    @cached_property
+    def offsets_out(self) -> PackOffsets:
+        """Send buffer offsets of shard rows."""
+        return _places(self._numbers, self.rank)
+
+    @cached_property
+    def offsets_home(self) -> PackOffsets:
+        """Send buffer offsets of results, which are sent in reverse."""
+        return _places(list(zip(*self._numbers, strict=True)), self.rank)
+
+    @cached_property
+    def _numbers(self) -> list[list[int]]:
+        """Matrix [owner][receiver] of the number of rows sent, with a zero diagonal."""
+        return [
+            [
+                0 if owner == other else sum(map(len, _common(shard, ranges)))
+                for other, ranges in enumerate(self.wanted)
+            ]
+            for owner, shard in enumerate(self.shards)
+        ]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of rows that this rank sends to every rank, itself included."""
+        return tuple(sum(map(len, ranges)) for ranges in self.sends)
+
+    @cached_property
+    def stays(self) -> bool:
+        """Whether this rank neither sends rows to nor receives rows from other ranks."""
+        return not any(
+            sent or received
+            for other, (sent, received) in enumerate(zip(self.lengths, self.receives, strict=True))
+            if other != self.rank
+        )
+
+
+@dataclass(frozen=True)
+class HeadChunk:
+    """Heads that every rank computes while the tensors of other head chunks are sent."""
+
+    query_heads: tuple[range, ...]
+    """For every rank, a range of query heads of its head group; all have one length."""
+    kv_heads: tuple[range, ...]
+    """For every rank, the KV heads of these query heads. Ranks share a KV head if there are
+    fewer KV heads than head groups."""
+
+    @property
+    def heads(self) -> tuple[tuple[range, ...], ...]:
+        """Heads of every rank for query, key and value."""
+        return self.query_heads, self.kv_heads, self.kv_heads
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The work and the routing tables of one rank, computed without communication.
+
+    Rank r computes task ``r // head_parallel`` of the plan for head group ``r % head_parallel``,
+    one of ``head_parallel`` equal groups of heads.
+    """
+
+    plan: Plan
+    own_steps: tuple[Step, ...]
+    """Steps that read this rank's shard alone; empty if :attr:`is_final`."""
+    home_steps: tuple[Step, ...]
+    """Other steps for queries of this rank's shard; empty if final and gradients are required."""
+    away_steps: tuple[Step, ...]
+    """Steps for queries of other ranks; the whole task if final and gradients are required, because
+    the backward pass reads its results."""
+    queries: range
+    """Positions of the queries of this rank's shard."""
+    keys: range
+    """Positions of the keys of this rank's shard."""
+    of_queries: Route
+    """Route of the queries; includes this rank's own queries if gradients are required."""
+    of_keys: Route
+    """Route of keys and values; includes this rank's own if steps also read keys of other ranks. It
+    is the same object as ``of_queries`` either on every rank or on none."""
+    of_results: Route
+    """Route of the queries of ``away_steps``; their results are sent along it in reverse."""
+    chunks: tuple[HeadChunk, ...]
+    """Head chunks, which together cover all heads."""
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps of this rank, which are its whole task."""
+        return self.own_steps + self.home_steps + self.away_steps
+
+    @cached_property
+    def num_keys(self) -> int:
+        """Number of distinct keys that the steps read."""
+        return sum(map(len, keys_of(self.steps)))
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the plan has one task, so that results cover all keys and need no merge."""
+        return self.plan.num_tasks == 1
+
+
+@lru_cache(maxsize=32)
+def lay_out(
+    seqlens_q: Lengths,
+    seqlens_kv: Lengths,
+    rank: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_parallel: int | str,
+    num_chunks: int | None,
+    is_causal: bool,
+    pattern: Any,
+    interest_set: tuple[int, ...] | None,
+    tile: int,
+    chunk_rule: ChunkRule,
+    with_gradients: bool,
+    ranks_per_host: float = inf,
+) -> Layout:
+    """Lay out attention over the shards of a group for one rank.
+
+    Args:
+        seqlens_q: Number of queries in every rank's shard.
+        seqlens_kv: Number of keys in every rank's shard.
+        rank: The rank to lay out.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of KV heads.
+        head_dim: Size of a query head.
+        head_parallel: Head-parallel degree, see
+            :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` calls
+            :func:`choose_head_parallel`.
+        num_chunks: Maximum number of head chunks; ``None`` chooses it by the work.
+        is_causal: Whether attention is causal over the whole sequence.
+        pattern: Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`.
+        interest_set: Interest set for ``ranks / head_parallel`` tasks; ``None`` takes the best
+            known.
+        tile: Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`.
+        chunk_rule: Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks`.
+        with_gradients: Whether a backward pass will follow.
+        ranks_per_host: Number of consecutive ranks on one host.
+    """
+    num_ranks = len(seqlens_q)
+    bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
+    if isinstance(head_parallel, str):
+        workload = Workload(
+            sum(seqlens_q),
+            AttentionShape(num_heads, head_dim, num_kv_heads=num_kv_heads),
+            is_causal,
+            num_keys=sum(seqlens_kv),
+            num_pairs=None if bound is None else bound.num_pairs,
+        )
+        head_parallel = choose_head_parallel(
+            workload, num_ranks, with_gradients=with_gradients, ranks_per_host=ranks_per_host
+        )
+    plan = make_plan(
+        sum(seqlens_q),
+        sum(seqlens_kv),
+        num_tasks=num_ranks // head_parallel,
+        is_causal=is_causal,
+        interest_set=interest_set,
+        tile=tile,
+        pattern=pattern,
+    )
+    tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
+    shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
+    is_final = plan.num_tasks == 1
+    splits = [
+        split_steps(task.steps, own_queries, range(0) if is_final else own_keys)
+        for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
+    ]
+    if bound is not None:
+        splits = [
+            SplitSteps(*(tuple(step for step in part if _sees_any(step, bound)) for part in split))
+            for split in splits
+        ]
+    wanted_queries = [join_ranges(step.queries for step in split.away) for split in splits]
+    of_results = make_route(shards_q, wanted_queries, rank)
+    of_queries = of_results
+    if with_gradients:
+        wanted_queries = [join_ranges(step.queries for step in task.steps) for task in tasks]
+        wanted_keys = [join_ranges(task.held_keys) for task in tasks]
+        of_queries = make_route(shards_q, wanted_queries, rank)
+        if is_final:
+            splits = [SplitSteps((), (), task.steps) for task in tasks]
+            of_results = of_queries
+    else:
+        wanted_keys = [
+            keys_of(step for part in split[1:] if not see_only(own_keys, part) for step in part)
+            for split, own_keys in zip(splits, shards_kv, strict=True)
+        ]
+    of_keys = make_route(shards_kv, wanted_keys, rank)
+    if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
+        of_keys = of_queries
+    number = choose_num_chunks(
+        num_chunks,
+        flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
+        num_ranks=num_ranks,
+        num_kv_heads=max(num_kv_heads // head_parallel, 1),
+        num_keys=sum(seqlens_kv) * len(plan.interest_set) // plan.num_tasks,
+        with_gradients=with_gradients,
+        rule=chunk_rule,
+    )
+    chunks = _make_chunks(number, num_ranks, head_parallel, num_heads, num_kv_heads)
+    return Layout(
+        plan,
+        *splits[rank],
+        shards_q[rank],
+        shards_kv[rank],
+        of_queries,
+        of_keys,
+        of_results,
+        chunks,
+    )
+
+
+def _make_chunks(
+    number: int, num_ranks: int, head_parallel: int, num_heads: int, num_kv_heads: int
+) -> tuple[HeadChunk, ...]:
+    """Divide the head group of every rank into ``number`` equal head chunks."""
+
+    def of_ranks(num_heads: int, i: int) -> tuple[range, ...]:
+        groups = (
+            _head_group(num_heads, head_parallel, r % head_parallel) for r in range(num_ranks)
+        )
+        return tuple(_part(heads, number, i) for heads in groups)
+
+    return tuple(
+        HeadChunk(of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number)
+    )
+
+
+def _sees_any(step: Step, pattern: BoundPattern) -> bool:
+    return any(pattern.count(step.queries, keys) for keys in step.keys)
+
+
+def cut_shards(lengths: Sequence[int]) -> list[range]:
+    """Return the token positions of every shard, given the number of tokens of each.
+
+    Example:
+        >>> cut_shards([2, 0, 3])
+        [range(0, 2), range(2, 2), range(2, 5)]
+    """
+    return [range(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
+
+
+def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], rank: int) -> Route:
+    """Return the routing table of one rank.
+
+    Args:
+        shards: For every rank, the token positions of its shard.
+        wanted: For every rank, the token positions that it requires, in ascending ranges.
+        rank: The rank whose routing table to make.
+
+    Example:
+        >>> shards = [range(0, 4), range(4, 8)]
+        >>> make_route(shards, [(range(0, 2), range(6, 8)), (range(2, 8),)], 1)
+        Route(sends=((range(2, 4),), (range(0, 4),)), receives=(2, 4), held=(range(2, 8),))
+    """
+    own = shards[rank]
+    return Route(
+        sends=tuple(
+            tuple(range(r.start - own.start, r.stop - own.start) for r in _common(own, ranges))
+            for ranges in wanted
+        ),
+        receives=tuple(sum(map(len, _common(shard, wanted[rank]))) for shard in shards),
+        held=wanted[rank],
+        rank=rank,
+        shards=shards,
+        wanted=wanted,
+    )
+
+
+def _places(numbers: Sequence[Sequence[int]], rank: int) -> PackOffsets:
+    """Return where the rows for ``rank`` start in every rank's send buffer, and the largest buffer.
+
+    Args:
+        numbers: Matrix [owner][receiver] of the number of rows sent, with a zero diagonal.
+        rank: The receiving rank.
+    """
+    return PackOffsets(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
+
+
+def choose_head_parallel(
+    workload: Workload, num_ranks: int, *, with_gradients: bool, ranks_per_host: float = inf
+) -> int:
+    """Return the head-parallel degree for a problem.
+
+    The candidates are the degrees that the cost model predicts within 2 % of the fastest, on H200s.
+    The one with the lowest peak memory is chosen; without gradients and up to 512K keys, the
+    smallest one. See ``slack`` of :func:`cqs.scheduler.cost_model.predict`. The choice is the same
+    on all ranks, because it depends on the arguments alone.
+
+    Args:
+        workload: The attention problem.
+        num_ranks: Number of ranks that compute it.
+        with_gradients: Whether to predict forward and backward pass together, or forward alone.
+        ranks_per_host: Number of consecutive ranks on one host.
+
+    Example:
+        >>> workload = Workload(2**16, AttentionShape(16, 128), is_causal=True)
+        >>> [choose_head_parallel(workload, 4, with_gradients=both) for both in (False, True)]
+        [1, 4]
+        >>> workload = Workload(2**17, AttentionShape(32, 128), is_causal=True)
+        >>> options = {"with_gradients": True}
+        >>> [choose_head_parallel(workload, 64, ranks_per_host=n, **options) for n in (64, 8)]
+        [32, 16]
+    """
+    passes = "both" if with_gradients else "forward"
+    machine = replace(_MACHINE, devices_per_node=ranks_per_host)
+    found = predict("cqs", workload, num_ranks, machine, passes, slack=_SLACK)
+    assert found is not None, "a head-parallel degree of 1 is always possible"
+    return found.head_parallel
+
+
+def _head_group(num_heads: int, head_parallel: int, i: int) -> range:
+    """Return the heads of head group i; with fewer heads than groups, the head it shares."""
+    first = i * num_heads // head_parallel
+    return range(first, first + max(num_heads // head_parallel, 1))
+
+
+def _part(heads: range, number: int, i: int) -> range:
+    """Return the i-th of ``number`` equal parts of the heads."""
+    length = len(heads) // number
+    return heads[i * length : (i + 1) * length]
+
+
+def _common(tokens: range, ranges: Sequence[range]) -> list[range]:
+    """Return the non-empty intersections of the ranges with ``tokens``."""
+    found = (range(max(tokens.start, r.start), min(tokens.stop, r.stop)) for r in ranges)
+    return [each for each in found if each]

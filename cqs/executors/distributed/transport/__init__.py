@@ -1,0 +1,1 @@
+"""Transports: how packed rows get from rank to rank."""

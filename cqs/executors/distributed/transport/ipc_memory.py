@@ -1,0 +1,184 @@
+"""Device memory that the processes of a host share by CUDA IPC.
+
+PyTorch's allocator cannot provide it: an IPC handle covers a whole allocation of the driver, which
+PyTorch divides among tensors. Memory that a peer has open must not be freed before the peer closes
+it, which PyTorch does not know.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from cqs.executors.distributed.agreement import barrier, swap
+
+_LEAST_BYTES = 1 << 21
+"""Smallest allocation in bytes, a page of 2 MiB. An IPC handle opens whole pages: a smaller buffer
+would expose other memory of the process."""
+_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+
+
+class IpcMemory:
+    """A buffer on this rank's GPU that its peers can access, and access to theirs.
+
+    Each buffer starts with flags, int32, which this rank and its peers write.
+    """
+
+    def __init__(
+        self, device: torch.device, rank: int, num_ranks: int, initial_flags: Sequence[int]
+    ) -> None:
+        """Start without a buffer; :meth:`allocate` allocates one.
+
+        Args:
+            device: The GPU of this rank.
+            rank: Rank of this process in the group.
+            num_ranks: Number of ranks in the group.
+            initial_flags: Initial values of the flags.
+        """
+        self._device, self.rank, self._initial_flags = device, rank, list(initial_flags)
+        self.addresses = [0] * num_ranks
+        """Device address of every rank's buffer, valid in this process; 0 if there is none."""
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        """This rank's buffer, ``uint8[num_bytes]`` on the GPU; empty if there is none."""
+        self.is_captured = False
+        """Whether a CUDA graph uses the current buffer, and so may be replayed at any time."""
+        self.captured_addresses: list[int] = []
+        """Addresses of this rank's earlier buffers that CUDA graphs may use; they are not freed."""
+        self.is_released = False
+        """Whether the group was aborted, so that the flags are not valid any more."""
+
+    @property
+    def flag_bytes(self) -> int:
+        """Size of the flags in bytes."""
+        return 4 * len(self._initial_flags)
+
+    @property
+    def flags(self) -> list[int]:
+        """Values of the flags; synchronizes with the GPU."""
+        found: list[int] = self.buffer[: self.flag_bytes].view(torch.int32).tolist()
+        return found
+
+    def allocate(self, control: Any, num_bytes: int) -> bool:
+        """Allocate this rank's buffer and open those of the peers; every rank must call this.
+
+        Args:
+            control: Process group of all ranks for CPU tensors.
+            num_bytes: Size of the buffer in bytes.
+
+        Returns:
+            Whether all ranks succeeded; otherwise no rank has a buffer.
+        """
+        num_bytes = max(num_bytes, _LEAST_BYTES)
+        with torch.cuda.device(self._device):
+            address, handle = _allocate(num_bytes)
+            if address:
+                self.buffer = _as_bytes(address, num_bytes, self._device)
+                flags = torch.tensor(self._initial_flags, dtype=torch.int32)
+                self.buffer[: self.flag_bytes].view(torch.int32).copy_(flags)
+                torch.cuda.synchronize()  # peers may write flags once they have the handle
+            handles = swap(control, handle, [len(handle)] * control.size())
+            self.addresses = [
+                _open(bytes(handles[other * len(handle) : (other + 1) * len(handle)]))
+                if other != self.rank
+                else address
+                for other in range(control.size())
+            ]
+        # One rank without memory or access would leave the others with buffers of different sizes.
+        if all(swap(control, [all(self.addresses)], [1] * control.size())):
+            return True
+        self.close(control)
+        return False
+
+    def grow(self, control: Any, num_bytes: int) -> None:
+        """Replace the buffer by a larger one; every rank must call this.
+
+        Only CUDA graphs may still use the old buffer; if they do, it is kept.
+
+        Raises:
+            torch.OutOfMemoryError: A rank has too little device memory; no rank has a buffer then.
+            RuntimeError: A rank has failed.
+        """
+        torch.cuda.synchronize(self._device)  # this rank copies from no peer's buffer any more
+        if self.is_captured:
+            self.captured_addresses.append(self.addresses[self.rank])
+            self._forget()
+        else:
+            self.close(control)
+        if not self.allocate(control, num_bytes):
+            raise torch.OutOfMemoryError(
+                f"a rank of the group cannot allocate a send buffer of {num_bytes / 2**20:.0f} MiB"
+            )
+
+    def close(self, control: Any) -> None:
+        """Close the peers' buffers and free this rank's; every rank must call this.
+
+        Args:
+            control: Process group of all ranks for CPU tensors.
+
+        Raises:
+            RuntimeError: A rank has failed; this rank's buffer is not freed.
+        """
+        self.disconnect()
+        barrier(control)  # memory that a peer has open must not be freed
+        self.free()
+
+    def disconnect(self) -> None:
+        """Close the peers' buffers."""
+        with torch.cuda.device(self._device):
+            for rank, address in enumerate(self.addresses):
+                if rank != self.rank and address:
+                    driver.cuIpcCloseMemHandle(address)  # fails if the peer has exited
+                    self.addresses[rank] = 0
+
+    def free(self) -> None:
+        """Free this rank's buffer; no peer may access it any more."""
+        address = self.addresses[self.rank]
+        self._forget()
+        if address:
+            with torch.cuda.device(self._device):
+                check(driver.cuMemFree(address))
+
+    def _forget(self) -> None:
+        self.buffer, self.is_captured = self.buffer[:0], False
+        self.addresses = [0] * len(self.addresses)
+
+
+def check(answer: tuple[Any, ...]) -> None:
+    """Raise RuntimeError if a CUDA driver call returned an error."""
+    if answer[0]:
+        raise RuntimeError(f"a call of the CUDA driver failed with {answer[0].name}")
+
+
+def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
+    """Return a uint8 tensor over device memory that PyTorch did not allocate."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, number)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (number,), (1,))
+
+
+def _allocate(num_bytes: int) -> tuple[int, bytes]:
+    """Allocate device memory and return its address and its IPC handle.
+
+    The address is 0 and the handle all zeros if there is too little memory. The handle alone is all
+    zeros if the device does not support IPC.
+    """
+    error, address = driver.cuMemAlloc(num_bytes)
+    if error:  # perhaps because PyTorch caches memory that no tensor uses
+        torch.cuda.empty_cache()
+        error, address = driver.cuMemAlloc(num_bytes)
+    if error:
+        return 0, bytes(_HANDLE_BYTES)
+    error, handle = driver.cuIpcGetMemHandle(address)
+    return int(address), bytes(_HANDLE_BYTES) if error else handle.reserved
+
+
+def _open(reserved: bytes) -> int:
+    """Return the address of another process's buffer, or 0 if it cannot be accessed."""
+    if not any(reserved):
+        return 0
+    handle = driver.CUipcMemHandle()
+    handle.reserved = reserved
+    enable = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    error, address = driver.cuIpcOpenMemHandle(handle, int(enable))
+    return 0 if error else int(address)

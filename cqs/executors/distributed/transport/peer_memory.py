@@ -1,0 +1,517 @@
+"""Transport by peer-to-peer (P2P) copies between the GPUs of a host.
+
+Copy engines fetch the rows, and CUDA streams wait for flags in device memory, so no multiprocessor
+is used. An NCCL message is a kernel at both ends, which competes with compute kernels for them.
+
+docs/notes/peer-memory.md describes the protocol: its flags, epochs, invariants and abort.
+"""
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from cuda.bindings import driver
+from torch import Tensor
+
+from cqs.executors.distributed.agreement import barrier, control_group, timeout_of
+from cqs.executors.distributed.transport.ipc_memory import IpcMemory, check
+from cqs.executors.distributed.transport.transfer import Fill, Packet, PendingTransfer
+from cqs.scheduler.heads import FETCHED
+from cqs.worker.cuda_graphs import check_not_captured, is_captured
+
+_ALIGNMENT = 512  # bytes, at which each packet starts in the send buffer
+_NUM_STREAMS = 2
+_ENDED, _SEEN, _NUM_FLAG_ROWS = range(2 * _NUM_STREAMS, 2 * _NUM_STREAMS + 3)
+"""Rows of flags after the ready and fetched flags of every stream: "rank r has ended its pass" and
+"rank r has seen the end of this rank's pass". The last name is the number of rows."""
+_RELEASED = 1 << 30
+"""Epoch after an abort, greater than any epoch of a send: it satisfies every wait for a flag."""
+_RELEASED_SECONDS = 60.0
+"""Seconds after an abort in which other ranks may still copy from this rank."""
+_POLL_SECONDS = 0.01
+"""Seconds between two writes of the flags during a release, and between two looks at an event."""
+_WATCH_SECONDS = 1.0
+"""Seconds between two checks of the timeout."""
+
+
+class PeerMemory:
+    """Transport in which each rank packs rows into its send buffer and its peers copy them.
+
+    The packets of one turn have the same offset in the send buffers of all ranks. Each buffer
+    starts with flags, ``int32[rows, num_ranks]``. Column r is about rank r, which writes it:
+
+    - ready: the epoch of rank r's last send for this rank. This rank then copies the packets.
+    - fetched: the epoch of this rank's last send that rank r has copied. Its memory is free then.
+    - ended: 1 if rank r has ended its pass, until this rank begins its next one.
+    - seen: 1 if rank r has seen the end of this rank's pass, until this rank ends its next one.
+
+    Streams wait until a flag is at least a value, so that a late wait is satisfied by a later
+    epoch. Each compute stream has its own ready and fetched flags: two streams may write out of
+    order, and the epochs of a flag must increase.
+
+    A pass ends when the peers have copied everything that it packed. Its epochs are then reset to
+    0, and no rank sends again before all peers have announced their end. Every pass thus does the
+    same work, so a CUDA graph can replay it. A rank that lags in one pass delays the next of all.
+    """
+
+    num_streams = _NUM_STREAMS
+    num_turns = 4
+    chunk_rule = FETCHED
+
+    def __init__(self, group: Any, device: torch.device, memory: IpcMemory) -> None:
+        """Start without a send buffer for packets; use :func:`connect_peers` to construct."""
+        self._group = weakref.ref(group)
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._device, self._memory = device, memory
+        self._timeout = timeout_of(group)
+        self.peak_bytes = 0
+        """Peak size of the send buffer that a call required, in bytes."""
+        self.num_sends = 0
+        """Number of sends in all passes that were not captured in a CUDA graph."""
+        self._is_captured = False
+        """Whether a CUDA graph captures this pass."""
+        self._epoch = 0
+        """Epoch of the last send of this pass; the first send has epoch 1."""
+        self._unread: list[_Packed] = []
+        """Packets of this pass that peers may not have copied yet."""
+        self._opened: torch.cuda.Event | None = None
+        """Event after which this pass may write flags of other ranks."""
+        self._waited: dict[int, torch.cuda.Event] = {}
+        """For each stream index, the event after which it waits for no flag of this pass."""
+        self._ended: torch.cuda.Event | None = None
+        """Event at the end of the last pass that was not captured."""
+        self._copy_stream = torch.cuda.Stream(device)
+        # Higher priority than the compute streams, which have the lowest.
+        self._release_stream = torch.cuda.Stream(device, priority=-1)
+        self._streams = {self._copy_stream}
+        self._unfinished: deque[torch.cuda.Event] = deque()
+        self._progress = time.monotonic()
+        # Held while waits for flags are queued: an abort comes before all of them, which then are
+        # not queued, or after all of them, which it releases.
+        self._launching = threading.Lock()
+        arguments = weakref.ref(self), memory, self._unfinished
+        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+
+    def begin(self) -> None:
+        """Begin a pass; see :class:`cqs.executors.distributed.transport.transfer.Transport`.
+
+        Raises:
+            RuntimeError: The transport was released, the group was destroyed, or a CUDA graph is
+                captured before the first allocation.
+            torch.OutOfMemoryError: A rank has no device memory for the flags.
+        """
+        if not self._memory.buffer.nbytes:
+            self._grow(self._memory.flag_bytes)
+        with self._launching:
+            self._check_released()
+            self._is_captured = is_captured(self._device)
+            if self._is_captured:
+                self._memory.is_captured = True
+            elif self._ended is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._ended)
+            self._open_pass()
+
+    def end(self) -> None:
+        """End the pass; see :class:`cqs.executors.distributed.transport.transfer.Transport`."""
+        with self._launching:
+            if not self._memory.buffer.nbytes or self._memory.is_released:
+                return
+            event = self._close_pass()
+            torch.cuda.current_stream(self._device).wait_event(event)
+            if not self._is_captured:
+                self._ended = event
+
+    def send(
+        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
+    ) -> list[PendingTransfer]:
+        """Send packets; see :class:`cqs.executors.distributed.transport.transfer.Transport`.
+
+        Raises:
+            RuntimeError: The transport was released, or a CUDA graph is captured that requires a
+                larger send buffer than all earlier calls.
+            torch.OutOfMemoryError: A rank has no device memory for the send buffer.
+        """
+        # Every rank computes the same sizes and offsets, because `most` is that of all ranks: a
+        # peer's packet is found without asking, and all ranks grow their buffers in the same send.
+        sizes = [_aligned(packet.places.most * packet.row_bytes) for packet in packets]
+        flag_bytes = _aligned(self._memory.flag_bytes)
+        num_bytes = flag_bytes + num_turns * sum(sizes)
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+        stream_index, stream = turn % self.num_streams, torch.cuda.current_stream(self._device)
+        if num_bytes > self._memory.buffer.nbytes:
+            self._grow(num_bytes)
+            with self._launching:
+                self._open_pass()
+        first = flag_bytes + turn * sum(sizes)
+        firsts = [first + sum(sizes[:i]) for i in range(len(sizes))]
+        readers = [
+            rank
+            for rank in range(self._num_ranks)
+            if any(packet.lengths[rank] for packet in packets)
+        ]
+        # The allocator may have given `received` memory that this stream still uses: the copies
+        # wait for the event `free`.
+        received = [packet.received for packet in packets if not packet.route.stays]
+        free = stream.record_event()
+        with self._launching:
+            self._check_released()
+            if not self._is_captured:
+                self._streams.add(stream)
+            places = range(first, first + sum(sizes))
+            packed = _Packed(places, stream_index, self._epoch + 1, readers)
+            unread = self._make_room(packed, stream)
+            self._waited[stream_index] = stream.record_event()
+        fill([self._rows(f, p) for f, p in zip(firsts, packets, strict=True)])
+        with self._launching:  # an error in fill() leaves the epoch unchanged
+            self._check_released()
+            self._unread = unread
+            self._epoch += 1
+            self.num_sends += not self._is_captured
+            assert self._opened is not None
+            stream.wait_event(self._opened)  # a peer resets its flags at the end of its last pass
+            for reader in readers:
+                self._write_flag(stream, reader, _ready(stream_index), self._epoch)
+            if not received:
+                return []
+            # All copies are on one stream: a copy that waits for its flag must not hold up kernels.
+            self._copy_packets(packets, firsts, stream_index, free)
+            event = self._record_copies()
+            return [_PendingCopy(event, self._copy_stream, received)]
+
+    def release(self, seconds: float) -> None:
+        """Release all streams that wait for other ranks; rows not yet received are undefined.
+
+        Args:
+            seconds: Seconds to wait until the streams are idle. A thread continues to write flags
+                afterwards, because live ranks may still write a lower epoch and replays of CUDA
+                graphs may still start.
+        """
+        with self._launching:
+            self._memory.is_released = True
+        is_idle = threading.Event()
+        threading.Thread(target=self._release, args=(is_idle,), daemon=True).start()
+        is_idle.wait(seconds)
+
+    def _release(self, is_idle: threading.Event) -> None:
+        _relax()
+        memory = self._memory
+        has_replays = memory.is_captured or memory.captured_addresses
+        end = time.monotonic() + (_RELEASED_SECONDS if has_replays else 0)
+        with torch.cuda.device(self._device):  # a new thread has no current device
+            while True:
+                if all(stream.query() for stream in tuple(self._streams)):
+                    is_idle.set()
+                    if time.monotonic() >= end:
+                        return
+                for own in {*memory.captured_addresses, memory.addresses[self._rank]} - {0}:
+                    for place in range(_NUM_FLAG_ROWS * self._num_ranks):
+                        stream, flag = self._release_stream.cuda_stream, own + 4 * place
+                        check(driver.cuStreamWriteValue32(stream, flag, _RELEASED, 0))
+                time.sleep(_POLL_SECONDS)
+
+    def check_time(self) -> None:
+        """Abort the process with a message if no copy has completed within the group's timeout."""
+        while self._unfinished and self._unfinished[0].query():
+            self._unfinished.popleft()
+            self._progress = time.monotonic()
+        if not self._unfinished:
+            self._progress = time.monotonic()
+        elif time.monotonic() > self._progress + self._timeout.total_seconds():
+            print(
+                f"cqs: P2P copies of rank {self._rank} timed out after "
+                f"{self._timeout.total_seconds():g} s: another rank has failed or does not answer",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.abort()
+
+    def _open_pass(self) -> None:
+        """Make the copy stream wait until all ranks have ended their last pass.
+
+        Flags of a rank may be written only then, because it resets them at the end of its pass.
+        """
+        stream = torch.cuda.current_stream(self._device)
+        if not self._is_captured:
+            self._streams.add(stream)
+        self._epoch, self._unread, self._waited = 0, [], {}
+        self._copy_stream.wait_event(stream.record_event())
+        for rank in self._others:
+            # The reset comes before `seen`, which allows the peer to end its next pass.
+            self._wait_flag(self._copy_stream, rank, _ENDED, 1)
+            self._write_flag(self._copy_stream, self._rank, _ENDED, 0, about=rank)
+            self._write_flag(self._copy_stream, rank, _SEEN, 1)
+        self._opened = self._record_copies()
+
+    def _close_pass(self) -> torch.cuda.Event:
+        """Wait on the copy stream for the peers' copies, reset the epochs, announce the end.
+
+        Other streams may still read received rows.
+
+        Returns:
+            The event at which this rank's pass has ended.
+        """
+        stream = self._copy_stream
+        for event in self._waited.values():
+            stream.wait_event(event)
+        for old in self._unread:
+            for reader in old.readers:
+                self._wait_flag(stream, reader, _fetched(old.stream_index), old.epoch)
+        # No peer writes these flags any more: this rank has waited for every epoch of this pass,
+        # and the peers' next pass waits for the end that is announced below.
+        own, num_epochs = self._memory.addresses[self._rank], _ENDED * self._num_ranks
+        with torch.cuda.device(self._device):
+            check(driver.cuMemsetD32Async(own, 0, num_epochs, stream.cuda_stream))
+        for rank in self._others:
+            # A second end before the peer has seen the first would be lost when it resets the flag.
+            self._wait_flag(stream, rank, _SEEN, 1)
+            self._write_flag(stream, self._rank, _SEEN, 0, about=rank)
+            self._write_flag(stream, rank, _ENDED, 1)
+        return self._record_copies()
+
+    def _record_copies(self) -> torch.cuda.Event:
+        """Return an event after all copies so far, which must complete within the timeout."""
+        event: torch.cuda.Event = self._copy_stream.record_event()
+        if not self._is_captured:
+            self._unfinished.append(event)
+        return event
+
+    def _grow(self, num_bytes: int) -> None:
+        """Replace the send buffer by one of ``num_bytes`` bytes; every rank calls this.
+
+        The open pass ends in the old buffer, which CUDA graphs may still use. The caller opens it
+        again in the new buffer.
+        """
+        if (group := self._group()) is None:
+            raise RuntimeError("the process group was destroyed; make a new one")
+        check_not_captured(self._device)
+        control = control_group(group)
+        barrier(control)  # raises if a rank has failed
+        if self._memory.buffer.nbytes:
+            with self._launching:
+                self._close_pass()
+        self._memory.grow(control, num_bytes)
+
+    @property
+    def _others(self) -> list[int]:
+        """The other ranks in ring order, starting after this rank."""
+        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+
+    def _check_released(self) -> None:
+        if self._memory.is_released:
+            raise RuntimeError("the process group was aborted; make a new one")
+
+    def _make_room(self, new: "_Packed", stream: torch.cuda.Stream) -> "list[_Packed]":
+        """Make a stream wait until peers have copied earlier packets at the same place.
+
+        Args:
+            new: The packets to be written.
+            stream: The CUDA stream that will write them.
+
+        Returns:
+            The packets that may be unread after ``new`` has been written.
+        """
+        unread = []
+        for old in self._unread:
+            if old.places.start < new.places.stop and new.places.start < old.places.stop:
+                for reader in old.readers:
+                    self._wait_flag(stream, reader, _fetched(old.stream_index), old.epoch)
+                old.streams.add(new.stream_index)
+            # A wait for the readers of the new packets implies one for those of the old.
+            is_covered = new.readers and _contains(new.places, old.places)
+            if not is_covered and len(old.streams) < self.num_streams:
+                unread.append(old)
+        return unread + [new] if new.readers else unread
+
+    def _copy_packets(
+        self,
+        packets: Sequence[Packet],
+        firsts: Sequence[int],
+        stream_index: int,
+        free: torch.cuda.Event,
+    ) -> None:
+        """Queue copies of the packets of all peers on the copy stream, in ring order.
+
+        Each copy starts when the peer's ready flag reaches the epoch. The ring order spreads the
+        copies over the peers, so that not all ranks read from one.
+        """
+        stream = self._copy_stream
+        stream.wait_event(free)
+        for owner in self._others:
+            if not any(packet.expected[owner] for packet in packets):
+                continue
+            self._wait_flag(stream, owner, _ready(stream_index), self._epoch)
+            for packet, first in zip(packets, firsts, strict=True):
+                if number := packet.expected[owner]:
+                    row, there = sum(packet.expected[:owner]), packet.places.firsts[owner]
+                    target = packet.received[row : row + number]
+                    source = self._memory.addresses[owner] + first + there * packet.row_bytes
+                    place = target.data_ptr(), source, target.nbytes
+                    check(driver.cuMemcpyAsync(*place, stream.cuda_stream))
+            self._write_flag(stream, owner, _fetched(stream_index), self._epoch)
+
+    def _rows(self, first: int, packet: Packet) -> Tensor:
+        """Return the send buffer from byte ``first`` on as the packed rows of a packet."""
+        number = sum(packet.lengths)
+        found = self._memory.buffer[first : first + number * packet.row_bytes]
+        return found.view(packet.sources[0].dtype).view(number, *packet.row_shape)
+
+    def _wait_flag(self, stream: torch.cuda.Stream, rank: int, row: int, value: int) -> None:
+        """Make a stream wait until a flag in this rank's memory is at least ``value``.
+
+        The host does not wait; :meth:`check_time` enforces the timeout of the group.
+
+        Args:
+            stream: CUDA stream that waits.
+            rank: Rank that the flag is about, which writes it.
+            row: Row of the flag: its meaning.
+            value: Epoch, or 1.
+        """
+        address = self._memory.addresses[self._rank] + 4 * (row * self._num_ranks + rank)
+        at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        check(driver.cuStreamWaitValue32(stream.cuda_stream, address, value, at_least))
+
+    def _write_flag(
+        self,
+        stream: torch.cuda.Stream,
+        rank: int,
+        row: int,
+        value: int,
+        *,
+        about: int | None = None,
+    ) -> None:
+        """Write a flag of a rank after all earlier work of a stream.
+
+        Args:
+            stream: CUDA stream that writes the flag.
+            rank: Rank in whose memory the flag is.
+            row: Row of the flag: its meaning.
+            value: Epoch to write, or 0 or 1.
+            about: Rank that the flag is about; ``None`` means this rank.
+        """
+        place = row * self._num_ranks + (self._rank if about is None else about)
+        address = self._memory.addresses[rank] + 4 * place
+        check(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Packets of one send that peers may not have copied yet."""
+
+    places: range
+    """Byte offsets in the send buffer."""
+    stream_index: int
+    """Index of the compute stream that writes the packets."""
+    epoch: int
+    """Epoch of the send."""
+    readers: list[int]
+    """Ranks that copy the packets."""
+    streams: set[int] = field(default_factory=set)
+    """Indices of the streams that already wait until the packets have been copied."""
+
+
+def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
+    """Connect the GPUs of a group for P2P copies; every rank of the group must call this.
+
+    A rank that waits for another longer than the group's timeout aborts its process, as NCCL does.
+
+    Args:
+        group: The process group; all of its ranks are on one host.
+        device: The GPU of this rank.
+
+    Returns:
+        The transport, or ``None`` on all ranks if a pair of GPUs does not support P2P access.
+
+    Raises:
+        RuntimeError: A rank has failed.
+    """
+    control = control_group(group)
+    num_ranks = control.size()
+    # Every rank counts as having ended a pass before the first.
+    flags = [int(row == _ENDED) for row in range(_NUM_FLAG_ROWS) for _ in range(num_ranks)]
+    memory = IpcMemory(device, dist.get_rank(group), num_ranks, flags)
+    reached = memory.allocate(control, memory.flag_bytes)
+    return PeerMemory(group, device, memory) if reached else None
+
+
+class _PendingCopy(NamedTuple):
+    """Rows that the copy stream is receiving."""
+
+    event: torch.cuda.Event
+    stream: torch.cuda.Stream
+    received: list[Tensor]
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None or is_captured(self.stream.device):
+            torch.cuda.current_stream(self.stream.device).wait_event(self.event)
+            return
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.event.query() and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        for tensor in self.received:  # a late copy must not write to memory that was reused
+            tensor.record_stream(self.stream)
+
+
+def _watch(
+    of: "weakref.ref[PeerMemory]", memory: IpcMemory, unfinished: deque[torch.cuda.Event]
+) -> None:
+    """Enforce the timeout while the transport exists, then free its send buffer."""
+    _relax()
+    while (transport := of()) is not None:
+        transport.check_time()
+        del transport
+        time.sleep(_WATCH_SECONDS)
+    # This rank's copies read from its peers' buffers until here, and peers may still read from this
+    # one's: its memory is freed when they have announced their end, or long after an abort.
+    while unfinished and not unfinished[-1].query():
+        time.sleep(_WATCH_SECONDS)
+    if memory.is_captured:
+        return  # all ranks may still replay the graph
+    memory.disconnect()
+    if memory.is_released:
+        time.sleep(_RELEASED_SECONDS)
+    while not (memory.is_released or _is_at_rest(memory)):
+        time.sleep(_WATCH_SECONDS)
+    memory.free()
+
+
+def _is_at_rest(memory: IpcMemory) -> bool:
+    """Return whether all peers have ended their last pass; synchronizes with the GPU."""
+    num_ranks = len(memory.addresses)
+    ended = memory.flags[_ENDED * num_ranks : _SEEN * num_ranks]
+    return all(ended[: memory.rank] + ended[memory.rank + 1 :])
+
+
+def _relax() -> None:
+    """Allow this thread to query events and streams while another captures a CUDA graph.
+
+    By default such a query invalidates the capture of the other thread.
+    """
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+
+
+def _contains(outer: range, inner: range) -> bool:
+    return outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _ready(stream_index: int) -> int:
+    """Return the row of the ready flags of a compute stream, by its index."""
+    return 2 * stream_index
+
+
+def _fetched(stream_index: int) -> int:
+    """Return the row of the fetched flags of a compute stream, by its index."""
+    return 2 * stream_index + 1

@@ -1,0 +1,252 @@
+"""Packets of tensor rows that ranks exchange, and the transport that sends them as messages."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.executors.distributed.group_calls import calls_on
+from cqs.executors.distributed.layout import PackOffsets, Route
+from cqs.executors.distributed.transport.copy_schedule import CopySchedule
+from cqs.executors.distributed.transport.row_copies import copy_rows
+from cqs.scheduler.heads import SENT, ChunkRule
+
+_FIRST_TAG = 1 << 30
+"""First message tag of this package. Every call has its own tag, apart from the user's tags."""
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Rows of several tensors that follow one route and are packed into one message per rank."""
+
+    route: Route
+    sources: Sequence[Tensor]
+    """Tensors ``[batch, heads, rows, ...]`` of one dtype, equal in shape except for the heads."""
+    widths: Sequence[int]
+    """Number of heads of each source that are sent to a rank."""
+    schedule: CopySchedule
+    """Copies from the sources, listed twice, to the rows for other ranks and then to
+    :attr:`received_by_source`. Empty if nothing is copied or the caller writes the rows itself."""
+    _: KW_ONLY
+    is_home: bool
+    """Whether the rows are results, sent along the route in reverse to the token owners."""
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Number of rows that this rank sends to every rank; 0 for itself."""
+        numbers = list(self.route.receives if self.is_home else self.route.lengths)
+        numbers[self.route.rank] = 0
+        return numbers
+
+    @cached_property
+    def expected(self) -> Sequence[int]:
+        """Number of rows that this rank receives from every rank, itself included."""
+        return self.route.lengths if self.is_home else self.route.receives
+
+    @cached_property
+    def places(self) -> PackOffsets:
+        """Row offsets of the packed rows in the send buffers of all ranks."""
+        return self.route.offsets_home if self.is_home else self.route.offsets_out
+
+    @cached_property
+    def received(self) -> Tensor:
+        """Uninitialised receive buffer, ``[rows, batch, heads, ...]``, ordered by sending rank."""
+        return self.new_rows(sum(self.expected))
+
+    @cached_property
+    def received_by_source(self) -> list[Tensor]:
+        """Views of :attr:`received`, ``[batch, heads, rows, ...]``, one for each source."""
+        return self._by_source(self.received)
+
+    @cached_property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape ``(batch, heads, ...)`` of one packed row; the same on all ranks."""
+        batch, _, _, *dim = self.sources[0].shape
+        return batch, sum(self.widths), *dim
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Size of one packed row in bytes."""
+        return math.prod(self.row_shape) * self.sources[0].itemsize
+
+    def new_rows(self, number: int) -> Tensor:
+        """Allocate ``[number, batch, heads, ...]``, uninitialised."""
+        return self.sources[0].new_empty((number, *self.row_shape))
+
+    def pack(self, packed: Tensor) -> None:
+        """Copy rows for other ranks to ``packed``, and this rank's own rows to :attr:`received`."""
+        if self.schedule:
+            targets = *self._by_source(packed), *self.received_by_source
+            copy_rows((*self.sources, *self.sources), targets, self.schedule)
+
+    def _by_source(self, rows: Tensor) -> list[Tensor]:
+        return list(rows.movedim(0, 2).split(list(self.widths), dim=1))
+
+
+Fill = Callable[[list[Tensor]], None]
+"""Writes the rows of each packet into ``[rows, batch, heads, ...]``, ordered by receiving rank."""
+
+
+class PendingTransfer(Protocol):
+    """Rows that this rank has not yet received."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Make the current stream wait for the rows; with a timeout, block the host instead.
+
+        A transport on CPUs blocks the host in both cases.
+        """
+
+
+class Transport(Protocol):
+    """Sends packets between the ranks of a group."""
+
+    num_streams: int
+    """Number of CUDA streams that may compute in turns without delaying communication."""
+    num_turns: int
+    """Maximum number of head chunks that are in transit in one direction at a time."""
+    chunk_rule: ChunkRule
+    """Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks` for this transport."""
+    peak_bytes: int
+    """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
+
+    def begin(self) -> None:
+        """Begin a forward or backward pass; all ranks of the group must call this equally often."""
+
+    def end(self) -> None:
+        """End the pass, also after an error. Later work on the current stream waits for its end."""
+
+    def send(
+        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
+    ) -> list[PendingTransfer]:
+        """Send packets to the other ranks and start receiving theirs.
+
+        Every rank of the group must call this equally often, with packets of equal row sizes. The
+        host waits for the GPU only if the packets require a larger send buffer than any before.
+
+        Args:
+            packets: The packets to send in this turn.
+            fill: Function that writes the rows for other ranks; called once the buffer has room.
+            turn: Index of the buffer slot, from 0 to ``num_turns - 1``. Sends in one slot are
+                ordered: a send waits until the previous one has been read.
+            num_turns: Number of buffer slots in this pass.
+
+        Returns:
+            The pending transfers. The received rows are valid once all of them are complete.
+        """
+
+
+class MessageTransport:
+    """Sends packets as messages of torch.distributed, one for each packet and pair of ranks."""
+
+    num_streams = 1
+    num_turns = 2
+    chunk_rule = SENT
+    peak_bytes = 0
+
+    def __init__(self, group: Any) -> None:
+        """Use a process group for one call of attention; ranks without rows post no messages."""
+        self._group = group
+        # One tag per call: a backward pass that runs out of order on one rank waits for rows of
+        # its own call instead of receiving those of another.
+        self._tag = _FIRST_TAG + calls_on(group).num_calls % _FIRST_TAG
+
+    def begin(self) -> None:
+        """Do nothing: messages require no preparation."""
+
+    def end(self) -> None:
+        """Do nothing: messages require no cleanup."""
+
+    def send(
+        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
+    ) -> list[PendingTransfer]:
+        """Send packets as described in :meth:`Transport.send`.
+
+        Raises:
+            LostError: A message could not be sent because a rank has failed.
+        """
+        # New buffers for every send: gloo and NCCL read them until the messages complete, and the
+        # allocator returns their memory afterwards.
+        rows_of_packets = [packet.new_rows(sum(packet.lengths)) for packet in packets]
+        fill(rows_of_packets)
+        messages = []
+        for packet, packed in zip(packets, rows_of_packets, strict=True):
+            sides: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, packet.lengths)]
+            if not packet.route.stays:
+                sides.append((dist.irecv, packet.received, packet.expected))
+            messages += [
+                dist.P2POp(operation, rows, group=self._group, tag=self._tag, group_peer=rank)
+                for operation, tensor, lengths in sides
+                for rank, rows in enumerate(tensor.split(list(lengths)))
+                if len(rows) and rank != packet.route.rank
+            ]
+        if not messages:
+            return []
+        # One batch: messages posted one by one can wait for each other in a cycle of ranks.
+        with _raising_lost_error():
+            return [_Batch(messages, dist.batch_isend_irecv(messages))]
+
+
+class LostError(dist.DistError):
+    """A rank has failed or does not answer; the group cannot be used any more."""
+
+
+class _Batch:
+    """Messages that were posted together by ``batch_isend_irecv``."""
+
+    def __init__(self, messages: list[dist.P2POp], works: list[Any]) -> None:
+        self._messages, self._works = messages, works
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        with _raising_lost_error():
+            for work in self._works:
+                work.wait(*([] if timeout is None else [timeout]))
+        self._messages.clear()  # releases the packed rows, which the messages read until now
+
+
+@contextmanager
+def _raising_lost_error() -> Iterator[None]:
+    """Raise a RuntimeError of torch.distributed as LostError."""
+    try:
+        yield
+    except RuntimeError as lost:
+        raise LostError(
+            "rows of other ranks were not received: a rank has failed or did not make this call; "
+            f"restart all ranks of the group ({lost})"
+        ) from lost
+
+
+class Transfer:
+    """Tensors that are being received while the GPU runs other work."""
+
+    def __init__(self, tensors: list[Tensor], pending: list[PendingTransfer]) -> None:
+        """Track tensors that are being received.
+
+        Args:
+            tensors: Tensors ``[batch, heads, rows, ...]`` that are valid after the transfer.
+            pending: The transfers that write them.
+        """
+        self._tensors, self._pending = tensors, pending
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the transfer and return its tensors, ``[batch, heads, rows, ...]``.
+
+        May be called once. On a GPU only the current stream waits.
+        """
+        for each in self._pending:
+            each.wait()
+        self._pending.clear()
+        tensors, self._tensors = self._tensors, []  # the caller frees the memory
+        return tensors
+
+    def settle(self, end: float) -> None:
+        """Wait until the time ``end`` of ``time.monotonic()`` for tensors that will not be used."""
+        with suppress(RuntimeError):  # the other ranks may have failed too
+            for each in self._pending:
+                each.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))

@@ -1,0 +1,1 @@
+"""Attention within a memory budget: inputs are read, and results written, in parts."""

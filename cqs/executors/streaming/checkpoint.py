@@ -1,0 +1,365 @@
+"""The resume directory: working files from which an interrupted computation continues."""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from cqs.executors.streaming.plan import START, Position, StreamPlan
+from cqs.executors.streaming.sources import InFile, OpenFile, bytes_of
+from cqs.files import check_input_file
+from cqs.partial import lse_dtype
+
+_LOCK, _STATE, _NEW_STATE, _BLOCKS, _LSE = FILES = (
+    "cqs-resume.lock", "state", "state.new", "blocks", "lse",
+)  # fmt: skip
+"""The files of a resume directory. The lock file identifies it as one."""
+_CHOICES = ("heads_at_once", "rows", "chunk")
+"""Attributes of a plan that are saved; the others follow from the call."""
+_MOST_NAMED = 5
+"""Changed results that an error message lists."""
+_SECONDS_BETWEEN_SAVES = 1.0
+"""Least interval of saves: fsync takes longer than the computation of a small block."""
+_READ_BYTES = 2**20
+"""Bytes of results that are read at a time to compute a digest."""
+_RECORD = np.dtype(
+    [(name, "<i8") for name in ("batch", "head", "start", "stop")]
+    + [(name, "<u8") for name in ("output", "lse")]
+)
+"""Record of one head of a finished block: its rows, and the digests of output and LSE."""
+
+
+class WorkingDirectory:
+    """The resume directory of one computation, used by one process at a time.
+
+    As a context manager it creates the directory, or opens that of an earlier run, and locks it. On
+    exit it removes the files and the directory, unless an error occurred and some results are
+    final; then both stay for the next run. It never changes files that it did not create.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Store the absolute path of the directory, which is not created yet."""
+        self.path = Path(os.path.realpath(path))
+
+    def __enter__(self) -> "WorkingDirectory":
+        """Create the directory, or open an empty one or that of an earlier run, and lock it.
+
+        Raises:
+            ValueError: The path exists, and is neither an empty directory nor that of a run.
+            BlockingIOError: Another process or thread uses the directory.
+            OSError: The directory cannot be created.
+        """
+        lock = self.path / _LOCK
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            # A run that was killed before it created the lock file leaves an empty directory.
+            is_empty = self.path.is_dir() and not any(self.path.iterdir())
+            if not is_empty and not lock.is_file():
+                raise ValueError(
+                    "resume must be a new path, an empty directory or that of an earlier run, got "
+                    f"'{self.path}', which has other files"
+                ) from None
+        self._process = os.getpid()
+        try:
+            self._lock = OpenFile(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._is_in_place():
+                raise FileNotFoundError  # the owner removed it between our open and our lock
+        except (BlockingIOError, FileNotFoundError):
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                "resume must be a directory that no other process uses: wait for that process, or "
+                "pass another directory",
+                str(self.path),
+            ) from None
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Remove the files and the directory unless the run can be resumed; release the lock."""
+        if not self.is_owned:
+            return
+        try:
+            if self._is_in_place():
+                if error is None:
+                    self.forget()
+                if not (self.path / _STATE).exists():
+                    for name in reversed(FILES):
+                        (self.path / name).unlink(missing_ok=True)
+                    if not any(self.path.iterdir()):
+                        self.path.rmdir()
+        finally:
+            # Closing alone does not unlock: processes forked meanwhile share the open file.
+            fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
+            self._lock.close()
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this process entered the directory, and not a process that forked it."""
+        return os.getpid() == self._process
+
+    def check_in_place(self) -> None:
+        """Raise OSError if the path no longer names the directory that was locked."""
+        if not self._is_in_place():
+            raise OSError(f"'{self.path}' was moved or removed while it was in use")
+
+    def _is_in_place(self) -> bool:
+        """Return whether the path still names the directory that this process has locked."""
+        try:
+            return os.path.samestat(os.fstat(self._lock.descriptor), os.stat(self.path / _LOCK))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def forget(self) -> None:
+        """Remove the saved state, so that the next run starts from the beginning."""
+        (self.path / _STATE).unlink(missing_ok=True)
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the state that was saved last, ``None`` if there is none.
+
+        Raises:
+            ValueError: The state file is damaged: its digest does not match.
+        """
+        path = self.path / _STATE
+        if not path.exists():
+            return None
+        check_input_file(path)
+        digest, _, content = path.read_bytes().partition(b"\n")
+        if digest != xxhash.xxh3_128_hexdigest(content).encode():
+            raise self.damaged(path)
+        found: dict[str, Any] = json.loads(content)
+        return found
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replace the saved state atomically: write a new file, fsync it, rename it."""
+        content = json.dumps(state).encode()
+        (self.path / _NEW_STATE).unlink(missing_ok=True)
+        with open(self.path / _NEW_STATE, "xb") as file:
+            file.write(xxhash.xxh3_128_hexdigest(content).encode() + b"\n" + content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.path / _NEW_STATE, self.path / _STATE)
+
+    @property
+    def output(self) -> Path | None:
+        """Path of the output file of an interrupted run, ``None`` without a saved state."""
+        state = self.read()
+        return None if state is None else Path(state["request"]["output"][0])
+
+    def has_made(self, path: Path) -> bool:
+        """Return whether ``path`` is the output file of an interrupted run, even if renamed."""
+        state = self.read()
+        if state is None or not path.is_file():
+            return False
+        found = path.stat()
+        return bool(state.get("file") == [found.st_dev, found.st_ino])
+
+    def damaged(self, path: Path) -> ValueError:
+        """Return the error for a working file that is missing or damaged."""
+        return ValueError(
+            f"'{path}' is missing or damaged: restore it, or remove '{self.path}' to begin anew"
+        )
+
+
+class _Unsaved(NamedTuple):
+    """Progress since the last save."""
+
+    records: bytes
+    """Records of the blocks that became final, to be appended to the file of blocks."""
+    state: Mapping[str, Any]
+    """The state to save, without number and digest of the records."""
+
+
+class Checkpoint:
+    """The saved progress of a computation, with digests of all final results."""
+
+    def __init__(self, directory: WorkingDirectory, request: Mapping[str, Any], output: InFile):
+        """Describe the computation; no file is read or written yet.
+
+        Args:
+            directory: The entered resume directory.
+            request: Options and input files of the computation, of JSON types.
+            output: Destination of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
+        """
+        self._directory, self._request, self._output = directory, request, output
+        self._blocks, self._lse = directory.path / _BLOCKS, directory.path / _LSE
+        batch, heads, tokens, _ = output.shape
+        self._lse_shape, self._lse_dtype = (batch, heads, tokens, 1), lse_dtype(output.dtype)
+        self._num_records, self._hasher = 0, xxhash.xxh3_128()
+        self._unsaved: _Unsaved | None = None
+        self._next_save = -math.inf
+
+    def load(self, plans: Sequence[StreamPlan]) -> tuple[list[StreamPlan], int, Position]:
+        """Load the progress of an interrupted run, or create the files of a new one.
+
+        Args:
+            plans: The plan of each part of the problem, for the current memory budget.
+
+        Returns:
+            The plans to follow (those of the interrupted run, if any), and the index of the part
+            and the position from which to continue.
+
+        Raises:
+            ValueError: A working file is damaged, or belongs to another computation or to changed
+                inputs; final results have changed; or a plan exceeds the memory budget.
+            OSError: A file cannot be read or written.
+        """
+        state = self._directory.read()
+        if state is None:
+            self._begin()
+            return list(plans), 0, START
+        for name, value in self._request.items():
+            if state["request"].get(name) != value:
+                raise ValueError(
+                    f"resume must be the directory of this computation, got "
+                    f"'{self._directory.path}', whose {name} is {state['request'].get(name)} "
+                    f"instead of {value}: pass another directory"
+                )
+        begun = [replace(plan, **each) for plan, each in zip(plans, state["plans"], strict=True)]
+        for plan in begun[state["part"] :]:
+            if plan.peak_bytes > plan.budget:
+                raise ValueError(
+                    f"memory_budget must be at least {plan.peak_bytes} bytes to resume "
+                    f"'{self._directory.path}', got {plan.budget}"
+                )
+        self._check_results(*state["blocks"])
+        return begun, state["part"], Position(*state["position"])
+
+    def add(
+        self,
+        plans: Sequence[StreamPlan],
+        part: int,
+        position: Position,
+        block: tuple[int, range, range],
+    ) -> None:
+        """Record a finished block, and save if the last save was a second or more ago.
+
+        Args:
+            plans: The current plan of each part.
+            part: Index of the part that is computed.
+            position: The position in this part up to which results are final.
+            block: Batch element, query heads and query rows of the block.
+        """
+        batch, heads, rows = block
+        records = np.array(
+            [
+                (
+                    batch,
+                    head,
+                    rows.start,
+                    rows.stop,
+                    *(_digest(results, batch, head, rows) for results in (self._output, self.lse)),
+                )
+                for head in heads
+            ],
+            _RECORD,
+        )
+        state = {
+            "request": self._request,
+            "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in plans],
+            "part": part,
+            "position": position,
+        }
+        before = b"" if self._unsaved is None else self._unsaved.records
+        self._unsaved = _Unsaved(before + records.tobytes(), state)
+        if time.monotonic() >= self._next_save:
+            self.save()
+
+    def save(self) -> None:
+        """Write the progress since the last save to disk; does nothing in forked processes.
+
+        Progress of a failed save is discarded, because a file system may report lost data only
+        once: the next fsync may succeed although the data were not written.
+        """
+        unsaved, self._unsaved = self._unsaved, None
+        if unsaved is None or not self._directory.is_owned:
+            return
+        self._directory.check_in_place()
+        # The order matters: results, then their records, then the state that refers to both.
+        self._output.flush()
+        self.lse.flush()
+        with open(self._blocks, "r+b") as file:
+            file.seek(self._num_records * _RECORD.itemsize)
+            file.write(unsaved.records)
+            file.flush()
+            os.fsync(file.fileno())
+        self._num_records += len(unsaved.records) // _RECORD.itemsize
+        self._hasher.update(unsaved.records)
+        blocks = [self._num_records, self._hasher.hexdigest()]
+        self._directory.save({**unsaved.state, "blocks": blocks, "file": self._output.identity})
+        self._next_save = time.monotonic() + _SECONDS_BETWEEN_SAVES
+
+    @cached_property
+    def lse(self) -> InFile:
+        """The LSE, ``[batch, num_heads, seqlen_q, 1]``, in a working file."""
+        _, heads, tokens, _ = self._lse_shape
+        of_head = tokens * self._lse_dtype.itemsize
+        strides = heads * of_head, of_head
+        return InFile(self._lse, self._lse_shape, self._lse_dtype, 0, strides, is_writable=True)
+
+    def _begin(self) -> None:
+        """Create the files of blocks and LSEs, without final results."""
+        for path, size in ((self._blocks, 0), (self._lse, self._lse_bytes)):
+            path.unlink(missing_ok=True)
+            with open(path, "xb") as file:
+                file.truncate(size)
+        directory = OpenFile(self._directory.path, os.O_RDONLY)
+        os.fsync(directory.descriptor)  # the state file must not reach the disk before these
+        directory.close()
+
+    def _check_results(self, num_records: int, digest: str) -> None:
+        """Raise ValueError if a final result no longer matches its digest."""
+        size = num_records * _RECORD.itemsize
+        for path, least in ((self._blocks, size), (self._lse, self._lse_bytes)):
+            if not path.is_file() or path.stat().st_size < least:
+                raise self._directory.damaged(path)
+        content = self._blocks.read_bytes()[:size]
+        self._num_records = num_records
+        self._hasher.update(content)
+        if self._hasher.hexdigest() != digest:
+            raise self._directory.damaged(self._blocks)
+        differing = []
+        for record in np.frombuffer(content, _RECORD):
+            batch, head, *ends = (int(record[name]) for name in ("batch", "head", "start", "stop"))
+            for name, results in (("output", self._output), ("lse", self.lse)):
+                if _digest(results, batch, head, range(*ends)) != record[name]:
+                    differing.append(
+                        f"rows {ends[0]} to {ends[1] - 1} of head {head} of batch element {batch} "
+                        f"in '{results.path}'"
+                    )
+        if differing:
+            raise ValueError(
+                f"final results of '{self._directory.path}' have changed: "
+                f"{'; '.join(differing[:_MOST_NAMED])}"
+                f"{'; ...' if len(differing) > _MOST_NAMED else ''}. Restore them, or remove "
+                f"'{self._directory.path}' to begin anew"
+            )
+
+    @property
+    def _lse_bytes(self) -> int:
+        return math.prod(self._lse_shape) * self._lse_dtype.itemsize
+
+
+def _digest(results: InFile, batch: int, head: int, rows: range) -> int:
+    """Return the XXH3 digest of rows of one head in their file, read 1 MiB at a time."""
+    columns = results.shape[3]
+    length = max(_READ_BYTES // max(columns * results.dtype.itemsize, 1), 1)
+    parts = [rows[first : first + length] for first in range(0, len(rows), length)]
+    space = torch.empty((len(parts[0]), columns), dtype=results.dtype, device="cpu")
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        into = space[: len(part)]
+        results.read(batch, head, part, into)
+        hasher.update(bytes_of(into))
+    return hasher.intdigest()

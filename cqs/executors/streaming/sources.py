@@ -1,0 +1,462 @@
+"""Tensors that are read and written in parts: in host memory, in files, or made on demand."""
+
+import json
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cqs.executors.streaming.extents import (
+    Extent,
+    extents_in_file,
+    extents_in_memory,
+    is_mapped_from,
+    is_read_only,
+    share_bytes,
+)
+from cqs.files import check_input_file
+
+Shape = tuple[int, int, int, int]
+"""Batch elements, heads, tokens and columns."""
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+class Source(Protocol):
+    """A ``[batch, heads, seqlen, dim]`` tensor that is read by rows of one head."""
+
+    @property
+    def shape(self) -> Shape:
+        """Batch, heads, tokens and columns."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Copy rows of one head into ``into``, a contiguous CPU tensor ``[rows, dim]``."""
+
+    def part(self, batches: slice, heads: slice) -> "Source":
+        """Return a view of some batch elements and heads, which are indexed from 0."""
+
+    def extents(self, *, is_written: bool) -> list[Extent]:
+        """Return the bytes of memory and of files that contain the elements, as far as known."""
+
+
+class Target(Protocol):
+    """A ``[batch, heads, seqlen, dim]`` tensor that is written by rows of one head."""
+
+    def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
+        """Write ``values``, a contiguous CPU tensor ``[rows, dim]``, to rows of one head."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A CPU tensor ``[batch, heads, seqlen, dim]`` as a source and target."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> Shape:
+        """Batch, heads, tokens and columns."""
+        batch, heads, tokens, columns = self.tensor.shape
+        return batch, heads, tokens, columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self.tensor.dtype
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Copy rows of one head into ``into``, a CPU tensor ``[rows, dim]``."""
+        into.copy_(self.rows_in_place(batch, head, rows))
+
+    def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
+        """Copy ``values``, a CPU tensor ``[rows, dim]``, to rows of one head."""
+        self.rows_in_place(batch, head, rows).copy_(values)
+
+    def part(self, batches: slice, heads: slice) -> "InMemory":
+        """Return a view of some batch elements and heads, which are indexed from 0."""
+        return InMemory(self.tensor[batches, heads])
+
+    def extents(self, *, is_written: bool) -> list[Extent]:
+        """Return the bytes of memory, and of files mapped there, that contain the elements."""
+        return extents_in_memory(self.tensor, is_written=is_written)
+
+    def rows_in_place(self, batch: int, head: int, rows: range) -> Tensor:
+        """Return a view ``[rows, dim]`` of rows of one head."""
+        return self.tensor[batch, head, rows.start : rows.stop]
+
+
+class OpenFile:
+    """A file descriptor that is closed by ``close()``, or when the object is collected."""
+
+    def __init__(self, path: Path, flags: int):
+        """Open ``path`` with flags of ``os.open``; raises OSError if it cannot be opened."""
+        self.descriptor = os.open(path, flags, 0o666)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+
+
+@dataclass(frozen=True)
+class InFile:
+    """A tensor in a file, accessed by ``pread`` and ``pwrite`` without a memory map.
+
+    The rows of one head are contiguous in C order; heads and batch elements have any strides. The
+    constructor opens the file and raises:
+
+    - ValueError: A number is negative, or ``path`` is not a regular file with all elements.
+    - OSError: The file cannot be opened.
+    """
+
+    path: Path
+    shape: Shape
+    """Batch elements, heads, tokens and columns."""
+    dtype: torch.dtype
+    offset: int
+    """Position of the first element in the file, in bytes."""
+    strides: tuple[int, int]
+    """Distances between batch elements and between heads, in bytes."""
+    is_writable: bool = False
+    """Whether the file is opened for writing too."""
+
+    opened: OpenFile | None = field(default=None, repr=False, compare=False)
+    """The open file that parts of one tensor share; ``None`` opens ``path``."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless the file is regular and contains all elements."""
+        batch, heads, *_ = self.shape
+        if min(*self.shape, *self.strides, self.offset) < 0:
+            raise ValueError(
+                f"shape, strides and offset must not be negative, got {self.shape}, "
+                f"{self.strides} and {self.offset}"
+            )
+        if self.opened is not None:
+            return
+        check_input_file(self.path)
+        needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
+        # _descriptor opens the file now: at the first read another file may have this path.
+        if (size := os.fstat(self._descriptor).st_size) < needed:
+            raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
+
+    @property
+    def fingerprint(self) -> tuple[str, int, int, int, int, int]:
+        """Path, offset, strides, file size in bytes and modification time in nanoseconds."""
+        found = os.fstat(self._descriptor)
+        place = str(self.path.resolve()), self.offset, *self.strides
+        return *place, found.st_size, found.st_mtime_ns
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode of the file, which do not change when it is renamed."""
+        found = os.fstat(self._descriptor)
+        return found.st_dev, found.st_ino
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Read rows of one head into ``into``, a contiguous CPU tensor ``[rows, dim]``.
+
+        Raises:
+            OSError: The file cannot be read, or was truncated.
+        """
+        view, place = bytes_of(into), self._place(batch, head, rows.start)
+        while view:
+            count = os.preadv(self._descriptor, [view], place)
+            if not count:
+                raise OSError(f"'{self.path}' was cut short while it was read")
+            view, place = view[count:], place + count
+
+    def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
+        """Write ``values``, a contiguous CPU tensor ``[rows, dim]``, to rows of one head.
+
+        Raises:
+            OSError: The file is not writable, or the disk is full.
+        """
+        view, place = bytes_of(values), self._place(batch, head, rows.start)
+        while view:
+            count = os.pwrite(self._descriptor, view, place)
+            view, place = view[count:], place + count
+
+    def flush(self) -> None:
+        """Call ``fsync``; raises OSError if written data could not reach the disk."""
+        os.fsync(self._descriptor)
+
+    def part(self, batches: slice, heads: slice) -> "InFile":
+        """Return some batch elements and heads, indexed from 0, of the same open file."""
+        first, shape = _cut(self.shape, batches, heads)
+        offset = self._place(*first, 0)
+        return replace(self, shape=shape, offset=offset, opened=self._file)
+
+    def extents(self, *, is_written: bool) -> list[Extent]:
+        """Return the bytes of the file that contain the elements."""
+        size = self.dtype.itemsize
+        strides = (*self.strides, self.shape[3] * size, size)
+        return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
+
+    def is_mapped_as(self, array: np.ndarray) -> bool:
+        """Return whether ``array`` is mapped from this position of the file, as far as known."""
+        return is_mapped_from(array, self._descriptor, self.offset)
+
+    def _place(self, batch: int, head: int, row: int) -> int:
+        row_bytes = self.shape[3] * self.dtype.itemsize
+        return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
+
+    @property
+    def _descriptor(self) -> int:
+        return self._file.descriptor
+
+    @cached_property
+    def _file(self) -> OpenFile:
+        return self.opened or OpenFile(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
+
+
+@dataclass(frozen=True)
+class OnDemand:
+    """A tensor with rows that a function computes when they are read.
+
+    Args:
+        function: Called as ``function(batch, head, rows)`` with ``rows`` a range. It returns a CPU
+            tensor ``[len(rows), dim]``, and equal rows at every call.
+        shape: Batch elements, heads, tokens and columns of the whole tensor.
+        dtype: The dtype of the rows that ``function`` returns.
+    """
+
+    function: Callable[[int, int, range], Tensor]
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Compute rows of one head into ``into``, a CPU tensor ``[rows, dim]``.
+
+        Raises:
+            TypeError: The function did not return a tensor.
+            ValueError: The function returned another shape or dtype.
+        """
+        found = self.function(batch, head, rows)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"the function must return a tensor, got {type(found).__name__}")
+        if found.shape != into.shape or found.dtype != into.dtype:
+            raise ValueError(
+                f"the function must return {tuple(into.shape)} {into.dtype} for {len(rows)} rows, "
+                f"got {tuple(found.shape)} {found.dtype}"
+            )
+        into.copy_(found.detach())
+
+    def part(self, batches: slice, heads: slice) -> "OnDemand":
+        """Return a view of some batch elements and heads, which are indexed from 0."""
+        (batch, head), shape = _cut(self.shape, batches, heads)
+
+        def function(i: int, j: int, rows: range) -> Tensor:
+            return self.function(batch + i, head + j, rows)
+
+        return replace(self, function=function, shape=shape)
+
+    def extents(self, *, is_written: bool) -> list[Extent]:
+        """Return no extents: the memory behind the function is unknown."""
+        return []
+
+
+def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
+    """Wrap a user's tensor as a source.
+
+    Args:
+        name: Name of the argument in error messages.
+        tensor: A CPU tensor, a NumPy array (memory-mapped or not), :class:`InFile` or
+            :class:`OnDemand`, ``[batch, heads, seqlen, dim]``.
+
+    Raises:
+        TypeError: ``tensor`` has another type.
+        ValueError: ``tensor`` is on a GPU, or does not have four dimensions.
+    """
+    if isinstance(tensor, InMemory | InFile | OnDemand):
+        return tensor
+    if isinstance(tensor, np.memmap) and (found := _file_of(tensor)):
+        return found
+    if isinstance(tensor, np.ndarray):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about read-only arrays, which as_target rejects
+            tensor = torch.from_numpy(tensor)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, a NumPy array or a source of cqs.streaming, "
+            f"got {type(tensor).__name__}"
+        )
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be on the CPU if memory_budget is given, got {tensor.device}: "
+            "move it there, or leave out memory_budget"
+        )
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{name} must be [batch, num_heads, seqlen, head_dim], got shape {tuple(tensor.shape)}"
+        )
+    return InMemory(tensor.detach())
+
+
+def share_files(target: InMemory | InFile, source: Source) -> bool:
+    """Return whether writes to ``target`` change a file that contains ``source``, at any offset."""
+    if not isinstance(source, InFile):
+        return False
+    files = {extent.space for extent in source.extents(is_written=False)}
+    return any(extent.space in files for extent in target.extents(is_written=True))
+
+
+def as_target(
+    out: Any, shape: Shape, dtype: torch.dtype, sources: Sequence[Source] = ()
+) -> InMemory | InFile:
+    """Wrap a user's ``out`` argument as a target.
+
+    Args:
+        out: A CPU tensor, a NumPy array (memory-mapped or not) or :class:`InFile`.
+        shape: The shape that ``out`` must have.
+        dtype: The dtype that ``out`` must have.
+        sources: The tensors that are read while ``out`` is written.
+
+    Raises:
+        TypeError: ``out`` has another type.
+        ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, or shares
+            bytes of memory or of a file with a source.
+    """
+    target = as_source("out", out)
+    if isinstance(target, OnDemand):
+        raise TypeError("out must be a tensor, a NumPy array or a file")
+    if tuple(target.shape) != shape or target.dtype != dtype:
+        raise ValueError(
+            f"out must be {list(shape)} {dtype}, got {list(target.shape)} {target.dtype}"
+        )
+    is_writable = (
+        target.is_writable if isinstance(target, InFile) else not is_read_only(target.tensor)
+    )
+    if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError("out must be writable, got a read-only tensor")
+    extents = target.extents(is_written=True)
+    if extents[0].repeats:
+        raise ValueError(
+            "out must have one memory location per element, got a tensor that overlaps itself"
+        )
+    if any(share_bytes(extents, source.extents(is_written=False)) for source in sources):
+        raise ValueError("out must share neither memory nor a file with query, key and value")
+    return target
+
+
+def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
+    """Open a tensor in a file; only the header is read.
+
+    Args:
+        source: ``FILE.npy``, ``FILE.safetensors`` or ``FILE.safetensors:NAME``.
+        name: Name of the tensor in a safetensors file if ``source`` does not contain one.
+
+    Raises:
+        ValueError: The file is neither a .npy nor a safetensors file, is too short, or does not
+            contain such a tensor of four dimensions in C order.
+        OSError: The file cannot be read.
+    """
+    path, _, given = str(source).partition(".safetensors:")
+    if given or path.endswith(".safetensors"):
+        return _in_safetensors(Path(f"{path}.safetensors" if given else path), given or name)
+    mapped = map_array(path, name, "r")
+    found = _file_of(mapped) if mapped.ndim == 4 else None
+    if found is None:
+        raise ValueError(
+            f"'{source}' must have four dimensions in C order, got {mapped.shape} {mapped.dtype}"
+        )
+    return found
+
+
+def map_array(path: str | Path, name: str, mode: Literal["r", "c"]) -> np.memmap:
+    """Map the array of a .npy file into memory.
+
+    Args:
+        path: Path of the .npy file.
+        name: Name of the array in error messages.
+        mode: ``"r"`` maps it read-only, ``"c"`` copy-on-write (changes do not reach the file).
+
+    Raises:
+        ValueError: The file is not a regular file, or does not contain an array.
+        OSError: The file cannot be read.
+    """
+    check_input_file(path)
+    try:
+        return np.lib.format.open_memmap(path, mode=mode)
+    except OSError:
+        raise
+    except Exception as error:  # NumPy raises errors of many types for malformed headers
+        raise ValueError(f"cannot read {name} from '{path}': {error}") from error
+
+
+def _in_safetensors(path: Path, name: str) -> InFile:
+    check_input_file(path)
+    try:
+        with safe_open(path, framework="numpy") as file:  # validates the header
+            if name not in file.keys():
+                raise KeyError(name)
+        with open(path, "rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            entry = json.loads(content.read(length))[name]
+        shape, dtype = tuple(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"'{path}' has no tensor {name!r} to read: {error!r}") from error
+    if len(shape) != 4:
+        raise ValueError(f"{name} of '{path}' must have four dimensions, got {list(shape)}")
+    head_bytes = shape[2] * shape[3] * dtype.itemsize
+    offset = 8 + length + entry["data_offsets"][0]
+    return InFile(path, shape, dtype, offset, (shape[1] * head_bytes, head_bytes))
+
+
+def _file_of(mapped: np.memmap) -> InFile | None:
+    """Return the tensor in the file of a memory map, or None if the two may differ.
+
+    A copy-on-write map may have been changed, and the path may now name another file.
+    """
+    whole = mapped
+    while isinstance(whole.base, np.memmap):
+        whole = whole.base
+    size = mapped.itemsize
+    if (
+        mapped.filename is None
+        or mapped.mode == "c"
+        or mapped.ndim != 4
+        or not mapped.dtype.isnative
+        or mapped.strides[2:] != (size * mapped.shape[3], size)
+        or min(mapped.strides[:2]) < 0
+    ):
+        return None
+    try:
+        dtype = torch.from_numpy(np.empty(0, mapped.dtype)).dtype
+    except TypeError:
+        return None
+    path = Path(mapped.filename)
+    if not path.is_file():
+        return None
+    found = InFile(
+        path,
+        mapped.shape,
+        dtype,
+        whole.offset + mapped.ctypes.data - whole.ctypes.data,
+        (mapped.strides[0], mapped.strides[1]),
+        is_writable=bool(mapped.flags.writeable),
+    )
+    return found if not mapped.size or found.is_mapped_as(mapped) else None
+
+
+def _cut(shape: Shape, batches: slice, heads: slice) -> tuple[tuple[int, int], Shape]:
+    """Return the first batch element and head of a part, and the shape of the part."""
+    rows, columns = range(shape[0])[batches], range(shape[1])[heads]
+    return (rows.start, columns.start), (len(rows), len(columns), shape[2], shape[3])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
+    return tensor.view(torch.uint8).numpy().data.cast("B")

@@ -1,0 +1,135 @@
+"""Merge of partial outputs by their log-sum-exps."""
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from cqs.partial.values import Partial, check_partial
+
+
+class RunningMerge:
+    """Merge partial outputs over disjoint keys one by one (online softmax).
+
+    With ``M = max(lse_i)`` it maintains ``S = sum(exp(lse_i - M))`` and ``A = sum(exp(lse_i - M) *
+    output_i)``; the result is ``output = A / S`` and ``lse = M + log(S)``. This is exact up to
+    rounding for every division of the keys. All exponents are at most 0, so nothing overflows. Sums
+    have the dtype of the LSE and are formed in the order of :meth:`add`.
+    """
+
+    def __init__(self, answer: Partial):
+        """Start with no keys.
+
+        Args:
+            answer: The destination of the result. Its tensors are overwritten.
+        """
+        self._answer = answer
+        self._largest = answer.lse.fill_(-torch.inf)
+        self._sum = torch.zeros_like(answer.lse)
+        self._total = answer.output
+        if answer.output.dtype != answer.lse.dtype:
+            self._total = torch.empty_like(answer.output, dtype=answer.lse.dtype)
+        self._is_empty = True
+
+    def add(self, partial: Partial, rows: slice = slice(None)) -> None:
+        """Merge one partial output.
+
+        Args:
+            partial: Partial output of the queries ``rows``; not written to. Rows with LSE -inf do
+                not change the result.
+            rows: The query rows of ``partial``; all by default.
+        """
+        output, lse = partial
+        total, largest, sums = (
+            self._total[:, :, rows],
+            self._largest[:, :, rows],
+            self._sum[:, :, rows],
+        )
+        if self._is_empty and total.shape == self._total.shape:  # a copy instead of a merge
+            total.copy_(output)
+            largest.copy_(lse)
+            sums.copy_(lse != -torch.inf)
+        else:
+            if self._is_empty:
+                self._total.zero_()
+            larger = torch.maximum(largest, lse)
+            shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
+            old, new = torch.exp(largest - shift), torch.exp(lse - shift)
+            total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
+            sums.mul_(old).add_(new)
+            largest.copy_(larger)
+        self._is_empty = False
+
+    def finish(self) -> Partial:
+        """Return the result. Rows that attend to no key have output 0 and LSE -inf."""
+        output, lse = self._answer
+        if self._is_empty:
+            self._total.zero_()
+        self._total.div_(self._sum.masked_fill(self._sum == 0, 1).unsqueeze(-1))
+        if self._total is not output:
+            output.copy_(self._total)
+        lse.add_(self._sum.log())
+        return self._answer
+
+
+def merge_partials(partials: Sequence[Partial]) -> Partial:
+    """Merge partial outputs over disjoint sets of keys into the output over their union.
+
+    Args:
+        partials: At least one partial output, all of the same queries and of equal shapes, dtypes
+            and device. None is written to.
+
+    Returns:
+        The merged output and LSE, in the dtypes of the first partial output.
+
+    Raises:
+        ValueError: ``partials`` is empty, or one differs from the first in shape, dtype or device;
+            the message gives its index.
+
+    Example:
+        >>> halves = [Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)),
+        ...           Partial(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1))]
+        >>> merge_partials(halves).output
+        tensor([[[[0.5000, 0.5000]]]])
+    """
+    if not partials:
+        raise ValueError("partials must have at least one element, got none")
+    first = partials[0]
+    for i, partial in enumerate(partials):
+        check_partial(partial, first, f"partial {i}")
+    answer = Partial(*map(torch.empty_like, first))
+    merge_rows(answer, [(partial, slice(None)) for partial in partials])
+    return answer
+
+
+def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
+    """Merge partial outputs over disjoint sets of keys into ``answer``, in their order.
+
+    On a GPU one Triton kernel merges all of them, except in float64.
+
+    Args:
+        answer: The destination. Rows that attend to no key get output 0 and LSE -inf.
+        parts: Partial outputs, each with its query rows in ``answer``.
+    """
+    if parts and merges_at_once(answer):
+        from cqs.partial import fused_merge
+
+        with torch.cuda.device_of(answer.output):  # Triton launches on the current device
+            fused_merge.merge_rows(answer, parts)
+        return
+    merge = RunningMerge(answer)
+    for partial, rows in parts:
+        merge.add(partial, rows)
+    merge.finish()
+
+
+def merges_at_once(answer: Partial) -> bool:
+    """Return whether a single Triton kernel merges all partial outputs of ``answer``."""
+    return answer.output.is_cuda and answer.output.dtype != torch.float64 and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed; some PyTorch builds come without it."""
+    return importlib.util.find_spec("triton") is not None

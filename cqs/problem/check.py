@@ -1,0 +1,225 @@
+"""Validation of the arguments of attention: a checked problem is not checked again."""
+
+import math
+from itertools import product
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import pad
+
+from cqs.arguments import as_bool, as_integer, to_float
+from cqs.patterns import Pattern, causal, sliding_window
+from cqs.problem.dropout import Dropout
+from cqs.problem.problem import Problem
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class ProblemOptions(TypedDict, total=False):
+    """The options of an attention call that define its result."""
+
+    is_causal: bool
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
+    pattern: Pattern | None
+    """Query-key pairs that attend; ``None`` means all."""
+    scale: float | None
+    """Factor on the scores; ``None`` means ``head_dim ** -0.5``."""
+    dropout_p: float
+    """Probability that an attention weight is zeroed, in [0, 1)."""
+    seed: int | None
+    """Random seed of the dropout mask; ``None`` draws one."""
+
+
+def check_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    pattern: Pattern | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+) -> Problem:
+    """Validate the arguments of an attention call and fill in defaults (scale, dropout seed).
+
+    - A batch of 1 is expanded without a copy; autograd sums its gradients.
+    - A pattern together with ``is_causal`` becomes the intersection of both.
+    - The patterns ``causal()`` and ``sliding_window(None, None)`` become dense attention.
+    - A head_dim of 0 is padded to 1.
+
+    The arguments are those of :func:`cqs.attention`.
+
+    Raises:
+        TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
+        ValueError: Shapes, dtypes, devices or the pattern's lengths do not fit together; ``scale``
+            is not finite; or ``dropout_p`` is not in [0, 1).
+        NotImplementedError: The pattern cannot be intersected with the causal mask; the device is
+            neither CPU nor CUDA; or forward-mode or functorch derivatives are requested.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    query, key, value = (_as_plain(name, tensor) for name, tensor in tensors.items())
+    batch = 1
+    for name, tensor in {"query": query, "key": key, "value": value}.items():
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
+                f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
+                "flatten(0, -4) for several batch dimensions"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}"
+            )
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise NotImplementedError(
+                f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
+                "cqs.attention outside of the transformation"
+            )
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
+            )
+        if tensor.dtype != query.dtype:
+            raise ValueError(
+                f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}"
+            )
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{name} must be on the device of query, {query.device}, got {tensor.device}"
+            )
+        batch = tensor.shape[0] if batch == 1 else batch
+        if tensor.shape[0] not in (1, batch):
+            raise ValueError(f"{name} must have a batch of 1 or {batch}, got {tensor.shape[0]}")
+    if not value.shape[3]:
+        raise ValueError(f"value must have a value_dim of at least 1, got {tuple(value.shape)}")
+    if key.shape[1:3] != value.shape[1:3]:
+        raise ValueError(
+            f"key and value must agree in heads and seqlen, got {tuple(key.shape)} "
+            f"and {tuple(value.shape)}"
+        )
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"key must have the head_dim of query, {query.shape[3]}, got {key.shape[3]}"
+        )
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} "
+            f"and {num_kv_heads}"
+        )
+    is_causal, pattern = check_pattern(
+        pattern, as_bool("is_causal", is_causal), batch, num_heads, query.shape[2], key.shape[2]
+    )
+    if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
+        query, key = pad(query, (0, 1)), pad(key, (0, 1))
+    query, key, value = (
+        tensor if len(tensor) == batch else tensor.expand(batch, -1, -1, -1)
+        for tensor in (query, key, value)
+    )
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    factor = to_float(scale, "scale must be a number or None")
+    if not math.isfinite(factor):
+        raise ValueError(f"scale must be finite, got {scale}")
+    dropout = _check_dropout(dropout_p, seed)
+    return Problem(query, key, value, is_causal, factor, dropout, pattern)
+
+
+def _as_plain(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor that stores its values in memory, which kernels and transports read.
+
+    Raises:
+        TypeError: ``tensor`` is not a tensor, is sparse or nested, or belongs to a subclass with
+            ``__torch_dispatch__``, such as DTensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        # Autograd's zero tensors have no memory, and a negative bit is not applied in memory.
+        return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):  # DTensor.to_local() may return one
+        plain: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+        return plain
+    raise TypeError(
+        f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}: convert it first "
+        f"(a DTensor: {name}.to_local(), for cqs.distributed.attention)"
+    )
+
+
+def check_pattern(
+    pattern: Pattern | None,
+    is_causal: bool,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+) -> tuple[bool, Pattern | None]:
+    """Validate a pattern and intersect it with the causal mask.
+
+    Args:
+        pattern: A pattern, or ``None`` for dense attention.
+        is_causal: Whether to intersect the pattern with the causal mask.
+        batch: Number of batch elements.
+        num_heads: Number of query heads.
+        seqlen_q: Number of queries.
+        seqlen_kv: Number of keys.
+
+    Returns:
+        Whether attention is dense and causal, and the pattern, ``None`` if it is dense.
+
+    Raises:
+        TypeError: ``pattern`` is not a pattern.
+        ValueError: ``pattern`` is for other lengths, heads or batch elements.
+        NotImplementedError: ``pattern`` cannot be intersected with the causal mask.
+    """
+    if pattern is None or pattern == sliding_window(None, None):
+        return is_causal, None
+    check_is_pattern(pattern)
+    if pattern == causal():
+        return True, None
+    for name, has, needed in zip(
+        ("batch", "num_heads"), (batch, num_heads), pattern.heads, strict=True
+    ):
+        if needed not in (1, has):
+            raise ValueError(f"{name} must be {needed} with pattern {pattern!r}, got {has}")
+    if is_causal:
+        pattern = pattern & causal()
+    for batch_element, head in product(*map(range, pattern.heads)):
+        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # validates the lengths
+    return False, pattern
+
+
+def check_is_pattern(pattern: Pattern) -> None:
+    """Raise TypeError unless ``pattern`` is a :class:`cqs.patterns.Pattern`."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"pattern must be a cqs.patterns.Pattern, got {type(pattern).__name__}: convert a mask "
+            "with from_mask, a list of patterns with per_head"
+        )
+
+
+def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:
+    probability = to_float(dropout_p, "dropout_p must be a number")
+    if not 0 <= probability < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if seed is not None:
+        seed = as_integer("seed", seed, 0)
+    if not probability:
+        return None
+    if seed is None:
+        seed = draw_seed()
+    return Dropout(probability, seed)
+
+
+def draw_seed() -> int:
+    """Draw a dropout seed in [0, 2^63 - 1) from PyTorch's CPU generator."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))

@@ -1,0 +1,146 @@
+"""The tensors and options of one attention call."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import Tensor
+
+from cqs.partial import Partial, lse_dtype
+from cqs.patterns import BoundPattern, Pattern
+from cqs.problem.dropout import Dropout
+from cqs.scheduler import AttentionShape, Plan, make_plan
+
+GPU_TILE = 128
+"""Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors and options of one attention call, validated by :func:`check_problem`."""
+
+    query: Tensor
+    """``[batch, num_heads, seqlen_q, head_dim]``."""
+    key: Tensor
+    """``[batch, num_kv_heads, seqlen_kv, head_dim]``."""
+    value: Tensor
+    """``[batch, num_kv_heads, seqlen_kv, value_dim]``."""
+    is_causal: bool
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
+    scale: float
+    """Factor on the scores."""
+    dropout: Dropout | None = None
+    """``None`` for a dropout probability of 0."""
+    pattern: Pattern | None = None
+    """``None`` for dense attention, causal or not. With a pattern :attr:`is_causal` is False."""
+
+    @property
+    def bound_pattern(self) -> BoundPattern | None:
+        """The pattern bound to the lengths of the tensors, for a problem without per-head ones."""
+        if self.pattern is None:
+            return None
+        return self.pattern.bind(self.query.shape[2], self.key.shape[2])
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether the pattern is given per head or per batch element."""
+        return self.pattern is not None and self.pattern.heads != (1, 1)
+
+    def parts(self) -> Iterator[tuple[tuple[slice, slice], "Problem"]]:
+        """Divide the problem into parts that each have a single pattern.
+
+        Adjacent batch elements of equal patterns form one part, and adjacent heads too if they are
+        all the query heads of their KV heads, or belong to a single KV head.
+
+        Yields:
+            Slices of batch elements and query heads, and the problem of this part. Without a
+            pattern there is one part.
+        """
+        for (row, heads), (_, kv_heads) in self.cuts():
+            batch, head = row.start or 0, heads.start or 0
+            yield (
+                (row, heads),
+                replace(
+                    self,
+                    query=self.query[row, heads],
+                    key=self.key[row, kv_heads],
+                    value=self.value[row, kv_heads],
+                    dropout=self.dropout and self.dropout.moved(batch, head),
+                    pattern=self.pattern and self.pattern.head(batch, head),
+                ),
+            )
+
+    def cuts(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+        """Yield ``(batch elements, query heads), (batch elements, KV heads)`` of each part."""
+        for row in self._rows_of_parts():
+            for heads, kv_heads in self._heads_of_parts(row.start or 0):
+                yield (row, heads), (row, kv_heads)
+
+    def _rows_of_parts(self) -> Iterator[slice]:
+        """Yield the batch elements of each part."""
+        batches, num_heads = (1, 1) if self.pattern is None else self.pattern.heads
+        if self.pattern is None or batches == 1:
+            yield slice(None)
+            return
+        patterns = [
+            tuple(self.pattern.head(batch, head) for head in range(num_heads))
+            for batch in range(batches)
+        ]
+        first = 0
+        for _, alike in groupby(patterns):
+            stop = first + len(list(alike))
+            yield slice(first, stop)
+            first = stop
+
+    def _heads_of_parts(self, batch: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the query heads and the KV heads of each part of a batch element."""
+        num_heads = 1 if self.pattern is None else self.pattern.heads[1]
+        if self.pattern is None or num_heads == 1:
+            yield slice(None), slice(None)
+            return
+        group_size = num_heads // self.key.shape[1]
+        first = 0
+        while first < num_heads:
+            pattern, stop = self.pattern.head(batch, first), first + 1
+            while stop < num_heads and self.pattern.head(batch, stop) == pattern:
+                stop += 1
+            # GQA: a part is within one KV head, or consists of whole groups of query heads.
+            if first % group_size:
+                stop = min(stop, first + group_size - first % group_size)
+            elif stop - first > group_size:
+                stop -= stop % group_size
+            yield slice(first, stop), slice(first // group_size, -(-stop // group_size))
+            first = stop
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Batch, heads, head dimensions and itemsize, the inputs of the cost model."""
+        return AttentionShape(
+            batch=self.query.shape[0],
+            num_heads=self.query.shape[1],
+            num_kv_heads=self.key.shape[1],
+            head_dim=self.query.shape[3],
+            value_dim=self.value.shape[3],
+            itemsize=self.query.element_size(),
+            has_dropout=self.dropout is not None,
+        )
+
+    def make_plan(self, num_tasks: int, interest_set: Iterable[int] | None = None) -> Plan:
+        """Divide this problem into tasks; see :func:`cqs.make_plan`."""
+        return make_plan(
+            self.query.shape[2],
+            self.key.shape[2],
+            num_tasks=num_tasks,
+            is_causal=self.is_causal,
+            interest_set=interest_set,
+            tile=GPU_TILE if self.query.is_cuda else 1,
+            pattern=self.pattern,
+        )
+
+    def empty_answer(self) -> Partial:
+        """Allocate the output, in the dtype and on the device of the query, and the LSE."""
+        shape = (*self.query.shape[:3], self.value.shape[3])
+        return Partial(
+            self.query.new_empty(shape),
+            self.query.new_empty(shape[:3], dtype=lse_dtype(self.query.dtype)),
+        )

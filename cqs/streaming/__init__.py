@@ -1,6 +1,0 @@
-"""Exact attention over sequences larger than device memory, within a memory budget."""
-
-from cqs.streaming.plan import Pass, StreamPlan, make_stream_plan
-from cqs.streaming.sources import InFile, OnDemand, open_tensor
-
-__all__ = ["InFile", "OnDemand", "Pass", "StreamPlan", "make_stream_plan", "open_tensor"]
