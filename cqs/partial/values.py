@@ -15,8 +15,8 @@ class AttentionOutput(NamedTuple):
     output: Tensor
     """``[batch, num_heads, seqlen_q, value_dim]``, in the dtype of the query."""
     lse: Tensor
-    """``[batch, num_heads, seqlen_q]``, float32 (float64 for float64 queries): the natural logarithm
-    of the sum of the exponentials of a query's scores. A query that attends to no key has -inf."""
+    """``[batch, num_heads, seqlen_q]``, float32 (float64 for float64 queries): the natural
+    logarithm of the sum of the exponentials of a query's scores; -inf if it attends to no key."""
 
 
 class Partial(NamedTuple):
