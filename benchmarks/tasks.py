@@ -13,7 +13,7 @@ from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import time_in_turn
-from cqs.executors.local import run_local, run_local_backward
+from cqs.executors.local import LocalExecutor
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.report.exact import verify_answer, verify_gradients
@@ -74,14 +74,14 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     contenders = [(_TOGETHER, 1)] + [(kind, w) for kind in kinds for w in _NUM_TASKS]
     grad_output = torch.randn_like(problem.query)
     backend = choose_backend(*tensors)
-    answer = run_local(problem, plans[1], backend=backend)
+    answer = LocalExecutor().run(problem, plans[1], backend)
     verify_answer(problem, answer)
 
     def forward(kind: str, plan: Plan) -> Partial:
-        return _forward[kind](problem, plan, backend=backend)
+        return _forward[kind](problem, plan, backend)
 
     def backward(kind: str, plan: Plan, answer: Partial) -> Gradients:
-        return _backward[kind](problem, plan, answer, grad_output, backend=backend)
+        return _backward[kind](problem, plan, answer, grad_output, backend)
 
     for kind, num_tasks in contenders:
         verify_answer(problem, forward(kind, plans[num_tasks]))
@@ -131,7 +131,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     return rows
 
 
-def _attend_one_by_one(problem: Problem, plan: Plan, *, backend: str) -> Partial:
+def _attend_one_by_one(problem: Problem, plan: Plan, backend: str) -> Partial:
     tiler = Tiler(plan, *problem.empty_answer())
     worker = Worker.of(problem, backend)
     held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
@@ -141,7 +141,7 @@ def _attend_one_by_one(problem: Problem, plan: Plan, *, backend: str) -> Partial
 
 
 def _differentiate_one_by_one(
-    problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor, *, backend: str
+    problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor, backend: str
 ) -> Gradients:
     worker = Worker.of(problem, backend)
     tensors = problem.query, problem.key, problem.value
@@ -161,5 +161,5 @@ def _differentiate_one_by_one(
     return total.finish()
 
 
-_forward = {_TOGETHER: run_local, _ALONE: _attend_one_by_one}
-_backward = {_TOGETHER: run_local_backward, _ALONE: _differentiate_one_by_one}
+_forward = {_TOGETHER: LocalExecutor().run, _ALONE: _attend_one_by_one}
+_backward = {_TOGETHER: LocalExecutor().run_backward, _ALONE: _differentiate_one_by_one}

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from cqs.arguments import with_advice
-from cqs.executors.autograd import attend_differentiably, keeping_operands
-from cqs.executors.local import run_local, run_local_backward
-from cqs.executors.verify import verify_rows
+from cqs.executors.contract import attend
+from cqs.executors.local import LocalExecutor
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem
@@ -98,7 +97,7 @@ def attention(
             After an error it stays, and the same call continues from it. Requires
             ``memory_budget`` and an ``out`` in a file that holds no input.
         progress: True draws a progress bar. A function is called as ``progress(pairs_done,
-            pairs_total)``, live pairs of all heads. Requires ``memory_budget``.
+            pairs_total)``, live pairs of all heads.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype and on the device of
@@ -151,10 +150,8 @@ def attention(
             **options,
         )
         return answer.to_result(return_lse)
-    if not (device is out is resume is None and progress is False):
-        raise ValueError(
-            "memory_budget must be given with device, out, resume or progress, got None"
-        )
+    if not device is out is resume is None:
+        raise ValueError("memory_budget must be given with device, out or resume, got None")
     problem = check_problem(query, key, value, **options)
 
     def make_plan(problem: Problem) -> Plan:
@@ -163,15 +160,9 @@ def attention(
     for _, part in problem.parts():
         make_plan(part)  # reports wrong options before Ray starts
     if executor is None or executor == "local":
-        attend = keeping_operands(
-            lambda problem: run_local(problem, make_plan(problem), backend=backend),
-            lambda problem, answer, grad_output: run_local_backward(
-                problem, make_plan(problem), answer, grad_output, backend=backend
-            ),
+        answer = attend(
+            LocalExecutor(), problem, make_plan, backend=backend, verify=verify, progress=progress
         )
-        answer = attend_differentiably(problem, attend)
-        if verify:
-            verify_rows(problem, answer)
         return answer.to_result(return_lse)
 
     if isinstance(executor, str) and executor != "ray":

@@ -7,6 +7,7 @@ from support.exact import attend, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
+from cqs.patterns import causal, per_head, sliding_window
 from cqs.problem import check_problem
 from cqs.testing import assert_tracks_exact
 
@@ -402,3 +403,26 @@ def test_without_a_head_dim_all_keys_weigh_alike(options):
         torch.autograd.grad(output.square().sum(), tensors),
         torch.autograd.grad(expected.square().sum(), tensors),
     )
+
+
+@pytest.mark.parametrize("num_tasks", [1, 7])
+def test_progress_counts_the_live_pairs_of_all_heads(num_tasks):
+    query, key, value = (torch.randn(2, 2, 20, 8) for _ in range(3))
+    calls = []
+    options = {"is_causal": True, "num_tasks": num_tasks}
+    cqs.attention(query, key, value, progress=lambda *numbers: calls.append(numbers), **options)
+    assert calls == sorted(calls) and calls[-1] == (840, 840)
+
+
+def test_progress_spans_the_parts_of_a_pattern_per_head():
+    query, key, value = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    pattern = per_head([[causal(), sliding_window(2, 0)]])
+    calls = []
+    cqs.attention(query, key, value, pattern=pattern, progress=lambda *n: calls.append(n))
+    assert calls == [(210, 267), (267, 267)]
+
+
+def test_progress_is_a_bool_or_a_function():
+    tensors = [torch.randn(1, 2, 20, 8) for _ in range(3)]
+    with pytest.raises(TypeError, match="progress.*'loud'"):
+        cqs.attention(*tensors, progress="loud")

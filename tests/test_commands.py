@@ -253,10 +253,10 @@ def test_failures_end_in_one_line_and_status_1(files, monkeypatch, capsys):
     from cqs.executors.verify import VerificationError
 
     for failure in (VerificationError, WorkersFailedError, TaskFailedError):
-        monkeypatch.setattr(command, "run_local", Mock(side_effect=failure("it failed")))
+        monkeypatch.setattr(command, "attend", Mock(side_effect=failure("it failed")))
         assert run_attend() == 1
         assert capsys.readouterr().err.splitlines()[-1] == "cqs attend: it failed"
-    monkeypatch.setattr(command, "run_local", lambda *arguments, **options: 1 / 0)
+    monkeypatch.setattr(command, "attend", lambda *arguments, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_attend()
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
@@ -265,9 +265,7 @@ def test_failures_end_in_one_line_and_status_1(files, monkeypatch, capsys):
 def test_attend_finds_a_wrong_answer(files, monkeypatch, capsys):
     from cqs.commands import attend as command
 
-    monkeypatch.setattr(
-        command, "run_local", lambda *arguments, answer, **options: answer.output.fill_(7)
-    )
+    monkeypatch.setattr(command, "attend", lambda *arguments, into, **options: into.output.fill_(7))
     assert run_attend("--verify") == 1
     assert "cqs attend: output of batch 0, head 0, row 0 deviates by" in capsys.readouterr().err
     assert not os.path.exists("o.npy")
@@ -582,7 +580,7 @@ def test_attend_takes_regular_files_alone(files, capsys, monkeypatch, command, n
     os.mkdir("folder.npy")
     before = sorted(os.listdir())
     monkeypatch.setattr("cqs.executors.streaming.run.attend_within", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr("cqs.commands.attend.run_local", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("cqs.commands.attend.attend", lambda *_, **__: 1 / 0)
     for place in (1, 4):
         assert main([*command[:place], name, *command[place + 1 :]]) == 2
         error = capsys.readouterr().err

@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
 
 from cqs.commands.integers import parse_integer
 from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.tensor_files import create_file, create_tensor, load_tensor, path_of
 from cqs.commands.written_files import check_written
-from cqs.executors.local import run_local
+from cqs.executors.contract import attend
+from cqs.executors.local import LocalExecutor
 from cqs.executors.streaming.checkpoint import WorkingDirectory
 from cqs.executors.verify import verify_rows
 from cqs.partial import Partial, lse_dtype
@@ -126,20 +126,14 @@ def _attend_within_budget(options: argparse.Namespace) -> None:
 
 def _attend_here(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:
     num_tasks = 1 if options.num_tasks is None else options.num_tasks
-    parts = list(problem.parts())
-    with tqdm(total=len(parts) * num_tasks, unit="task", disable=None) as bar:
-
-        def advance(done: int, total: int) -> None:
-            bar.update(1)
-
-        for where, part in parts:
-            run_local(
-                part,
-                part.make_plan(num_tasks),
-                backend=options.backend,
-                answer=Partial(answer.output[where], answer.lse[where]),
-                progress=advance,
-            )
+    attend(
+        LocalExecutor(),
+        problem,
+        lambda part: part.make_plan(num_tasks),
+        backend=options.backend,
+        progress=sys.stderr.isatty(),
+        into=answer,
+    )
 
 
 def _attend_on_ray(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:

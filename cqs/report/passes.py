@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cqs.executors.local import run_local
+from cqs.executors.local import LocalExecutor
 from cqs.executors.ray.job import TensorGroups, attend_task, differentiate_task
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
@@ -164,7 +164,7 @@ class Backward(MeasuredPass):
         """
         super().__init__(settings, problem)
         self.grad_output = grad_output
-        self.answer = run_local(problem, problem.make_plan(1), backend=self.backend)
+        self.answer = LocalExecutor().run(problem, problem.make_plan(1), self.backend)
         verify_answer(problem, self.answer)
         self._leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
         self._dense_output = self._attend_densely(*self._leaves)

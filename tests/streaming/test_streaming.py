@@ -413,7 +413,6 @@ def test_wrong_arguments_are_named(arrays, tmp_path):
             ValueError,
             "must not require gradients",
         ),
-        ((leaf, leaf, leaf), {"progress": True}, ValueError, "memory_budget must be given"),
     ]
     for arguments, options, error, message in wrong:
         with pytest.raises(error, match=message):

@@ -1,0 +1,173 @@
+"""The contract of executors, and the call that all of them share."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from tqdm import tqdm
+
+from cqs.executors.autograd import attend_differentiably, keeping_operands
+from cqs.executors.verify import verify_rows
+from cqs.partial import Gradients, Partial
+from cqs.problem import Problem
+from cqs.scheduler import Plan
+
+Report = bool | Callable[[int, int], None]
+"""True draws a progress bar; a function is called with live pairs done and in total."""
+
+
+class Progress:
+    """Counts the live pairs that are done, over all batch elements and query heads."""
+
+    def __init__(self, report: Report, total: int):
+        """Start with no pairs done; raise TypeError unless ``report`` is a bool or a function."""
+        check_progress(report)
+        self._bar = tqdm(total=total, unit="pair", unit_scale=True, disable=report is not True)
+        self._report = report if callable(report) else None
+        self._total = total
+        self.done = 0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def advance(self, pairs: int) -> None:
+        """Count more pairs and report; called in the thread that computes or receives them."""
+        self.move(self.done + pairs)
+        if self._report is not None:
+            self._report(self.done, self._total)
+
+    def move(self, done: int) -> None:
+        """Set the pairs done without a call of the function; may go back."""
+        self._bar.update(done - self.done)
+        self.done = done
+
+
+def check_progress(report: Report) -> None:
+    """Raise TypeError unless ``report`` is a bool or a function."""
+    if not isinstance(report, bool) and not callable(report):
+        raise TypeError(f"progress must be a bool or a function, got {report!r}")
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What an executor does for its caller besides the computation."""
+
+    progress: Progress | None = None
+    """Advanced by the live pairs of every finished part of the work, if given."""
+    cancelled: threading.Event | None = None
+    """Event that makes an executor with several processes stop, if given."""
+
+    def advance(self, problem: Problem, live_pairs: int) -> None:
+        """Report that ``live_pairs`` of every head of a problem are done."""
+        if self.progress is not None:
+            self.progress.advance(live_pairs * problem.query.shape[0] * problem.query.shape[1])
+
+
+NO_HOOKS = Hooks()
+
+
+class Executor(Protocol):
+    """Computes the tasks of a plan somewhere, and merges their results.
+
+    Results are bitwise identical on every executor with the same device and backend. The message of
+    an out-of-memory error names the predicted memory and a sufficient number of tasks.
+    """
+
+    def run(
+        self,
+        problem: Problem,
+        plan: Plan,
+        backend: str | None = None,
+        hooks: Hooks = NO_HOOKS,
+        into: Partial | None = None,
+    ) -> Partial:
+        """Compute output and LSE of a problem with a single pattern.
+
+        Args:
+            problem: The checked problem.
+            plan: A plan for the sequence lengths of the problem.
+            backend: Name of a backend; ``None`` means the preferred one.
+            hooks: Progress and cancellation.
+            into: Tensors to write output and LSE to; ``None`` allocates them on the device of the
+                query.
+        """
+
+    def run_backward(
+        self,
+        problem: Problem,
+        plan: Plan,
+        answer: Partial,
+        grad_output: Tensor,
+        backend: str | None = None,
+    ) -> Gradients:
+        """Compute the gradients by the plan of the forward pass, whose result is ``answer``."""
+
+
+def attend(
+    executor: Executor,
+    problem: Problem,
+    make_plan: Callable[[Problem], Plan],
+    *,
+    backend: str | None = None,
+    verify: bool = False,
+    progress: Report = False,
+    into: Partial | None = None,
+    cancelled: threading.Event | None = None,
+) -> Partial:
+    """Compute a problem on an executor, with gradients by autograd.
+
+    Args:
+        executor: Where the tasks run.
+        problem: The checked problem. Per-head patterns are computed in parts.
+        make_plan: Returns the plan of a part, the same in forward and backward pass.
+        backend: Name of a backend; ``None`` means the preferred one.
+        verify: Whether to recompute sampled rows in float64 and compare them.
+        progress: True draws a bar; a function is called with live pairs done and in total.
+        into: Tensors for output and LSE; the result then has no gradients.
+        cancelled: Event that makes an executor with several processes stop.
+
+    Raises:
+        TypeError: ``progress`` is neither a bool nor a function.
+        VerificationError: ``verify`` found a row that deviates by more than its bound.
+        Exception: The executor raised.
+    """
+    with _count(problem, make_plan, progress) as counted:
+        hooks = Hooks(counted, cancelled)
+        if into is None:
+            answer = attend_differentiably(
+                problem,
+                keeping_operands(
+                    lambda part: executor.run(part, make_plan(part), backend, hooks),
+                    lambda part, found, grad_output: executor.run_backward(
+                        part, make_plan(part), found, grad_output, backend
+                    ),
+                ),
+            )
+        else:
+            answer = into
+            for where, part in problem.parts():
+                place = Partial(into.output[where], into.lse[where])
+                executor.run(part, make_plan(part), backend, hooks, place)
+    if verify:
+        verify_rows(problem, answer)
+    return answer
+
+
+def _count(
+    problem: Problem, make_plan: Callable[[Problem], Plan], report: Report
+) -> AbstractContextManager[Progress | None]:
+    """Return the progress of a call, or None if nobody asks for it."""
+    check_progress(report)
+    if report is False:
+        return nullcontext()
+    total = sum(
+        make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]
+        for _, part in problem.parts()
+    )
+    return Progress(report, total)
