@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from cqs import cuda_graphs
+from cqs.worker import cuda_graphs
 from cqs.worker.cuda_graphs import cached_on_device
 
 CPU = torch.device("cpu")

@@ -63,7 +63,7 @@ def test_plans_that_cannot_fit_are_not_made(monkeypatch):
     """Levelling the work of many tasks takes long; some task holds its share of everything."""
     made = []
     monkeypatch.setattr(
-        "cqs.problem.make_plan",
+        "cqs.problem.problem.make_plan",
         lambda *lengths, num_tasks, **options: (
             made.append(num_tasks) or cqs.make_plan(*lengths, num_tasks=num_tasks, **options)
         ),
@@ -78,7 +78,7 @@ def test_in_this_process(monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("cqs.executors.local._run", fail)
+    monkeypatch.setattr("cqs.executors.local.Worker.run", fail)
     monkeypatch.setattr("cqs.executors.local.memory_of", lambda device: 2**25)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         cqs.attention(*TENSORS, num_tasks=2)

@@ -21,9 +21,10 @@ from torch.masked import masked_tensor
 
 import cqs.distributed
 from benchmarks.cases import Case
-from cqs.executors.distributed import layout, transports
+from cqs.executors.distributed import layout
 from cqs.executors.distributed.agreement import make_control_group, swap
 from cqs.executors.distributed.layout import choose_head_parallel
+from cqs.executors.distributed.transport import transports
 from cqs.integrations import masks
 from cqs.nn import gradients
 from cqs.patterns import causal

@@ -13,9 +13,10 @@ import torch
 from fake_gpus import World, current_rank, current_stream, later, synchronize
 
 import cqs
-from cqs.executors.distributed import rank_task, row_copies, streams, transfer
+from cqs.executors.distributed import rank_task
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed.transport import row_copies, streams, transfer
 from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.scheduler.heads import FETCHED

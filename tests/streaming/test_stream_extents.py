@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import cqs
+from cqs.executors.streaming import extents
 from cqs.patterns import causal, per_head, sliding_window
-from cqs.streaming import InFile, extents, open_tensor
+from cqs.streaming import InFile, open_tensor
 
 SHAPE = (1, 2, 300, 16)
 WITHIN = {"memory_budget": 60_000, "device": "cpu"}

@@ -18,20 +18,12 @@ from support.exact import eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES
+from cqs.executors.streaming import engine, run, transfers
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.checkpoint import WorkingDirectory
 from cqs.executors.streaming.plan import CPU, GPU, StreamPlan
 from cqs.patterns import global_tokens, sliding_window
-from cqs.streaming import (
-    InFile,
-    OnDemand,
-    Pass,
-    engine,
-    make_stream_plan,
-    open_tensor,
-    run,
-    transfers,
-)
+from cqs.streaming import InFile, OnDemand, Pass, make_stream_plan, open_tensor
 from cqs.testing import assert_tracks_exact
 from cqs.worker import WHY_NOT
 from cqs.worker.memory import measure_peak_bytes
