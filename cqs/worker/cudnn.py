@@ -47,6 +47,9 @@ def gradients_cudnn(
     """
     query, key, value, is_causal, scale, *_ = operands
     positive_query, positive_scale = with_positive_scale(query, scale)
+    # Where a row of the output is -inf, the kernel gives finite gradients to keys of other calls,
+    # which are NaN in PyTorch. NaN in the output reaches them.
+    output = output.nan_to_num(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
     no_seed = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *with_adjacent_columns(grad_output, positive_query, key, value, output),
