@@ -19,7 +19,7 @@ from cqs.problem import Problem
 from cqs.report.exact import relative_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
-from cqs.worker import WHY_NOT
+from cqs.worker import BACKENDS
 
 _NUM_TASKS = (1, 3, 4, 7, 8, 13, 31)
 _FIELDS = ("output", "grad_query", "grad_key", "grad_value")
@@ -110,8 +110,9 @@ def _contenders(problem: Problem) -> dict[str, _Attend]:
     found = {"PyTorch, flash": pytorch(SDPBackend.FLASH_ATTENTION)}
     if problem.query.is_cuda:
         found["PyTorch, cudnn"] = pytorch(SDPBackend.CUDNN_ATTENTION)
-    for backend, why_not in WHY_NOT.items():
-        if backend != "reference" and not why_not(problem.query, problem.key, problem.value):
+    for backend, found_backend in BACKENDS.items():
+        tensors = problem.query, problem.key, problem.value
+        if backend != "reference" and not found_backend.why_not(*tensors):
             for num_tasks in _NUM_TASKS:
                 found[f"{backend}, W = {num_tasks}"] = ours(backend, num_tasks)
     return found

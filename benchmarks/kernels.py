@@ -17,9 +17,9 @@ from cqs.report.exact import verify_answer, verify_gradients, verify_output
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.scheduler import Plan
-from cqs.worker import WHY_NOT, HeldTokens, Worker
-from cqs.worker.backends import GRADIENTS
+from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker
 from cqs.worker.operands import Operands
+from cqs.worker.triton import TRITON
 
 _HEADS = 16
 _NUM_TASKS = 31
@@ -70,7 +70,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
 def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     tokens, head_dim = problem.query.shape[2:]
     tensors = problem.query, problem.key, problem.value
-    libraries = ["cudnn"] if WHY_NOT["flash"](*tensors) else ["cudnn", "flash"]
+    libraries = ["cudnn"] if BACKENDS["flash"].why_not(*tensors) else ["cudnn", "flash"]
     forward = {
         **{name: _one_call(problem, problem.make_plan(1), name) for name in libraries},
         "triton": _one_call(problem, problem.make_plan(1), "triton"),
@@ -122,7 +122,7 @@ def _one_call(problem: Problem, plan: Plan, backend: str) -> Callable[[], list[P
     held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
     worker = Worker.of(problem, backend)
     if plan.num_tasks == 1:
-        return lambda: worker.run(plan.task(0), *held)
+        return lambda: worker.run_steps(plan.task(0).steps, *held)
     steps = [step for task in plan.tasks for step in task.steps]
     return lambda: [worker.run_together(steps, *held)]
 
@@ -151,20 +151,22 @@ def _library_backward(
 ) -> Callable[[], tuple[Tensor, ...]]:
     tensors = problem.query, problem.key, problem.value
     operands = Operands(*tensors, problem.is_causal, problem.scale)
-    return lambda: GRADIENTS[backend](operands, grad_output, *answer)
+    found = BACKENDS[backend]
+    assert isinstance(found, CallBackend)
+    return lambda: found.differentiate(operands, grad_output, *answer)
 
 
 def _triton_backward(
     problem: Problem, answer: Partial, grad_output: Tensor
 ) -> Callable[[], Sequence[Tensor]]:
-    from cqs.worker.backends import GRADIENTS_OF_BLOCK_ROWS
     from cqs.worker.work import whole_work
 
     seqlen = problem.query.shape[2]
     whole = whole_work(seqlen, seqlen, problem.is_causal)
     tensors = problem.query, problem.key, problem.value, grad_output, *answer
-    options = {"scale": problem.scale, "dtype": problem.query.dtype}
-    return lambda: GRADIENTS_OF_BLOCK_ROWS["triton"](*tensors, whole, **options)
+    return lambda: TRITON.differentiate(
+        *tensors, whole, scale=problem.scale, dtype=problem.query.dtype
+    )
 
 
 def _measure_merge(tokens: int, repeats: int) -> Measurement:

@@ -14,7 +14,7 @@ from cqs.report.measurement import Measurement, summarize
 from cqs.report.memory import hold, measure_held
 from cqs.report.timing import Timer
 from cqs.scheduler import Task, predict_cost
-from cqs.worker import WHY_NOT, Worker
+from cqs.worker import BACKENDS, Worker
 
 _NUM_TASKS = (1, 7, 8, 13, 31)
 
@@ -39,12 +39,12 @@ def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) 
     rows = []
     for is_causal in (False, True):
         kind = "causal" if is_causal else "full"
-        for backend in WHY_NOT:
+        for backend in BACKENDS:
             length = tokens // 2 if backend == "reference" else tokens
             case = Case(kind, length, length, 8, 8, 128, is_causal=is_causal)
             problem = case.make(dtype, device)
             tensors = problem.query, problem.key, problem.value
-            if WHY_NOT[backend](*tensors) is None:
+            if BACKENDS[backend].why_not(*tensors) is None:
                 rows += [_measure_worst(problem, backend, w, repeats) for w in _NUM_TASKS]
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
@@ -68,7 +68,9 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
         )
     )
     worker = Worker.of(problem, backend)
-    peak = measure_held(lambda: worker.run(task, query, key, value), (query, key, value))
+    peak = measure_held(
+        lambda: worker.run_steps(task.steps, query, key, value), (query, key, value)
+    )
     cost = predict_cost(task, problem.shape, backend, problem.bound_pattern)
     return cost.peak_bytes, peak
 

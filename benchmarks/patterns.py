@@ -37,7 +37,7 @@ from cqs.problem import Problem, check_problem
 from cqs.report.exact import verify_gradients, verify_output
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.timing import make_timer
-from cqs.worker import WHY_NOT
+from cqs.worker import BACKENDS
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -304,7 +304,9 @@ def _contenders(
     forward: dict[str, Callable[[], Tensor]] = {"cqs": lambda: _attend(problem)}
     if problem.query.requires_grad:
         forward["flex"] = _flex(problem, case.mask)
-        if case.for_flash and not WHY_NOT["flash"](problem.query, problem.key, problem.value):
+        if case.for_flash and not BACKENDS["flash"].why_not(
+            problem.query, problem.key, problem.value
+        ):
             forward["flash"] = _flash(problem, **case.for_flash)
     elif "naive" not in known and problem.query.shape[2] <= _NAIVE_TOKENS:
         forward["naive"] = lambda: _naive(problem, visible_mask(problem))

@@ -73,7 +73,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     kinds = (_TOGETHER, _ALONE) if device == "cuda" else (_TOGETHER,)
     contenders = [(_TOGETHER, 1)] + [(kind, w) for kind in kinds for w in _NUM_TASKS]
     grad_output = torch.randn_like(problem.query)
-    backend = choose_backend(*tensors)
+    backend = choose_backend(*tensors).name
     answer = LocalExecutor().run(problem, plans[1], backend)
     verify_answer(problem, answer)
 
@@ -136,7 +136,9 @@ def _attend_one_by_one(problem: Problem, plan: Plan, backend: str) -> Partial:
     worker = Worker.of(problem, backend)
     held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
     for task in plan.tasks:
-        tiler.add(task.index, worker.run(task, *held, dtype=lse_dtype(problem.query.dtype)))
+        tiler.add(
+            task.index, worker.run_steps(task.steps, *held, dtype=lse_dtype(problem.query.dtype))
+        )
     return tiler.finish()
 
 

@@ -45,7 +45,8 @@ def __getattr__(name: str) -> Any:
     if name in ("distributed", "nn", "patterns", "streaming"):
         return import_module(f"cqs.{name}")
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        globals()[name] = getattr(import_module(_LAZY[name]), name)
+        return globals()[name]
     raise AttributeError(f"module 'cqs' has no attribute {name!r}")
 
 

@@ -78,7 +78,7 @@ def attention(
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         interest_set: Interest set modulo ``num_tasks``; see :func:`cqs.make_plan`.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``
-            selects the first of :data:`cqs.worker.backends.WHY_NOT` that supports the call. A
+            selects the first of :data:`cqs.worker.backends.BACKENDS` that supports the call. A
             named backend never falls back to another; it raises.
         executor: ``None`` or ``"local"`` computes in this process, a :class:`cqs.Cluster` on its
             workers, and ``"ray"`` on a cluster that is started for this call (takes seconds).
@@ -157,8 +157,6 @@ def attention(
     def make_plan(problem: Problem) -> Plan:
         return problem.make_plan(1 if num_tasks is None else num_tasks, interest_set)
 
-    for _, part in problem.parts():
-        make_plan(part)  # reports wrong options before Ray starts
     if executor is None or executor == "local":
         answer = attend(
             LocalExecutor(), problem, make_plan, backend=backend, verify=verify, progress=progress
@@ -167,6 +165,8 @@ def attention(
 
     if isinstance(executor, str) and executor != "ray":
         raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
+    for _, part in problem.parts():
+        make_plan(part)  # reports wrong options before Ray starts
     from cqs.executors.ray import Cluster
     from cqs.executors.ray.differentiable import attend_on
 

@@ -106,6 +106,8 @@ def as_text(number: int) -> str:
 
 def to_integer(value: Any, rule: str) -> int:
     """Return ``value`` as an ``int``, or raise TypeError with the text of ``rule``."""
+    if type(value) is int:
+        return value
     try:
         if not _is_bool(value):
             return operator.index(value)
@@ -119,6 +121,8 @@ def to_float(value: Any, rule: str) -> float:
 
     Integers beyond the range of a float become infinity.
     """
+    if type(value) is float:
+        return value
     if _is_bool(value) or not issubclass(type(value), Real):
         raise TypeError(f"{rule}, got {value!r}")
     try:
@@ -129,6 +133,8 @@ def to_float(value: Any, rule: str) -> float:
 
 def as_bool(name: str, value: Any, rule: str = "a bool") -> bool:
     """Return ``value`` as a ``bool``, or raise TypeError unless it is a scalar bool."""
+    if type(value) is bool:
+        return value
     if not _is_bool(value) or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} must be {rule}, got {value!r}")
     return bool(value)

@@ -36,7 +36,7 @@ from cqs.patterns import (
 )
 from cqs.problem import Problem
 from cqs.testing import assert_tracks_exact
-from cqs.worker import WHY_NOT
+from cqs.worker import BACKENDS
 
 PAGE = Path(__file__).parent.parent / "docs" / "pattern-support.md"
 BEGIN, END = "<!-- tables of tests/support_table.py -->\n", "<!-- end of tables -->\n"
@@ -124,7 +124,7 @@ FEATURES: dict[str, tuple[Case, Callable[[Problem, str], None]]] = {
     "per head": (replace(_SQUARE, num_heads=2, num_kv_heads=2), _both),
     "float16": (_SQUARE, _both),  # Triton's interpreter knows no bfloat16
 }
-CELLS = [Cell(b, p, f) for b in WHY_NOT for p in PATTERNS for f in FEATURES]
+CELLS = [Cell(b, p, f) for b in BACKENDS for p in PATTERNS for f in FEATURES]
 
 
 def run(cell: Cell) -> str:
@@ -148,7 +148,7 @@ def format_tables(found: dict[Cell, str]) -> str:
     """Lay out a table for each backend; backends that do the same share one."""
     reasons = list(dict.fromkeys(text for text in found.values() if text != "yes"))
     shared: dict[str, list[str]] = {}
-    for backend in WHY_NOT:
+    for backend in BACKENDS:
         rows = []
         for pattern in PATTERNS:
             texts = [found[Cell(backend, pattern, feature)] for feature in FEATURES]

@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -426,3 +427,21 @@ def test_progress_is_a_bool_or_a_function():
     tensors = [torch.randn(1, 2, 20, 8) for _ in range(3)]
     with pytest.raises(TypeError, match="progress.*'loud'"):
         cqs.attention(*tensors, progress="loud")
+
+
+def python_calls(function):
+    """The number of Python functions that a repeated call of a function calls."""
+    calls = []
+    function()
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("num_tasks", "most"), [(None, 60), (7, 400)])
+def test_a_call_takes_few_python_calls(num_tasks, most):
+    tensors = [torch.randn(1, 4, 256, 64) for _ in range(3)]
+    assert python_calls(lambda: cqs.attention(*tensors, num_tasks=num_tasks)) <= most

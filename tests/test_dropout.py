@@ -12,7 +12,7 @@ from cqs.executors.local import LocalExecutor
 from cqs.executors.verify import VerificationError, verify_rows
 from cqs.problem import Dropout
 from cqs.testing import assert_tracks_exact
-from cqs.worker import WHY_NOT
+from cqs.worker import BACKENDS
 
 CASES = {
     "ragged": Case("ragged", 67, 67, 2, 2, batch=2),
@@ -43,7 +43,7 @@ EVERY_DEVICE = pytest.mark.parametrize(
 
 
 def skip_unless_it_runs(backend, problem):
-    if reason := WHY_NOT[backend](problem.query, problem.key, problem.value):
+    if reason := BACKENDS[backend].why_not(problem.query, problem.key, problem.value):
         pytest.skip(reason)
 
 
@@ -245,7 +245,7 @@ def test_few_pairs_kept_do_not_overflow(backend):
     """The scale of 83,333 exceeds what half precision holds; the results do not."""
     query, key = (torch.randn(1, 16, n, 16).half() for n in (128, 1))
     leaves = [t.requires_grad_() for t in (query, key, torch.full_like(key, 0.01))]
-    if reason := WHY_NOT[backend](*leaves):
+    if reason := BACKENDS[backend].why_not(*leaves):
         pytest.skip(reason)
     options = {"dropout_p": 1 - 1.2e-5, "seed": 0, "backend": backend}
     output = cqs.attention(*leaves, **options)

@@ -8,7 +8,7 @@ from benchmarks.cases import CASES
 from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials
 from cqs.testing import assert_tracks_exact
 from cqs.worker.operands import Operands
-from cqs.worker.reference import attend_reference
+from cqs.worker.reference import REFERENCE
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
@@ -22,7 +22,7 @@ FULL = CASES[0]
 def split(problem, cuts):
     """Partials over the keys between cuts."""
     return [
-        attend_reference(
+        REFERENCE.attend(
             Operands(
                 problem.query,
                 problem.key[:, :, first:last],

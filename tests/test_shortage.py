@@ -78,7 +78,7 @@ def test_in_this_process(monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("cqs.executors.local.Worker.run", fail)
+    monkeypatch.setattr("cqs.executors.local.Worker.run_steps", fail)
     monkeypatch.setattr("cqs.executors.local.memory_of", lambda device: 2**25)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         cqs.attention(*TENSORS, num_tasks=2)

@@ -29,7 +29,7 @@ from cqs.patterns import (
 )
 from cqs.problem import check_problem
 from cqs.tiler import Tiler
-from cqs.worker import WHY_NOT, HeldTokens, Worker
+from cqs.worker import BACKENDS, HeldTokens, Worker
 
 NUM_TASKS = [1, 2, 3, 4, 7, 8, 13]
 EVERY_PATTERN = pytest.mark.parametrize("name", NAMES)
@@ -66,7 +66,7 @@ def run_tasks(problem, num_tasks, backend):
                 (problem.value, task.held_keys),
             )
         ]
-        tiler.add(task.index, worker.run(task, *held) if task.steps else [])
+        tiler.add(task.index, worker.run_steps(task.steps, *held) if task.steps else [])
     return tiler.finish()
 
 
@@ -100,7 +100,7 @@ def count_pairs(name, num_tasks, backend, dtype, device, tokens):
     columns = torch.eye(128, device=device, dtype=dtype).repeat(-(-tokens // 128), 1)[:tokens]
     tensors = key[:, :, 8:], key, columns.expand_as(key)
     problem = check_problem(*tensors, pattern=case.pattern)
-    if reason := WHY_NOT[backend](*tensors):
+    if reason := BACKENDS[backend].why_not(*tensors):
         pytest.skip(reason)
     live = torch.from_numpy(case.pattern.to_mask(tokens - 8, tokens)).to(device, torch.float32)
     options = {"num_tasks": num_tasks, "backend": backend, "return_lse": True}
@@ -205,7 +205,7 @@ def test_the_plain_kernels_take_patterns(assert_right, name, num_tasks, tokens):
     """Every kind of run; all patterns and numbers are counted on GPUs."""
     case = Case("plain", tokens - 10, tokens, num_heads=2, num_kv_heads=1)
     problem = with_pattern(case, name).make()
-    if reason := WHY_NOT["triton"](problem.query, problem.key, problem.value):
+    if reason := BACKENDS["triton"].why_not(problem.query, problem.key, problem.value):
         pytest.skip(reason)
     assert_right(problem, attend(problem, num_tasks=num_tasks, backend="triton"))
     assert_right(problem, run_tasks(problem, num_tasks, "triton"))
@@ -267,7 +267,7 @@ def test_dropout_of_a_pattern_does_not_depend_on_the_split(name):
     )
     whole = compute(num_tasks=1, backend="reference")
     torch.testing.assert_close(compute(num_tasks=7), whole)
-    if WHY_NOT["triton"](*tensors) is None:
+    if BACKENDS["triton"].why_not(*tensors) is None:
         torch.testing.assert_close(compute(num_tasks=4, backend="triton"), whole)
 
 

@@ -14,6 +14,7 @@ from cqs.partial import Partial
 from cqs.patterns import sliding_window
 from cqs.problem import check_problem
 from cqs.worker import worker as worker_module
+from cqs.worker.calls import attend_call
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BY_NAME = {case.name: case for case in CASES}
@@ -238,20 +239,19 @@ WRONG_BACKENDS = {
 @pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("spoil", WRONG_BACKENDS.values(), ids=WRONG_BACKENDS)
 def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_tasks):
-    attend_cpu = worker_module.ATTEND["cpu"]
-    monkeypatch.setitem(worker_module.ATTEND, "cpu", lambda operands: spoil(attend_cpu(operands)))
+    monkeypatch.setattr(
+        worker_module, "attend_call", lambda backend, call: spoil(attend_call(backend, call))
+    )
     problem = BY_NAME["ragged-causal"].make()
     with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ deviates by"):
         attend(problem, num_tasks=num_tasks, verify=True)
 
 
 def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
-    attend_cpu = worker_module.ATTEND["cpu"]
+    def without_mask(backend, operands):
+        return attend_call(backend, operands._replace(is_causal=False))
 
-    def without_mask(operands):
-        return attend_cpu(operands._replace(is_causal=False))
-
-    monkeypatch.setitem(worker_module.ATTEND, "cpu", without_mask)
+    monkeypatch.setattr(worker_module, "attend_call", without_mask)
     for num_tasks in (1, 7, 8):
         with pytest.raises(VerificationError):
             attend(BY_NAME["ragged-causal"].make(), num_tasks=num_tasks, verify=True)
@@ -259,13 +259,12 @@ def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
 
 def test_without_verify_a_wrong_backend_goes_unnoticed(monkeypatch):
     """What verify is for: nothing else looks at the numbers."""
-    attend_cpu = worker_module.ATTEND["cpu"]
 
-    def shifted(operands):
-        output, lse = attend_cpu(operands)
+    def shifted(backend, operands):
+        output, lse = attend_call(backend, operands)
         return Partial(output + 1, lse)
 
-    monkeypatch.setitem(worker_module.ATTEND, "cpu", shifted)
+    monkeypatch.setattr(worker_module, "attend_call", shifted)
     problem = BY_NAME["full"].make()
     cqs.attention(problem.query, problem.key, problem.value, num_tasks=3)
     with pytest.raises(VerificationError):

@@ -18,7 +18,7 @@ from cqs.executors.verify import verify_rows
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem, check_problem
 from cqs.streaming import open_tensor
-from cqs.worker import WHY_NOT
+from cqs.worker import BACKENDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument("--scale", type=float)
     parser.add_argument("--tasks", dest="num_tasks", type=parse_integer, metavar="W")
-    parser.add_argument("--backend", choices=list(WHY_NOT))
+    parser.add_argument("--backend", choices=list(BACKENDS))
     parser.add_argument("--executor", choices=["local", "ray"], default="local")
     parser.add_argument("--verify", action="store_true", help="recompute sampled rows in float64")
     streaming = parser.add_argument_group("sequences longer than memory, in this process")

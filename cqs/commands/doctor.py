@@ -9,7 +9,7 @@ import torch
 
 import cqs
 from cqs.scheduler import load_interest_set
-from cqs.worker import WHY_NOT, choose_backend
+from cqs.worker import BACKENDS, choose_backend
 
 _PACKAGES = ("torch", "triton", "flash-attn-4", "numpy", "ray", "matplotlib", "safetensors")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     print("interest sets: " + ", ".join(f"W = {w}: {m} groups" for w, m in sizes.items()))
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         print(f"\nbackends for tensors on {device}, head_dim 64, by preference:")
-        for name in WHY_NOT:
+        for name in BACKENDS:
             print(f"  {name}:")
             for dtype in _DTYPES:
                 print(f"    {str(dtype).removeprefix('torch.')}: {_diagnose(name, dtype, device)}")
@@ -52,7 +52,7 @@ def _version(package: str) -> str:
 def _diagnose(backend: str, dtype: torch.dtype, device: str) -> str:
     """Say whether a backend is the default, can run, or why it cannot."""
     tensor = torch.zeros(1, 1, 2, 64, dtype=dtype, device=device)
-    if reason := WHY_NOT[backend](tensor, tensor, tensor):
+    if reason := BACKENDS[backend].why_not(tensor, tensor, tensor):
         return f"no, it {reason}"
-    is_default = choose_backend(tensor, tensor, tensor) == backend
+    is_default = choose_backend(tensor, tensor, tensor).name == backend
     return "yes, the default" if is_default else "yes"

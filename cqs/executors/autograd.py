@@ -26,7 +26,11 @@ class Attended(NamedTuple):
     """Computes the gradients from ``kept`` and the gradient of the output."""
 
 
-def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended]) -> Partial:
+def attend_differentiably(
+    problem: Problem,
+    attend: Callable[[Problem], Attended],
+    forward: Callable[[Problem], Partial] | None = None,
+) -> Partial:
     """Compute attention and record its backward pass for autograd.
 
     Autograd treats the LSE as a constant. A second derivative raises NotImplementedError. Autocast
@@ -35,50 +39,53 @@ def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended
     Args:
         problem: The checked problem. Per-head patterns are computed in parts.
         attend: Computes the forward pass of a problem with a single pattern.
+        forward: Computes it if no gradients are required; ``None`` means ``attend``.
 
     Returns:
         Output and LSE.
     """
-    tensors = problem.query, problem.key, problem.value
-    with torch.autocast(problem.query.device.type, enabled=False):  # keep the inputs' dtypes
-        if problem.differs_by_head:
-            rows: dict[int | None, list[Partial]] = {}
-            for (row, _), part in problem.parts():
-                rows.setdefault(row.start, []).append(attend_differentiably(part, attend))
-            return _join([_join(row, dim=1) for row in rows.values()], dim=0)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            links = (tensor[..., :0].clone() for tensor in tensors)
-            return Partial(*_Attention.apply(*tensors, *links, problem, attend))
-        return attend(problem).answer
+    query, key, value = problem.query, problem.key, problem.value
+    if torch.is_autocast_enabled(query.device.type):  # the inputs keep their dtypes
+        with torch.autocast(query.device.type, enabled=False):
+            return attend_differentiably(problem, attend, forward)
+    if problem.differs_by_head:
+        rows: dict[int | None, list[Partial]] = {}
+        for (row, _), part in problem.parts():
+            rows.setdefault(row.start, []).append(attend_differentiably(part, attend, forward))
+        return _join([_join(row, dim=1) for row in rows.values()], dim=0)
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        links = [tensor[..., :0].clone() for tensor in (query, key, value)]
+        return Partial(*_Attention.apply(query, key, value, *links, problem, attend))
+    return attend(problem).answer if forward is None else forward(problem)
 
 
-def keeping_operands(
+def keep_operands(
     forward: Callable[[Problem], Partial],
     backward: Callable[[Problem, Partial, Tensor], Gradients],
-) -> Callable[[Problem], Attended]:
-    """Return a forward pass that saves query, key, value, output and LSE for ``backward``.
+    problem: Problem,
+) -> Attended:
+    """Compute a problem, and keep query, key, value, output and LSE for ``backward``.
 
     Args:
         forward: Computes output and LSE of a problem.
         backward: Computes the gradients from the problem, its output and LSE, and the gradient of
             the output.
+        problem: The checked problem, with a single pattern.
     """
+    tensors = problem.query, problem.key, problem.value
+    answer = forward(problem)
+    # The closure must not refer to the tensors: autograd alone decides how long they live.
+    nothing = problem.query.new_empty(0)
+    options = replace(problem, query=nothing, key=nothing, value=nothing)
 
-    def attend(problem: Problem) -> Attended:
-        tensors = problem.query, problem.key, problem.value
-        answer = forward(problem)
-        # The closure must not refer to the tensors: autograd alone decides how long they live.
-        nothing = problem.query.new_empty(0)
-        options = replace(problem, query=nothing, key=nothing, value=nothing)
+    def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
+        query, key, value, *saved = kept
+        whole = replace(options, query=query, key=key, value=value)
+        return backward(whole, Partial(*saved), grad_output)
 
-        def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
-            query, key, value, *saved = kept
-            whole = replace(options, query=query, key=key, value=value)
-            return backward(whole, Partial(*saved), grad_output)
-
-        return Attended(answer, (*tensors, *answer), differentiate)
-
-    return attend
+    return Attended(answer, (*tensors, *answer), differentiate)
 
 
 def _join(answers: Sequence[Partial], dim: int) -> Partial:

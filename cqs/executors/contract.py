@@ -2,14 +2,14 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 from tqdm import tqdm
 
-from cqs.executors.autograd import attend_differentiably, keeping_operands
+from cqs.executors.autograd import attend_differentiably, keep_operands
 from cqs.executors.verify import verify_rows
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
@@ -30,17 +30,15 @@ class Progress:
         self._total = total
         self.done = 0
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()
-
     def advance(self, pairs: int) -> None:
         """Count more pairs and report; called in the thread that computes or receives them."""
         self.move(self.done + pairs)
         if self._report is not None:
             self._report(self.done, self._total)
+
+    def close(self) -> None:
+        """Close the bar."""
+        self._bar.close()
 
     def move(self, done: int) -> None:
         """Set the pairs done without a call of the function; may go back."""
@@ -137,35 +135,36 @@ def attend(
         VerificationError: ``verify`` found a row that deviates by more than its bound.
         Exception: The executor raised.
     """
-    with _count(problem, make_plan, progress) as counted:
-        hooks = Hooks(counted, cancelled)
+    counted = None if progress is False else _count(problem, make_plan, progress)
+    hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
+
+    def forward(part: Problem) -> Partial:
+        return executor.run(part, make_plan(part), backend, hooks)
+
+    def backward(part: Problem, found: Partial, grad_output: Tensor) -> Gradients:
+        return executor.run_backward(part, make_plan(part), found, grad_output, backend)
+
+    try:
         if into is None:
             answer = attend_differentiably(
-                problem,
-                keeping_operands(
-                    lambda part: executor.run(part, make_plan(part), backend, hooks),
-                    lambda part, found, grad_output: executor.run_backward(
-                        part, make_plan(part), found, grad_output, backend
-                    ),
-                ),
+                problem, partial(keep_operands, forward, backward), forward
             )
         else:
             answer = into
             for where, part in problem.parts():
                 place = Partial(into.output[where], into.lse[where])
                 executor.run(part, make_plan(part), backend, hooks, place)
+    finally:
+        if counted is not None:
+            counted.close()
     if verify:
         verify_rows(problem, answer)
     return answer
 
 
-def _count(
-    problem: Problem, make_plan: Callable[[Problem], Plan], report: Report
-) -> AbstractContextManager[Progress | None]:
-    """Return the progress of a call, or None if nobody asks for it."""
+def _count(problem: Problem, make_plan: Callable[[Problem], Plan], report: Report) -> Progress:
+    """Return the progress of a call, with no pairs done."""
     check_progress(report)
-    if report is False:
-        return nullcontext()
     total = sum(
         make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]
         for _, part in problem.parts()

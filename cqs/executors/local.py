@@ -1,8 +1,5 @@
 """The executor that computes all tasks of a plan in this process."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -12,7 +9,7 @@ from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
-from cqs.worker import ATTEND_BLOCK_ROWS, HeldTokens, Worker
+from cqs.worker import HeldTokens, TaskBackend, Worker
 from cqs.worker.memory import memory_of
 
 
@@ -34,27 +31,29 @@ class LocalExecutor:
             torch.OutOfMemoryError: The GPU has too little memory; the message names a number of
                 tasks that would fit.
         """
-        worker = Worker.of(problem, backend)
         tensors = problem.query, problem.key, problem.value
-        name = worker.choose_backend(*tensors, _all_steps(plan))
+        steps = _all_steps(plan)
+        worker = Worker.of(problem, backend, steps)
         if not problem.query.numel():
             return into or problem.empty_answer()
-        with _explaining_shortage(problem, plan, name):
-            held = list(map(HeldTokens.whole, tensors))
-            if problem.key.numel() and name in ATTEND_BLOCK_ROWS:
+        try:
+            held = [HeldTokens.whole(tensor) for tensor in tensors]
+            if problem.key.numel() and isinstance(worker.chosen, TaskBackend):
                 partial = worker.run_together(_together(problem, plan), *held)
-            elif [step.queries for step in _all_steps(plan)] == [*held[0].ranges]:
-                (task,) = (task for task in plan.tasks if task.steps)
-                (partial,) = worker.run(task, *held)
+            elif len(steps) == 1 and len(steps[0].queries) == problem.query.shape[2]:
+                (partial,) = worker.run_steps(steps, *held)
             else:
                 tiler = Tiler(plan, *(into or problem.empty_answer()))
                 for task in plan.tasks:
-                    tiler.add(task.index, worker.run(task, *held))
-                    hooks.advance(problem, task.live_pairs)
+                    tiler.add(task.index, worker.run_steps(task.steps, *held))
+                    if hooks.progress:
+                        hooks.advance(problem, task.live_pairs)
                 return tiler.finish()
-            if hooks.progress:
-                hooks.advance(problem, plan.live_pairs)
-            return partial if into is None else Partial(*map(Tensor.copy_, into, partial))
+        except torch.OutOfMemoryError as error:
+            raise _explained(problem, plan, worker) from error
+        if hooks.progress:
+            hooks.advance(problem, plan.live_pairs)
+        return partial if into is None else Partial(*map(Tensor.copy_, into, partial))
 
     def run_backward(
         self,
@@ -72,13 +71,16 @@ class LocalExecutor:
         """
         if not answer.output.numel() or not problem.key.numel():
             return Gradients.zeros(problem.query, problem.key, problem.value)
-        tensors = problem.query, problem.key, problem.value, grad_output, *answer
-        worker = Worker.of(problem, backend)
-        name = worker.choose_backend(*tensors[:3], _all_steps(plan))
-        steps = _together(problem, plan) if name in ATTEND_BLOCK_ROWS else _all_steps(plan)
-        with _explaining_shortage(problem, plan, name):
-            held = map(HeldTokens.whole, tensors)
+        tensors = problem.query, problem.key, problem.value
+        steps = _all_steps(plan)
+        worker = Worker.of(problem, backend, steps)
+        if isinstance(worker.chosen, TaskBackend):
+            steps = _together(problem, plan)
+        try:
+            held = map(HeldTokens.whole, (*tensors, grad_output, *answer))
             return worker.run_backward(steps, *held, dtype=problem.query.dtype)
+        except torch.OutOfMemoryError as error:
+            raise _explained(problem, plan, worker) from error
 
 
 def _all_steps(plan: Plan) -> list[Step]:
@@ -90,10 +92,7 @@ def _together(problem: Problem, plan: Plan) -> list[Step]:
     return _all_steps(plan if problem.pattern is None else problem.make_plan(1))
 
 
-@contextmanager
-def _explaining_shortage(problem: Problem, plan: Plan, backend: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        message = explain_shortage(problem, plan, backend, memory_of(problem.query.device))
-        raise torch.OutOfMemoryError(message) from error
+def _explained(problem: Problem, plan: Plan, worker: Worker) -> torch.OutOfMemoryError:
+    name = None if worker.chosen is None else worker.chosen.name
+    capacity = memory_of(problem.query.device)
+    return torch.OutOfMemoryError(explain_shortage(problem, plan, name, capacity))

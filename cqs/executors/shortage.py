@@ -3,7 +3,7 @@
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task, TaskCost, predict_cost
 from cqs.scheduler.difference_covers import moduli_of_small_covers
-from cqs.worker import ATTEND_BLOCK_ROWS
+from cqs.worker import BACKENDS, TaskBackend
 
 _MOST_TASKS = 1000
 """Largest number of tasks that is considered."""
@@ -32,7 +32,7 @@ def explain_shortage(
     if index is not None:
         needed = _cost(problem, plan.task(index), backend).peak_bytes
         subject = f"task {index} of {plan.num_tasks}"
-    elif backend in ATTEND_BLOCK_ROWS:
+    elif backend is not None and isinstance(BACKENDS[backend], TaskBackend):
         needed = _cost(problem, problem.make_plan(1).task(0), backend).peak_bytes
         subject = "this call"
     else:

@@ -97,7 +97,7 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
         raise ValueError("partials must have at least one element, got none")
     first = partials[0]
     for i, partial in enumerate(partials):
-        check_partial(partial, first, f"partial {i}")
+        check_partial(partial, first, first.lse.shape[2], f"partial {i}")
     answer = Partial(*map(torch.empty_like, first))
     merge_rows(answer, [(partial, slice(None)) for partial in partials])
     return answer

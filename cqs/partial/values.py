@@ -89,15 +89,18 @@ class Gradients(NamedTuple):
         return cls(*(t.new_zeros(t.shape, dtype=dtype, device=device) for t in (query, key, value)))
 
 
-def check_partial(partial: Partial, expected: Partial, name: str) -> None:
-    """Raise ValueError unless ``partial`` has the shapes, dtypes and device of ``expected``.
+def check_partial(partial: Partial, answer: Partial, num_rows: int, name: str) -> None:
+    """Raise ValueError unless ``partial`` has ``num_rows`` rows of the shape of ``answer``.
 
-    Its output may also have the dtype of the LSE, because partial outputs may stay unrounded.
+    The dtypes and the device must agree, except that its output may have the dtype of the LSE,
+    because partial outputs may stay unrounded.
     """
-    for field, got, want in zip(Partial._fields, partial, expected, strict=True):
-        has_dtype = got.dtype in (want.dtype, expected.lse.dtype)
-        if not has_dtype or (got.shape, got.device) != (want.shape, want.device):
+    lse_dtype = answer.lse.dtype
+    for field, got, want in zip(Partial._fields, partial, answer, strict=True):
+        shape = (*want.shape[:2], num_rows, *want.shape[3:])
+        has_dtype = got.dtype == want.dtype or got.dtype == lse_dtype
+        if not has_dtype or got.shape != shape or got.device != want.device:
             raise ValueError(
-                f"{name}: {field} must be {tuple(want.shape)} {want.dtype} on {want.device}, "
+                f"{name}: {field} must be {shape} {want.dtype} on {want.device}, "
                 f"got {tuple(got.shape)} {got.dtype} on {got.device}"
             )

@@ -59,39 +59,10 @@ def check_problem(
         NotImplementedError: The pattern cannot be intersected with the causal mask; the device is
             neither CPU nor CUDA; or forward-mode or functorch derivatives are requested.
     """
-    tensors = {"query": query, "key": key, "value": value}
-    query, key, value = (_as_plain(name, tensor) for name, tensor in tensors.items())
+    query = _check_tensor("query", query)
+    key, value = _check_tensor("key", key, query), _check_tensor("value", value, query)
     batch = 1
-    for name, tensor in {"query": query, "key": key, "value": value}.items():
-        if tensor.ndim != 4:
-            raise ValueError(
-                f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
-                f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
-                "flatten(0, -4) for several batch dimensions"
-            )
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}"
-            )
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise NotImplementedError(
-                f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
-                "cqs.attention outside of the transformation"
-            )
-        if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
-            )
-        if tensor.dtype != query.dtype:
-            raise ValueError(
-                f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}"
-            )
-        if tensor.device != query.device:
-            raise ValueError(
-                f"{name} must be on the device of query, {query.device}, got {tensor.device}"
-            )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         batch = tensor.shape[0] if batch == 1 else batch
         if tensor.shape[0] not in (1, batch):
             raise ValueError(f"{name} must have a batch of 1 or {batch}, got {tensor.shape[0]}")
@@ -117,33 +88,66 @@ def check_problem(
     )
     if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
-    query, key, value = (
-        tensor if len(tensor) == batch else tensor.expand(batch, -1, -1, -1)
-        for tensor in (query, key, value)
-    )
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        query, key, value = (each.expand(batch, -1, -1, -1) for each in (query, key, value))
     if scale is None:
         scale = query.shape[3] ** -0.5
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    dropout = _check_dropout(dropout_p, seed)
+    dropout = None
+    if seed is not None or type(dropout_p) is not float or dropout_p:
+        dropout = _check_dropout(dropout_p, seed)
     return Problem(query, key, value, is_causal, factor, dropout, pattern)
 
 
-def _as_plain(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor that stores its values in memory, which kernels and transports read.
+def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:
+    """Return a tensor that kernels can read, or raise an error that names the argument.
 
-    Raises:
-        TypeError: ``tensor`` is not a tensor, is sparse or nested, or belongs to a subclass with
-            ``__torch_dispatch__``, such as DTensor.
+    Args:
+        name: Name of the argument.
+        tensor: The argument.
+        query: The checked query, whose dtype and device key and value must have.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        # Autograd's zero tensors have no memory, and a negative bit is not applied in memory.
-        return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        tensor = _plain_value(name, tensor)
+    elif tensor._is_zerotensor():  # a gradient of autograd that has no memory
+        tensor = tensor.clone()
+    tensor = tensor.resolve_neg()  # a negative bit is not applied in memory
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
+            f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
+            "flatten(0, -4) for several batch dimensions"
+        )
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
+            "cqs.attention outside of the transformation"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(
+            f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
+        )
+    if query is not None and tensor.dtype != query.dtype:
+        raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
+    if query is not None and tensor.device != query.device:
+        raise ValueError(
+            f"{name} must be on the device of query, {query.device}, got {tensor.device}"
+        )
+    return tensor
+
+
+def _plain_value(name: str, tensor: Tensor) -> Tensor:
+    """Return the plain tensor of a subclass with ``__torch_dispatch__``, or raise TypeError."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if isinstance(tensor, AsyncCollectiveTensor):  # DTensor.to_local() may return one

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 from torch import Tensor
@@ -127,13 +128,16 @@ class Problem:
 
     def make_plan(self, num_tasks: int, interest_set: Iterable[int] | None = None) -> Plan:
         """Divide this problem into tasks; see :func:`cqs.make_plan`."""
+        lengths = self.query.shape[2], self.key.shape[2]
+        tile = GPU_TILE if self.query.is_cuda else 1
+        if type(num_tasks) is int and interest_set is None:
+            return _plan(*lengths, num_tasks, self.is_causal, tile, self.pattern)
         return make_plan(
-            self.query.shape[2],
-            self.key.shape[2],
+            *lengths,
             num_tasks=num_tasks,
             is_causal=self.is_causal,
             interest_set=interest_set,
-            tile=GPU_TILE if self.query.is_cuda else 1,
+            tile=tile,
             pattern=self.pattern,
         )
 
@@ -144,3 +148,18 @@ class Problem:
             self.query.new_empty(shape),
             self.query.new_empty(shape[:3], dtype=lse_dtype(self.query.dtype)),
         )
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    seqlen_q: int,
+    seqlen_kv: int,
+    num_tasks: int,
+    is_causal: bool,
+    tile: int,
+    pattern: Pattern | None,
+) -> Plan:
+    """Return a plan; repeated calls skip the checks of its arguments."""
+    return make_plan(
+        seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal, tile=tile, pattern=pattern
+    )

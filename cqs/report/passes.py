@@ -40,7 +40,7 @@ class MeasuredPass(ABC):
         self.problem = problem
         self._is_causal = settings.is_causal
         self._tensors = problem.query, problem.key, problem.value
-        self.backend = Worker.of(problem).choose_backend(*self._tensors)
+        self.backend = Worker.of(problem).choose_backend(*self._tensors).name
         self._worker = Worker.of(problem, self.backend)
 
     @property

@@ -32,6 +32,7 @@ class Tiler:
         """
         self._plan = plan
         self._answer = Partial(output, lse)
+        self._merges_at_once = merges_at_once(self._answer)
         self._added: set[int] = set()
         self._merges: dict[int, RunningMerge] = {}
         self._waiting: dict[tuple[int, int], Partial] = {}
@@ -70,16 +71,14 @@ class Tiler:
         if len(partials) != len(steps):
             raise ValueError(f"task {index} has {len(steps)} steps, got {len(partials)} partials")
         for i, (step, partial) in enumerate(zip(steps, partials, strict=True)):
-            check_partial(partial, self._rows(step.queries), f"task {index}, step {i}")
+            check_partial(partial, self._answer, len(step.queries), f"task {index}, step {i}")
         self._added.add(index)
-        self._waiting.update({(index, i): partial for i, partial in enumerate(partials)})
-        finished = []
-        merge = self._merge_at_once if merges_at_once(self._answer) else self._merge_in_turn
-        for group in dict.fromkeys(step.query_group for step in steps):
-            merge(group)
-            if not self._turns[group]:
-                finished.append(self._plan.token_groups[group])
-        return tuple(finished)
+        for i, partial in enumerate(partials):
+            self._waiting[index, i] = partial
+        groups = list(dict.fromkeys([step.query_group for step in steps]))
+        merge = self._merge_at_once if self._merges_at_once else self._merge_in_turn
+        merge(groups)
+        return tuple([self._plan.token_groups[i] for i in groups if not self._turns[i]])
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -97,23 +96,27 @@ class Tiler:
         return self._answer
 
     def _rows(self, queries: range) -> Partial:
-        return Partial(*(part[:, :, queries.start : queries.stop] for part in self._answer))
+        output, lse = self._answer
+        rows = slice(queries.start, queries.stop)
+        return Partial(output[:, :, rows], lse[:, :, rows])
 
-    def _merge_at_once(self, group: int) -> None:
-        """Merge the partial outputs of a group if all have arrived."""
-        turns = self._turns[group]
-        if all(task_and_step in self._waiting for task_and_step, _ in turns):
-            parts = [(self._waiting.pop(task_and_step), rows) for task_and_step, rows in turns]
-            merge_rows(self._rows(self._plan.token_groups[group]), parts)
-            turns.clear()
+    def _merge_at_once(self, groups: Sequence[int]) -> None:
+        """Merge the partial outputs of the groups of which all have arrived."""
+        for group in groups:
+            turns = self._turns[group]
+            if all(task_and_step in self._waiting for task_and_step, _ in turns):
+                parts = [(self._waiting.pop(task_and_step), rows) for task_and_step, rows in turns]
+                merge_rows(self._rows(self._plan.token_groups[group]), parts)
+                turns.clear()
 
-    def _merge_in_turn(self, group: int) -> None:
-        """Merge the partial outputs of a group up to the first that has not arrived."""
-        turns = self._turns[group]
-        while turns and turns[0][0] in self._waiting:
-            task_and_step, rows = turns.popleft()
-            if group not in self._merges:
-                self._merges[group] = RunningMerge(self._rows(self._plan.token_groups[group]))
-            self._merges[group].add(self._waiting.pop(task_and_step), rows)
-        if not turns:
-            self._merges.pop(group).finish()
+    def _merge_in_turn(self, groups: Sequence[int]) -> None:
+        """Merge the partial outputs of each group up to the first that has not arrived."""
+        for group in groups:
+            turns = self._turns[group]
+            while turns and turns[0][0] in self._waiting:
+                task_and_step, rows = turns.popleft()
+                if group not in self._merges:
+                    self._merges[group] = RunningMerge(self._rows(self._plan.token_groups[group]))
+                self._merges[group].add(self._waiting.pop(task_and_step), rows)
+            if not turns:
+                self._merges.pop(group).finish()

@@ -1,13 +1,16 @@
 """Computation of tasks on one device, with torch and without Ray."""
 
-from cqs.worker.backends import ATTEND_BLOCK_ROWS, WHY_NOT, choose_backend
+from cqs.worker.backend import Backend, CallBackend, TaskBackend
+from cqs.worker.backends import BACKENDS, choose_backend
 from cqs.worker.held_tokens import HeldTokens
 from cqs.worker.worker import Worker
 
 __all__ = [
-    "ATTEND_BLOCK_ROWS",
-    "WHY_NOT",
+    "BACKENDS",
+    "Backend",
+    "CallBackend",
     "HeldTokens",
+    "TaskBackend",
     "Worker",
     "choose_backend",
 ]

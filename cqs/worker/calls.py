@@ -7,7 +7,7 @@ batched call reads overlapping or interleaved views of the tensors, without copi
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -17,7 +17,9 @@ from torch import Tensor
 from cqs.partial import Gradients, Partial, lse_dtype, merge_partials
 from cqs.patterns.views import View
 from cqs.problem import Dropout, DropoutBits
+from cqs.worker.backend import CallBackend
 from cqs.worker.operands import Operands
+from cqs.worker.reference import REFERENCE
 from cqs.worker.work import BlockRow
 
 _STRIP = 32
@@ -34,6 +36,8 @@ w     32    64    128   256   512
 """
 _AREA = 2**20
 """Most pairs of a call on a dense view if calls are not joined: the backend stores their scores."""
+_SCORES = 2**22
+"""Most scores that the reference stores at a time when it computes rows again."""
 _LEAST_SQUARE = 64
 """Fewest rows of a causal square that gets a call of its own."""
 
@@ -122,12 +126,20 @@ def make_calls(views: Iterable[View], *, in_batches: bool) -> list[Call]:
     return [call for view in views for call in _strips(view)]
 
 
+def attend_call(backend: CallBackend, operands: Operands) -> Partial:
+    """Compute output and LSE of one call; the reference computes again what the kernels lose."""
+    found = backend.attend(operands)
+    unsound = backend.unsound_rows(found, operands.visible)
+    if unsound is not None:
+        _compute_again(found, unsound, operands)
+    return found
+
+
 def attend_calls(
     block_row: BlockRow,
-    attend: Callable[[Operands], Partial],
+    backend: CallBackend,
     operands: Operands,
     *,
-    in_batches: bool,
     dropout: Dropout | None = None,
     dropout_bits: DropoutBits | None = None,
 ) -> Partial:
@@ -135,9 +147,8 @@ def attend_calls(
 
     Args:
         block_row: Query rows and views, in row numbers of the tensors.
-        attend: A backend's forward function for one call.
+        backend: The backend that computes the calls.
         operands: All rows of query, key and value, and the scale.
-        in_batches: Whether to join calls of one shape; must be False with dropout.
         dropout: Dropout of the attention probabilities, or None.
         dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
 
@@ -154,11 +165,11 @@ def attend_calls(
         query.new_full(shape, -torch.inf, dtype=dtype),
     )
     has_result = torch.zeros(1, 1, len(block_row.queries), dtype=torch.bool)
-    for call in make_calls(block_row.views, in_batches=in_batches):
+    for call in make_calls(block_row.views, in_batches=backend.joins_calls):
         of_call = _with_options(operands, call, dropout, dropout_bits)
         is_first = not call.of_queries(has_result, _FIRST if call.number > 1 else None, first).any()
         for place in call.places(batch, num_heads // key.shape[1]):
-            found = attend(call.operands(of_call, place))
+            found = attend_call(backend, call.operands(of_call, place))
             rows = Partial(*(call.of_queries(part, place, first) for part in answer))
             if not is_first:
                 found = merge_partials([rows, Partial(found.output.to(dtype), found.lse)])
@@ -170,14 +181,13 @@ def attend_calls(
 
 def add_call_gradients(
     block_row: BlockRow,
-    compute: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    backend: CallBackend,
     gradients: Gradients,
     operands: Operands,
     grad_output: Tensor,
     output: Tensor,
     lse: Tensor,
     *,
-    in_batches: bool,
     dropout: Dropout | None = None,
     dropout_bits: DropoutBits | None = None,
 ) -> None:
@@ -185,23 +195,22 @@ def add_call_gradients(
 
     Args:
         block_row: Query rows and views, in row numbers of the tensors.
-        compute: A backend's backward function for one call.
+        backend: The backend that computes the calls.
         gradients: Sums that are added to, in the shapes of ``query``, ``key`` and ``value``.
         operands: All rows of query, key and value, and the scale.
         grad_output: ``[batch, num_heads, rows_q, value_dim]``.
         output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
         lse: LSE of the whole problem, ``[batch, num_heads, rows_q]``.
-        in_batches: Whether to join calls of one shape; must be False with dropout.
         dropout: Dropout of the attention probabilities, or None.
         dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
     """
     lse = lse_for_gradients(lse)
     batch, num_heads, _, _ = operands.query.shape
-    for call in make_calls(block_row.views, in_batches=in_batches):
+    for call in make_calls(block_row.views, in_batches=backend.joins_calls):
         of_call = _with_options(operands, call, dropout, dropout_bits)
         for place in call.places(batch, num_heads // operands.key.shape[1]):
             of_queries = (call.of_queries(each, place) for each in (grad_output, output, lse))
-            found = compute(call.operands(of_call, place), *of_queries)
+            found = backend.differentiate(call.operands(of_call, place), *of_queries)
             call.of_queries(gradients.query, place).add_(found[0])
             for target, part in zip(gradients[1:], found[1:], strict=True):
                 if place is None:
@@ -210,6 +219,31 @@ def add_call_gradients(
                 for i, one in enumerate(part.unbind(1)):  # key rows of views may overlap
                     tokens = call.view.moved(0, i * call.stride).keys
                     target[place.batch, :, tokens.start : tokens.stop : tokens.step].add_(one)
+
+
+def _compute_again(found: Partial, is_wanted: Tensor, operands: Operands) -> None:
+    """Recompute some rows of ``found`` with the reference, in place.
+
+    Args:
+        found: Output and LSE of the call.
+        is_wanted: Rows to recompute, bool ``[batch, num_heads, seqlen_q]``.
+        operands: Tensors and options of the call.
+    """
+    query, key, _, is_causal, _, visible, *_ = operands
+    rows = is_wanted.any(dim=(0, 1)).nonzero().squeeze(-1)
+    keys = torch.arange(key.shape[2])
+    for strip in rows.split(max(_SCORES // (query.shape[0] * query.shape[1] * len(keys)), 1)):
+        if is_causal:
+            seen = keys <= strip.unsqueeze(-1)
+        else:
+            seen = None if visible is None else visible[strip]
+        part = operands._replace(query=query[:, :, strip], is_causal=False, visible=seen)
+        again = REFERENCE.attend(part)
+        wanted = is_wanted[:, :, strip]
+        where = wanted.nonzero(as_tuple=True)
+        place = where[0], where[1], strip[where[2]]
+        for target, values in zip(found, again, strict=True):
+            target[place] = values[wanted]
 
 
 def lse_for_gradients(lse: Tensor) -> Tensor:

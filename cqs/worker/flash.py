@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial
+from cqs.worker.backend import CallBackend
 from cqs.worker.operands import (
     Operands,
     why_not_half_precision_on_gpu,
@@ -31,75 +32,71 @@ _LONGEST_SQUARE = 32_768
 up to 44 % longer in one call than in parts (docs/kernels.md)."""
 
 
-def why_not_flash(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Return why FlashAttention-4 does not support these tensors, or None if it does."""
-    if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
-        return reason
-    if (capability := torch.cuda.get_device_capability(query.device))[0] != 9:
-        return f"requires compute capability 9.x, got {capability[0]}.{capability[1]}"
-    if (version := _installed_version()) is None:
-        return "requires the package flash-attn-4, which is not installed"
-    if version not in _VERSIONS:
-        return f"requires flash-attn-4 from {_VERSIONS[0]} to {_VERSIONS[-1]}, got {version}"
-    if error := _import_error():
-        return f"requires flash-attn-4, which cannot be imported: {error}"
-    return None
+class _Flash(CallBackend):
+    """FlashAttention-4; its gradients are deterministic."""
 
+    name = "flash"
 
-def attend_flash(operands: Operands) -> Partial:
-    """Compute one call with FlashAttention-4; no tensor may be empty.
+    def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+        if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
+            return reason
+        if (capability := torch.cuda.get_device_capability(query.device))[0] != 9:
+            return f"requires compute capability 9.x, got {capability[0]}.{capability[1]}"
+        if (version := _installed_version()) is None:
+            return "requires the package flash-attn-4, which is not installed"
+        if version not in _VERSIONS:
+            return f"requires flash-attn-4 from {_VERSIONS[0]} to {_VERSIONS[-1]}, got {version}"
+        if error := _import_error():
+            return f"requires flash-attn-4, which cannot be imported: {error}"
+        return None
 
-    For a row that reads NaN the kernel returns LSE -inf; this function replaces it by NaN.
-    """
-    from flash_attn.cute.interface import _flash_attn_fwd
+    def attend(self, operands: Operands) -> Partial:
+        from flash_attn.cute.interface import _flash_attn_fwd
 
-    query, key, value, is_causal, scale, *_ = operands
-    query, scale = with_positive_scale(query, scale)
-    output = query.new_empty(query.shape)
-    with torch.cuda.device_of(query):
-        _, lse, *_ = _flash_attn_fwd(
-            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
-            softmax_scale=scale,
-            causal=is_causal,
-            return_lse=True,
-            out=output.transpose(1, 2),
-        )
-    return Partial(
-        output, lse.masked_fill_((lse == -torch.inf) & output[..., 0].isnan(), torch.nan)
-    )
-
-
-def gradients_flash(
-    operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of one call with FlashAttention-4, in a deterministic order.
-
-    The arguments are those of :func:`~cqs.worker.reference.gradients_reference`.
-
-    Returns:
-        Gradients of query, key and value, in their shapes: float32 for a causal square of more than
-        ``_LONGEST_SQUARE`` rows, else in the dtype of the query.
-    """
-    query, key, value, is_causal, scale, *_ = operands
-    # The kernel replaces an LSE of -inf by 0. With +inf all probabilities of the row are 0.
-    positive_query, positive_scale = with_positive_scale(query, scale)
-    of_queries = positive_query, grad_output, output, lse.masked_fill(lse == -torch.inf, torch.inf)
-    of_keys = key, value
-    if not is_causal or query.shape[2] <= _LONGEST_SQUARE:
-        found = _gradients(of_queries, of_keys, is_causal, positive_scale)
-    else:
-        found = tuple(map(_new_sum, (query, key, value)))
-        for rows, columns in _cut_square(range(query.shape[2])):
-            parts = _gradients(
-                [tensor[:, :, rows.start : rows.stop] for tensor in of_queries],
-                [tensor[:, :, columns.start : columns.stop] for tensor in of_keys],
-                rows == columns,
-                positive_scale,
+        query, key, value, is_causal, scale, *_ = operands
+        query, scale = with_positive_scale(query, scale)
+        output = query.new_empty(query.shape)
+        with torch.cuda.device_of(query):
+            _, lse, *_ = _flash_attn_fwd(
+                *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+                softmax_scale=scale,
+                causal=is_causal,
+                return_lse=True,
+                out=output.transpose(1, 2),
             )
-            for total, part, tokens in zip(found, parts, (rows, columns, columns), strict=True):
-                total[:, :, tokens.start : tokens.stop] += part
-    grad_query, grad_key, grad_value = found
-    return with_sign_of(scale, grad_query), grad_key, grad_value
+        # For a row that reads NaN the kernel returns LSE -inf.
+        return Partial(
+            output, lse.masked_fill_((lse == -torch.inf) & output[..., 0].isnan(), torch.nan)
+        )
+
+    def differentiate(
+        self, operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, is_causal, scale, *_ = operands
+        # The kernel replaces an LSE of -inf by 0. With +inf all probabilities of the row are 0.
+        positive_query, positive_scale = with_positive_scale(query, scale)
+        of_queries = (
+            positive_query,
+            grad_output,
+            output,
+            lse.masked_fill(lse == -torch.inf, torch.inf),
+        )
+        of_keys = key, value
+        if not is_causal or query.shape[2] <= _LONGEST_SQUARE:
+            found = _gradients(of_queries, of_keys, is_causal, positive_scale)
+        else:
+            found = tuple(map(_new_sum, (query, key, value)))
+            for rows, columns in _cut_square(range(query.shape[2])):
+                parts = _gradients(
+                    [tensor[:, :, rows.start : rows.stop] for tensor in of_queries],
+                    [tensor[:, :, columns.start : columns.stop] for tensor in of_keys],
+                    rows == columns,
+                    positive_scale,
+                )
+                for total, part, tokens in zip(found, parts, (rows, columns, columns), strict=True):
+                    total[:, :, tokens.start : tokens.stop] += part
+        grad_query, grad_key, grad_value = found
+        return with_sign_of(scale, grad_query), grad_key, grad_value
 
 
 def _cut_square(tokens: range) -> Iterator[tuple[range, range]]:
@@ -166,3 +163,6 @@ def _installed_version() -> str | None:
         return metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
         return None
+
+
+FLASH = _Flash()

@@ -47,13 +47,15 @@ class HeldTokens:
 
     def __init__(self, pieces: Iterable[tuple[range, Tensor]]):
         """Hold pairs of a token range and a tensor ``[batch, heads, len(range), dim]``."""
-        self._pieces = sorted(pieces, key=lambda piece: piece[0].start)
+        self._pieces = list(pieces)
+        if len(self._pieces) > 1:
+            self._pieces.sort(key=lambda piece: piece[0].start)
         self._joined: Tensor | None = None
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "HeldTokens":
         """Hold a whole sequence."""
-        return cls([(range(tensor.shape[2]), tensor)])
+        return cls(((range(tensor.shape[2]), tensor),))
 
     @classmethod
     def packed(cls, tensor: Tensor, ranges: Sequence[range]) -> "HeldTokens":
@@ -66,7 +68,7 @@ class HeldTokens:
     @property
     def ranges(self) -> tuple[range, ...]:
         """Token ranges that are held, ascending."""
-        return tuple(tokens for tokens, _ in self._pieces)
+        return tuple([tokens for tokens, _ in self._pieces])
 
     @property
     def sample(self) -> Tensor:
@@ -102,16 +104,16 @@ class HeldTokens:
         Raises:
             KeyError: A token is not held.
         """
-        found = [part for tokens in ranges for part in self._find(tokens)]
+        found = []
+        for tokens in ranges:
+            start = tokens.start
+            for held, tensor in self._pieces:
+                if held.start <= start < held.stop:
+                    stop = min(held.stop, tokens.stop)
+                    found.append(tensor[:, :, start - held.start : stop - held.start])
+                    start = stop
+                    if start == tokens.stop:
+                        break
+            else:
+                raise KeyError(f"tokens {start}..{tokens.stop} are not held")
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
-
-    def _find(self, tokens: range) -> Iterable[Tensor]:
-        start = tokens.start
-        for held, tensor in self._pieces:
-            if held.start <= start < held.stop:
-                stop = min(held.stop, tokens.stop)
-                yield tensor[:, :, start - held.start : stop - held.start]
-                start = stop
-                if start == tokens.stop:
-                    return
-        raise KeyError(f"tokens {start}..{tokens.stop} are not held")

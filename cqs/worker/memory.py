@@ -14,7 +14,8 @@ from torch.autograd.profiler import profile
 from cqs.partial import SUM_BLOCK
 from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Task
-from cqs.worker.backends import ATTEND_BLOCK_ROWS, IN_BATCHES
+from cqs.worker.backend import CallBackend
+from cqs.worker.backends import BACKENDS
 from cqs.worker.calls import Call, make_calls
 from cqs.worker.cpu import LEAST_COLUMNS, padding_rows
 from cqs.worker.triton.tiles import make_tile_list, query_launches
@@ -95,30 +96,31 @@ def predict_sparse_bytes(
         backend: Name of the backend that computes the task.
     """
     work = make_work(task.steps, pattern, task.held_queries, task.held_keys)
-    if backend in ATTEND_BLOCK_ROWS:
+    found = BACKENDS[backend]
+    if not isinstance(found, CallBackend):
         return _bytes_of_launches(task, work, shape)
     returned = peak = 0
     for block_row in work.block_rows:
-        peak = max(peak, returned + _bytes_of_block_row(block_row, shape, backend))
+        peak = max(peak, returned + _bytes_of_block_row(block_row, shape, found))
         returned += shape.result_bytes(len(block_row.queries))
     return peak
 
 
-def _bytes_of_block_row(block_row: BlockRow, shape: AttentionShape, backend: str) -> int:
+def _bytes_of_block_row(block_row: BlockRow, shape: AttentionShape, backend: CallBackend) -> int:
     """Return the peak bytes of the calls of a block row, including the result they merge into.
 
     While a call computes, what the one before returned is still there.
     """
     has_result = np.zeros(len(block_row.queries), dtype=bool)
     before = peak = 0
-    for call in make_calls(block_row.views, in_batches=backend in IN_BATCHES):
+    for call in make_calls(block_row.views, in_batches=backend.joins_calls):
         is_first = not _mark(has_result, call, block_row.queries.start)
         rows = shape.batch * shape.num_heads * len(call.view.queries)
         num_calls = 1
         if call.number > 1:
             num_calls = shape.batch * shape.num_heads // shape.kv_heads
             rows = rows // num_calls * call.number
-        computing, found = _bytes_of_call(call, rows, shape, backend)
+        computing, found = _bytes_of_call(call, rows, shape, backend.name)
         sums = rows * shape.value_columns * shape.sum_itemsize
         lse = rows * shape.sum_itemsize
         for _ in range(num_calls):

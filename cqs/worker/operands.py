@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 _MAX_GRID = 65535
+MIN_SCALE = torch.finfo(torch.float32).tiny
+"""Smallest positive factor on the scores that fused kernels support."""
 
 
 class Operands(NamedTuple):
@@ -62,7 +64,7 @@ def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     Fused kernels set masked scores to -inf before they scale, or divide by the scale. A scale of 0
     or less, or one that float32 rounds to 0, gives NaN there or unmasks pairs.
     """
-    if abs(scale) < torch.finfo(torch.float32).tiny:
+    if abs(scale) < MIN_SCALE:
         return 0 * query, 1.0
     return (query, scale) if scale > 0 else (-query, -scale)
 
@@ -74,11 +76,11 @@ def with_sign_of(scale: float, grad_query: Tensor) -> Tensor:
         scale: The scale that was passed to :func:`with_positive_scale`.
         grad_query: Gradient of the query that it returned, ``[batch, num_heads, rows, head_dim]``.
     """
-    if abs(scale) < torch.finfo(torch.float32).tiny:
+    if abs(scale) < MIN_SCALE:
         return scale * grad_query
     return grad_query if scale > 0 else -grad_query
 
 
 def with_adjacent_columns(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors with a last stride of 1; the others are copied."""
-    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+    return tuple([t if t.stride(-1) == 1 else t.contiguous() for t in tensors])

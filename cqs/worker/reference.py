@@ -7,83 +7,71 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial, lse_dtype, weighted_sum
+from cqs.worker.backend import CallBackend
 from cqs.worker.operands import Operands
 
 
-def why_not_reference(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Return None: the reference supports everything that the public interface accepts."""
-    return None
+class _Reference(CallBackend):
+    """The definition in plain PyTorch; supports everything that the public interface accepts."""
 
+    name = "reference"
+    supports_dropout = supports_patterns = True
 
-def attend_reference(operands: Operands) -> Partial:
-    """Compute ``softmax(scale * query @ key^T) @ value`` and its LSE in plain PyTorch.
+    def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+        return None
 
-    The computation is in float32 (float64 for float64 tensors) and stores the whole score matrix:
-    O(seqlen_q * seqlen_kv) memory.
+    def attend(self, operands: Operands) -> Partial:
+        """Compute ``softmax(scale * query @ key^T) @ value`` and its LSE in plain PyTorch.
 
-    Args:
-        operands: Tensors and options of the call.
+        The computation is in float32 (float64 for float64 tensors) and stores the whole score
+        matrix: O(seqlen_q * seqlen_kv) memory.
+        """
+        query, _, value, is_causal, _, visible, kept, keep_scale = operands
+        scores_BGRQK = _scores(operands)
+        dtype = scores_BGRQK.dtype
+        lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
+        # Scores of -inf give a weight of 0, also if a row has no others: 0 times NaN stays NaN.
+        is_blind_BGRQ1 = (lse_BGRQ == -torch.inf).unsqueeze(-1)
+        weights_BGRQK = scores_BGRQK.softmax(dim=-1).masked_fill_(is_blind_BGRQ1, 0)
+        if kept is not None:
+            weights_BGRQK.masked_fill_(~kept.view_as(weights_BGRQK), 0).mul_(keep_scale)
+        output = weighted_sum(weights_BGRQK, value.to(dtype).unsqueeze(2))
+        is_masked = is_causal or visible is not None
+        if is_masked and not output.sum().isfinite():  # NaN that is masked out has leaked
+            seen = ~_masked_out(scores_BGRQK, is_causal, visible)
+            output = _weigh_visible(weights_BGRQK, value.to(dtype).unsqueeze(2), seen)
+        return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
 
-    Returns:
-        Output ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype of the query, and LSE
-        ``[batch, num_heads, seqlen_q]``. Queries without a live pair get output 0 and LSE -inf.
-    """
-    query, _, value, is_causal, _, visible, kept, keep_scale = operands
-    scores_BGRQK = _scores(operands)
-    dtype = scores_BGRQK.dtype
-    lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
-    # Scores of -inf give a weight of 0, also if a row has no others: 0 times NaN stays NaN.
-    is_blind_BGRQ1 = (lse_BGRQ == -torch.inf).unsqueeze(-1)
-    weights_BGRQK = scores_BGRQK.softmax(dim=-1).masked_fill_(is_blind_BGRQ1, 0)
-    if kept is not None:
-        weights_BGRQK.masked_fill_(~kept.view_as(weights_BGRQK), 0).mul_(keep_scale)
-    output = weighted_sum(weights_BGRQK, value.to(dtype).unsqueeze(2))
-    is_masked = is_causal or visible is not None
-    if is_masked and not output.sum().isfinite():  # NaN that is masked out has leaked
-        seen = ~_masked_out(scores_BGRQK, is_causal, visible)
-        output = _weigh_visible(weights_BGRQK, value.to(dtype).unsqueeze(2), seen)
-    return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
+    def differentiate(
+        self, operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute gradients in float32 (float64 for float64 tensors).
 
-
-def gradients_reference(
-    operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the contribution of one call's pairs to the gradients of query, key and value.
-
-    With the LSE and the output of the *whole* problem, ``P = exp(scores - lse)`` are the
-    probabilities of these pairs among all keys, and ``dS = P * (dP - delta)`` with
-    ``delta = sum(output * grad_output)`` (Dao et al., FlashAttention, 2022, appendix B).
-
-    Args:
-        operands: Tensors and options of the call.
-        grad_output: Gradient of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
-        output: Output of the whole problem, in the same shape.
-        lse: LSE of the whole problem, ``[batch, num_heads, seqlen_q]``.
-
-    Returns:
-        Gradients of query, key and value in their shapes, float32 (float64 for float64 tensors).
-    """
-    query, key, value, _, scale, _, kept, keep_scale = operands
-    scores_BGRQK = _scores(operands)
-    dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
-    key_BG1KD, value_BG1KD = (tensor.to(dtype).unsqueeze(2) for tensor in (key, value))
-    query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
-        tensor.to(dtype).unflatten(1, groups) for tensor in (query, grad_output, output, lse)
-    )
-    blind_BGRQ = lse_BGRQ == -torch.inf
-    p_BGRQK = (scores_BGRQK - lse_BGRQ.masked_fill(blind_BGRQ, torch.inf).unsqueeze(-1)).exp()
-    delta_BGRQ1 = (output_BGRQD * grad_BGRQD).sum(-1, keepdim=True)
-    grad_p_BGRQK = grad_BGRQD @ value_BG1KD.mT
-    kept_BGRQK = p_BGRQK
-    if kept is not None:
-        factors_BGRQK = keep_scale * kept.view_as(p_BGRQK).to(dtype)
-        grad_p_BGRQK, kept_BGRQK = grad_p_BGRQK * factors_BGRQK, p_BGRQK * factors_BGRQK
-    grad_scores_BGRQK = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
-    return (
-        scale * (grad_scores_BGRQK @ key_BG1KD).flatten(1, 2),
-        scale * (grad_scores_BGRQK.mT @ query_BGRQD).sum(2),
-        (kept_BGRQK.mT @ grad_BGRQD).sum(2),
-    )
+        With the LSE and the output of the *whole* problem, ``P = exp(scores - lse)`` are the
+        probabilities of these pairs among all keys, and ``dS = P * (dP - delta)`` with
+        ``delta = sum(output * grad_output)`` (Dao et al., FlashAttention, 2022, appendix B).
+        """
+        query, key, value, _, scale, _, kept, keep_scale = operands
+        scores_BGRQK = _scores(operands)
+        dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
+        key_BG1KD, value_BG1KD = (tensor.to(dtype).unsqueeze(2) for tensor in (key, value))
+        query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
+            tensor.to(dtype).unflatten(1, groups) for tensor in (query, grad_output, output, lse)
+        )
+        blind_BGRQ = lse_BGRQ == -torch.inf
+        p_BGRQK = (scores_BGRQK - lse_BGRQ.masked_fill(blind_BGRQ, torch.inf).unsqueeze(-1)).exp()
+        delta_BGRQ1 = (output_BGRQD * grad_BGRQD).sum(-1, keepdim=True)
+        grad_p_BGRQK = grad_BGRQD @ value_BG1KD.mT
+        kept_BGRQK = p_BGRQK
+        if kept is not None:
+            factors_BGRQK = keep_scale * kept.view_as(p_BGRQK).to(dtype)
+            grad_p_BGRQK, kept_BGRQK = grad_p_BGRQK * factors_BGRQK, p_BGRQK * factors_BGRQK
+        grad_scores_BGRQK = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
+        return (
+            scale * (grad_scores_BGRQK @ key_BG1KD).flatten(1, 2),
+            scale * (grad_scores_BGRQK.mT @ query_BGRQD).sum(2),
+            (kept_BGRQK.mT @ grad_BGRQD).sum(2),
+        )
 
 
 def _scores(operands: Operands) -> Tensor:
@@ -117,3 +105,6 @@ def _weigh_visible(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         output += torch.zeros_like(output).masked_fill_(is_reached, infinity)
     is_nan = any_of(visible, value.isnan()) | any_of(visible & ~has_weight, value.isinf())
     return output.masked_fill_(is_nan, torch.nan)
+
+
+REFERENCE = _Reference()

@@ -10,20 +10,16 @@ from torch import Tensor
 from cqs.partial import Gradients, Partial, lse_dtype, merge_partials, merge_rows
 from cqs.patterns import BoundPattern
 from cqs.problem import Dropout, Problem
-from cqs.scheduler import Step, Task
+from cqs.scheduler import Step
+from cqs.worker.backend import Backend, CallBackend, TaskBackend
 from cqs.worker.backends import (
-    ATTEND,
-    ATTEND_BLOCK_ROWS,
+    BACKENDS,
     BEST_FOR_CALLS,
     BEST_FOR_WHOLE_CALLS,
-    GRADIENTS,
-    GRADIENTS_OF_BLOCK_ROWS,
-    IN_BATCHES,
-    WHY_NOT,
     check_backend_name,
     choose_backend,
 )
-from cqs.worker.calls import add_call_gradients, attend_calls, lse_for_gradients
+from cqs.worker.calls import add_call_gradients, attend_call, attend_calls, lse_for_gradients
 from cqs.worker.held_tokens import HeldTokens, rows_of
 from cqs.worker.operands import Operands
 from cqs.worker.work import Work, make_work
@@ -49,24 +45,40 @@ class Worker:
     """Dropout of the attention probabilities, or ``None``."""
     pattern: BoundPattern | None = None
     """Pattern that masks pairs of the steps, or ``None``."""
+    chosen: Backend | None = None
+    """What :meth:`choose_backend` has returned, if all steps are to use it."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if ``backend`` is not the name of a backend."""
-        check_backend_name(self.backend)
+        if self.backend is not None:
+            check_backend_name(self.backend)
 
     @classmethod
-    def of(cls, problem: Problem, backend: str | None = None) -> "Worker":
+    def of(
+        cls, problem: Problem, backend: str | None = None, steps: Sequence[Step] | None = None
+    ) -> "Worker":
         """Return the worker that computes the tasks of a problem.
+
+        Args:
+            problem: The checked problem.
+            backend: Name of a backend; ``None`` means the preferred one.
+            steps: Steps of the problem's own tensors, for which a backend is chosen once; ``None``
+                chooses one for each call of a method.
 
         Raises:
             ValueError: ``backend`` is not the name of a backend.
+            NotImplementedError: The named backend does not support the problem.
         """
-        return cls(problem.scale, backend, problem.dropout, problem.bound_pattern)
+        options = backend, problem.dropout, problem.bound_pattern
+        chosen = None
+        if steps is not None:
+            chosen = _choose(problem.query, problem.key, problem.value, steps, *options)
+        return cls(problem.scale, *options, chosen)
 
     def choose_backend(
         self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
-    ) -> str:
-        """Return the name of the backend that computes steps of these tensors.
+    ) -> Backend:
+        """Return the backend that computes steps of these tensors.
 
         Args:
             query: ``[batch, num_heads, rows_q, head_dim]``.
@@ -78,27 +90,50 @@ class Worker:
             NotImplementedError: The named backend does not support the tensors or options. The
                 message gives the reason.
         """
-        is_one_call = len(steps) == 1 and len(steps[0].blocks()) == 1
-        best_first = BEST_FOR_WHOLE_CALLS if is_one_call else WHY_NOT
-        return self._choose_among(best_first, query, key, value)
+        return _choose(query, key, value, steps, self.backend, self.dropout, self.pattern)
 
-    def run(self, task: Task, *held: HeldTokens, dtype: torch.dtype | None = None) -> list[Partial]:
-        """Compute the partial output of every step of a task.
+    def run_steps(
+        self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None
+    ) -> list[Partial]:
+        """Compute the partial output of each of some steps.
 
         Args:
-            task: The task.
+            steps: The steps; no pair may be in two of them.
             held: Query, key and value.
             dtype: Dtype of the outputs, if the backend supports a choice; ``None`` means that of
                 the query.
 
         Returns:
-            One partial output for each step, in the order of ``task.steps``.
+            One partial output for each step, in their order.
 
         Raises:
             NotImplementedError: The named backend does not support the tensors or options.
             KeyError: A token is not held.
         """
-        return self._run_steps(task.steps, *held, dtype=dtype)
+        if not steps:
+            return []
+        backend = self.chosen or self._choose_for(steps, held)
+        if isinstance(backend, CallBackend):
+            if self.pattern is None:
+                return [self._run_step(backend, step, *held) for step in steps]
+            operands, options = self._all_rows(held), self._dropout_options(held)
+            rows = self._work(steps, held).block_rows
+            return [attend_calls(row, backend, operands, **options) for row in rows]
+        assert isinstance(backend, TaskBackend)
+        whole = self._launch(backend.attend, steps, held, dtype=dtype)
+        lengths = [len(step.queries) for step in steps]
+        return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
+
+    def _launch(
+        self,
+        compute: Callable[..., _Found],
+        steps: Sequence[Step],
+        held: Sequence[HeldTokens],
+        **options: Any,
+    ) -> _Found:
+        """Call a function of a backend that computes whole tasks."""
+        work, dropout = self._work(steps, held), self._dropout_options(held)
+        return compute(*_join(*held), work, scale=self.scale, **options, **dropout)
 
     def run_together(
         self,
@@ -121,11 +156,11 @@ class Worker:
         Returns:
             The partial output of all queries held, one row for each; ``into`` if that is given.
         """
-        name = self._choose_for(steps, held)
-        if name in ATTEND_BLOCK_ROWS:
+        backend = self._choose_for(steps, held)
+        if isinstance(backend, TaskBackend):
             options = {"is_united": True, "dtype": dtype, "into": into}
-            return self._launch(ATTEND_BLOCK_ROWS[name], steps, held, **options)
-        parts = self._run_steps(steps, *held, dtype=dtype)
+            return self._launch(backend.attend, steps, held, **options)
+        parts = self.run_steps(steps, *held, dtype=dtype)
         rows = [_slice(step.queries, held[0]) for step in steps]
         answer = into or Partial(*(held[0].empty_like(part) for part in parts[0]))
         merge_rows(answer, list(zip(parts, rows, strict=True)))
@@ -143,12 +178,12 @@ class Worker:
         """
         if not steps:
             return
-        name = self._choose_for(steps, held)
-        if name in ATTEND_BLOCK_ROWS:
-            self._launch(ATTEND_BLOCK_ROWS[name], steps, held, into=answer)
+        backend = self._choose_for(steps, held)
+        if isinstance(backend, TaskBackend):
+            self._launch(backend.attend, steps, held, into=answer)
             return
         first = 0
-        for step, part in zip(steps, self._run_steps(steps, *held), strict=True):
+        for step, part in zip(steps, self.run_steps(steps, *held), strict=True):
             rows = slice(first, first + len(step.queries))
             for target, found in zip(answer, part, strict=True):
                 target[:, :, rows].copy_(found)
@@ -171,19 +206,19 @@ class Worker:
             Gradients of all tokens held, in any memory layout.
         """
         query, key, value, *_ = held
-        name = self._choose_for(steps, held)
-        if steps and name in GRADIENTS_OF_BLOCK_ROWS:
-            return Gradients(*self._launch(GRADIENTS_OF_BLOCK_ROWS[name], steps, held, dtype=dtype))
+        backend = self._choose_for(steps, held)
+        if steps and isinstance(backend, TaskBackend):
+            return Gradients(*self._launch(backend.differentiate, steps, held, dtype=dtype))
         sums = lse_dtype(query.sample.dtype)
         calls = [(step.queries, *call) for step in steps for call in _calls(step)]
         seen = [((queries,), key_ranges) for queries, key_ranges, _ in calls]
         if self.pattern is None and seen == [(query.ranges, key.ranges)]:  # nothing to add up
-            found = self._differentiate(*calls[0], *held)
+            found = self._differentiate(backend, *calls[0], *held)
             return Gradients(*(gradient.to(dtype or sums) for gradient in found))
         gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
         if self.pattern is None:
             for queries, key_ranges, is_causal in calls:
-                found = self._differentiate(queries, key_ranges, is_causal, *held)
+                found = self._differentiate(backend, queries, key_ranges, is_causal, *held)
                 gradients.query[:, :, _slice(queries, query)] += found[0]
                 first = 0
                 for tokens in key_ranges:
@@ -192,12 +227,11 @@ class Worker:
                     gradients.value[:, :, rows] += found[2][:, :, part]
                     first += len(tokens)
         elif steps:
-            operands, options = self._all_rows(name, held)
-            of_queries = _join(*held[3:])
+            assert isinstance(backend, CallBackend)
+            operands, of_queries = self._all_rows(held), _join(*held[3:])
+            options = self._dropout_options(held)
             for row in self._work(steps, held).block_rows:
-                add_call_gradients(
-                    row, GRADIENTS[name], gradients, operands, *of_queries, **options
-                )
+                add_call_gradients(row, backend, gradients, operands, *of_queries, **options)
         return gradients
 
     def add_gradients(
@@ -211,95 +245,95 @@ class Worker:
             steps: Steps of any number of tasks; no pair may be in two of them.
             held: The tensors of :meth:`run_backward`.
         """
-        name = self._choose_for(steps, held)
-        if name in GRADIENTS_OF_BLOCK_ROWS:
-            self._launch(GRADIENTS_OF_BLOCK_ROWS[name], steps, held, into=sums)
+        backend = self._choose_for(steps, held)
+        if isinstance(backend, TaskBackend):
+            self._launch(backend.differentiate, steps, held, into=sums)
             return
         of_query, *of_keys = self.run_backward(steps, *held)
         for total, part in zip(sums, [of_query] if len(sums) == 1 else of_keys, strict=True):
             total += part
 
-    def _choose_for(self, steps: Sequence[Step], held: Sequence[HeldTokens]) -> str:
+    def _choose_for(self, steps: Sequence[Step], held: Sequence[HeldTokens]) -> Backend:
+        if self.chosen is not None:
+            return self.chosen
         query, key, value, *_ = held
         return self.choose_backend(query.sample, key.sample, value.sample, steps)
 
-    def _run_steps(
-        self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None
-    ) -> list[Partial]:
-        if not steps:
-            return []
-        name = self._choose_for(steps, held)
-        if name not in ATTEND_BLOCK_ROWS and self.pattern is None:
-            return [self._run_step(step, *held) for step in steps]
-        if name not in ATTEND_BLOCK_ROWS:
-            operands, options = self._all_rows(name, held)
-            rows = self._work(steps, held).block_rows
-            return [attend_calls(row, ATTEND[name], operands, **options) for row in rows]
-        whole = self._launch(ATTEND_BLOCK_ROWS[name], steps, held, dtype=dtype)
-        lengths = [len(step.queries) for step in steps]
-        return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
-
-    def _launch(
-        self,
-        compute: Callable[..., _Found],
-        steps: Sequence[Step],
-        held: Sequence[HeldTokens],
-        **options: Any,
-    ) -> _Found:
-        """Call a function of a backend that computes whole tasks."""
-        work, dropout = self._work(steps, held), self._dropout_options(held)
-        return compute(*_join(*held), work, scale=self.scale, **options, **dropout)
-
-    def _all_rows(self, name: str, held: Sequence[HeldTokens]) -> tuple[Operands, dict[str, Any]]:
-        """Return all held rows, and the options of the calls that a pattern is cut into."""
+    def _all_rows(self, held: Sequence[HeldTokens]) -> Operands:
+        """Return all held rows, from which the calls of a pattern take theirs."""
         query, key, value = _join(*held[:3])
-        options = {"in_batches": name in IN_BATCHES, **self._dropout_options(held)}
-        return Operands(query, key, value, False, self.scale), options
+        return Operands(query, key, value, False, self.scale)
 
     def _run_step(
-        self, step: Step, query: HeldTokens, key: HeldTokens, value: HeldTokens
+        self,
+        backend: CallBackend,
+        step: Step,
+        query: HeldTokens,
+        key: HeldTokens,
+        value: HeldTokens,
     ) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
-        rows = query.take([step.queries])
-        partials = []
-        for key_ranges, is_causal in _calls(step):
-            tensors = rows, key.take(key_ranges), value.take(key_ranges)
-            attend = ATTEND[self._choose_among(BEST_FOR_CALLS, *tensors)]
-            options = self._call_options(step.queries, key_ranges, rows)
-            partials.append(attend(Operands(*tensors, is_causal, **options)))
+        rows, partials = query.take([step.queries]), []
+        square = () if step.causal_keys is None else (step.causal_keys,)
+        for key_ranges, is_causal in ((step.keys, False), (square, True)):
+            if key_ranges:
+                operands = self._operands(rows, step.queries, key_ranges, is_causal, key, value)
+                of_call = backend
+                if backend.least_keys > 1:
+                    of_call = self._backend_of_call(backend, operands)
+                partials.append(attend_call(of_call, operands))
         return partials[0] if len(partials) == 1 else merge_partials(partials)
 
     def _differentiate(
-        self, queries: range, key_ranges: Sequence[range], is_causal: bool, *held: HeldTokens
+        self,
+        backend: Backend,
+        queries: range,
+        key_ranges: Sequence[range],
+        is_causal: bool,
+        *held: HeldTokens,
     ) -> Sequence[Tensor]:
         """Compute the gradients of one call, for the tokens that it reads."""
+        assert isinstance(backend, CallBackend)
         query, key, value, *of_queries = held
-        tensors = query.take([queries]), key.take(key_ranges), value.take(key_ranges)
-        compute = GRADIENTS[self._choose_among(BEST_FOR_CALLS, *tensors)]
-        options = self._call_options(queries, key_ranges, tensors[0])
+        rows = query.take([queries])
+        operands = self._operands(rows, queries, key_ranges, is_causal, key, value)
         grad_output, output, lse = (each.take([queries]) for each in of_queries)
         lse = lse_for_gradients(lse)
-        return compute(Operands(*tensors, is_causal, **options), grad_output, output, lse)
+        backend = self._backend_of_call(backend, operands)
+        return backend.differentiate(operands, grad_output, output, lse)
 
-    def _choose_among(
-        self, best_first: Iterable[str], query: Tensor, key: Tensor, value: Tensor
-    ) -> str:
-        return choose_backend(
+    def _backend_of_call(self, backend: CallBackend, operands: Operands) -> CallBackend:
+        """Return the backend of a call that may have too few keys for the task's backend."""
+        query, key, value, *_ = operands
+        if key.shape[2] >= backend.least_keys:
+            return backend
+        found = choose_backend(
             query,
             key,
             value,
             self.backend,
             has_dropout=self.dropout is not None,
-            has_pattern=self.pattern is not None,
-            best_first=best_first,
+            best_first=BEST_FOR_CALLS,
         )
+        assert isinstance(found, CallBackend)
+        return found
 
-    def _call_options(self, queries: range, keys: Sequence[range], query: Tensor) -> dict[str, Any]:
-        """Return the keyword arguments of a backend that computes one call at a time."""
-        if self.dropout is None:
-            return {"scale": self.scale}
-        kept = self.dropout.kept(self.dropout.random_bits(query, [queries], keys))
-        return {"scale": self.scale, "kept": kept, "keep_scale": self.dropout.scale}
+    def _operands(
+        self,
+        query: Tensor,
+        queries: range,
+        keys: Sequence[range],
+        is_causal: bool,
+        key: HeldTokens,
+        value: HeldTokens,
+    ) -> Operands:
+        """Return the operands of one call: ``query`` has the rows ``queries``."""
+        kept, keep_scale = None, 1.0
+        if self.dropout is not None:
+            kept = self.dropout.kept(self.dropout.random_bits(query, [queries], keys))
+            keep_scale = self.dropout.scale
+        of_keys = key.take(keys), value.take(keys)
+        return Operands(query, *of_keys, is_causal, self.scale, None, kept, keep_scale)
 
     def _work(self, steps: Iterable[Step], held: Sequence[HeldTokens]) -> Work:
         return make_work(tuple(steps), self.pattern, held[0].ranges, held[1].ranges)
@@ -311,6 +345,28 @@ class Worker:
         query, key, *_ = held
         bits = self.dropout.random_bits(query.sample, query.ranges, key.ranges)
         return {"dropout": self.dropout, "dropout_bits": bits}
+
+
+def _choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    steps: Sequence[Step],
+    backend: str | None,
+    dropout: Dropout | None,
+    pattern: BoundPattern | None,
+) -> Backend:
+    """Return the backend for steps; a single call prefers other backends than several calls."""
+    is_one_call = len(steps) == 1 and steps[0].num_blocks == 1
+    return choose_backend(
+        query,
+        key,
+        value,
+        backend,
+        has_dropout=dropout is not None,
+        has_pattern=pattern is not None,
+        best_first=BEST_FOR_WHOLE_CALLS if is_one_call else BACKENDS,
+    )
 
 
 def _calls(step: Step) -> list[tuple[tuple[range, ...], bool]]:

@@ -25,7 +25,7 @@ from cqs.executors.streaming.plan import CPU, GPU, StreamPlan
 from cqs.patterns import global_tokens, sliding_window
 from cqs.streaming import InFile, OnDemand, Pass, make_stream_plan, open_tensor
 from cqs.testing import assert_tracks_exact
-from cqs.worker import WHY_NOT
+from cqs.worker import BACKENDS
 from cqs.worker.memory import measure_peak_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -180,7 +180,7 @@ def test_kernels_of_libraries_keep_the_budget(backend, share, kv_heads, is_causa
     ]
     device = torch.device("cuda")
     sample = (leaf[:, :, :256].to(device) for leaf in leaves)
-    if reason := WHY_NOT[backend](*sample):
+    if reason := BACKENDS[backend].why_not(*sample):
         pytest.skip(reason)
     budget = 4 * leaves[0].nbytes // share
     options = {"memory_budget": budget, "is_causal": is_causal, "backend": backend}

@@ -30,7 +30,7 @@ class Run:
             for tensor in (self.problem.query, self.problem.key, self.problem.value)
         ]
         index = Worker.of(self.problem, "reference")
-        self.partials = [index.run(task, *held) for task in self.plan.tasks]
+        self.partials = [index.run_steps(task.steps, *held) for task in self.plan.tasks]
         self.reset()
 
     def reset(self):

@@ -6,8 +6,8 @@ import torch
 from benchmarks.cases import CASES
 from cqs.problem import Dropout
 from cqs.scheduler import Step, Task, make_plan
-from cqs.worker import WHY_NOT, HeldTokens, Worker, choose_backend
-from cqs.worker.backends import ATTEND, ATTEND_BLOCK_ROWS
+from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker, choose_backend
+from cqs.worker.calls import attend_call
 from cqs.worker.operands import Operands
 from cqs.worker.work import whole_work
 
@@ -43,12 +43,13 @@ def as_one_call(case, dtype, device):
 
 def attend(problem, backend, *tensors):
     tensors = tensors or (problem.query, problem.key, problem.value)
-    if reason := WHY_NOT[backend](*tensors):
+    if reason := BACKENDS[backend].why_not(*tensors):
         pytest.skip(f"{backend} {reason}")
-    if backend in ATTEND:
-        return ATTEND[backend](Operands(*tensors, problem.is_causal, problem.scale))
+    found = BACKENDS[backend]
+    if isinstance(found, CallBackend):
+        return attend_call(found, Operands(*tensors, problem.is_causal, problem.scale))
     whole = whole_work(tensors[0].shape[2], tensors[1].shape[2], problem.is_causal)
-    return ATTEND_BLOCK_ROWS[backend](*tensors, whole, scale=problem.scale)
+    return found.attend(*tensors, whole, scale=problem.scale)
 
 
 @pytest.mark.sample(3)
@@ -161,9 +162,9 @@ REFUSALS = [
 )
 def test_a_backend_says_why_it_declines(hopper, backend, change, reason):
     sound = TensorLike(device=torch.device("cpu" if backend == "cpu" else "cuda"))
-    assert WHY_NOT[backend](sound, sound, sound) is None
+    assert BACKENDS[backend].why_not(sound, sound, sound) is None
     other = replace(sound, **change)
-    assert reason in WHY_NOT[backend](other, other, other)
+    assert reason in BACKENDS[backend].why_not(other, other, other)
     with pytest.raises(NotImplementedError) as raised:
         choose_backend(other, other, other, backend)
     assert repr(backend) in str(raised.value) and reason in str(raised.value)
@@ -173,15 +174,15 @@ def test_a_backend_says_why_it_declines(hopper, backend, change, reason):
 def test_values_of_another_width_are_declined(hopper, backend):
     tensor = TensorLike(device=torch.device("cpu" if backend == "cpu" else "cuda"))
     value = replace(tensor, shape=(1, 4, 100, 32))
-    assert "got 64 and 32" in WHY_NOT[backend](tensor, tensor, value)
+    assert "got 64 and 32" in BACKENDS[backend].why_not(tensor, tensor, value)
 
 
 def test_cudnn_is_declined_without_cudnn_and_on_old_gpus(hopper):
     tensor = TensorLike()
     hopper.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "8.0 or later, got 7.5" in WHY_NOT["cudnn"](tensor, tensor, tensor)
+    assert "8.0 or later, got 7.5" in BACKENDS["cudnn"].why_not(tensor, tensor, tensor)
     hopper.setattr(torch.backends.cudnn, "is_available", lambda: False)
-    assert "built with cuDNN" in WHY_NOT["cudnn"](tensor, tensor, tensor)
+    assert "built with cuDNN" in BACKENDS["cudnn"].why_not(tensor, tensor, tensor)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +197,8 @@ def test_cudnn_is_declined_without_cudnn_and_on_old_gpus(hopper):
     ids=["cuda-bfloat16", "cuda-float32", "cuda-float64", "cpu-bfloat16", "cpu-float64"],
 )
 def test_the_best_backend_that_can_is_chosen(hopper, tensor, best):
-    assert choose_backend(tensor, tensor, tensor) == best
-    assert choose_backend(tensor, tensor, tensor, "reference") == "reference"
+    assert choose_backend(tensor, tensor, tensor).name == best
+    assert choose_backend(tensor, tensor, tensor, "reference").name == "reference"
 
 
 def test_flash_is_the_best_for_work_that_is_one_call(hopper):
@@ -205,22 +206,25 @@ def test_flash_is_the_best_for_work_that_is_one_call(hopper):
     hopper.setattr("cqs.worker.flash._installed_version", lambda: "4.0.0b36")
     hopper.setattr("cqs.worker.flash._import_error", lambda: None)
     whole, part = (make_plan(100, num_tasks=w).task(0).steps for w in (1, 7))
-    assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole) == "flash"
-    assert Worker(1.0).choose_backend(tensor, tensor, tensor, part) == "triton"
+    assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole).name == "flash"
+    assert Worker(1.0).choose_backend(tensor, tensor, tensor, part).name == "triton"
     dropping = Worker(1.0, dropout=Dropout(0.5, 1))
-    assert dropping.choose_backend(tensor, tensor, tensor, whole) == "triton"
+    assert dropping.choose_backend(tensor, tensor, tensor, whole).name == "triton"
     hopper.setattr("cqs.worker.flash._installed_version", lambda: None)
-    assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole) == "triton"
+    assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole).name == "triton"
 
 
 def test_a_call_that_the_best_declines_goes_to_the_next(monkeypatch):
     """As cuDNN declines a single key: other calls of the task are not affected."""
-    monkeypatch.setitem(WHY_NOT, "cpu", lambda q, k, v: "few" if k.shape[2] == 1 else None)
+    monkeypatch.setattr(type(BACKENDS["cpu"]), "least_keys", 2)
+    monkeypatch.setattr(
+        type(BACKENDS["cpu"]), "why_not", lambda _, q, k, v: "few" if k.shape[2] == 1 else None
+    )
     problem = CASES[0].make()
     step = Step(0, range(0, 2), (range(5, 6),), range(0, 2), 5)
     task = Task(0, (0,), (range(0, 2),), (range(0, 2), range(5, 6)), (step,))
     held = map(HeldTokens.whole, (problem.query, problem.key, problem.value))
-    (partial,) = Worker(0.25).run(task, *held)
+    (partial,) = Worker(0.25).run_steps(task.steps, *held)
     scores = 0.25 * problem.query[:, :, :2] @ problem.key[:, :, [0, 1, 5]].mT
     scores[:, :, 0, 1] = -torch.inf
     torch.testing.assert_close(partial.output, scores.softmax(-1) @ problem.value[:, :, [0, 1, 5]])
@@ -228,7 +232,7 @@ def test_a_call_that_the_best_declines_goes_to_the_next(monkeypatch):
 
 def test_the_reference_takes_everything():
     tensor = TensorLike(shape=(70000, 1, 1, 999), dtype=torch.float64)
-    assert WHY_NOT["reference"](tensor, tensor, tensor) is None
+    assert BACKENDS["reference"].why_not(tensor, tensor, tensor) is None
 
 
 def test_an_unknown_backend_is_refused_with_the_names_of_all():
@@ -245,7 +249,7 @@ def test_a_named_backend_does_not_fall_back_within_a_task():
     task = problem.make_plan(3).task(0)
     held = [HeldTokens([(range(128), t)]) for t in (problem.query, problem.key, problem.value)]
     with pytest.raises(NotImplementedError, match="'cpu' requires .* got torch.float64"):
-        Worker(1.0, "cpu").run(task, *held)
+        Worker(1.0, "cpu").run_steps(task.steps, *held)
 
 
 def test_one_message_names_the_reasons_of_all(hopper):

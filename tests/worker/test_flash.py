@@ -12,8 +12,9 @@ from support.exact import eager_output, exact_answer
 from benchmarks.cases import CASES, Case
 from cqs.testing import assert_tracks_exact
 from cqs.worker import flash
+from cqs.worker.flash import FLASH
 from cqs.worker.operands import Operands
-from cqs.worker.reference import gradients_reference
+from cqs.worker.reference import REFERENCE
 
 BY_NAME = {case.name: case for case in CASES}
 SQUARE = Case("square", 517, 517, 4, 4, 64)
@@ -27,7 +28,7 @@ def tensors_of(problem):
 def make(case, dtype=torch.bfloat16, **changes):
     """A problem on the GPU, if FlashAttention-4 takes it."""
     problem = replace(case.make(dtype, "cuda"), **changes)
-    if reason := flash.why_not_flash(*tensors_of(problem)):
+    if reason := FLASH.why_not(*tensors_of(problem)):
         pytest.skip(f"flash {reason}")
     return problem
 
@@ -37,11 +38,11 @@ def operands_of(problem):
 
 
 def attend(problem):
-    return flash.attend_flash(operands_of(problem))
+    return FLASH.attend(operands_of(problem))
 
 
 def differentiate(problem, grad_output, answer):
-    return flash.gradients_flash(operands_of(problem), grad_output, *answer)
+    return FLASH.differentiate(operands_of(problem), grad_output, *answer)
 
 
 def gradients_by_autograd(attend, problem, grad_output):
@@ -146,7 +147,7 @@ def test_gradients_of_rectangles_and_squares_add_up(monkeypatch, scale):
     def reference(of_queries, of_keys, is_causal, scale):
         query, grad_output, output, lse = of_queries
         operands = Operands(query, *of_keys, is_causal, scale)
-        return gradients_reference(operands, grad_output, output, lse)
+        return REFERENCE.differentiate(operands, grad_output, output, lse)
 
     monkeypatch.setattr(flash, "_gradients", reference)
     monkeypatch.setattr(flash, "_LONGEST_SQUARE", 256)
@@ -327,20 +328,20 @@ def sound(monkeypatch):
 )
 def test_it_says_why_it_declines(sound, change, reason):
     tensor = tensor_like(**change)
-    assert flash.why_not_flash(tensor, tensor, tensor) == reason
+    assert FLASH.why_not(tensor, tensor, tensor) == reason
 
 
 def test_values_of_another_width_are_declined(sound):
     tensor, value = tensor_like(), tensor_like(shape=(1, 4, 100, 32))
     reason = "requires equal head_dim of query and value, got 64 and 32"
-    assert flash.why_not_flash(tensor, tensor, value) == reason
+    assert FLASH.why_not(tensor, tensor, value) == reason
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_other_gpus_are_declined(sound, capability):
     sound.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = f"requires compute capability 9.x, got {capability[0]}.{capability[1]}"
-    assert flash.why_not_flash(*[tensor_like()] * 3) == reason
+    assert FLASH.why_not(*[tensor_like()] * 3) == reason
 
 
 @pytest.mark.parametrize(
@@ -354,7 +355,7 @@ def test_other_gpus_are_declined(sound, capability):
 )
 def test_only_versions_that_were_read_are_called(sound, version, reason):
     sound.setattr(flash, "_installed_version", lambda: version)
-    assert flash.why_not_flash(*[tensor_like()] * 3) == reason
+    assert FLASH.why_not(*[tensor_like()] * 3) == reason
 
 
 def test_a_package_that_cannot_be_imported_is_declined(sound):
@@ -363,7 +364,7 @@ def test_a_package_that_cannot_be_imported_is_declined(sound):
     sound.setattr(flash, "_installed_version", lambda: "4.0.0b36")
     sound.setitem(sys.modules, "flash_attn", None)
     flash._import_error.cache_clear()
-    assert "cannot be imported: ModuleNotFoundError" in flash.why_not_flash(*[tensor_like()] * 3)
+    assert "cannot be imported: ModuleNotFoundError" in FLASH.why_not(*[tensor_like()] * 3)
     flash._import_error.cache_clear()
 
 
@@ -383,10 +384,10 @@ def test_the_package_is_not_imported_without_need():
 import sys
 sys.modules["flash_attn"] = None  # importing it fails
 import torch, cqs
-from cqs.worker import WHY_NOT
+from cqs.worker import BACKENDS
 tensor = torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
 cqs.attention(tensor, tensor, tensor, num_tasks=3)
-print(WHY_NOT["flash"](tensor, tensor, tensor))
+print(BACKENDS["flash"].why_not(tensor, tensor, tensor))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "requires CUDA tensors, got cpu", done.stderr

@@ -11,9 +11,10 @@ from benchmarks.cases import visible_mask
 from cqs.executors.verify import VerificationError
 from cqs.patterns import documents, from_mask, global_tokens, longformer, sliding_window
 from cqs.problem import check_problem
-from cqs.worker.cpu import attend_cpu
+from cqs.worker.calls import attend_call
+from cqs.worker.cpu import CPU
 from cqs.worker.operands import Operands
-from cqs.worker.reference import attend_reference
+from cqs.worker.reference import REFERENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy
 GPU = pytest.mark.gpu
@@ -169,7 +170,7 @@ def test_calls_of_the_cpu_kernel_on_any_number_of_keys(dtype, mask):
             tensors = [torch.randn(1, 1, n, 8).to(dtype) for n in (num_queries, *[num_keys] * 2)]
             tensors[which][0, 0, tensors[which].shape[2] // 2, 3] = entry
             operands = Operands(*tensors, **options)
-            found, expected = attend_cpu(operands), attend_reference(operands)
+            found, expected = attend_call(CPU, operands), REFERENCE.attend(operands)
             for one, other in zip(found, expected, strict=True):
                 assert one.isnan().equal(other.isnan()) and one.isinf().equal(other.isinf())
 
@@ -180,13 +181,13 @@ def test_scores_that_overflow_where_they_are_masked_out_do_not_matter():
     key[0, 0, 30] = 1e25
     visible = torch.ones(40, 40, dtype=torch.bool)
     visible[:35, 30] = False
-    output, lse = attend_cpu(Operands(0 * query + 1, key, value, False, 1.0, visible))
+    output, lse = attend_call(CPU, Operands(0 * query + 1, key, value, False, 1.0, visible))
     assert output[0, 0, :35].isfinite().all() and lse[0, 0, :35].isfinite().all()
     key = key.clamp(-1, 1)
     query[0, 0, :, 1:] = 0
     key[0, 0, :, 0] = -1e-26
     key[0, 0, 30, 0] = 1e20
-    output, _ = attend_cpu(Operands(query, key, value, False, 1.0, visible))
+    output, _ = attend_call(CPU, Operands(query, key, value, False, 1.0, visible))
     assert output[0, 0, :35].isfinite().all() and output[0, 0, 35:].isnan().all()
 
 

@@ -5,7 +5,7 @@ from support.exact import exact_answer
 
 from benchmarks.cases import CASES
 from cqs.worker.operands import Operands
-from cqs.worker.reference import attend_reference
+from cqs.worker.reference import REFERENCE
 
 SQUARE = [case for case in CASES if case.seqlen_q == case.seqlen_kv]
 
@@ -16,7 +16,7 @@ def test_reference_agrees_with_scaled_dot_product_attention_in_float64(case):
     tensors = problem.query, problem.key, problem.value
     options = {"is_causal": problem.is_causal, "scale": problem.scale}
     expected = F.scaled_dot_product_attention(*tensors, **options, enable_gqa=True)
-    output, lse = attend_reference(Operands(*tensors, **options))
+    output, lse = REFERENCE.attend(Operands(*tensors, **options))
     torch.testing.assert_close(output, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(lse, exact_answer(problem).lse, rtol=1e-13, atol=1e-13)
 
@@ -24,7 +24,7 @@ def test_reference_agrees_with_scaled_dot_product_attention_in_float64(case):
 @pytest.mark.parametrize("scale", [0.0, -1.5, 1e-3])
 def test_reference_takes_any_scale(scale):
     query, key, value = torch.randn(3, 2, 3, 10, 8, dtype=torch.float64)
-    output, lse = attend_reference(Operands(query, key, value, False, scale))
+    output, lse = REFERENCE.attend(Operands(query, key, value, False, scale))
     weights = (scale * query @ key.mT).softmax(dim=-1)
     torch.testing.assert_close(output, weights @ value)
     if scale == 0:
@@ -35,6 +35,6 @@ def test_reference_takes_any_scale(scale):
 def test_reference_takes_values_of_another_width():
     query, key = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
     value = torch.randn(1, 2, 6, 3, dtype=torch.float64)
-    output, _ = attend_reference(Operands(query, key, value, True, 0.5))
+    output, _ = REFERENCE.attend(Operands(query, key, value, True, 0.5))
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
     torch.testing.assert_close(output, expected)

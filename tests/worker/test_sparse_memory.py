@@ -10,7 +10,7 @@ from benchmarks.memory import measure_task
 from cqs.patterns import dilated, fixed, from_mask, longformer, sliding_window, strided
 from cqs.problem import Dropout, Problem
 from cqs.scheduler import predict_cost
-from cqs.worker import WHY_NOT
+from cqs.worker import BACKENDS
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def test_the_reference_holds_what_was_predicted_where_it_drops(dtype):
 def test_the_plain_kernel_holds_what_was_predicted(pattern):
     """In its interpreter."""
     problem = Case("memory", 192, 192, 8, 4, 64, pattern=pattern).make()
-    if reason := WHY_NOT["triton"](problem.query, problem.key, problem.value):
+    if reason := BACKENDS["triton"].why_not(problem.query, problem.key, problem.value):
         pytest.skip(reason)
     assert_as_predicted(problem, 3, "triton")
 

@@ -10,7 +10,7 @@ from cqs.partial import Partial
 from cqs.problem import Dropout, Problem
 from cqs.scheduler import predict_cost
 from cqs.tiler import Tiler
-from cqs.worker import WHY_NOT, HeldTokens, Worker
+from cqs.worker import BACKENDS, HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ SOME_NUM_TASKS = pytest.mark.parametrize("num_tasks", [1, 2, 7, 8, 40])
 def make_for(backend, case, *dtype_and_device, **options):
     """The problem of a case; skips the test where the backend cannot take it."""
     problem = case.make(*dtype_and_device, **options)
-    if reason := WHY_NOT[backend](problem.query, problem.key, problem.value):
+    if reason := BACKENDS[backend].why_not(problem.query, problem.key, problem.value):
         pytest.skip(reason)
     return problem
 
@@ -86,7 +86,7 @@ def exact_step(problem, step):
 def test_every_step_is_attention_over_its_own_keys(case, num_tasks):
     problem = case.make(torch.float64)
     for task in problem.make_plan(num_tasks).tasks:
-        partials = Worker.of(problem).run(task, *hold_everything(problem))
+        partials = Worker.of(problem).run_steps(task.steps, *hold_everything(problem))
         for step, partial in zip(task.steps, partials, strict=True):
             expected = exact_step(problem, step)
             torch.testing.assert_close(partial.output, expected.output)
@@ -100,8 +100,8 @@ def test_a_task_needs_no_more_than_the_tokens_it_holds(case, num_tasks, backend)
     problem = case.make()
     worker = Worker.of(problem, backend)
     for task in problem.make_plan(num_tasks).tasks:
-        alone = worker.run(task, *hold_only_needed(problem, task))
-        among_all = worker.run(task, *hold_everything(problem))
+        alone = worker.run_steps(task.steps, *hold_only_needed(problem, task))
+        among_all = worker.run_steps(task.steps, *hold_everything(problem))
         for one, other in zip(alone, among_all, strict=True):
             assert torch.equal(one.output, other.output) and torch.equal(one.lse, other.lse)
 
@@ -126,7 +126,7 @@ def test_results_are_the_same_wherever_they_are_written(case, backend, device):
     problem = make_for(backend, case, device=device)
     worker, held = Worker.of(problem, backend), hold_everything(problem)
     for task in problem.make_plan(8).tasks:
-        expected = worker.run(task, *held)
+        expected = worker.run_steps(task.steps, *held)
         rows = sum(len(step.queries) for step in task.steps)
         output, lse = expected[0]
         places = Partial(
@@ -157,7 +157,7 @@ def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_tasks, de
         patch.setattr("cqs.tiler.tiler.merges_at_once", lambda answer: True)
         tiler = Tiler(plan, *problem.empty_answer())
         for task in reversed(plan.tasks):
-            tiler.add(task.index, worker.run(task, *hold_only_needed(problem, task)))
+            tiler.add(task.index, worker.run_steps(task.steps, *hold_only_needed(problem, task)))
         assert_right(problem, tiler.finish())
 
 
@@ -176,7 +176,7 @@ def test_predicted_bytes_are_those_that_are_sent(case, num_tasks):
                 )
                 for each in ranges
             )
-            partials = Worker.of(problem).run(task, *held)
+            partials = Worker.of(problem).run_steps(task.steps, *held)
             returned = sum(tensor.nbytes for partial in partials for tensor in partial)
             assert (cost.bytes_in, cost.bytes_out) == (sent, returned)
 
@@ -188,7 +188,7 @@ def test_predicted_peak_bounds_what_is_held_except_the_scratch_of_the_kernel(is_
     task = problem.make_plan(num_tasks).tasks[-1]
     held = hold_only_needed(problem, task)
     _, measured = measure_peak_bytes(
-        lambda: Worker.of(problem, "cpu").run(task, *held), torch.device("cpu")
+        lambda: Worker.of(problem, "cpu").run_steps(task.steps, *held), torch.device("cpu")
     )
     cost = predict_cost(task, problem.shape)
     predicted = cost.peak_bytes - cost.bytes_in
@@ -202,7 +202,7 @@ def test_inputs_are_never_written_to(case):
         problem = case.make()
         before = [t.clone() for t in (problem.query, problem.key, problem.value)]
         for task in problem.make_plan(4).tasks:
-            Worker.of(problem, backend).run(task, *hold_everything(problem))
+            Worker.of(problem, backend).run_steps(task.steps, *hold_everything(problem))
         after = problem.query, problem.key, problem.value
         assert all(map(torch.equal, after, before))
 
@@ -212,7 +212,7 @@ def test_a_task_without_steps_returns_nothing():
     idle = [task for task in problem.make_plan(7).tasks if not task.steps]
     assert idle
     nothing = [HeldTokens([])] * 3
-    assert all(Worker(1.0).run(task, *nothing) == [] for task in idle)
+    assert all(Worker(1.0).run_steps(task.steps, *nothing) == [] for task in idle)
 
 
 @pytest.mark.parametrize(("num_tasks", "is_one_call"), [(1, True), (3, False)])
@@ -240,7 +240,7 @@ def test_a_missing_token_is_named():
     query, key, value = hold_only_needed(problem, task)
     for held in ((HeldTokens([]), key, value), (query, HeldTokens([]), value)):
         with pytest.raises(KeyError, match="tokens are held"):
-            Worker(1.0).run(task, *held)
+            Worker(1.0).run_steps(task.steps, *held)
 
 
 def test_the_definition_of_a_step_agrees_with_the_whole_where_one_task_does_all():

@@ -103,7 +103,8 @@ class TaskActor(ShardActor):
                 for ranges, blobs_of_ranges in sides
             ]
             query, (key, value) = held[0][0], held[1]
-            backend = worker.choose_backend(query.sample, key.sample, value.sample, task.steps)
+            chosen = worker.choose_backend(query.sample, key.sample, value.sample, task.steps)
+            backend = chosen.name
             self._synchronize()
             started, start = time.time(), time.perf_counter()
             results = compute(worker, task, *held)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cqs.executors.autograd import attend_differentiably, keeping_operands
+from cqs.executors.autograd import attend_differentiably, keep_operands
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 
@@ -53,5 +53,5 @@ def attend_on(
             return cluster.differentiate_plan(problem, plan, answer, grad_output, backend=backend)
 
     with scope() as cluster:
-        attend = keeping_operands(partial(forward, cluster), backward)
+        attend = partial(keep_operands, partial(forward, cluster), backward)
         return attend_differentiably(problem, attend)

@@ -84,7 +84,7 @@ def attend_task(
     worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
 ) -> TensorGroups:
     """Compute the output and LSE of every step of a task."""
-    return [tuple(part) for part in worker.run(task, *of_queries, *of_keys)]
+    return [tuple(part) for part in worker.run_steps(task.steps, *of_queries, *of_keys)]
 
 
 def differentiate_task(

@@ -40,8 +40,7 @@ from cqs.executors.verify import VerificationError, verify_rows
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.patterns import causal, per_head, sliding_window
 from cqs.problem import Problem, ProblemOptions, check_problem
-from cqs.worker import Worker
-from cqs.worker.backends import ATTEND_BLOCK_ROWS, choose_backend
+from cqs.worker import BACKENDS, CallBackend, Worker, choose_backend
 
 _NAMES = ("query", "key", "value")
 _LEAST_SHARE = 16
@@ -265,7 +264,7 @@ class _Run:
             rates=GPU if on_gpu else CPU,
             which=which,
             heads_at_once=heads_at_once,
-            has_single_calls=on_gpu and self.backend not in ATTEND_BLOCK_ROWS,
+            has_single_calls=on_gpu and isinstance(BACKENDS[self.backend], CallBackend),
         )
 
     def _with_less(self, problem: Problem, plan: StreamPlan, error: Exception) -> StreamPlan:
@@ -310,7 +309,7 @@ def _choose_backend(problem: Problem, device: torch.device, backend: str | None)
         backend,
         has_dropout=problem.dropout is not None,
         has_pattern=problem.pattern is not None,
-    )
+    ).name
 
 
 def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> None:

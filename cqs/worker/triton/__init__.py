@@ -10,30 +10,47 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial, has_triton
-from cqs.worker.work import Work
+from cqs.worker.backend import TaskBackend
 
 _HEAD_DIMS = range(16, 257, 8)
 
 
-def why_not_triton(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Return why the Triton kernels do not support these tensors, or None if they do."""
-    is_installed = has_triton()
-    dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    if query.device.type != "cuda":
-        if not is_installed or not _is_interpreted():
-            return f"requires CUDA tensors, got {query.device}"
-        dtypes.remove(torch.bfloat16)  # the interpreter multiplies its bits as integers
-    if not is_installed:
-        return "requires Triton, which is not installed"
-    if query.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return f"requires {names}, got {query.dtype}"
-    for name, tensor in (("head_dim", query), ("value_dim", value)):
-        if tensor.shape[-1] not in _HEAD_DIMS:
-            return (
-                f"requires a {name} that is a multiple of 8 from 16 to 256, got {tensor.shape[-1]}"
-            )
-    return None
+class _Triton(TaskBackend):
+    """Kernels of this project: for Hopper GPUs in half precision, and for all other GPUs."""
+
+    name = "triton"
+
+    def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+        is_installed = has_triton()
+        dtypes = [torch.float32, torch.float16, torch.bfloat16]
+        if query.device.type != "cuda":
+            if not is_installed or not _is_interpreted():
+                return f"requires CUDA tensors, got {query.device}"
+            dtypes.remove(torch.bfloat16)  # the interpreter multiplies its bits as integers
+        if not is_installed:
+            return "requires Triton, which is not installed"
+        if query.dtype not in dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            return f"requires {names}, got {query.dtype}"
+        for name, tensor in (("head_dim", query), ("value_dim", value)):
+            if tensor.shape[-1] not in _HEAD_DIMS:
+                return (
+                    f"requires a {name} that is a multiple of 8 from 16 to 256, "
+                    f"got {tensor.shape[-1]}"
+                )
+        return None
+
+    def attend(self, query: Tensor, *arguments: Any, **options: Any) -> Partial:
+        from cqs.worker.triton import launch
+
+        with torch.cuda.device_of(query):  # Triton launches on the current device
+            return launch.attend_block_rows(query, *arguments, **options)
+
+    def differentiate(self, query: Tensor, *arguments: Any, **options: Any) -> Sequence[Tensor]:
+        from cqs.worker.triton import launch
+
+        with torch.cuda.device_of(query):
+            return launch.gradients_of_block_rows(query, *arguments, **options)
 
 
 def _is_interpreted() -> bool:
@@ -42,19 +59,4 @@ def _is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def attend_block_rows(
-    query: Tensor, key: Tensor, value: Tensor, work: Work, **options: Any
-) -> Partial:
-    """Compute partial outputs; see :func:`cqs.worker.triton.launch.attend_block_rows`."""
-    from cqs.worker.triton import launch
-
-    with torch.cuda.device_of(query):  # Triton launches on the current device
-        return launch.attend_block_rows(query, key, value, work, **options)
-
-
-def gradients_of_block_rows(query: Tensor, *arguments: Any, **options: Any) -> Sequence[Tensor]:
-    """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_block_rows`."""
-    from cqs.worker.triton import launch
-
-    with torch.cuda.device_of(query):
-        return launch.gradients_of_block_rows(query, *arguments, **options)
+TRITON = _Triton()

@@ -1,0 +1,119 @@
+"""What a backend is: one kind of kernels that compute attention on one device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqs.partial import Partial
+from cqs.worker.operands import Operands
+from cqs.worker.work import Work
+
+
+class Backend:
+    """One kind of kernels. Backends have no state; each has one instance, in its own file."""
+
+    name: str
+    """Name of the backend, the value of ``backend=``."""
+    supports_dropout = False
+    supports_patterns = False
+    """Whether the backend supports calls with a mask, into which sparse patterns are cut."""
+
+    def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+        """Return why the backend does not support these tensors, or None if it does.
+
+        Args:
+            query: ``[batch, num_heads, seqlen_q, head_dim]``.
+            key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
+            value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
+        """
+        raise NotImplementedError
+
+
+class CallBackend(Backend):
+    """A backend whose kernels compute one rectangle or causal square a call."""
+
+    joins_calls = False
+    """Whether calls of one shape are joined into a batched call."""
+    least_keys = 1
+    """Fewest keys of a call that the kernels support."""
+
+    def attend(self, operands: Operands) -> Partial:
+        """Compute output and LSE of one call; no tensor may be empty.
+
+        Returns:
+            Output ``[batch, num_heads, seqlen_q, value_dim]`` in the dtype of the query, and LSE
+            ``[batch, num_heads, seqlen_q]``. Queries without a live pair get output 0 and LSE -inf.
+        """
+        raise NotImplementedError
+
+    def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
+        """Return the rows of a result that the kernels may have lost, or None if all are sound.
+
+        Args:
+            found: The result of :meth:`attend`; rows without a live pair may be corrected in place.
+            visible: The mask of the call, bool ``[seqlen_q, seqlen_kv]``, or None.
+
+        Returns:
+            bool ``[batch, num_heads, seqlen_q]``; the reference computes these rows again.
+        """
+        return None
+
+    def differentiate(
+        self, operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the contribution of one call's pairs to the gradients of query, key and value.
+
+        Args:
+            operands: Tensors and options of the call.
+            grad_output: Gradient of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
+            output: Output of the whole problem, in the same shape.
+            lse: LSE of the whole problem, ``[batch, num_heads, seqlen_q]``; +inf for queries
+                without a live pair.
+
+        Returns:
+            Gradients of query, key and value in their shapes, in the dtype of the query or in
+            float32 (float64 for float64 tensors).
+        """
+        raise NotImplementedError
+
+
+class TaskBackend(Backend):
+    """A backend whose kernels compute the work of any number of tasks in one launch."""
+
+    supports_dropout = supports_patterns = True
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        work: Work,
+        *,
+        scale: float,
+        is_united: bool = False,
+        dtype: torch.dtype | None = None,
+        into: Partial | None = None,
+        **dropout: Any,
+    ) -> Partial:
+        """Compute partial outputs; see :func:`cqs.worker.triton.launch.attend_block_rows`."""
+        raise NotImplementedError
+
+    def differentiate(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_output: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        work: Work,
+        *,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        into: Sequence[Tensor] | None = None,
+        **dropout: Any,
+    ) -> Sequence[Tensor]:
+        """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_block_rows`."""
+        raise NotImplementedError
