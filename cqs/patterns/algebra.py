@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice, product, starmap
 from typing import NamedTuple
 
-from cqs.patterns.piece import FAR, Axis, Piece, meets, overlap, plain_piece, tidy
+from cqs.patterns.piece import FAR, Axis, Piece, overlap, plain_piece, tidy
 
 MAX_PIECES = 2**16
 """Most pieces of a bound pattern; a count of the whole pattern takes about 10 us per piece."""
@@ -46,6 +46,14 @@ def unite(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
     return kept + subtract(other, kept)
 
 
+def unite_all(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pairs of pieces that may overlap; each piece adds the pairs of no earlier one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        found = unite(found, tidy_all([piece]))
+    return found
+
+
 def tidy_all(pieces: Iterable[Piece]) -> list[Piece]:
     """Tidy every piece and drop empty ones.
 
@@ -72,7 +80,7 @@ def _check_pairs(number: int) -> None:
 
 
 def _intersect(one: Piece, other: Piece) -> list[Piece]:
-    if not _boxes_meet(one, other):
+    if not one.meets(other.queries.tokens, other.keys.tokens):
         return []
     if one.is_rectangle or (one.is_plain and not other.is_rectangle):
         one, other = other, one
@@ -107,16 +115,10 @@ def _with_equal_steps(piece: Piece) -> Piece:
 
 
 def _subtract(one: Piece, other: Piece) -> list[Piece]:
-    if not _boxes_meet(one, other):
+    if not one.meets(other.queries.tokens, other.keys.tokens):
         return [one]
     rests = [rest for rest in _complement(other, one) if rest.low <= rest.high]
     return [piece for rest in tidy_all(rests) for piece in _intersect(one, rest)]
-
-
-def _boxes_meet(one: Piece, other: Piece) -> bool:
-    return meets(one.queries.tokens, other.queries.tokens) and meets(
-        one.keys.tokens, other.keys.tokens
-    )
 
 
 def _complement(piece: Piece, universe: Piece) -> Iterator[Piece]:

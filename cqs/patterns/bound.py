@@ -107,10 +107,9 @@ class BoundPattern:
             keys: Key indices within the sequence, a range of step 1.
         """
         for piece in self.pieces:
-            if meets(queries, piece.queries.tokens) and meets(keys, piece.keys.tokens):
-                clipped = tidy(piece.within(queries, keys))
-                if clipped is not None:
-                    yield from views(clipped)
+            clipped = tidy(piece.within(queries, keys)) if piece.meets(queries, keys) else None
+            if clipped is not None:
+                yield from views(clipped)
         if self.blocks is not None:
             yield from self.blocks.views(queries, keys)
 

@@ -136,10 +136,8 @@ class _DeepSpeed(Pattern):
                 f"{self!r} requires self-attention, seqlen_q = seqlen_kv, got {tuple(lengths)}"
             )
         blocks = _BlockPieces(lengths, self.mode, **dict(self.parameters))
-        pieces: list[Piece] = []
-        for piece in as_list("the pattern's pieces", blocks.pieces(self.index), _MAX_LISTED):
-            pieces = algebra.unite(pieces, algebra.tidy_all([piece]))
-        bound = BoundPattern(*lengths, tuple(pieces))
+        pieces = as_list("the pattern's pieces", blocks.pieces(self.index), _MAX_LISTED)
+        bound = BoundPattern(*lengths, tuple(algebra.unite_all(pieces)))
         if not blocks.parameters.get("num_random_blocks"):
             return bound
         layout = blocks.random_layout(random.Random(self.seed), self.index)

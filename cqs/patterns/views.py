@@ -93,7 +93,6 @@ def cutting_methods(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Ite
     num_rows, num_columns = a_last - a + 1, b_last - b + 1
     seen = count_band(a, a_last + 1, b, b_last + 1, piece.low, piece.high) / num_rows
     is_banded = seen < num_columns
-    offsets_matter = piece.inner_low > 1 - rows.width or piece.inner_high < columns.width - 1
     offsets = min(columns.width, piece.inner_high - piece.inner_low + 1)
 
     yield num_rows * _tiles(rows.width) * (1 + seen * _tiles(columns.width)), _pairs_of_cells
@@ -102,7 +101,7 @@ def cutting_methods(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Ite
     slope = _TILE if is_banded else 0
     visited = min(num_columns, seen + slope)
     yield rows.width * _tiles(num_rows) * (1 + offsets * _tiles(visited)), _pairs_of_residues
-    if offsets_matter:
+    if piece.offsets_matter:
         return
     if rows.width == rows.step:
         visited = min(num_columns, seen + slope / columns.step)
