@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cqs.output_files import replace_file
 from cqs.plotting.colors import letter_color, task_colors
-from cqs.plotting.figures import new_axes, points_across
+from cqs.plotting.figures import new_axes, points_across, write_centred
 
 if TYPE_CHECKING:
     from cqs.executors.ray.report import RunReport, TaskReport
@@ -59,15 +59,8 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
             axes.barh(row, task.seconds, left=start, color=color)
             has_room = (len(name) + 0.5) * _NAME_POINTS <= task.seconds * points
             if has_room and len(rows) <= _NAMED:
-                axes.text(
-                    start + task.seconds / 2,
-                    row,
-                    name,
-                    ha="center",
-                    va="center",
-                    fontsize=_NAME_POINTS,
-                    color=letter_color(color),
-                )
+                style = {"fontsize": _NAME_POINTS, "color": letter_color(color)}
+                write_centred(axes, (start + task.seconds / 2, row), name, **style)
     return axes
 
 
