@@ -91,12 +91,8 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
             raise ValueError(f"mode must be one of {modes}, got {mode!r}")
         of_file = {} if mode in _CLASSES else {"num_random_blocks": 0}
         unread = _NOT_IN_FILES.get(mode, ())
+        given = of_file | {name: section[name] for name in section if name not in unread}
         mode = str(_CLASSES.get(mode, mode))
-        given = of_file | {
-            name: section[name]
-            for name in _PARAMETERS[mode]
-            if name in section and name not in unread
-        }
     else:
         names = [kind.__name__ for kind in type(config).__mro__ if kind.__name__ in _CLASSES]
         if not names:
