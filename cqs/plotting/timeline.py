@@ -38,12 +38,10 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
     rows = _tasks_by_process(report)
     axes = new_axes((9, min(1.6 + 0.25 * len(rows), 12))) if axes is None else axes
     colors = task_colors(max((task.index for task in report.tasks), default=0) + 1)
+    starts = [task.started - report.started for task in report.tasks]
     ends = [task.started + task.seconds - report.started for task in report.tasks]
     axes.set(
-        xlim=(
-            min([0.0, *(task.started - report.started for task in report.tasks)]),
-            max([report.seconds, *ends]),
-        ),
+        xlim=(min([0.0, *starts]), max([report.seconds, *ends])),
         ylim=(max(len(rows), 1) - 0.5, -0.5),
         xlabel="seconds since the call",
         ylabel="process",
