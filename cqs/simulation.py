@@ -237,8 +237,8 @@ def predict_quorums(
             (each.queries, each.keys, math.ceil(each.query_results), each.key_results)
             for each in needs
         ]
-        of_devices = [[head_parallel * number for number in each] for each in of_tasks]
-        needs = tuple(GroupNeeds(*each, float(num_tasks > 1), 1) for each in of_devices)
+        of_devices = ([head_parallel * number for number in each] for each in of_tasks)
+        needs = tuple(GroupNeeds(*[*each, float(num_tasks > 1), 1]) for each in of_devices)
 
     def bytes_of(needed: GroupNeeds) -> tuple[float, float]:
         """Return the bytes of inputs and of results that a device sends or receives at most."""
