@@ -9,7 +9,8 @@ have no such answer.
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, product, starmap
 
-from cqs.patterns.piece import FAR, Axis, Piece, overlap, plain_piece, tidy
+from cqs.patterns.piece import FAR, Axis, Piece, plain_piece, tidy
+from cqs.ranges import overlap
 
 MAX_PIECES = 2**16
 """Most pieces of a bound pattern; a count of the whole pattern takes about 10 us per piece."""

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.grid import Grid, Integers, check_num_blocks
-from cqs.patterns.piece import Axis, Piece, overlap
+from cqs.patterns.piece import Axis, Piece
 from cqs.patterns.runs import KeyRun, clip, key_runs
 from cqs.patterns.views import View
+from cqs.ranges import overlap
 
 _BITS_SET = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
 """Number of set bits of every byte, because ``np.bitwise_count`` requires NumPy 2."""

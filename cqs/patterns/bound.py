@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from cqs.patterns import algebra
 from cqs.patterns.block_list import BlockList, empty_list
 from cqs.patterns.grid import Grid
-from cqs.patterns.piece import Piece, meets, tidy
+from cqs.patterns.piece import Piece, tidy
 from cqs.patterns.runs import KeyRun, key_runs
 from cqs.patterns.views import View, views
+from cqs.ranges import meets
 from cqs.scheduler.arguments import to_integer
 from cqs.uncompiled import uncompiled
 

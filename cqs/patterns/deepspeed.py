@@ -19,8 +19,9 @@ from cqs.patterns.bound import BoundPattern, unite
 from cqs.patterns.grid import Integers, check_num_blocks
 from cqs.patterns.masks import bind_layout
 from cqs.patterns.pattern import Lengths, Pattern, per_head
-from cqs.patterns.piece import FAR, Axis, Piece, overlap
+from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.tokens import as_list
+from cqs.ranges import overlap
 from cqs.scheduler.arguments import as_bool, as_integer
 
 _COMMON: dict[str, Any] = {"block": 16, "different_layout_per_head": False}

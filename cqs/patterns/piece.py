@@ -22,6 +22,8 @@ are the same set written row by row.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from cqs.ranges import meets, overlap
+
 FAR = 2**62
 """Larger than every distance between two tokens; stands for no bound."""
 
@@ -206,16 +208,6 @@ def _count_below(a: int, a_stop: int, b: int, b_stop: int, bound: int) -> int:
 
 def _triangle(side: int) -> int:
     return side * (side + 1) // 2 if side > 0 else 0
-
-
-def meets(one: range, other: range) -> bool:
-    """Return whether two ranges of step 1 have a common token."""
-    return max(one.start, other.start) < min(one.stop, other.stop)
-
-
-def overlap(one: range, other: range) -> range:
-    """Return the common tokens of two ranges of step 1."""
-    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def tidy(piece: Piece) -> Piece | None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths, Pattern
-from cqs.patterns.piece import FAR, Axis, Piece, overlap
+from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.regular import bind_pieces, causal, sliding_window
+from cqs.ranges import overlap
 from cqs.scheduler.arguments import as_bool, as_integer, to_integer
 from cqs.uncompiled import uncompiled
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.piece import FAR, Axis, Piece, count_band, plain_piece, tidy
+from cqs.ranges import moved
 
 _TILE = 128
 """Queries and keys of a kernel's tile."""
@@ -40,7 +41,7 @@ class View(NamedTuple):
         queries, keys, low, high, bits = self
         apart = columns - rows
         low, high = (low if low <= -FAR else low + apart), (high if high >= FAR else high + apart)
-        return View(_moved(queries, rows), _moved(keys, columns), low, high, bits)
+        return View(moved(queries, rows), moved(keys, columns), low, high, bits)
 
     def to_mask(self) -> NDArray[np.bool_]:
         """Return a boolean array ``[len(queries), len(keys)]``, True where a query sees a key."""
@@ -176,10 +177,6 @@ def _pairs_of_cells(piece: Piece) -> Iterator[View]:
             found = tidy(plain_piece(queries, keys, *band))
             if found is not None:
                 yield View(found.queries.tokens, found.keys.tokens, *band)
-
-
-def _moved(tokens: range, by: int) -> range:
-    return range(tokens.start + by, tokens.stop + by, tokens.step)
 
 
 def _residue(axis: Axis, offset: int) -> range:

@@ -14,6 +14,7 @@ from cqs.plotting.figures import (
     save_figure,
     write_centred,
 )
+from cqs.ranges import overlap
 from cqs.scheduler import Block, Plan
 
 _SIZE = (7, 7)
@@ -161,11 +162,11 @@ def _count_live(plan: Plan, block: Block, rows: list[int], columns: list[int]) -
     queries, keys, _ = block
     counts = np.zeros((len(rows) - 1, len(columns) - 1), int)
     for i in range(bisect(rows, queries.start) - 1, bisect_left(rows, queries.stop)):
-        in_row = range(max(rows[i], queries.start), min(rows[i + 1], queries.stop))
+        in_row = overlap(range(rows[i], rows[i + 1]), queries)
         if not bound.count(in_row, keys):
             continue
         for j in range(bisect(columns, keys.start) - 1, bisect_left(columns, keys.stop)):
-            in_column = range(max(columns[j], keys.start), min(columns[j + 1], keys.stop))
+            in_column = overlap(range(columns[j], columns[j + 1]), keys)
             counts[i, j] = bound.count(in_row, in_column)
     return counts
 
