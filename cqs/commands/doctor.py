@@ -3,11 +3,11 @@
 import argparse
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 import cqs
+from cqs.report.rows import installed_versions
 from cqs.scheduler import load_interest_set
 from cqs.worker import BACKENDS, choose_backend
 
@@ -21,8 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the findings."""
-    print(f"cqs {cqs.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print(", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
+    found = installed_versions(_PACKAGES)
+    print(f"cqs {cqs.__version__}, Python {found['python']}, {platform.platform()}")
+    print(", ".join(f"{name} {found.get(name, 'not installed')}" for name in _PACKAGES))
     print(f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} PyTorch threads")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -40,13 +41,6 @@ def run(options: argparse.Namespace) -> None:
             print(f"  {name}:")
             for dtype in _DTYPES:
                 print(f"    {str(dtype).removeprefix('torch.')}: {_diagnose(name, dtype, device)}")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _diagnose(backend: str, dtype: torch.dtype, device: str) -> str:

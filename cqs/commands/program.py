@@ -50,9 +50,18 @@ def run_program(
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Results contain paths, which are bytes: invalid Unicode is printed unchanged.
         sys.stdout.reconfigure(errors="surrogateescape")
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog="\n".join(f"  {name:10}{summary}" for name, summary in summaries.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cqs {cqs.__version__}")
+    parser.add_argument("command", choices=summaries, metavar="command")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=f"see {program} command --help")
     try:
         try:
-            return _run_command(program, description, summaries, load, arguments)
+            return _run_command(parser, load, arguments)
         finally:
             print(end="", flush=True)  # not later: Python prints errors of its last flush
     except OSError as error:  # of the output: other errors are reported by _run_command
@@ -64,25 +73,11 @@ def run_program(
 
 
 def _run_command(
-    program: str,
-    description: str | None,
-    summaries: Mapping[str, str],
-    load: Callable[[str], Command],
-    arguments: list[str] | None,
+    parser: argparse.ArgumentParser, load: Callable[[str], Command], arguments: list[str] | None
 ) -> int:
     """Run one command; return its exit status unless the reader of the output has closed it."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=description,
-        epilog="\n".join(f"  {name:10}{summary}" for name, summary in summaries.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"cqs {cqs.__version__}")
-    parser.add_argument("command", choices=summaries, metavar="command")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help=f"see {program} command --help")
     chosen = parser.parse_args(arguments)
-
-    command, name = load(chosen.command), f"{program} {chosen.command}"
+    command, name = load(chosen.command), f"{parser.prog} {chosen.command}"
     parser = argparse.ArgumentParser(prog=name, description=command.description)
     command.add_arguments(parser)
     try:

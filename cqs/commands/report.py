@@ -185,25 +185,18 @@ def read_settings(
         ValueError: if a number is too small.
     """
     heads = default.num_heads if options.heads is None else options.heads
-    numbers = {
-        "seqlen": tokens,
-        "heads": heads,
-        "kv-heads": heads if options.kv_heads is None else options.kv_heads,
-        "head-dim": default.head_dim if options.head_dim is None else options.head_dim,
-        "repeats": options.repeats,
-    }
-    for name, number in numbers.items():
-        as_integer(f"--{name}", number, 1)
+    kv_heads = heads if options.kv_heads is None else options.kv_heads
+    head_dim = default.head_dim if options.head_dim is None else options.head_dim
     return Settings(
         executor=executor,
-        tokens=tokens,
-        num_heads=heads,
-        num_kv_heads=numbers["kv-heads"],
-        head_dim=numbers["head-dim"],
+        tokens=as_integer("--seqlen", tokens, 1),
+        num_heads=as_integer("--heads", heads, 1),
+        num_kv_heads=as_integer("--kv-heads", kv_heads, 1),
+        head_dim=as_integer("--head-dim", head_dim, 1),
         dtype=options.dtype or default.dtype,
         is_causal=options.causal,
         pattern=options.pattern,
-        repeats=options.repeats,
+        repeats=as_integer("--repeats", options.repeats, 1),
         seed=as_integer("--seed", options.seed, 0),
     )
 

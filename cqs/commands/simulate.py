@@ -160,26 +160,23 @@ def read_machine(options: argparse.Namespace, machine: Machine) -> Machine:
         options: The parsed options.
         machine: Values for options that are not given.
     """
-    given = {
-        "rate": _scaled(options.rate, 1e12),
-        "backward_rate": _scaled(options.backward_rate, 1e12),
-        "per_row": _scaled(options.per_row, 1e-9),
-        "bandwidth": _scaled(options.link, 1e9),
-        "latency": _scaled(options.latency, 1e-6),
-        "devices_per_node": options.devices_per_node,
-        "between": _scaled(options.between, 1e9),
+    numbers = {
+        "rate": (options.rate, 1e12),
+        "backward_rate": (options.backward_rate, 1e12),
+        "per_row": (options.per_row, 1e-9),
+        "bandwidth": (options.link, 1e9),
+        "latency": (options.latency, 1e-6),
+        "devices_per_node": (options.devices_per_node, 1),
+        "between": (options.between, 1e9),
     }
+    given = {name: number * unit for name, (number, unit) in numbers.items() if number is not None}
     if options.rate and options.backward_rate is None:
         given["backward_rate"] = 0.7 * given["rate"]
     if options.between is not None and options.devices_per_node is None:
         raise ValueError("--devices-per-node must be given with --between, got none")
     if options.devices_per_node is not None and options.between is None:
         given["between"] = 1e9 * _LINKS["ib"]
-    return replace(machine, **{name: each for name, each in given.items() if each is not None})
-
-
-def _scaled(number: float | None, unit: float) -> float | None:
-    return None if number is None else number * unit
+    return replace(machine, **given)
 
 
 def _link(text: str) -> float:

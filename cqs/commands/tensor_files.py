@@ -62,21 +62,15 @@ def create_tensor(
     target: str, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """Give a tensor to fill that is mapped to a new file; see :func:`create_file`."""
-    mapped: np.ndarray
+    num_bytes = math.prod(shape) * dtype.itemsize
     with create_file(target, name, shape, dtype) as path:
-        if target.endswith(".npy"):
-            mapped = np.lib.format.open_memmap(path, "r+")
-            tensor = torch.from_numpy(mapped)
-        else:
-            num_bytes = math.prod(shape) * dtype.itemsize
-            offset = os.path.getsize(path) - num_bytes
-            mapped = np.empty(0, np.uint8)
-            if num_bytes:
-                mapped = np.memmap(path, np.uint8, "r+", offset=offset, shape=(num_bytes,))
-            tensor = torch.from_numpy(mapped).view(dtype).reshape(shape)
-        yield tensor
-        if isinstance(mapped, np.memmap):
-            mapped.flush()
+        if not num_bytes:  # an empty range cannot be mapped
+            yield torch.empty(shape, dtype=dtype)
+            return
+        offset = os.path.getsize(path) - num_bytes  # files of both kinds end with the data
+        mapped = np.memmap(path, np.uint8, "r+", offset=offset, shape=(num_bytes,))
+        yield torch.from_numpy(mapped).view(dtype).reshape(shape)
+        mapped.flush()
 
 
 @contextmanager

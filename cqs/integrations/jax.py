@@ -93,15 +93,10 @@ def attention(
         local_window_size = (local_window_size, local_window_size)
     if isinstance(scale, np.generic | jax.Array):
         scale = scale.item()
-    options = _Options(
-        bool(is_causal),
-        local_window_size,
-        pattern,
-        scale,
-        num_tasks,
-        backend,
-        executor,
+    compute = partial(
+        cqs.api.attention, scale=scale, num_tasks=num_tasks, backend=backend, executor=executor
     )
+    options = _Options(compute, bool(is_causal), local_window_size, pattern)
     query, key, value = map(jnp.asarray, (query, key, value))
     has_batch = query.ndim > 3
     if not has_batch:
@@ -119,13 +114,11 @@ def attention(
 class _Options:
     """The static arguments of a call, which JAX does not trace."""
 
+    compute: Callable[..., Any]
+    """:func:`cqs.attention` with the options that do not affect the mask."""
     is_causal: bool
     window: tuple[int, int] | None
     pattern: Pattern | None
-    scale: float | None
-    num_tasks: int | None
-    backend: str | None
-    executor: "str | Cluster | None"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *limits: Any) -> Tensor:
         """Compute attention.
@@ -141,16 +134,8 @@ class _Options:
         """
         pattern = self._pattern(query.shape[1], key.shape[1], *limits)
         by_head = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        output: Any = cqs.api.attention(
-            *by_head,
-            pattern=pattern,
-            scale=self.scale,
-            num_tasks=self.num_tasks,
-            backend=self.backend,
-            executor=self.executor,
-        )
-        contiguous: Tensor = output.transpose(1, 2).contiguous()
-        return contiguous
+        output: Tensor = self.compute(*by_head, pattern=pattern)
+        return output.transpose(1, 2).contiguous()
 
     def backward(
         self, query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, *limits: Any

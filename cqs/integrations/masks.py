@@ -29,6 +29,7 @@ from cqs.patterns import (
 from cqs.patterns.masks import as_array
 from cqs.patterns.pattern import Lengths
 from cqs.patterns.regular import bind_pieces
+from cqs.ranges import moved
 
 
 def of_function(
@@ -217,8 +218,7 @@ class Stacked(Pattern):
 
 
 def _moved(axis: Axis, by: int) -> Axis:
-    tokens = range(axis.tokens.start + by, axis.tokens.stop + by)
-    return axis._replace(tokens=tokens, origin=axis.origin + by)
+    return axis._replace(tokens=moved(axis.tokens, by), origin=axis.origin + by)
 
 
 def of_group(

@@ -1,5 +1,7 @@
 """A transformer block with context and tensor parallelism over two axes of a device mesh."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,8 +89,9 @@ class HybridTransformerBlock(nn.Module):
         super().__init__()
         check_mesh(mesh)
         self.hidden_size, self.mesh = hidden_size, mesh
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention_norm, self.feed_forward_norm = (
-            nn.RMSNorm(hidden_size, norm_eps, device=device, dtype=dtype) for _ in range(2)
+            nn.RMSNorm(hidden_size, norm_eps, **placement) for _ in range(2)
         )
         self.attention = SelfAttention(
             hidden_size,
@@ -99,12 +102,9 @@ class HybridTransformerBlock(nn.Module):
             rope_theta=rope_theta,
             head_parallel=head_parallel,
             mesh=mesh,
-            device=device,
-            dtype=dtype,
+            **placement,
         )
-        self.feed_forward = FeedForward(
-            hidden_size, feed_forward_size, mesh=mesh, device=device, dtype=dtype
-        )
+        self.feed_forward = FeedForward(hidden_size, feed_forward_size, mesh=mesh, **placement)
         if mesh is not None:
             norm = SequenceParallel(use_local_output=True)
             parallelize_module(

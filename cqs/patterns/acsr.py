@@ -96,20 +96,17 @@ class _Rows(Pattern):
 
 def _as_pieces(rows: list[_Progression]) -> Iterator[Piece]:
     """Yield one piece for each longest run of rows that a single piece can represent."""
-    first = previous = None
+    run: list[_Progression] = []
     rules: set[str] = set()
-    for row in rows:
-        if first and previous and row.query == previous.query + 1:
-            fewer = rules & _rules(first, row)
-            if _suffice(fewer):
-                previous, rules = row, fewer
-                continue
-        if first and previous:
-            yield _as_piece(first, previous, rules)
-        first = previous = row if row.num_keys else None
-        rules = _rules(row, row)
-    if first and previous:
-        yield _as_piece(first, previous, rules)
+    for row in [*rows, _Progression(len(rows), 0, 1, 0)]:  # a row without keys ends the last run
+        fewer = rules & _rules(run[0], row) if run else rules
+        if _suffice(fewer):
+            rules = fewer
+            run.append(row)
+            continue
+        if run:
+            yield _as_piece(run[0], run[-1], rules)
+        run, rules = [row] if row.num_keys else [], _rules(row, row)
 
 
 def _rules(first: _Progression, row: _Progression) -> set[str]:
@@ -117,26 +114,23 @@ def _rules(first: _Progression, row: _Progression) -> set[str]:
 
     In a diagonal run, the first and the last key each advance by one per row or stay in one cell.
     """
-    if row.step != first.step or not row.num_keys:
+    step, moved = row.step, row.query - first.query
+    if step != first.step or not row.num_keys:
         return set()
-    rules = {"constant"} if row[1:] == first[1:] else set()
-    moved = row.query - first.query
-    if (row.start - first.start - moved) % row.step == 0:
-        for edge, here, there in (
-            ("start", row.start, first.start),
-            ("last", row.last, first.last),
-        ):
-            rules |= {f"{edge} advances"} if here - there == moved else set()
-            rules |= {f"{edge} is constant"} if here // row.step == there // row.step else set()
-    return rules
+    is_diagonal = (row.start - first.start - moved) % step == 0
+    found = {
+        "constant": row[1:] == first[1:],
+        "start advances": is_diagonal and row.start - first.start == moved,
+        "start is constant": is_diagonal and row.start // step == first.start // step,
+        "last advances": is_diagonal and row.last - first.last == moved,
+        "last is constant": is_diagonal and row.last // step == first.last // step,
+    }
+    return {rule for rule, holds in found.items() if holds}
 
 
 def _suffice(rules: set[str]) -> bool:
-    diagonal = rules & {"start advances", "start is constant"} and rules & {
-        "last advances",
-        "last is constant",
-    }
-    return "constant" in rules or bool(diagonal)
+    edges = {rule.partition(" ")[0] for rule in rules}
+    return "constant" in edges or edges >= {"start", "last"}
 
 
 def _as_piece(first: _Progression, final: _Progression, rules: set[str]) -> Piece:

@@ -8,9 +8,9 @@ have no such answer.
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, product, starmap
-from typing import NamedTuple
 
-from cqs.patterns.piece import FAR, Axis, Piece, meets, overlap, plain_piece, tidy
+from cqs.patterns.piece import FAR, Axis, Piece, plain_piece, tidy
+from cqs.ranges import overlap
 
 MAX_PIECES = 2**16
 """Most pieces of a bound pattern; a count of the whole pattern takes about 10 us per piece."""
@@ -46,6 +46,14 @@ def unite(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
     return kept + subtract(other, kept)
 
 
+def unite_all(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pairs of pieces that may overlap; each piece adds the pairs of no earlier one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        found = unite(found, tidy_all([piece]))
+    return found
+
+
 def tidy_all(pieces: Iterable[Piece]) -> list[Piece]:
     """Tidy every piece and drop empty ones.
 
@@ -72,7 +80,7 @@ def _check_pairs(number: int) -> None:
 
 
 def _intersect(one: Piece, other: Piece) -> list[Piece]:
-    if not _boxes_meet(one, other):
+    if not one.meets(other.queries.tokens, other.keys.tokens):
         return []
     if one.is_rectangle or (one.is_plain and not other.is_rectangle):
         one, other = other, one
@@ -107,16 +115,10 @@ def _with_equal_steps(piece: Piece) -> Piece:
 
 
 def _subtract(one: Piece, other: Piece) -> list[Piece]:
-    if not _boxes_meet(one, other):
+    if not one.meets(other.queries.tokens, other.keys.tokens):
         return [one]
     rests = [rest for rest in _complement(other, one) if rest.low <= rest.high]
     return [piece for rest in tidy_all(rests) for piece in _intersect(one, rest)]
-
-
-def _boxes_meet(one: Piece, other: Piece) -> bool:
-    return meets(one.queries.tokens, other.queries.tokens) and meets(
-        one.keys.tokens, other.keys.tokens
-    )
 
 
 def _complement(piece: Piece, universe: Piece) -> Iterator[Piece]:
@@ -143,46 +145,32 @@ def _gaps(axis: Axis) -> Axis:
     return axis._replace(origin=axis.origin + axis.width, width=axis.step - axis.width)
 
 
-class _Common(NamedTuple):
-    """The overlap of the cells of two axes with equal steps, and its numbering in both axes."""
-
-    axis: Axis
-    """The common cells, numbered as in the first axis."""
-    cell_shift: int
-    """Number of a cell in the second axis minus its number in ``axis``."""
-    offsets: tuple[int, int]
-    """Offset of a token in the first and in the second axis, each minus its offset in ``axis``."""
-
-
-def _common_cells(one: Axis, other: Axis) -> Iterator[_Common]:
+def _common_cells(one: Axis, other: Axis) -> Iterator[Axis]:
     """Cut the tokens common to two axes of one step into at most two axes."""
     tokens = overlap(one.tokens, other.tokens)
-    cells, ahead = divmod(other.origin - one.origin, one.step)
+    ahead = (other.origin - one.origin) % one.step
     if (width := min(one.width - ahead, other.width)) > 0:
-        yield _Common(Axis(tokens, one.origin + ahead, one.step, width), -cells, (ahead, 0))
-    behind = one.step - ahead
-    if (width := min(one.width, other.width - behind)) > 0:
-        yield _Common(Axis(tokens, one.origin, one.step, width), -cells - 1, (0, behind))
+        yield Axis(tokens, one.origin + ahead, one.step, width)
+    if (width := min(one.width, other.width - one.step + ahead)) > 0:
+        yield Axis(tokens, one.origin, one.step, width)
+
+
+def _bands_on(piece: Piece, queries: Axis, keys: Axis) -> tuple[int, int, int, int]:
+    """Return both bands of a piece in the numbering of axes that hold parts of its cells."""
+    a, u = divmod(queries.origin - piece.queries.origin, piece.queries.step)
+    b, v = divmod(keys.origin - piece.keys.origin, piece.keys.step)
+    _, _, low, high, inner_low, inner_high = piece
+    return low + a - b, high + a - b, inner_low + u - v, inner_high + u - v
 
 
 def _intersect_cells(one: Piece, other: Piece) -> Iterator[Piece]:
     """Intersect two pieces of equal steps: at most four pairs of axes, each with two bands."""
-    key_axes = tuple(_common_cells(one.keys, other.keys))
-    for queries in _common_cells(one.queries, other.queries):
-        for keys in key_axes:
-            shift = queries.cell_shift - keys.cell_shift
-            first, second = (
-                of_query - of_key
-                for of_query, of_key in zip(queries.offsets, keys.offsets, strict=True)
-            )
-            yield Piece(
-                queries.axis,
-                keys.axis,
-                max(one.low, other.low + shift),
-                min(one.high, other.high + shift),
-                max(one.inner_low + first, other.inner_low + second),
-                min(one.inner_high + first, other.inner_high + second),
-            )
+    axes = _common_cells(one.queries, other.queries), _common_cells(one.keys, other.keys)
+    for queries, keys in product(*axes):
+        first, second = _bands_on(one, queries, keys), _bands_on(other, queries, keys)
+        low, inner_low = map(max, first[::2], second[::2])
+        high, inner_high = map(min, first[1::2], second[1::2])
+        yield Piece(queries, keys, low, high, inner_low, inner_high)
 
 
 def _in_cells_of(cells: Piece, band: Piece) -> Iterator[Piece]:

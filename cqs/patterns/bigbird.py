@@ -12,7 +12,7 @@ from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.grid import Grid, Integers, check_num_blocks
 from cqs.patterns.pattern import Lengths, Pattern
-from cqs.patterns.piece import FAR, Piece
+from cqs.patterns.piece import Piece
 
 Words = NDArray[np.uint64]
 
@@ -67,13 +67,9 @@ class _BigBird(Pattern):
     def _bind(self, lengths: Lengths) -> BoundPattern:
         queries, keys = lengths.queries(step=self.block), lengths.keys(step=self.block)
         side = self.window_blocks // 2 if self.window_blocks else -1
-        first_columns = keys.within_cells(0, self.global_blocks - 1)
-        first_rows = queries.within_cells(0, self.global_blocks - 1)
-        wholly = algebra.unite(
-            algebra.tidy_all([Piece(queries, keys, -side, side)]),
-            algebra.tidy_all([Piece(queries, first_columns)]),
-        )
-        pieces = algebra.unite(wholly, algebra.tidy_all([Piece(first_rows, keys, -FAR, FAR)]))
+        columns = Piece(queries, keys.within_cells(0, self.global_blocks - 1))
+        rows = Piece(queries.within_cells(0, self.global_blocks - 1), keys)
+        pieces = algebra.unite_all([Piece(queries, keys, -side, side), columns, rows])
         return BoundPattern(*lengths, tuple(pieces), self._random_blocks(lengths, side))
 
     def _random_blocks(self, lengths: Lengths, side: int) -> BlockList:
@@ -95,11 +91,7 @@ class _BigBird(Pattern):
         return BlockList.full(grid, np.sort(ids[drawn >= 0]))
 
     def __repr__(self) -> str:
-        return (
-            f"bigbird(block={self.block}, window_blocks={self.window_blocks}, "
-            f"global_blocks={self.global_blocks}, random_blocks={self.random_blocks}, "
-            f"seed={self.seed})"
-        )
+        return f"bigbird({', '.join(f'{name}={each}' for name, each in vars(self).items())})"
 
 
 def _draw(rows: Integers, choices: Integers, number: int, seed: int) -> Integers:

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.grid import Grid, Integers, check_num_blocks
-from cqs.patterns.piece import Axis, Piece, overlap
+from cqs.patterns.piece import Axis, Piece
 from cqs.patterns.runs import KeyRun, clip, key_runs
 from cqs.patterns.views import View
+from cqs.ranges import overlap
 
 _BITS_SET = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
 """Number of set bits of every byte, because ``np.bitwise_count`` requires NumPy 2."""
@@ -45,19 +46,23 @@ class BlockList:
         return cls(grid, ids, np.full(len(ids), -1), _no_bits(grid))
 
     @classmethod
-    def from_bits(cls, grid: Grid, ids: Integers, bits: NDArray[np.uint8]) -> "BlockList":
+    def from_bits(
+        cls, grid: Grid, ids: Integers, bits: NDArray[np.uint8], full: Integers | None = None
+    ) -> "BlockList":
         """Return the list of blocks with given masks; empty blocks are removed.
 
         Args:
             grid: The grid of the list.
             ids: Ids of the blocks, ascending, ``[num_blocks]``.
             bits: Masks of the blocks, ``[num_blocks, block, ceil(block / 8)]``, as in :attr:`bits`.
+            full: Ids of further blocks, which are full.
         """
         counts = _count_bits(bits)
         partial = (counts > 0) & (counts < grid.areas(ids))
         index = np.where(partial, np.cumsum(partial) - 1, -1)
         live = counts > 0
-        return cls(grid, ids[live], index[live], bits[partial])
+        found = cls(grid, ids[live], index[live], bits[partial])
+        return found if full is None else _concatenate([cls.full(grid, full), found]).sorted()
 
     @classmethod
     def from_strips(cls, grid: Grid, strip: Callable[[range], NDArray[np.bool_]]) -> "BlockList":
@@ -112,10 +117,7 @@ class BlockList:
                 live = piece.allows(rows[:, None], columns)
                 mask[first : first + len(queries), : len(keys)] |= live
             bits[i] = np.packbits(mask, axis=-1)
-        index = np.full(len(ids), -1)
-        index[partial] = np.arange(len(partial))
-        live = counts > 0
-        return cls(grid, ids[live], index[live], bits)
+        return cls.from_bits(grid, ids[partial], bits, ids[counts == grid.areas(ids)])
 
     def __post_init__(self) -> None:
         """Make the arrays read-only, because lists are shared and compared by value."""
@@ -281,8 +283,7 @@ class BlockList:
                 int(blocks[part]), range(first, last), range(key_first, key_last)
             )
             packed[:] = np.packbits(live, axis=-1)
-        cut = BlockList.from_bits(grid, ids[~is_full], bits)
-        return _concatenate([BlockList.full(grid, ids[is_full]), cut]).sorted()
+        return BlockList.from_bits(grid, ids[~is_full], bits, ids[is_full])
 
     def _overlaps(self, grid: Grid) -> tuple[Integers, ...]:
         """List the overlaps of these blocks with the blocks of another grid.
@@ -349,8 +350,7 @@ class BlockList:
         whole = operation(live, other_live ^ invert) & ~partial
         left, right = self._packed(ids[partial]), other._packed(ids[partial])
         bits = operation(left, ~right if invert else right)
-        mixed = BlockList.from_bits(self.grid, ids[partial], bits)
-        return _concatenate([BlockList.full(self.grid, ids[whole]), mixed]).sorted()
+        return BlockList.from_bits(self.grid, ids[partial], bits, ids[whole])
 
     def sorted(self) -> "BlockList":
         """Return the list with ascending ids."""

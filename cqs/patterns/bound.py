@@ -12,9 +12,10 @@ from cqs.arguments import to_integer
 from cqs.patterns import algebra
 from cqs.patterns.block_list import BlockList, empty_list
 from cqs.patterns.grid import Grid
-from cqs.patterns.piece import Piece, meets, tidy
+from cqs.patterns.piece import Piece, tidy
 from cqs.patterns.runs import KeyRun, key_runs
 from cqs.patterns.views import View, views
+from cqs.ranges import meets
 from cqs.uncompiled import uncompiled
 
 _FEW_PIECES = 16
@@ -107,10 +108,9 @@ class BoundPattern:
             keys: Key indices within the sequence, a range of step 1.
         """
         for piece in self.pieces:
-            if meets(queries, piece.queries.tokens) and meets(keys, piece.keys.tokens):
-                clipped = tidy(piece.within(queries, keys))
-                if clipped is not None:
-                    yield from views(clipped)
+            clipped = tidy(piece.within(queries, keys)) if piece.meets(queries, keys) else None
+            if clipped is not None:
+                yield from views(clipped)
         if self.blocks is not None:
             yield from self.blocks.views(queries, keys)
 

@@ -20,8 +20,9 @@ from cqs.patterns.bound import BoundPattern, unite
 from cqs.patterns.grid import Integers, check_num_blocks
 from cqs.patterns.masks import bind_layout
 from cqs.patterns.pattern import Lengths, Pattern, per_head
-from cqs.patterns.piece import FAR, Axis, Piece, overlap
+from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.tokens import as_list
+from cqs.ranges import overlap
 
 _COMMON: dict[str, Any] = {"block": 16, "different_layout_per_head": False}
 _GLOBAL: dict[str, Any] = {"global_block_indices": (0,), "global_block_end_indices": None}
@@ -91,12 +92,8 @@ def from_deepspeed(config: Any, num_heads: int | None = None, seed: int = 0) -> 
             raise ValueError(f"mode must be one of {modes}, got {mode!r}")
         of_file = {} if mode in _CLASSES else {"num_random_blocks": 0}
         unread = _NOT_IN_FILES.get(mode, ())
+        given = of_file | {name: section[name] for name in section if name not in unread}
         mode = str(_CLASSES.get(mode, mode))
-        given = of_file | {
-            name: section[name]
-            for name in _PARAMETERS[mode]
-            if name in section and name not in unread
-        }
     else:
         names = [kind.__name__ for kind in type(config).__mro__ if kind.__name__ in _CLASSES]
         if not names:
@@ -136,10 +133,8 @@ class _DeepSpeed(Pattern):
                 f"{self!r} requires self-attention, seqlen_q = seqlen_kv, got {tuple(lengths)}"
             )
         blocks = _BlockPieces(lengths, self.mode, **dict(self.parameters))
-        pieces: list[Piece] = []
-        for piece in as_list("the pattern's pieces", blocks.pieces(self.index), _MAX_LISTED):
-            pieces = algebra.unite(pieces, algebra.tidy_all([piece]))
-        bound = BoundPattern(*lengths, tuple(pieces))
+        pieces = as_list("the pattern's pieces", blocks.pieces(self.index), _MAX_LISTED)
+        bound = BoundPattern(*lengths, tuple(algebra.unite_all(pieces)))
         if not blocks.parameters.get("num_random_blocks"):
             return bound
         layout = blocks.random_layout(random.Random(self.seed), self.index)
@@ -185,7 +180,7 @@ class _BlockPieces:
                 yield from self._global(*run)
         else:
             side = self.parameters["num_sliding_window_blocks"] // 2
-            yield self._cells(1, low=-side, high=0 if self.is_causal else side)
+            yield Piece(self._rows(1), self._columns(1), -side, 0 if self.is_causal else side)
             for start, stop in self._global_runs():
                 for axes in ((0, self.num_blocks, start, stop), (start, stop, 0, self.num_blocks)):
                     yield from self._past(self._rectangle(*axes))
@@ -213,9 +208,8 @@ class _BlockPieces:
         if self.is_causal:
             rows = ((row, 1, row + 1) for row in range(min(size, stop - start)))
         for row, height, width in rows:
-            piece = self._cells(size, start + row, height, start, width, low=0, high=0)
-            queries, keys = (self._clip(axis, start, stop) for axis in (piece.queries, piece.keys))
-            yield piece._replace(queries=queries, keys=keys)
+            queries = self._clip(self._rows(size, start + row, height), start, stop)
+            yield Piece(queries, self._clip(self._columns(size, start, width), start, stop), 0, 0)
 
     def _summaries(self, size: int, head: int) -> Iterator[Piece]:
         """Yield the global columns: the last blocks of each group, or earlier ones by head."""
@@ -223,11 +217,11 @@ class _BlockPieces:
         first = size - (1 + head % self.parameters["num_different_global_patterns"]) * width
         whole = self.num_blocks - self.num_blocks % size
         high = 0 if self.is_causal else FAR
-        columns = self._cells(size, first, size, first, width, high=high)
-        yield columns._replace(keys=self._clip(columns.keys, 0, whole))
+        columns = self._clip(self._columns(size, first, width), 0, whole)
+        yield Piece(self._rows(size, first), columns, high=high)
         if self.parameters["horizontal_global_attention"]:
-            rows = self._cells(size, first, width, 0, size)
-            yield rows._replace(queries=self._clip(rows.queries, 0, whole))
+            rows = self._clip(self._rows(size, first, width), 0, whole)
+            yield Piece(rows, self._columns(size))
         if whole < self.num_blocks:
             start = min(whole + first, self.num_blocks - width)
             yield from self._global(*self._sliced(start, start + width))
@@ -260,35 +254,18 @@ class _BlockPieces:
         """Return first block and last + 1 of a slice of the blocks."""
         return slice(start, stop).indices(self.num_blocks)[:2]
 
-    def _cells(
-        self,
-        size: int,
-        row: int = 0,
-        height: int | None = None,
-        column: int = 0,
-        width: int | None = None,
-        low: int = -FAR,
-        high: int = FAR,
-    ) -> Piece:
-        """Return a piece with one cell every ``size`` blocks.
+    def _rows(self, size: int, first: int = 0, height: int | None = None) -> Axis:
+        """Return the queries in cells of ``height`` blocks, ``size`` apart, from block ``first``.
 
-        Args:
-            size: Distance between cells, in blocks.
-            row: First row of the first query cell, in blocks.
-            height: Rows of a query cell, in blocks; ``None`` means ``size``.
-            column: First column of the first key cell, in blocks.
-            width: Columns of a key cell, in blocks; ``None`` means ``size``.
-            low: Least difference between key cell and query cell.
-            high: Largest difference between key cell and query cell.
+        ``None`` means cells without gaps.
         """
-        block = self.block
-        height, width = (size if each is None else each for each in (height, width))
-        return Piece(
-            self.lengths.queries(row * block, size * block, height * block),
-            self.lengths.keys(column * block, size * block, width * block),
-            low,
-            high,
-        )
+        sizes = first, size, size if height is None else height
+        return self.lengths.queries(*(self.block * each for each in sizes))
+
+    def _columns(self, size: int, first: int = 0, width: int | None = None) -> Axis:
+        """Return the keys in cells of ``width`` blocks, as :meth:`_rows` returns queries."""
+        sizes = first, size, size if width is None else width
+        return self.lengths.keys(*(self.block * each for each in sizes))
 
     def _rectangle(self, row: int, row_stop: int, column: int, column_stop: int) -> Piece:
         queries, keys = self.lengths.queries(), self.lengths.keys()
@@ -302,7 +279,7 @@ class _BlockPieces:
         """Remove blocks above the diagonal if the attention is unidirectional."""
         if not self.is_causal:
             return [piece]
-        past = algebra.tidy_all([self._cells(1, high=0)])
+        past = algebra.tidy_all([Piece(self._rows(1), self._columns(1), high=0)])
         return algebra.intersect(algebra.tidy_all([piece]), past)
 
     def _need(self, name: str) -> None:

@@ -219,8 +219,8 @@ def _gather(grid: Grid, rows: Integers, columns: Integers, block: int) -> BlockL
     live[place, rows % times, columns % times] = True
     whole = live.all(axis=(1, 2))
     bits = np.packbits(live[~whole].repeat(block, axis=2), axis=-1).repeat(block, axis=1)
-    cut = BlockList.from_bits(grid, ids[~whole], bits & grid.full_bits(ids[~whole]))
-    return cut.combine(BlockList.full(grid, ids[whole]), np.bitwise_or)
+    bits &= grid.full_bits(ids[~whole])
+    return BlockList.from_bits(grid, ids[~whole], bits, ids[whole])
 
 
 def listed_blocks(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:

@@ -22,6 +22,8 @@ are the same set written row by row.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from cqs.ranges import meets, overlap
+
 FAR = 2**62
 """Larger than every distance between two tokens; stands for no bound."""
 
@@ -43,37 +45,32 @@ class Axis(NamedTuple):
     """Tokens of a cell, at most ``step``."""
 
     def cells(self) -> tuple[int, int]:
-        """Return the cells of the first and of the last token; the axis must not be empty."""
+        """Return the cells of the first and of the last token."""
         first = (self.tokens.start - self.origin) // self.step
         return first, (self.tokens.stop - 1 - self.origin) // self.step
 
     def segments(self, tokens: range) -> Iterator[tuple[int, int, int, int]]:
-        """Cut the axis within ``tokens`` into at most three products of cells and offsets.
+        """Cut some tokens of the axis into at most three products of cells and offsets.
+
+        Args:
+            tokens: A part of :attr:`tokens`, not empty.
 
         Yields:
             First cell, last cell + 1, first offset, last offset + 1. No product is empty.
         """
-        start, stop = max(tokens.start, self.tokens.start), min(tokens.stop, self.tokens.stop)
-        if start >= stop:
-            return
-        if self.step == 1:
-            yield start - self.origin, stop - self.origin, 0, 1
-            return
-        first, begin = divmod(start - self.origin, self.step)
-        last, end = divmod(stop - self.origin, self.step)
-        end = min(end, self.width)
+        first, begin = divmod(tokens.start - self.origin, self.step)
+        last, end = divmod(tokens.stop - self.origin, self.step)
+        whole = first + (begin > 0)
+        products = [
+            (first, whole, begin, self.width),
+            (whole, last, 0, self.width),
+            (last, last + 1, 0, min(end, self.width)),
+        ]
         if first == last:
-            if begin < end:
-                yield first, first + 1, begin, end
-            return
-        if begin:
-            if begin < self.width:
-                yield first, first + 1, begin, self.width
-            first += 1
-        if first < last:
-            yield first, last, 0, self.width
-        if end:
-            yield last, last + 1, 0, end
+            products = [(first, first + 1, begin, min(end, self.width))]
+        for cell, cell_stop, offset, offset_stop in products:
+            if cell < cell_stop and offset < offset_stop:
+                yield cell, cell_stop, offset, offset_stop
 
     def trimmed(self) -> "Axis":
         """Return the axis without tokens at both ends that are in no cell."""
@@ -119,19 +116,30 @@ class Piece(NamedTuple):
         nearest, farthest = keys.start - queries.stop + 1, keys.stop - 1 - queries.start
         return self.low <= nearest and farthest <= self.high
 
+    @property
+    def offsets_matter(self) -> bool:
+        """Whether only some queries of a cell see a given key offset."""
+        return self.inner_low > 1 - self.queries.width or self.inner_high < self.keys.width - 1
+
+    def meets(self, queries: range, keys: range) -> bool:
+        """Return whether a rectangle has tokens of both axes."""
+        return meets(queries, self.queries.tokens) and meets(keys, self.keys.tokens)
+
     def count_pairs(self, queries: range, keys: range) -> int:
         """Return the number of pairs within a rectangle, in constant time."""
-        if not (meets(queries, self.queries.tokens) and meets(keys, self.keys.tokens)):
+        rows, columns = self.queries, self.keys
+        queries, keys = overlap(queries, rows.tokens), overlap(keys, columns.tokens)
+        if not (queries and keys):
             return 0
         if self.is_plain:
-            ((a, a_stop, _, _),) = self.queries.segments(queries)
-            ((b, b_stop, _, _),) = self.keys.segments(keys)
-            return count_band(a, a_stop, b, b_stop, self.low, self.high)
-        key_segments = tuple(self.keys.segments(keys))
+            a, b = rows.origin, columns.origin
+            edges = queries.start - a, queries.stop - a, keys.start - b, keys.stop - b
+            return count_band(*edges, self.low, self.high)
+        key_segments = tuple(columns.segments(keys))
         return sum(
             count_band(a, a_stop, b, b_stop, self.low, self.high)
             * count_band(u, u_stop, v, v_stop, self.inner_low, self.inner_high)
-            for a, a_stop, u, u_stop in self.queries.segments(queries)
+            for a, a_stop, u, u_stop in rows.segments(queries)
             for b, b_stop, v, v_stop in key_segments
         )
 
@@ -202,35 +210,19 @@ def _triangle(side: int) -> int:
     return side * (side + 1) // 2 if side > 0 else 0
 
 
-def meets(one: range, other: range) -> bool:
-    """Return whether two ranges of step 1 have a common token."""
-    return max(one.start, other.start) < min(one.stop, other.stop)
-
-
-def overlap(one: range, other: range) -> range:
-    """Return the common tokens of two ranges of step 1."""
-    return range(max(one.start, other.start), min(one.stop, other.stop))
-
-
 def tidy(piece: Piece) -> Piece | None:
     """Return the same set with tight ranges and bands; None if it is empty.
 
     A piece is returned as a plain piece if possible. Otherwise its cells are numbered from 0.
     """
     queries, keys = piece.queries.trimmed(), piece.keys.trimmed()
-    if not (queries.tokens and keys.tokens):
-        return None
     first, last = keys.cells()
     queries = queries.within_cells(first - piece.high, last - piece.low)
-    if not queries.tokens:
-        return None
     first, last = queries.cells()
     keys = keys.within_cells(first + piece.low, last + piece.high)
-    if not keys.tokens:
-        return None
     inner_low = max(piece.inner_low, 1 - queries.width)
     inner_high = min(piece.inner_high, keys.width - 1)
-    if inner_low > inner_high:
+    if not (queries.tokens and keys.tokens) or inner_low > inner_high:
         return None
     piece = Piece(queries, keys, piece.low, piece.high, inner_low, inner_high)
     plain = None if piece.is_plain else _as_plain(piece)

@@ -1,6 +1,6 @@
 """Patterns of one or two affine pieces: windows, strides and diagonal blocks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cqs.arguments import as_integer
@@ -24,7 +24,7 @@ def causal() -> Pattern:
         >>> causal().to_mask(2, 3).astype(int).tolist()
         [[1, 1, 0], [1, 1, 1]]
     """
-    return _Window(None, 0)
+    return _Regular("causal", (), _window)
 
 
 def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
@@ -46,7 +46,10 @@ def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
         297
     """
     left = None if left is None else as_integer("left", left, 0)
-    return _Window(left, None if right is None else as_integer("right", right, 0))
+    right = None if right is None else as_integer("right", right, 0)
+    if (left, right) == (None, 0):
+        return causal()
+    return _Regular("sliding_window", (left, right), _window)
 
 
 def dilated(left: int, right: int, step: int) -> Pattern:
@@ -66,7 +69,9 @@ def dilated(left: int, right: int, step: int) -> Pattern:
     """
     left, right = as_integer("left", left, 0), as_integer("right", right, 0)
     step = as_integer("step", step, 1)
-    return _Dilated(left, right, step) if step > 1 else _Window(left, right)
+    if step == 1:
+        return sliding_window(left, right)
+    return _Regular("dilated", (left, right, step), _dilated)
 
 
 def strided(stride: int) -> Pattern:
@@ -80,7 +85,7 @@ def strided(stride: int) -> Pattern:
         >>> strided(3).to_mask(8)[7].astype(int).tolist()
         [0, 1, 0, 0, 1, 1, 1, 1]
     """
-    return _Strided(as_integer("stride", stride, 1))
+    return _Regular("strided", (as_integer("stride", stride, 1),), _strided)
 
 
 def fixed(stride: int, columns: int) -> Pattern:
@@ -105,7 +110,7 @@ def fixed(stride: int, columns: int) -> Pattern:
     stride, columns = as_integer("stride", stride, 1), as_integer("columns", columns, 0)
     if columns > stride:
         raise ValueError(f"columns must be at most stride = {stride}, got {columns}")
-    return _Fixed(stride, columns)
+    return _Regular("fixed", (stride, columns), _fixed)
 
 
 def block_diagonal(size: int) -> Pattern:
@@ -118,76 +123,46 @@ def block_diagonal(size: int) -> Pattern:
         >>> block_diagonal(2).to_mask(3).astype(int).tolist()
         [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
-    return _BlockDiagonal(as_integer("size", size, 1))
+    return _Regular("block_diagonal", (as_integer("size", size, 1),), _block_diagonal)
 
 
 @dataclass(frozen=True, repr=False)
-class _Window(Pattern):
-    left: int | None
-    right: int | None
+class _Regular(Pattern):
+    maker: str
+    """Name of the function that makes the pattern."""
+    arguments: tuple[int | None, ...]
+    pieces: Callable[..., list[Piece]]
+    """Returns the pieces of the pattern, given lengths and the arguments."""
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        low = -FAR if self.left is None else -self.left
-        high = FAR if self.right is None else self.right
-        return bind_pieces(lengths, [Piece(lengths.queries(), lengths.keys(), low, high)])
+        return bind_pieces(lengths, self.pieces(lengths, *self.arguments))
 
     def __repr__(self) -> str:
-        if (self.left, self.right) == (None, 0):
-            return "causal()"
-        return f"sliding_window({self.left}, {self.right})"
+        return f"{self.maker}({', '.join(map(str, self.arguments))})"
 
 
-@dataclass(frozen=True, repr=False)
-class _Dilated(Pattern):
-    left: int
-    right: int
-    step: int
-
-    def _bind(self, lengths: Lengths) -> BoundPattern:
-        queries, keys = lengths.queries(step=self.step), lengths.keys(step=self.step)
-        return bind_pieces(lengths, [Piece(queries, keys, -self.left, self.right, 0, 0)])
-
-    def __repr__(self) -> str:
-        return f"dilated({self.left}, {self.right}, {self.step})"
+def _window(lengths: Lengths, left: int | None = None, right: int | None = 0) -> list[Piece]:
+    low = -FAR if left is None else -left
+    return [Piece(lengths.queries(), lengths.keys(), low, FAR if right is None else right)]
 
 
-@dataclass(frozen=True, repr=False)
-class _Strided(Pattern):
-    stride: int
-
-    def _bind(self, lengths: Lengths) -> BoundPattern:
-        queries, keys = lengths.queries(step=self.stride), lengths.keys(step=self.stride)
-        local = Piece(lengths.queries(), lengths.keys(), 1 - self.stride, 0)
-        return bind_pieces(lengths, [local, Piece(queries, keys, -FAR, -1, 0, 0)])
-
-    def __repr__(self) -> str:
-        return f"strided({self.stride})"
+def _dilated(lengths: Lengths, left: int, right: int, step: int) -> list[Piece]:
+    return [Piece(lengths.queries(step=step), lengths.keys(step=step), -left, right, 0, 0)]
 
 
-@dataclass(frozen=True, repr=False)
-class _Fixed(Pattern):
-    stride: int
-    columns: int
-
-    def _bind(self, lengths: Lengths) -> BoundPattern:
-        queries, keys = lengths.queries(step=self.stride), lengths.keys(step=self.stride)
-        pieces = [Piece(queries, keys, 0, 0, inner_high=0)]
-        if self.columns:
-            summary = lengths.keys(self.stride - self.columns, self.stride, self.columns)
-            pieces.append(Piece(queries, summary, -FAR, -1))
-        return bind_pieces(lengths, pieces)
-
-    def __repr__(self) -> str:
-        return f"fixed({self.stride}, {self.columns})"
+def _strided(lengths: Lengths, stride: int) -> list[Piece]:
+    earlier = Piece(lengths.queries(step=stride), lengths.keys(step=stride), -FAR, -1, 0, 0)
+    return [*_window(lengths, stride - 1), earlier]
 
 
-@dataclass(frozen=True, repr=False)
-class _BlockDiagonal(Pattern):
-    size: int
+def _fixed(lengths: Lengths, stride: int, columns: int) -> list[Piece]:
+    queries, keys = lengths.queries(step=stride), lengths.keys(step=stride)
+    pieces = [Piece(queries, keys, 0, 0, inner_high=0)]
+    if columns:
+        summary = lengths.keys(stride - columns, stride, columns)
+        pieces.append(Piece(queries, summary, -FAR, -1))
+    return pieces
 
-    def _bind(self, lengths: Lengths) -> BoundPattern:
-        queries, keys = lengths.queries(step=self.size), lengths.keys(step=self.size)
-        return bind_pieces(lengths, [Piece(queries, keys, 0, 0)])
 
-    def __repr__(self) -> str:
-        return f"block_diagonal({self.size})"
+def _block_diagonal(lengths: Lengths, size: int) -> list[Piece]:
+    return [Piece(lengths.queries(step=size), lengths.keys(step=size), 0, 0)]

@@ -53,7 +53,7 @@ def key_runs(piece: Piece, queries: range) -> Iterator[KeyRun]:
         yield from _run(queries, piece.keys, piece.low, piece.high)
         return
     period = rows.step // gcd(rows.step, queries.step)
-    runs_of_cell = piece.high - piece.low + 1 if _offsets_matter(piece) else 1
+    runs_of_cell = piece.high - piece.low + 1 if piece.offsets_matter else 1
     runs_of_cells = runs_of_cell * (len(queries) * queries.step // rows.step + 1)
     if rows.step == piece.keys.step and min(period, len(queries)) < runs_of_cells:
         for residue in range(min(period, len(queries))):
@@ -64,11 +64,6 @@ def key_runs(piece: Piece, queries: range) -> Iterator[KeyRun]:
         first = rows.origin + cell * rows.step
         yield from _runs_of_cell(piece, clip(queries, range(first, first + rows.width)), cell)
         queries = clip(queries, range(first + rows.step, rows.tokens.stop))
-
-
-def _offsets_matter(piece: Piece) -> bool:
-    """Return whether only some queries of a cell see a given key offset."""
-    return piece.inner_low > 1 - piece.queries.width or piece.inner_high < piece.keys.width - 1
 
 
 def clip(queries: range, tokens: range) -> range:

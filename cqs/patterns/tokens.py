@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from typing import Any
 
 from cqs.arguments import as_bool, as_integer, to_integer
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths, Pattern
-from cqs.patterns.piece import FAR, Axis, Piece, overlap
+from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.regular import bind_pieces, causal, sliding_window
+from cqs.ranges import overlap
 from cqs.uncompiled import uncompiled
 
 _MOST = 2**20
@@ -189,13 +190,10 @@ def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
         number = as_integer(name, indices, 0)
         return ((0, number),) if number else ()
     tokens = sorted({as_integer(name, each, 0) for each in as_list(name, indices)})
-    runs: list[tuple[int, int]] = []
-    for token in tokens:
-        if runs and runs[-1][1] == token:
-            runs[-1] = runs[-1][0], token + 1
-        else:
-            runs.append((token, token + 1))
-    return tuple(runs)
+    # Adjacent tokens are as far from their places in the list.
+    groups = groupby(enumerate(tokens), key=lambda place: place[1] - place[0])
+    runs = ([token for _, token in group] for _, group in groups)
+    return tuple((run[0], run[-1] + 1) for run in runs)
 
 
 def as_list(name: str, values: Any, most: int = _MOST) -> list[Any]:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.piece import FAR, Axis, Piece, count_band, plain_piece, tidy
+from cqs.ranges import moved
 
 _TILE = 128
 """Queries and keys of a kernel's tile."""
@@ -40,7 +41,7 @@ class View(NamedTuple):
         queries, keys, low, high, bits = self
         apart = columns - rows
         low, high = (low if low <= -FAR else low + apart), (high if high >= FAR else high + apart)
-        return View(_moved(queries, rows), _moved(keys, columns), low, high, bits)
+        return View(moved(queries, rows), moved(keys, columns), low, high, bits)
 
     def to_mask(self) -> NDArray[np.bool_]:
         """Return a boolean array ``[len(queries), len(keys)]``, True where a query sees a key."""
@@ -93,7 +94,6 @@ def cutting_methods(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Ite
     num_rows, num_columns = a_last - a + 1, b_last - b + 1
     seen = count_band(a, a_last + 1, b, b_last + 1, piece.low, piece.high) / num_rows
     is_banded = seen < num_columns
-    offsets_matter = piece.inner_low > 1 - rows.width or piece.inner_high < columns.width - 1
     offsets = min(columns.width, piece.inner_high - piece.inner_low + 1)
 
     yield num_rows * _tiles(rows.width) * (1 + seen * _tiles(columns.width)), _pairs_of_cells
@@ -102,7 +102,7 @@ def cutting_methods(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Ite
     slope = _TILE if is_banded else 0
     visited = min(num_columns, seen + slope)
     yield rows.width * _tiles(num_rows) * (1 + offsets * _tiles(visited)), _pairs_of_residues
-    if offsets_matter:
+    if piece.offsets_matter:
         return
     if rows.width == rows.step:
         visited = min(num_columns, seen + slope / columns.step)
@@ -177,10 +177,6 @@ def _pairs_of_cells(piece: Piece) -> Iterator[View]:
             found = tidy(plain_piece(queries, keys, *band))
             if found is not None:
                 yield View(found.queries.tokens, found.keys.tokens, *band)
-
-
-def _moved(tokens: range, by: int) -> range:
-    return range(tokens.start + by, tokens.stop + by, tokens.step)
 
 
 def _residue(axis: Axis, offset: int) -> range:

@@ -70,6 +70,11 @@ def make_logarithmic(axes: Any) -> None:
     axes.set_ylim(0.9 * 2 ** floor(log2(low)), 1.1 * 2 ** ceil(log2(high)))
 
 
+def write_centred(axes: Any, place: tuple[float, float], text: str, **style: Any) -> None:
+    """Write text with its centre at a place; options are those of ``axes.text``."""
+    axes.text(*place, text, **{"ha": "center", "va": "center"} | style)
+
+
 def add_legend(axes: Any, num_columns: int = 2) -> Any:
     """Add a legend above the axes if there are several labels; return the axes."""
     if len(axes.get_legend_handles_labels()[1]) > 1:

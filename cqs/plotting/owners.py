@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from cqs.plotting.colors import letter_color, task_colors
-from cqs.plotting.figures import check_picture, label_tokens, new_axes, points_across, save_figure
+from cqs.plotting.figures import (
+    check_picture,
+    label_tokens,
+    new_axes,
+    points_across,
+    save_figure,
+    write_centred,
+)
+from cqs.ranges import overlap
 from cqs.scheduler import Block, Plan
 
 _SIZE = (7, 7)
@@ -107,37 +115,21 @@ def _name_owner(axes: Any, index: int, block: Block, color: str) -> None:
         or room * len(queries) / -axes.viewLim.height * height < 1.2 * _NAME_POINTS
     ):
         return
-    axes.text(
-        keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2),
-        queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2),
-        name,
-        ha="center",
-        va="center",
-        fontsize=_NAME_POINTS,
-        color=color,
-    )
+    x = keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2)
+    y = queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2)
+    write_centred(axes, (x, y), name, fontsize=_NAME_POINTS, color=color)
 
 
 def _outline(block: Block) -> list[tuple[int, int]]:
     """Trace the live part of a block as (key, query) corners."""
     queries, keys, is_causal = block
-    if not is_causal:
-        return [
-            (keys.start, queries.start),
-            (keys.stop, queries.start),
-            (keys.stop, queries.stop),
-            (keys.start, queries.stop),
-        ]
-    if len(queries) > _STAIRS:
-        return [
-            (keys.start, queries.start),
-            (keys.stop, queries.stop),
-            (keys.start, queries.stop),
-        ]
-    corners = [(keys.start, queries.start)]
-    for query, key in zip(queries, keys, strict=True):
-        corners += [(key + 1, query), (key + 1, query + 1)]
-    return [*corners, (keys.start, queries.stop)]
+    edge = [(keys.stop, queries.start), (keys.stop, queries.stop)]
+    if is_causal and len(queries) > _STAIRS:
+        edge = edge[1:]
+    elif is_causal:
+        stairs = zip(queries, keys, strict=True)
+        edge = [(key + 1, corner) for query, key in stairs for corner in (query, query + 1)]
+    return [(keys.start, queries.start), *edge, (keys.start, queries.stop)]
 
 
 def _draw_live_pairs(plan: Plan, axes: Any, colors: list[str]) -> None:
@@ -170,11 +162,11 @@ def _count_live(plan: Plan, block: Block, rows: list[int], columns: list[int]) -
     queries, keys, _ = block
     counts = np.zeros((len(rows) - 1, len(columns) - 1), int)
     for i in range(bisect(rows, queries.start) - 1, bisect_left(rows, queries.stop)):
-        in_row = range(max(rows[i], queries.start), min(rows[i + 1], queries.stop))
+        in_row = overlap(range(rows[i], rows[i + 1]), queries)
         if not bound.count(in_row, keys):
             continue
         for j in range(bisect(columns, keys.start) - 1, bisect_left(columns, keys.stop)):
-            in_column = range(max(columns[j], keys.start), min(columns[j + 1], keys.stop))
+            in_column = overlap(range(columns[j], columns[j + 1]), keys)
             counts[i, j] = bound.count(in_row, in_column)
     return counts
 

@@ -12,6 +12,8 @@ Rows = Sequence["ScalingRow"]
 """Rows of one report and one pass, sorted by number of tasks."""
 Lines = dict[str, Callable[["ScalingRow"], float | None]]
 """Labels of lines, and the quantity of a row that each shows."""
+Reference = tuple[str, Callable[[float], float]]
+"""Label of a curve, and its value for a number of tasks."""
 
 _SIZE = (4, 3.2)
 """Width and height of a new figure in inches."""
@@ -36,11 +38,9 @@ def plot_held_tokens(rows: Rows, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    axes = _prepare(rows, axes, "share of the tokens, %")
-    _draw_reference(axes, rows, lambda workers: 100 * workers**-0.5, r"$1/\sqrt{W}$")
-    _draw_lines(axes, rows, {"longest subsequence": lambda row: 100 * row.held_share})
-    axes.set_ylim(0, 105)
-    return add_legend(axes)
+    lines: Lines = {"longest subsequence": lambda row: 100 * row.held_share}
+    bound: Reference = r"$1/\sqrt{W}$", lambda workers: 100 * workers**-0.5
+    return _plot(rows, axes, "share of the tokens, %", lines, reference=bound, headroom=1.05)
 
 
 def plot_responsibility(rows: Rows, axes: Any = None) -> Any:
@@ -53,11 +53,8 @@ def plot_responsibility(rows: Rows, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    axes = _prepare(rows, axes, "responsibility ratio")
-    _draw_reference(axes, rows, float, "W")
-    _draw_lines(axes, rows, {"responsibility ratio": lambda row: row.responsibility_ratio})
-    make_logarithmic(axes)
-    return add_legend(axes)
+    lines: Lines = {"responsibility ratio": lambda row: row.responsibility_ratio}
+    return _plot(rows, axes, "responsibility ratio", lines, reference=("W", float))
 
 
 def plot_balance(rows: Rows, axes: Any = None) -> Any:
@@ -70,14 +67,8 @@ def plot_balance(rows: Rows, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    axes = _prepare(rows, axes, "most over mean")
-    lines: Lines = {
-        "live pairs": lambda row: row.balance,
-        "time": lambda row: row.time_balance,
-    }
-    _draw_lines(axes, rows, lines)
-    axes.set_ylim(0, 1.1 * axes.dataLim.y1)
-    return add_legend(axes)
+    lines: Lines = {"live pairs": lambda row: row.balance, "time": lambda row: row.time_balance}
+    return _plot(rows, axes, "most over mean", lines, headroom=1.1)
 
 
 def plot_peak_bytes(rows: Rows, axes: Any = None) -> Any:
@@ -90,14 +81,12 @@ def plot_peak_bytes(rows: Rows, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    axes = _prepare(rows, axes, "peak of a task, MiB")
     lines: Lines = {
         "measured": lambda row: row.peak_bytes / _MIB,
         "predicted": lambda row: row.predicted_bytes and row.predicted_bytes / _MIB,
     }
-    _draw_lines(axes, rows, lines, ((_BLUE, "o", "none"), (_ORANGE, "x", "--")))
-    make_logarithmic(axes)
-    return add_legend(axes)
+    styles = (_BLUE, "o", "none"), (_ORANGE, "x", "--")
+    return _plot(rows, axes, "peak of a task, MiB", lines, styles)
 
 
 def plot_traffic(rows: Rows, axes: Any = None) -> Any:
@@ -110,14 +99,11 @@ def plot_traffic(rows: Rows, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    axes = _prepare(rows, axes, "of a task, MiB")
     lines: Lines = {
         "received": lambda row: row.bytes_in / _MIB,
         "returned": lambda row: row.bytes_out / _MIB,
     }
-    _draw_lines(axes, rows, lines)
-    make_logarithmic(axes)
-    return add_legend(axes)
+    return _plot(rows, axes, "of a task, MiB", lines)
 
 
 def plot_times(rows: Rows, axes: Any = None) -> Any:
@@ -130,16 +116,13 @@ def plot_times(rows: Rows, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    axes = _prepare(rows, axes, "milliseconds")
     lines: Lines = {
         "slowest task": lambda row: row.slowest_ms,
         "mean task": lambda row: row.mean_ms,
         "merge": lambda row: row.merge_ms,
         "transfer, waiting": lambda row: row.transfer_ms,
     }
-    _draw_lines(axes, rows, lines)
-    make_logarithmic(axes)
-    return add_legend(axes)
+    return _plot(rows, axes, "milliseconds", lines)
 
 
 def plot_speedup(rows: Rows, axes: Any = None) -> Any:
@@ -152,16 +135,12 @@ def plot_speedup(rows: Rows, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    axes = _prepare(rows, axes, "speed-up")
     lines: Lines = {
         "over one task": lambda row: row.speedup,
         "over one dense call": lambda row: row.speedup_over_dense,
+        "devices": lambda row: row.num_devices,
     }
-    _draw_lines(axes, rows, lines)
-    devices = {row.num_tasks: row.num_devices for row in rows}
-    axes.plot([*devices], [*devices.values()], color="gray", linewidth=1, label="devices")
-    make_logarithmic(axes)
-    return add_legend(axes)
+    return _plot(rows, axes, "speed-up", lines, (*_STYLES[:2], ("gray", "", "-")))
 
 
 def plot_efficiency(rows: Rows, axes: Any = None) -> Any:
@@ -174,11 +153,10 @@ def plot_efficiency(rows: Rows, axes: Any = None) -> Any:
     Returns:
         The matplotlib axes.
     """
-    axes = _prepare(rows, axes, "parallel efficiency, %")
+    axes = new_axes(_SIZE) if axes is None else axes
     axes.axhline(100, color="gray", linewidth=1)
-    _draw_lines(axes, rows, {"efficiency": lambda row: 100 * row.efficiency})
-    axes.set_ylim(0, 1.1 * axes.dataLim.y1)
-    return add_legend(axes)
+    lines: Lines = {"efficiency": lambda row: 100 * row.efficiency}
+    return _plot(rows, axes, "parallel efficiency, %", lines, headroom=1.1)
 
 
 def plot_run_parts(rows: Rows, axes: Any = None) -> Any:
@@ -205,35 +183,49 @@ def plot_run_parts(rows: Rows, axes: Any = None) -> Any:
     return add_legend(axes)
 
 
-def _prepare(rows: Rows, axes: Any, label: str) -> Any:
-    """Return axes with the numbers of tasks on a logarithmic horizontal axis from 1."""
+def _plot(
+    rows: Rows,
+    axes: Any,
+    label: str,
+    lines: Lines,
+    styles: Sequence[tuple[str, str, str]] = _STYLES,
+    *,
+    reference: Reference | None = None,
+    headroom: float | None = None,
+) -> Any:
+    """Plot a line for each quantity that some row has, against the number of tasks.
+
+    Args:
+        rows: At least one row.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+        label: Label of the vertical axis.
+        lines: The quantities.
+        styles: Colour, marker and line style of each line; lines without markers are thin.
+        reference: A grey curve from 1 task on.
+        headroom: Upper limit of a linear axis from 0, relative to its data; ``None`` makes the
+            axis logarithmic.
+
+    Returns:
+        The matplotlib axes.
+    """
+    most = max(row.num_tasks for row in rows)
     axes = new_axes(_SIZE) if axes is None else axes
     axes.set_xscale("log", base=2)
     write_plainly(axes.xaxis)
-    axes.set(xlim=(0.9, 1.2 * max(row.num_tasks for row in rows)), xlabel="tasks", ylabel=label)
+    axes.set(xlim=(0.9, 1.2 * most), xlabel="tasks", ylabel=label)
     axes.grid(color="gray", alpha=0.3)
-    return axes
-
-
-def _draw_lines(
-    axes: Any,
-    rows: Rows,
-    lines: Lines,
-    styles: Sequence[tuple[str, str, str]] = _STYLES,
-) -> None:
-    """Draw a line for each quantity that some row has, with its colour, marker and line style."""
-    for (label, quantity), (color, marker, style) in zip(lines.items(), styles, strict=False):
+    if reference is not None:
+        name, of_workers = reference
+        workers = [most ** (i / _SMOOTH) for i in range(_SMOOTH + 1)]
+        axes.plot(workers, list(map(of_workers, workers)), color="gray", linewidth=1, label=name)
+    for (name, quantity), (color, marker, style) in zip(lines.items(), styles, strict=False):
         points = [(row.num_tasks, quantity(row)) for row in rows]
-        points = [(workers, number) for workers, number in points if number is not None]
+        points = [(tasks, number) for tasks, number in points if number is not None]
+        options = {"color": color, "marker": marker, "linestyle": style, "label": name}
         if points:
-            workers, numbers = zip(*points, strict=True)
-            axes.plot(
-                workers, numbers, color=color, marker=marker, linestyle=style, ms=5, label=label
-            )
-
-
-def _draw_reference(axes: Any, rows: Rows, of_workers: Callable[[float], float], name: str) -> None:
-    """Draw a grey reference curve."""
-    most = max(row.num_tasks for row in rows)
-    workers = [most ** (i / _SMOOTH) for i in range(_SMOOTH + 1)]
-    axes.plot(workers, list(map(of_workers, workers)), color="gray", linewidth=1, label=name)
+            axes.plot(*zip(*points, strict=True), ms=5, lw=None if marker else 1, **options)
+    if headroom is None:
+        make_logarithmic(axes)
+    else:
+        axes.set_ylim(0, headroom * axes.dataLim.y1)
+    return add_legend(axes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cqs.files import replace_file
 from cqs.plotting.colors import letter_color, task_colors
-from cqs.plotting.figures import new_axes, points_across
+from cqs.plotting.figures import new_axes, points_across, write_centred
 
 if TYPE_CHECKING:
     from cqs.executors.ray.report import RunReport, TaskReport
@@ -38,12 +38,10 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
     rows = _tasks_by_process(report)
     axes = new_axes((9, min(1.6 + 0.25 * len(rows), 12))) if axes is None else axes
     colors = task_colors(max((task.index for task in report.tasks), default=0) + 1)
+    starts = [task.started - report.started for task in report.tasks]
     ends = [task.started + task.seconds - report.started for task in report.tasks]
     axes.set(
-        xlim=(
-            min([0.0, *(task.started - report.started for task in report.tasks)]),
-            max([report.seconds, *ends]),
-        ),
+        xlim=(min([0.0, *starts]), max([report.seconds, *ends])),
         ylim=(max(len(rows), 1) - 0.5, -0.5),
         xlabel="seconds since the call",
         ylabel="process",
@@ -59,15 +57,8 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
             axes.barh(row, task.seconds, left=start, color=color)
             has_room = (len(name) + 0.5) * _NAME_POINTS <= task.seconds * points
             if has_room and len(rows) <= _NAMED:
-                axes.text(
-                    start + task.seconds / 2,
-                    row,
-                    name,
-                    ha="center",
-                    va="center",
-                    fontsize=_NAME_POINTS,
-                    color=letter_color(color),
-                )
+                style = {"fontsize": _NAME_POINTS, "color": letter_color(color)}
+                write_centred(axes, (start + task.seconds / 2, row), name, **style)
     return axes
 
 

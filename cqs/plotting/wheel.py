@@ -6,7 +6,7 @@ from math import cos, pi, sin
 from typing import Any
 
 from cqs.plotting.colors import task_colors
-from cqs.plotting.figures import new_axes, points_across
+from cqs.plotting.figures import new_axes, points_across, write_centred
 from cqs.scheduler import Plan, quorum
 from cqs.scheduler.quorum import pair_offsets
 
@@ -100,14 +100,8 @@ def _number_groups(axes: Any, num_groups: int, members: tuple[int, ...]) -> None
     for group, turn in zip(numbered, _move_apart(numbered, num_groups, needed), strict=True):
         dot, edge = _on_circle(group / num_groups), _on_circle(turn, _NUMBERS - 6 * point)
         axes.plot(*zip(dot, edge, strict=True), color="0.7", linewidth=0.5, zorder=0)
-        axes.text(
-            *_on_circle(turn, _NUMBERS),
-            str(group),
-            ha="center",
-            va="center",
-            fontsize=_NAME_POINTS,
-            weight="bold" if group in members else "normal",
-        )
+        style = {"fontsize": _NAME_POINTS, "weight": "bold" if group in members else "normal"}
+        write_centred(axes, _on_circle(turn, _NUMBERS), str(group), **style)
 
 
 def _move_apart(groups: Sequence[int], num_groups: int, least: float) -> list[float]:

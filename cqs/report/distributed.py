@@ -128,22 +128,14 @@ class _Ranks:
         tick()
         contenders = {
             "tasks": lambda: self._time(self._timer, compute),
-            "all": lambda: max(self._time(self._timer_of_calls, call)),
+            "whole": lambda: max(self._time(self._timer_of_calls, call)),
             "one": lambda: self._time_on_first(work.one),
             "dense": lambda: self._time_on_first(work.dense),
         }
-        turns = []
-        for found in run_in_turn(contenders, self._settings.repeats):
-            turns.append(
-                RepeatTimes(
-                    found["tasks"],
-                    one=found["one"],
-                    dense=found["dense"],
-                    whole=found["all"],
-                    transfer=found["all"] - max(found["tasks"]),
-                )
-            )
-            tick()
+        turns = [
+            RepeatTimes(transfer=found["whole"] - max(found["tasks"]), **found)
+            for found in run_in_turn(contenders, self._settings.repeats, tick)
+        ]
         return make_row(
             self._settings,
             name,

@@ -120,12 +120,8 @@ def _exact_gradients(
     group_size = problem.query.shape[1] // problem.key.shape[1]
     sees, is_seen = visible_rows(problem, sample), _visible_columns(problem, sample)
     every = torch.arange(problem.query.shape[2], device=sample.device)
-    found = Gradients(
-        *(
-            torch.zeros_like(tensor[:, :, sample], dtype=torch.float64)
-            for tensor in (problem.query, problem.key, problem.value)
-        )
-    )
+    tensors = problem.query, problem.key, problem.value
+    found = Gradients(*(torch.zeros_like(tensor[:, :, sample]).double() for tensor in tensors))
     for head in range(problem.query.shape[1]):
         of_keys = head // group_size
         query, output, grad = (

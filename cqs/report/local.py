@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import NamedTuple
 
 from cqs.report.passes import MeasuredPass, bytes_of, make_pass
 from cqs.report.rows import RepeatTimes, ScalingRow, TaskBytes, make_row, median_seconds
@@ -36,22 +35,14 @@ def opened(settings: Settings) -> Iterator[Measure]:
             "one": lambda: timer.time(work.one)[0],
             "dense": lambda: timer.time(work.dense)[0],
         }
-        rounds = []
-        for found in run_in_turn(contenders, settings.repeats):
-            rounds.append(found)
-            tick()
-        medians = median_seconds([found["tasks"].seconds for found in rounds])
+        rounds = list(run_in_turn(contenders, settings.repeats, tick))
+        medians = median_seconds([found["tasks"][0] for found in rounds])
         slowest = medians.index(max(medians))
-        turns = [
-            RepeatTimes(
-                found["tasks"].seconds,
-                one=found["one"],
-                dense=found["dense"],
-                whole=found["tasks"].seconds[slowest] + found["tasks"].merge / num_tasks,
-                merge=found["tasks"].merge,
-            )
-            for found in rounds
-        ]
+        turns = []
+        for found in rounds:
+            seconds, merge = found.pop("tasks")
+            whole = seconds[slowest] + merge / num_tasks
+            turns.append(RepeatTimes(seconds, whole=whole, merge=merge, **found))
         return make_row(settings, name, plan, turns=turns, held=held, num_devices=num_tasks)
 
     yield measure
@@ -66,14 +57,9 @@ def _check_and_weigh(work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
     return [work.weigh(task, number) for task, number in zip(plan.tasks, returned, strict=True)]
 
 
-class _TimedTasks(NamedTuple):
-    seconds: list[float]
-    merge: float
-
-
-def _time_tasks(work: MeasuredPass, plan: Plan, timer: Timer) -> _TimedTasks:
-    """Time every task, and the merge of their results."""
+def _time_tasks(work: MeasuredPass, plan: Plan, timer: Timer) -> tuple[list[float], float]:
+    """Return the seconds of every task, and of the merge of their results."""
     timed = [timer.time(partial(work.compute, task, work.hold(task))) for task in plan.tasks]
     seconds, results = zip(*timed, strict=True)
     merge, _ = timer.time(work.merger(plan, results))
-    return _TimedTasks(list(seconds), merge)
+    return list(seconds), merge

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cqs.executors.local import LocalExecutor
-from cqs.executors.ray.job import TensorGroups, attend_task, differentiate_task
+from cqs.executors.ray.job import attend_task, differentiate_task
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.report.exact import verify_answer, verify_gradients
@@ -22,6 +22,8 @@ from cqs.worker import HeldTokens, Worker
 
 Sides = tuple[list[HeldTokens], list[HeldTokens]]
 """Inputs of a task: the tensors with query rows, and the tensors with key rows."""
+Results = Sequence[tuple[Tensor, ...]]
+"""Results of a task: for each step or token group, a tuple of tensors."""
 
 
 class MeasuredPass(ABC):
@@ -29,6 +31,8 @@ class MeasuredPass(ABC):
 
     name: str
     """One of :data:`cqs.report.rows.PASSES`."""
+    of_queries: tuple[Tensor, ...]
+    """The tensors with query rows; those with key rows are key and value."""
 
     def __init__(self, settings: Settings, problem: Problem):
         """Choose the backend.
@@ -40,30 +44,37 @@ class MeasuredPass(ABC):
         self.problem = problem
         self._is_causal = settings.is_causal
         self._tensors = problem.query, problem.key, problem.value
+        self.of_queries = (problem.query,)
         self.backend = Worker.of(problem).choose_backend(*self._tensors).name
         self._worker = Worker.of(problem, self.backend)
 
-    @property
     @abstractmethod
-    def _sides(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The whole tensors with query rows, and those with key rows."""
-
-    @abstractmethod
-    def compute(self, task: Task, held: Sides) -> TensorGroups:
+    def compute(self, task: Task, held: Sides) -> Results:
         """Compute a task from its inputs."""
 
     @abstractmethod
+    def _start_merge(self, plan: Plan) -> Any:
+        """Return a :class:`Tiler` or :class:`GradientSum` of the tasks of a plan."""
+
     def predict_bytes(self, task: Task, backend: str) -> int | None:
         """Return the predicted peak memory of a task in bytes; ``None`` without a prediction."""
+        return None
 
-    @abstractmethod
-    def merger(self, plan: Plan, results: Sequence[TensorGroups]) -> Callable[[], Any]:
+    def merger(self, plan: Plan, results: Sequence[Results]) -> Callable[[], Any]:
         """Return a function that merges the results of all tasks; call it once.
 
         Args:
             plan: The plan of the tasks.
             results: The results of every task, in task order.
         """
+        merged = self._start_merge(plan)
+
+        def merge() -> Any:
+            for index, groups in enumerate(results):
+                merged.add(index, groups)
+            return merged.finish()
+
+        return merge
 
     @abstractmethod
     def verify(self, result: Any) -> None:
@@ -75,17 +86,16 @@ class MeasuredPass(ABC):
 
     def hold(self, task: Task) -> Sides:
         """Copy the inputs of a task, as its worker receives them."""
-        of_queries, of_keys = self._sides
         return (
-            [hold(tensor, task.held_queries) for tensor in of_queries],
-            [hold(tensor, task.held_keys) for tensor in of_keys],
+            [hold(tensor, task.held_queries) for tensor in self.of_queries],
+            [hold(tensor, task.held_keys) for tensor in self._tensors[1:]],
         )
 
-    def one(self) -> TensorGroups:
+    def one(self) -> Results:
         """Compute the whole problem as one task."""
-        of_queries, of_keys = self._sides
-        sides = list(map(HeldTokens.whole, of_queries)), list(map(HeldTokens.whole, of_keys))
-        return self.compute(self.problem.make_plan(1).task(0), sides)
+        sides = self.of_queries, self._tensors[1:]
+        of_queries, of_keys = (list(map(HeldTokens.whole, side)) for side in sides)
+        return self.compute(self.problem.make_plan(1).task(0), (of_queries, of_keys))
 
     def weigh(self, task: Task, returned: int) -> TaskBytes:
         """Measure the peak memory of a task.
@@ -115,29 +125,17 @@ class Forward(MeasuredPass):
 
     name = "forward"
 
-    @property
-    def _sides(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        return self._tensors[:1], self._tensors[1:]
-
-    def compute(self, task: Task, held: Sides) -> TensorGroups:
+    def compute(self, task: Task, held: Sides) -> list[Partial]:
         """Compute output and LSE of every step."""
-        return attend_task(self._worker, task, *held)
+        return [Partial(*part) for part in attend_task(self._worker, task, *held)]
 
     def predict_bytes(self, task: Task, backend: str) -> int:
         """Return the predicted peak memory of a task in bytes."""
         pattern = self.problem.bound_pattern
         return predict_cost(task, self.problem.shape, backend, pattern).peak_bytes
 
-    def merger(self, plan: Plan, results: Sequence[TensorGroups]) -> Callable[[], Partial]:
-        """Return a function that merges the partial outputs of all tasks."""
-        tiler = Tiler(plan, *self.problem.empty_answer())
-
-        def merge() -> Partial:
-            for index, parts in enumerate(results):
-                tiler.add(index, [Partial(*part) for part in parts])
-            return tiler.finish()
-
-        return merge
+    def _start_merge(self, plan: Plan) -> Tiler:
+        return Tiler(plan, *self.problem.empty_answer())
 
     def verify(self, result: Partial) -> None:
         """Raise VerificationError unless sampled rows of the answer agree with float64."""
@@ -166,36 +164,16 @@ class Backward(MeasuredPass):
         self.grad_output = grad_output
         self.answer = LocalExecutor().run(problem, problem.make_plan(1), self.backend)
         verify_answer(problem, self.answer)
+        self.of_queries = (problem.query, grad_output, *self.answer)
         self._leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
         self._dense_output = self._attend_densely(*self._leaves)
 
-    @property
-    def _sides(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        return (self.problem.query, self.grad_output, *self.answer), self._tensors[1:]
-
-    def compute(self, task: Task, held: Sides) -> TensorGroups:
+    def compute(self, task: Task, held: Sides) -> Results:
         """Compute the gradient contributions of a task."""
         return differentiate_task(self._worker, task, *held) if task.steps else []
 
-    def predict_bytes(self, task: Task, backend: str) -> None:
-        """Return None, because plans predict the memory of forward passes only."""
-
-    def merger(self, plan: Plan, results: Sequence[TensorGroups]) -> Callable[[], Gradients]:
-        """Return a function that sums the gradient contributions of all tasks; call it once.
-
-        Args:
-            plan: The plan of the tasks.
-            results: For every task, ``(dQ,)`` of each held query group, then ``(dK, dV)`` of each
-                held key group, ``[batch, heads, rows of the group, dim]``.
-        """
-        total = GradientSum(plan, Gradients.zeros(*self._tensors))
-
-        def merge() -> Gradients:
-            for index, groups in enumerate(results):
-                total.add(index, groups)
-            return total.finish()
-
-        return merge
+    def _start_merge(self, plan: Plan) -> GradientSum:
+        return GradientSum(plan, Gradients.zeros(*self._tensors))
 
     def verify(self, result: Gradients) -> None:
         """Raise VerificationError unless gradients of sampled tokens agree with float64."""
@@ -228,6 +206,6 @@ def make_pass(settings: Settings, name: str) -> MeasuredPass:
     return Backward(settings, problem, grad_output)
 
 
-def bytes_of(groups: TensorGroups) -> int:
+def bytes_of(groups: Results) -> int:
     """Return the number of bytes of a task's results."""
     return sum(tensor.nbytes for group in groups for tensor in group)

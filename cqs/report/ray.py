@@ -1,9 +1,9 @@
 """Measurements on a Ray cluster: whole calls, from tensors on the driver to the result there."""
 
-import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from statistics import median
 from typing import Any
 
 import cqs
@@ -69,25 +69,21 @@ def _measure(
         "one": lambda: _run(cluster, work, plan_of_one)[1],
         "dense": lambda: timer.time(work.dense)[0],
     }
-    turns, reports = [], []
-    for found in run_in_turn(contenders, settings.repeats):
-        report = found["all"]
-        reports.append(report)
-        turns.append(
-            RepeatTimes(
-                [task.seconds for task in report.tasks],
-                one=found["one"].seconds,
-                dense=found["dense"],
-                whole=report.seconds,
-                merge=report.merge_seconds,
-                transfer=report.seconds - report.slowest_seconds,
-            )
+    rounds = list(run_in_turn(contenders, settings.repeats, tick))
+    turns = [
+        RepeatTimes(
+            [task.seconds for task in found["all"].tasks],
+            one=found["one"].seconds,
+            dense=found["dense"],
+            whole=found["all"].seconds,
+            merge=found["all"].merge_seconds,
+            transfer=found["all"].seconds - found["all"].slowest_seconds,
         )
-        tick()
+        for found in rounds
+    ]
     num_actors = len(cluster.pids)
-    details: dict[str, float] = {"actors": num_actors}
-    for part in PARTS:
-        details[part] = statistics.median(getattr(report, part) for report in reports)
+    parts = {part: [getattr(found["all"], part) for found in rounds] for part in PARTS}
+    details = {"actors": num_actors, **{part: median(each) for part, each in parts.items()}}
     return make_row(
         settings,
         work.name,

@@ -18,6 +18,7 @@ from cqs.scheduler import Plan, make_plan
 PASSES = ("forward", "backward")
 _BENCHMARK = "scaling"
 _PACKAGES = ("numpy", "ray", "triton", "flash-attn-4")
+"""Packages that affect results."""
 
 RowKind = TypeVar("RowKind", bound="ReportRow")
 
@@ -52,10 +53,10 @@ class TaskBytes(NamedTuple):
     """Bytes of the results."""
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that affect results."""
+def installed_versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Return the versions of Python and of packages, without packages that are not installed."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -51,13 +51,13 @@ def _title(rows: Rows) -> str:
 
 
 def _chapters(rows: Rows) -> list[Chapter]:
-    found = []
-    of_passes = {name: [row for row in rows if row.passes == name] for name in PASSES}
-    of_passes = {name: of_pass for name, of_pass in of_passes.items() if of_pass}
     plans = {row.num_tasks: row for row in rows}
     by_workers = [plans[number] for number in sorted(plans)]
-    found.append(Chapter("Distribution of the work", _WORKERS, by_workers, (_SHARES,)))
-    for name, of_pass in of_passes.items():
+    found = [Chapter("Distribution of the work", _WORKERS, by_workers, (_SHARES,))]
+    for name in PASSES:
+        of_pass = [row for row in rows if row.passes == name]
+        if not of_pass:
+            continue
         sections = [_MEMORY, _TRAFFIC, _TIME, _SPEEDUP]
         if all("actors" in row.details for row in of_pass):
             sections.append(_RUN)

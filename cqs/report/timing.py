@@ -98,12 +98,20 @@ def turns(names: Iterable[str], number: int) -> Iterator[list[str]]:
 
 
 def run_in_turn(
-    computations: Mapping[str, Callable[[], Any]], repeats: int
+    computations: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    tick: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """Run all computations ``repeats`` times, in the orders of :func:`turns`.
+
+    Args:
+        computations: The computations by name.
+        repeats: Number of repeats.
+        tick: Called after every repeat.
 
     Yields:
         The results of each repeat, by name.
     """
     for order in turns(computations, repeats):
         yield {name: computations[name]() for name in order}
+        tick()

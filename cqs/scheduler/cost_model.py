@@ -8,7 +8,7 @@ number of devices, and no shared switch, which favours methods that exchange wit
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -230,19 +230,15 @@ def predict_quorums(
 
     queries, keys, results = workload.shard_bytes(num_devices, head_parallel)
     merged = results if num_tasks > 1 else queries  # final rows are sent without their LSE
-    needs = [
-        GroupNeeds(
-            each.queries * head_parallel,
-            each.keys * head_parallel,
-            # A device owns a part of its token group; half of the group may be all of its queries.
-            (each.query_results if head_parallel == 1 else math.ceil(each.query_results))
-            * head_parallel,
-            each.key_results * head_parallel,
-            each.home if head_parallel == 1 else float(num_tasks > 1),
-            each.own_keys if head_parallel == 1 else 1,
-        )
-        for each in group_needs(interest_set, num_tasks, workload.is_causal)
-    ]
+    needs = group_needs(interest_set, num_tasks, workload.is_causal)
+    if head_parallel > 1:
+        # A device owns a part of its token group; half of the group may be all of its queries.
+        of_tasks = [
+            (each.queries, each.keys, math.ceil(each.query_results), each.key_results)
+            for each in needs
+        ]
+        of_devices = ([head_parallel * number for number in each] for each in of_tasks)
+        needs = tuple(GroupNeeds(*[*each, float(num_tasks > 1), 1]) for each in of_devices)
 
     def bytes_of(needed: GroupNeeds) -> tuple[float, float]:
         """Return the bytes of inputs and of results that a device sends or receives at most."""
@@ -461,14 +457,8 @@ def predict(
                 )
                 for is_backward in _PASSES[passes]
             ]
-            found.append(
-                Prediction(
-                    sum(one.seconds for one in each),
-                    sum(one.bytes_received for one in each),
-                    max(one.peak_bytes for one in each),
-                    head_parallel,
-                )
-            )
+            seconds, received, peak, _ = zip(*map(astuple, each), strict=True)
+            found.append(Prediction(sum(seconds), sum(received), max(peak), head_parallel))
     if not found:
         return None
     fastest = min(found, key=lambda one: one.seconds)
