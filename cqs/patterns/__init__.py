@@ -17,7 +17,6 @@ from cqs.patterns.regular import (
     sliding_window,
     strided,
 )
-from cqs.patterns.runs import KeyRun, key_runs
 from cqs.patterns.tokens import documents, global_tokens, longformer
 from cqs.patterns.views import View, views
 
@@ -27,7 +26,6 @@ __all__ = [
     "BlockList",
     "BoundPattern",
     "Grid",
-    "KeyRun",
     "Pattern",
     "Piece",
     "View",
@@ -43,7 +41,6 @@ __all__ = [
     "from_deepspeed",
     "from_mask",
     "global_tokens",
-    "key_runs",
     "longformer",
     "per_head",
     "sliding_window",

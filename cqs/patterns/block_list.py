@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.grid import Grid, Integers, check_num_blocks
-from cqs.patterns.piece import Axis, Piece
-from cqs.patterns.runs import KeyRun, clip, key_runs
+from cqs.patterns.piece import Piece, tidy
 from cqs.patterns.views import View
 from cqs.ranges import overlap
 
@@ -193,37 +192,6 @@ class BlockList:
         unpacked = np.unpackbits(self.bits[index], axis=-1, count=self.grid.block)
         return unpacked.view(bool)
 
-    def key_runs(self, queries: range) -> Iterator[KeyRun]:
-        """Yield the keys that a tile of queries sees: runs of full blocks, single partial blocks.
-
-        Args:
-            queries: Query indices of the tile, ascending, of any step.
-        """
-        grid = self.grid
-        if not clip(queries, range(grid.seqlen_q)):
-            return
-        for row in range(*self._row_range(queries)):
-            inside = clip(queries, grid.row_queries(row))
-            if not inside:
-                continue
-            first = row * grid.num_columns
-            found = slice(*np.searchsorted(self.ids, (first, first + grid.num_columns)))
-            columns = (self.ids[found] - first).tolist()
-            start = stop = 0
-            for column, index in zip(columns, self.bit_index[found].tolist(), strict=True):
-                keys = grid.column_keys(column)
-                if index >= 0:
-                    if self.bits[index, self._bit_rows(inside)].any():
-                        yield KeyRun(inside, Axis(keys), bits=index)
-                elif keys.start == stop and start < stop:
-                    stop = keys.stop
-                else:
-                    if start < stop:
-                        yield KeyRun(inside, Axis(range(start, stop)))
-                    start, stop = keys.start, keys.stop
-            if start < stop:
-                yield KeyRun(inside, Axis(range(start, stop)))
-
     def views(self, queries: range, keys: range) -> Iterator[View]:
         """Yield the live pairs of a rectangle as views: runs of full blocks, single partial blocks.
 
@@ -231,38 +199,50 @@ class BlockList:
             queries: Query indices, a range of step 1.
             keys: Key indices, a range of step 1.
         """
-        for run in self.key_runs(queries):
-            tokens = run.keys.tokens
-            found = overlap(tokens, keys)
-            if not found:
-                continue
-            if run.bits is None:
-                yield View(run.queries, found)
-                continue
-            bits = self.bits[run.bits, self._bit_rows(run.queries)]
-            if found != tokens:
-                first = found.start - tokens.start
-                live = np.unpackbits(bits, axis=-1)[:, first : first + len(found)]
-                bits = np.packbits(live, axis=-1)
-            if bits.any():
-                yield View(run.queries, found, bits=bits)
+        for row in range(*self._row_range(queries)):
+            inside = overlap(queries, self.grid.row_queries(row))
+            for tokens, bits in self._key_runs(row) if inside else ():
+                found = overlap(tokens, keys)
+                if not found:
+                    continue
+                if bits is None:
+                    yield View(inside, found)
+                    continue
+                first = (inside.start - self.grid.origin) % self.grid.block
+                bits = bits[first : first + len(inside)]
+                if found != tokens:
+                    first = found.start - tokens.start
+                    live = np.unpackbits(bits, axis=-1)[:, first : first + len(found)]
+                    bits = np.packbits(live, axis=-1)
+                if bits.any():
+                    yield View(inside, found, bits=bits)
 
-    def run_mask(self, run: KeyRun) -> NDArray[np.bool_]:
-        """Return the mask of a run over a partial block, boolean ``[len(run.queries), keys]``."""
-        return self.unpack(run.bits)[self._bit_rows(run.queries), : len(run.keys.tokens)]
+    def _key_runs(self, row: int) -> Iterator[tuple[range, NDArray[np.uint8] | None]]:
+        """Yield the keys of full blocks side by side in a row, and of each partial block.
 
-    def _bit_rows(self, queries: range) -> slice:
-        """Return the rows of a block's mask that belong to ``queries``, of one row of blocks."""
-        first = (queries.start - self.grid.origin) % self.grid.block
-        return slice(first, first + queries.stop - queries.start, queries.step)
+        Partial blocks come with their bits, before the run of full blocks that precedes them.
+        """
+        first = row * self.grid.num_columns
+        found = slice(*np.searchsorted(self.ids, (first, first + self.grid.num_columns)))
+        columns = (self.ids[found] - first).tolist()
+        run = range(0)
+        for column, index in zip(columns, self.bit_index[found].tolist(), strict=True):
+            keys = self.grid.column_keys(column)
+            if index >= 0:
+                yield keys, self.bits[index]
+            elif keys.start == run.stop and run:
+                run = range(run.start, keys.stop)
+            else:
+                yield run, None
+                run = keys
+        yield run, None
 
     def to_mask(self, queries: range) -> NDArray[np.bool_]:
         """Return the mask of a range of queries, boolean ``[len(queries), seqlen_kv]``."""
         mask = np.zeros((len(queries), self.grid.seqlen_kv), dtype=bool)
-        for run in self.key_runs(queries):
-            rows = slice(run.queries.start - queries.start, run.queries.stop - queries.start)
-            keys = slice(run.keys.tokens.start, run.keys.tokens.stop)
-            mask[rows, keys] = True if run.bits is None else self.run_mask(run)
+        for view in self.views(queries, range(self.grid.seqlen_kv)):
+            rows = slice(view.queries.start - queries.start, view.queries.stop - queries.start)
+            mask[rows, view.keys.start : view.keys.stop] = view.to_mask()
         return mask
 
     def on(self, grid: Grid) -> "BlockList":
@@ -410,15 +390,17 @@ def _concatenate(lists: list[BlockList]) -> BlockList:
 
 
 def _touched_blocks(grid: Grid, pieces: tuple[Piece, ...]) -> Integers:
-    """Return the ids of the blocks that a key run of any piece overlaps, ascending."""
+    """Return the ids of the blocks from the first to the last key of any piece, ascending."""
     ids: set[int] = set()
     check_num_blocks(16 * grid.num_rows * len(pieces))
     num_touched = 0
     for row in range(grid.num_rows):
         for piece in pieces:
-            for run in key_runs(piece, grid.row_queries(row)):
-                first = row * grid.num_columns + run.keys.tokens.start // grid.block
-                last = row * grid.num_columns + (run.keys.tokens.stop - 1) // grid.block
+            inside = tidy(piece.within(grid.row_queries(row), piece.keys.tokens))
+            if inside is not None:
+                keys = inside.keys.tokens
+                first = row * grid.num_columns + keys.start // grid.block
+                last = row * grid.num_columns + (keys.stop - 1) // grid.block
                 num_touched += last + 1 - first
                 check_num_blocks(16 * num_touched)  # listed one by one: slower
                 ids.update(range(first, last + 1))

@@ -13,7 +13,6 @@ from cqs.patterns import algebra
 from cqs.patterns.block_list import BlockList, empty_list
 from cqs.patterns.grid import Grid
 from cqs.patterns.piece import Piece, tidy
-from cqs.patterns.runs import KeyRun, key_runs
 from cqs.patterns.views import View, views
 from cqs.ranges import meets
 from cqs.uncompiled import uncompiled
@@ -83,23 +82,6 @@ class BoundPattern:
         key = to_integer(key, "key must be an integer")
         return any(part.allows(query, key) for part in self._parts)
 
-    def key_runs(self, queries: range) -> Iterator[KeyRun]:
-        """Yield the keys that a tile of queries sees, as runs without a common pair.
-
-        Args:
-            queries: Query indices of the tile, ascending. A tile of step s takes one run for each
-                piece of step s.
-
-        Raises:
-            ValueError: ``queries`` does not ascend.
-        """
-        if queries.step < 1:
-            raise ValueError(f"queries must ascend, got {queries}")
-        for piece in self.pieces:
-            yield from key_runs(piece, queries)
-        if self.blocks is not None:
-            yield from self.blocks.key_runs(queries)
-
     def views(self, queries: range, keys: range) -> Iterator[View]:
         """Yield the live pairs within a rectangle as affine views without a common pair.
 
@@ -115,10 +97,7 @@ class BoundPattern:
             yield from self.blocks.views(queries, keys)
 
     def transposed(self) -> "BoundPattern":
-        """Return the pattern with queries and keys exchanged.
-
-        Its key runs give the queries that see a tile of keys, for key and value gradients.
-        """
+        """Return the pattern with queries and keys exchanged, for key and value gradients."""
         pieces = tuple(piece.transposed() for piece in self.pieces)
         blocks = None if self.blocks is None else self.blocks.transposed()
         return BoundPattern(self.seqlen_kv, self.seqlen_q, pieces, blocks)

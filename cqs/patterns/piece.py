@@ -116,11 +116,6 @@ class Piece(NamedTuple):
         nearest, farthest = keys.start - queries.stop + 1, keys.stop - 1 - queries.start
         return self.low <= nearest and farthest <= self.high
 
-    @property
-    def offsets_matter(self) -> bool:
-        """Whether only some queries of a cell see a given key offset."""
-        return self.inner_low > 1 - self.queries.width or self.inner_high < self.keys.width - 1
-
     def meets(self, queries: range, keys: range) -> bool:
         """Return whether a rectangle has tokens of both axes."""
         return meets(queries, self.queries.tokens) and meets(keys, self.keys.tokens)

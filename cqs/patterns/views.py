@@ -102,7 +102,8 @@ def cutting_methods(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Ite
     slope = _TILE if is_banded else 0
     visited = min(num_columns, seen + slope)
     yield rows.width * _tiles(num_rows) * (1 + offsets * _tiles(visited)), _pairs_of_residues
-    if piece.offsets_matter:
+    if piece.inner_low > 1 - rows.width or piece.inner_high < columns.width - 1:
+        # only some queries of a cell see a given key offset
         return
     if rows.width == rows.step:
         visited = min(num_columns, seen + slope / columns.step)

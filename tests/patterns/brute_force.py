@@ -23,21 +23,6 @@ def count_in(mask, queries, keys):
     return int(mask[rows, max(keys.start, 0) : max(keys.stop, 0)].sum())
 
 
-def paint_runs(runs, bound):
-    """How often each pair is visited by key runs."""
-    visits = np.zeros((bound.seqlen_q, bound.seqlen_kv), dtype=int)
-    for run in runs:
-        queries = np.array(run.queries)[:, None]
-        keys = np.arange(bound.seqlen_kv)
-        visited = run.allows(queries, keys)
-        if run.bits is not None:
-            tokens = run.keys.tokens
-            visited[:, tokens.start : tokens.stop] &= bound.blocks.run_mask(run)
-        assert visited.any() or run.queries.step > 1, f"{run} visits nothing"
-        visits[queries[:, 0]] += visited
-    return visits
-
-
 def paint_views(views, bound):
     """How often each pair is in a view."""
     visits = np.zeros((bound.seqlen_q, bound.seqlen_kv), dtype=int)
@@ -69,12 +54,6 @@ def _assert_is(rng, bound, mask):
         for piece in bound.pieces
     )
     assert np.max(overlaps, initial=0) <= 1, "two pieces have a pair in common"
-    step = rng.choice([1, 1, 2, 3, 4, 6])
-    tile = random_range(rng, seqlen_q)[::step]
-    expected = np.zeros_like(mask)
-    inside = [i for i in tile if 0 <= i < seqlen_q]
-    expected[inside] = mask[inside]
-    assert (paint_runs(bound.key_runs(tile), bound) == expected).all()
     query, key = rng.randint(-2, seqlen_q + 1), rng.randint(-2, seqlen_kv + 1)
     inside = 0 <= query < seqlen_q and 0 <= key < seqlen_kv
     assert bound.allows(query, key) is bool(inside and mask[query, key])

@@ -53,10 +53,10 @@ def test_full_and_empty_blocks_hold_no_bits():
     blocks = from_mask(mask).bind(300).blocks
     assert blocks.ids.tolist() == [0, 1, 2, 4, 5, 7, 8]
     assert len(blocks.bits) == 1 and blocks.bits.nbytes == 128 * 128 // 8
-    runs = list(from_mask(mask).bind(300).key_runs(range(0, 128)))
-    assert [(run.keys.tokens, run.bits) for run in runs] == [
-        (range(0, 128), 0),
-        (range(128, 300), None),
+    views = list(from_mask(mask).bind(300).views(range(0, 128), range(0, 300)))
+    assert [(view.keys, view.bits is None) for view in views] == [
+        (range(0, 128), False),
+        (range(128, 300), True),
     ]
 
 

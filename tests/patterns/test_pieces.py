@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from brute_force import count_in, random_range
 
-from cqs.patterns import FAR, Axis, Piece, key_runs, views
+from cqs.patterns import FAR, Axis, Piece, views
 from cqs.patterns.algebra import UnequalStepsError, intersect, subtract, unite
 from cqs.patterns.piece import count_band, tidy
 from cqs.patterns.views import cutting_methods
@@ -86,28 +86,6 @@ def test_pieces_count_pairs_exactly():
         assert piece.num_pairs == mask.sum()
         queries, keys = random_range(rng, shape[0]), random_range(rng, shape[1])
         assert piece.count_pairs(queries, keys) == count_in(mask, queries, keys)
-
-
-def test_key_runs_visit_every_pair_of_a_tile_once():
-    rng = random.Random(3)
-    for _ in range(3000):
-        shape = random_shape(rng)
-        piece = random_tidy_piece(rng, shape)
-        mask = mask_of(piece, shape)
-        tile = random_range(rng, shape[0])[:: rng.choice([1, 1, 2, 3, 5, 6, 10])]
-        visits = np.zeros(shape, dtype=int)
-        runs = list(key_runs(piece, tile))
-        for run in runs:
-            queries = np.array(run.queries)
-            visited = run.allows(queries[:, None], np.arange(shape[1]))
-            assert visited.any() or tile.step > 1
-            visits[queries] += visited
-        expected = np.zeros(shape, dtype=int)
-        inside = [i for i in tile if 0 <= i < shape[0]]
-        expected[inside] = mask[inside]
-        assert (visits == expected).all(), f"{piece} {tile}"
-        if piece.is_plain:
-            assert len(runs) <= 1
 
 
 def test_views_hold_every_pair_once():
