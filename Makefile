@@ -3,7 +3,7 @@ VENV := .venv/bin
 DEMO_INSTALLED := .venv/demo-installed
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
-PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location
+PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location --no-compile
 
 .PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
 
@@ -35,7 +35,7 @@ test-ray test-rest: export OMP_NUM_THREADS := 1
 test: test-rest test-ray test-kernels
 
 test-ray: $(INSTALLED)
-	$(VENV)/python -m pytest -m "ray and not long"
+	$(VENV)/python -m pytest -m "ray and not long" $$(grep -rl --include='test_*.py' 'mark\.ray\b' tests | sort)
 
 test-rest: $(INSTALLED)
 	$(VENV)/python -m pytest -m "not ray and not long" --ignore tests/worker/test_compilation.py

@@ -3,6 +3,7 @@
 import os
 import sys
 import zlib
+from functools import cache
 
 import pytest
 import torch
@@ -97,6 +98,18 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def each_fit_once():
+    """Rows that a machine has been fitted to are not fitted again, which takes ten seconds."""
+    from benchmarks import fitting, simulate
+
+    fit = cache(fitting.fit)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fitting, simulate):
+            patch.setattr(module, "fit", lambda rows: fit(tuple(rows)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,43 @@ def modules_after(statement):
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
+
+
+AFTER_TORCH = """
+import os, sys, torch
+
+for statement in sys.argv[1:]:
+    if os.fork():
+        assert os.wait()[1] == 0, statement
+    else:
+        exec(statement)
+        print(*sys.modules)
+        break
+"""
+ONE_WAY = {
+    "cqs.worker": {"ray", "cqs.tiler", "cqs.executors", "cqs.api"},
+    "cqs.tiler": {"ray", "cqs.worker", "cqs.executors", "cqs.api"},
+    "cqs.partial": {"ray", "cqs.worker", "cqs.tiler", "cqs.executors", "cqs.problem"},
+    "cqs.executors.verify": {"ray", "cqs.worker", "cqs.tiler", "cqs.executors.local"},
+    "cqs.executors.local": {"ray"},
+    "cqs.testing": {"ray", "cqs.worker", "cqs.tiler"},
+}
+"""Modules, and the modules that they do without."""
+LOAD = "import cqs; cqs.attention"
+MEASURE = (
+    "import torch; from cqs.worker.memory import measure_peak_bytes; "
+    "measure_peak_bytes(lambda: torch.ones(3), torch.device('cpu'))"
+)
+
+
+@cache
+def modules_beside_torch():
+    """The same for statements that import PyTorch, which takes long: each in a fork after that."""
+    statements = [*(f"import {modules}" for modules in ONE_WAY), LOAD, MEASURE]
+    command = [sys.executable, "-c", AFTER_TORCH, *statements]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(statements, map(set, map(str.split, done.stdout.splitlines())), strict=True))
 
 
 PLAN = "import cqs; cqs.make_plan(10**7, num_tasks=31, is_causal=True)"
@@ -42,21 +80,11 @@ def test_planning_needs_neither_torch_nor_ray_nor_numpy(statement):
     assert not imported & {"torch", "ray", "numpy"}
 
 
-@pytest.mark.parametrize(
-    ("modules", "strangers"),
-    [
-        ("cqs.worker", {"ray", "cqs.tiler", "cqs.executors", "cqs.api"}),
-        ("cqs.tiler", {"ray", "cqs.worker", "cqs.executors", "cqs.api"}),
-        ("cqs.partial", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors", "cqs.problem"}),
-        ("cqs.executors.verify", {"ray", "cqs.worker", "cqs.tiler", "cqs.executors.local"}),
-        ("cqs.executors.local", {"ray"}),
-        ("cqs.testing", {"ray", "cqs.worker", "cqs.tiler"}),
-    ],
-)
-def test_imports_point_one_way(modules, strangers):
-    imported = modules_after(f"import {modules}")
+@pytest.mark.parametrize("modules", ONE_WAY)
+def test_imports_point_one_way(modules):
+    imported = modules_beside_torch()[f"import {modules}"]
     assert {"torch", *modules.split(", ")} <= imported
-    assert not imported & strangers
+    assert not imported & ONE_WAY[modules]
 
 
 def test_the_package_does_without_its_benchmarks():
@@ -65,16 +93,13 @@ def test_the_package_does_without_its_benchmarks():
 
 
 def test_attention_is_loaded_when_it_is_used():
-    imported = modules_after("import cqs; cqs.attention")
+    imported = modules_beside_torch()[LOAD]
     assert {"torch", "cqs.api"} <= imported and not imported & {"ray", "triton", "torch._dynamo"}
 
 
 def test_memory_is_measured_without_what_compiles():
     """It takes as long to import as all the rest, and every actor would."""
-    imported = modules_after(
-        "import torch; from cqs.worker.memory import measure_peak_bytes; "
-        "measure_peak_bytes(lambda: torch.ones(3), torch.device('cpu'))"
-    )
+    imported = modules_beside_torch()[MEASURE]
     assert "cqs.worker.memory" in imported and "torch._dynamo" not in imported
 
 

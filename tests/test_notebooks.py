@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -82,18 +83,34 @@ def text_of(outputs):
     return "\n".join(texts)
 
 
+@pytest.fixture(scope="module")
+def execute(tmp_path_factory):
+    """Execute notebooks in one kernel: none knows the names of another, but imports are shared."""
+    resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebooks"))}}
+    nothing = nbformat.v4.new_notebook()
+    client = NotebookClient(nothing, kernel_name="python3", timeout=120, resources=resources)
+
+    def execute(notebook, **options):
+        client.nb = notebook
+        client.execute(**options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MPLBACKEND")
+        execute(nothing, cleanup_kc=False)
+    yield partial(execute, cleanup_kc=False)
+    execute(nothing)  # which ends the kernel
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.ray] * (name in ON_RAY)) for name in NOTEBOOKS],
 )
-def test_a_notebook_runs_at_small_sizes(name, tmp_path, monkeypatch):
-    monkeypatch.delenv("MPLBACKEND")
+def test_a_notebook_runs_at_small_sizes(name, execute):
     notebook, cells = read(name)
     stored = pictures(shown(cells))
     assert assigned(SMALL[name]) == assigned(cells[0].source)
-    cells[0].source = SMALL[name]
-    resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, kernel_name="python3", timeout=120, resources=resources).execute()
+    cells[0].source = f"%reset -f\n{SMALL[name]}"
+    execute(notebook)
     assert pictures(shown(cells)) == stored
     if name == "4-on-a-cluster":
         assert "bitwise identical: True\nfailed workers: 1," in text_of(shown(cells))

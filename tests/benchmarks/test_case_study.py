@@ -75,7 +75,7 @@ def test_the_whole_is_measured_though_nobody_asked_for_one_worker():
 
 @needs_statm
 def test_more_workers_hold_less_memory_and_no_less_than_predicted():
-    settings = replace(SMALL, tokens=6000, num_heads=16, num_kv_heads=16, head_dim=64, repeats=1)
+    settings = replace(SMALL, tokens=1500, num_heads=64, num_kv_heads=64, head_dim=64, repeats=1)
     rows = measure(settings, (1, 7, 31))
     for row in rows:
         assert row.memory == case_measurement.RESIDENT and len(row.samples) > 3

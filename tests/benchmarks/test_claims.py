@@ -111,7 +111,7 @@ def test_two_gpus_with_flash_attention():
     assert 0.505 < min(trained) and max(trained) < 0.565
 
 
-def test_four_gpus_are_predicted_from_two():
+def test_four_gpus_are_predicted_from_two(each_fit_once):
     fitted, measured = (
         fitting.read_rows(RESULTS / f"peers-h200-{name}.jsonl") for name in ("x2", "x4")
     )

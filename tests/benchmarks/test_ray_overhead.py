@@ -11,8 +11,18 @@ from benchmarks.__main__ import main
 from cqs.executors.verify import VerificationError
 
 
+@pytest.fixture
+def few_layers(ray_session, monkeypatch):
+    """Also in the workers, which get the functions of the module instead of importing it."""
+    monkeypatch.setattr(sharded, "_NUM_CALLS", 4)
+    monkeypatch.setattr(sharded, "_NUM_LAYERS", 16)
+    ray_session.cloudpickle.register_pickle_by_value(sharded)
+    yield
+    ray_session.cloudpickle.unregister_pickle_by_value(sharded)
+
+
 @pytest.mark.ray
-def test_rows_of_calls_and_failures(ray_session, tmp_path):
+def test_rows_of_calls_and_failures(few_layers, tmp_path):
     out = tmp_path / "rows.jsonl"
     options = ["--seqlen", "600", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
     options += ["--workers", "2", "--repeats", "1", "--failures", "1", "--out", str(out)]

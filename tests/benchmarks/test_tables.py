@@ -8,7 +8,7 @@ from benchmarks.tables import find_pages, table_names, update
 pytestmark = pytest.mark.slow
 
 
-def test_all_tables_are_up_to_date():
+def test_all_tables_are_up_to_date(each_fit_once):
     texts = {page: page.read_text() for page in find_pages()}
     stale = [page for page, text in texts.items() if update(text, TABLES) != text]
     assert not stale, "run python -m benchmarks tables"

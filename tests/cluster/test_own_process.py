@@ -1,9 +1,12 @@
-"""What needs a Ray of its own runs in a fresh interpreter."""
+"""What needs a Ray of its own runs in a fresh process."""
 
+import atexit
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import pathlib
+import runpy
 import shutil
 import signal
 import socket
@@ -23,22 +26,56 @@ pytestmark = pytest.mark.ray
 NAMES = ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED")
 
 
-def run_python(script, tmp_path, **environment):
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(script))
-    home = tmp_path / "home"
-    home.mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        env={**kept, "HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        stdin=subprocess.DEVNULL,
+def make_context():
+    """Where processes are forked from one that has imported Ray and PyTorch, and used neither."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["benchmarks.cases", "cqs.executors.ray.actor", "psutil", "pytest", "ray"]
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return context
+
+
+def run_script(script, folder, environment, connection):
+    """Run a script as ``python`` would, with its output in a file and ``connection`` to the test.
+
+    Starting with neither the settings of Ray nor the home directory of whoever runs the tests.
+    """
+    import ray
+
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    os.environ.update({"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", **environment})
+    ray._raylet.Config.initialize("")  # the environment is read again
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    tempfile.tempdir = None
+    with open(folder / "output", "w") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    runpy.run_path(str(folder / "script.py"), {"connection": connection}, "__main__")
+    atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def start_python(script, folder, **environment):
+    """Start a script in a fresh process; return the process and a connection to the script."""
+    context, folder = make_context(), pathlib.Path(folder) / "home"
+    folder.mkdir()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_script, args=(script, folder, environment, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def run_python(script, folder, **environment):
+    """Run a script in a fresh process; return what it printed."""
+    process, connection = start_python(script, folder, **environment)
+    with contextlib.closing(connection):
+        process.join(240)
+        process.kill()
+    printed = (pathlib.Path(folder) / "home" / "output").read_text()
+    assert process.exitcode == 0, printed
+    return printed
 
 
 @pytest.fixture
@@ -50,7 +87,7 @@ def short_folder():
 
 def test_the_private_cluster_is_private(tmp_path, short_folder):
     script = """
-        import cqs, glob, os, pathlib, stat, tempfile, torch
+        import cqs, os, pathlib, ray, stat, tempfile, torch
 
         def listening():
             sockets = {}
@@ -62,16 +99,15 @@ def test_the_private_cluster_is_private(tmp_path, short_folder):
             return sockets
 
         before = listening()
-        folders = set(glob.glob(tempfile.gettempdir() + "/cqs-*"))
         query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
         with cqs.Cluster(num_workers=1) as cluster:
-            import ray
             output = cluster.attention(query, key, value, num_tasks=3)
             new = [address for inode, address in listening().items() if inode not in before]
             assert new and set(new) <= {"0100007F", "0000000000000000FFFF00000100007F"}, new
             assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
             assert os.environ["RAY_AUTH_MODE"] == "token" and os.environ["RAY_AUTH_TOKEN"]
-            (folder,) = set(glob.glob(tempfile.gettempdir() + "/cqs-*")) - folders
+            (name,) = os.listdir(tempfile.gettempdir())
+            folder = os.path.join(tempfile.gettempdir(), name)
             assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         assert not ray.is_initialized() and not os.path.exists(folder)
         assert not os.path.exists(os.path.expanduser("~/.ray/auth_token"))
@@ -79,6 +115,48 @@ def test_the_private_cluster_is_private(tmp_path, short_folder):
         print("private")
     """
     assert "private" in run_python(script, tmp_path, TMPDIR=str(short_folder))
+
+
+def test_the_environment_of_the_user_neither_weakens_it_nor_changes(tmp_path):
+    """Also a TMPDIR that is too long for the names of Ray's sockets."""
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    script = f"""
+        import ray, cqs, os, stat, tempfile, torch
+
+        settings = [
+            {{"RAY_AUTH_TOKEN": "known to all", "RAY_USAGE_STATS_ENABLED": "1"}},
+            {{"RAY_AUTH_MODE": "disabled"}},
+        ]
+        assert len(tempfile.gettempdir()) > 80
+        os.environ.pop("RAY_USAGE_STATS_ENABLED")
+        tokens = set()
+        for setting in settings:
+            os.environ.update(setting)
+            with cqs.Cluster(num_workers=1) as cluster:
+                inside = dict(os.environ)
+                assert inside["RAY_AUTH_MODE"] == "token"
+                assert inside["RAY_USAGE_STATS_ENABLED"] == "0"
+                assert inside["RAY_AUTH_TOKEN"] not in tokens | {{setting.get("RAY_AUTH_TOKEN")}}
+                tokens.add(inside["RAY_AUTH_TOKEN"])
+                assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
+                assert ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN
+                cluster.attention(*(torch.randn(1, 1, 8, 8) for _ in range(3)))
+                folder = os.path.dirname(ray._private.worker._global_node.get_temp_dir_path())
+                assert not folder.startswith(tempfile.gettempdir())
+                assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+            assert not os.path.exists(folder)
+            left = {{name: os.environ.get(name) for name in {NAMES}}}
+            assert left == {{name: setting.get(name) for name in {NAMES}}}, left
+            for name in setting:
+                del os.environ[name]
+        del os.environ["TMPDIR"]
+        ray.init(address="local", num_cpus=1, include_dashboard=False)  # the user's own
+        assert os.environ.get("RAY_AUTH_TOKEN") is None
+        ray.shutdown()
+        print(len(tokens), "tokens")
+    """
+    assert "2 tokens" in run_python(script, tmp_path, TMPDIR=str(long))
 
 
 def test_ranks_of_a_private_cluster_meet_in_its_private_directory(tmp_path):
@@ -110,28 +188,24 @@ def test_ranks_of_a_private_cluster_meet_in_its_private_directory(tmp_path):
     assert "met" in run_python(script, tmp_path)
 
 
-HOLD_FOLDER = """
-    import os, sys, time
-    from cqs.executors.ray.session import private_folder
-
+def hold_folder(parent, connection):
+    tempfile.tempdir = parent
     with private_folder() as folder:
-        print(folder, flush=True)
-        sys.stdin.read()
-"""
+        connection.send(folder)
+        connection.poll(None)  # until the other end is closed
 
 
 @contextlib.contextmanager
 def holder_of_folder(short_folder):
     """A process that holds a private directory in short_folder, and the directory."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLD_FOLDER)],
-        env={**os.environ, "TMPDIR": str(short_folder)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with holder:
-        yield holder, holder.stdout.readline().strip()
+    context = make_context()
+    ours, theirs = context.Pipe()
+    holder = context.Process(target=hold_folder, args=(str(short_folder), theirs))
+    holder.start()
+    theirs.close()
+    with contextlib.closing(ours):
+        yield holder, ours.recv()
+    holder.join()
 
 
 def test_directories_of_killed_processes_are_removed_and_no_others(short_folder, monkeypatch):
@@ -153,10 +227,10 @@ def test_directories_of_killed_processes_are_removed_and_no_others(short_folder,
     kept = {*others, link, file}
     with holder_of_folder(short_folder) as (stopped, held):
         assert not os.path.exists(abandoned)
-        stopped.send_signal(signal.SIGSTOP)
+        os.kill(stopped.pid, signal.SIGSTOP)
         with private_folder() as folder:
             assert {*kept, pathlib.Path(held), pathlib.Path(folder)} == set(short_folder.iterdir())
-        stopped.send_signal(signal.SIGCONT)
+        os.kill(stopped.pid, signal.SIGCONT)
     assert set(short_folder.iterdir()) == kept
     assert all((other / "data").exists() for other in others)
 
@@ -208,27 +282,32 @@ def test_a_directory_is_made_where_none_can_be_locked_or_listed(
     assert not os.path.exists(folder) and os.path.isdir(abandoned)
 
 
-def test_processes_that_start_together_keep_their_directories(short_folder):
-    script = """
-        import os, sys
-        from cqs.executors.ray.session import private_folder
+def hold_folders_in_turn(parent, barrier):
+    tempfile.tempdir = parent
+    barrier.wait(60)
+    for _ in range(50):
+        with private_folder() as folder:
+            with open(os.path.join(folder, "mine"), "x") as file:
+                file.write("")
+            assert "mine" in os.listdir(folder)
 
-        for _ in range(50):
-            with private_folder() as folder:
-                with open(os.path.join(folder, "mine"), "x") as file:
-                    file.write("")
-                assert "mine" in os.listdir(folder)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    environment = {**os.environ, "TMPDIR": str(short_folder)}
-    processes = [subprocess.Popen(command, env=environment) for _ in range(4)]
-    assert [process.wait(60) for process in processes] == [0] * 4
+
+def test_processes_that_start_together_keep_their_directories(short_folder):
+    context = make_context()
+    arguments = str(short_folder), context.Barrier(4)
+    processes = [context.Process(target=hold_folders_in_turn, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
     assert not list(short_folder.iterdir())
 
 
 def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
+    """By ``executor="ray"``, and twice by a cluster."""
     script = """
-        import cqs, glob, os, tempfile, torch
+        import cqs, glob, os, ray, tempfile, torch
 
         def children(task):
             try:
@@ -247,15 +326,18 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
                 "files": os.listdir(tempfile.gettempdir()),
             }
 
-        found = []
-        for _ in range(3):
+        query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
+        output = cqs.attention(query, key, value, num_tasks=7, executor="ray")
+        assert torch.allclose(output, cqs.attention(query, key, value), atol=1e-5)
+        assert not ray.is_initialized()
+        found = [held()]
+        for _ in range(2):
             with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
-                query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
                 cluster.attention(query, key, value, num_tasks=3)
                 cluster.attention(cluster.shard(query, key, value)).to_local()
             found.append(held())
         assert found[2] == found[1], found
-        assert found[1]["files"] == found[1]["processes"] == [], found
+        assert all(each["files"] == each["processes"] == [] for each in found), found
         print("nothing")
     """
     assert "nothing" in run_python(script, tmp_path, TMPDIR=str(short_folder))
@@ -270,26 +352,29 @@ def test_ray_ends_the_driver_if_one_of_its_servers_is_killed(tmp_path, process):
         cluster = cqs.Cluster(num_workers=1, use_gpus=False)
         (killed,) = ray._private.worker._global_node.all_processes[{process!r}]
         killed.process.kill()
-        print("killed", flush=True)
+        connection.send("killed")
         if {process!r} == "raylet":
             time.sleep(1)
             cluster.attention(*(torch.randn(1, 2, 50, 8) for _ in range(3)))
         cluster.close()
         print("closed")
     """
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(script))
-    driver = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
-    with driver:
-        assert driver.stdout.readline() == "killed\n"
-        assert "closed" not in driver.communicate(timeout=80)[0]
-        assert driver.returncode == 1
+    driver, connection = start_python(script, tmp_path)
+    with contextlib.closing(connection):
+        assert connection.recv() == "killed"
+        driver.join(80)
+        driver.kill()
+    assert driver.exitcode == 1
+    assert "closed" not in (tmp_path / "home" / "output").read_text()
 
 
 def test_an_interrupted_start_or_close_leaves_nothing_behind(tmp_path, short_folder):
-    """Ray loses track of its processes where its start is interrupted."""
+    """Ray loses track of its processes where its start is interrupted.
+
+    And of its core worker, once that is made: it would abort the process in its next start.
+    """
     script = """
-        import cqs, os, ray, psutil, signal, tempfile, time
+        import cqs, os, ray, psutil, signal, tempfile, time, torch
 
         def nothing_is_left():
             children = psutil.Process().children(recursive=True)
@@ -299,46 +384,20 @@ def test_an_interrupted_start_or_close_leaves_nothing_behind(tmp_path, short_fol
         def interrupt(*_, **__):
             raise KeyboardInterrupt
 
-        node = ray._private.node.Node
-        for name in ("_record_stats", "start_ray_processes"):
-            method = getattr(node, name)
-            setattr(node, name, interrupt)
+        def start():
             try:
                 cqs.Cluster(num_workers=1, use_gpus=False)
             except KeyboardInterrupt:
                 nothing_is_left()
-                print("start")
+                print("start", flush=True)
+
+        node = ray._private.node.Node
+        for name in ("_record_stats", "start_ray_processes"):
+            method = getattr(node, name)
+            setattr(node, name, interrupt)
+            start()
             setattr(node, name, method)
 
-        cluster = cqs.Cluster(num_workers=1, use_gpus=False)
-        remove = ray.util.remove_placement_group
-
-        def interrupt_and_remove(group):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-            remove(group)
-
-        ray.util.remove_placement_group = interrupt_and_remove
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            cluster.close()
-        except KeyboardInterrupt:
-            cluster.close()
-            nothing_is_left()
-            print("close")
-    """
-    found = run_python(script, tmp_path, TMPDIR=str(short_folder))
-    assert found.split() == ["start", "start", "close"]
-
-
-def test_interrupts_while_ray_starts_do_not_end_the_process_in_its_next_start(
-    tmp_path, short_folder
-):
-    """Ray would abort the process: its core worker, once it is made, is lost track of."""
-    script = """
-        import cqs, os, ray, psutil, signal, tempfile, torch
-
-        query = torch.randn(1, 2, 50, 8)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         for number in (signal.SIGINT, signal.SIGALRM):
@@ -348,21 +407,29 @@ def test_interrupts_while_ray_starts_do_not_end_the_process_in_its_next_start(
                     os.kill(os.getpid(), number)
 
             ray._raylet.CoreWorker = Interrupting
-            try:
-                cqs.Cluster(num_workers=1, use_gpus=False)
-            except KeyboardInterrupt:
-                print("interrupted", flush=True)
+            start()
             ray._raylet.CoreWorker = Interrupting.__base__
-            children = psutil.Process().children(recursive=True)
-            assert not (children or ray.is_initialized()), (children, ray.is_initialized())
-            assert not os.listdir(tempfile.gettempdir()), os.listdir(tempfile.gettempdir())
             assert signal.getsignal(number) is signal.default_int_handler
-        with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
-            cluster.attention(query, query, query, verify=True)
-        print("works")
+
+        cluster, query = cqs.Cluster(num_workers=1, use_gpus=False), torch.randn(1, 2, 50, 8)
+        cluster.attention(query, query, query, verify=True)
+        remove = ray.util.remove_placement_group
+
+        def interrupt_and_remove(group):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+            remove(group)
+
+        ray.util.remove_placement_group = interrupt_and_remove
+        try:
+            cluster.close()
+        except KeyboardInterrupt:
+            cluster.close()
+            nothing_is_left()
+            print("close")
     """
     found = run_python(script, tmp_path, TMPDIR=str(short_folder))
-    assert found.split() == ["interrupted", "interrupted", "works"]
+    assert found.split() == ["start"] * 4 + ["close"]
 
 
 @pytest.mark.sample(9)
@@ -419,16 +486,35 @@ def test_a_cluster_whose_ray_was_shut_down_starts_and_ends_no_other(tmp_path, is
     assert "kept" in run_python(script, tmp_path)
 
 
-def test_every_thread_that_closes_a_cluster_waits_until_it_is_closed(tmp_path):
-    script = """
-        import cqs, ray, threading, time
+def test_a_second_cluster_raises_until_the_first_is_closed(tmp_path):
+    """Every thread that closes it waits for that; one that cuts sequences meanwhile gets an error.
 
-        cluster = cqs.Cluster(num_workers=1, use_gpus=False)
+    Ray ends a process, or starts anew, where something is put into a store that is gone.
+    """
+    script = """
+        import concurrent.futures, cqs, ray, threading, time, torch
+
+        tensors = [torch.randn(1, 1, 8, 8) for _ in range(3)]
+        first, start = cqs.Cluster(num_workers=1), time.monotonic()
+        for second in (
+            lambda: cqs.Cluster(num_workers=1),
+            lambda: cqs.Cluster(num_workers=1, address="auto"),
+            lambda: cqs.attention(*tensors, executor="ray"),
+        ):
+            try:
+                second()
+            except ValueError as error:
+                assert "another Cluster of this process has a private Ray" in str(error), error
+                assert "close that Cluster" in str(error) and "address" in str(error), error
+                print("raised")
+        assert time.monotonic() - start < 3
+        first.attention(*tensors, verify=True)
+
         remove, closed = ray.util.remove_placement_group, []
         ray.util.remove_placement_group = lambda group: (time.sleep(1), remove(group))
 
         def close():
-            cluster.close()
+            first.close()
             closed.append(not ray.is_initialized())
 
         threads = [threading.Thread(target=close) for _ in range(3)]
@@ -437,124 +523,27 @@ def test_every_thread_that_closes_a_cluster_waits_until_it_is_closed(tmp_path):
         for thread in threads:
             thread.join(60)
         assert closed == [True] * 3, closed
-        print("closed")
-    """
-    assert "closed" in run_python(script, tmp_path)
+        ray.util.remove_placement_group = remove
 
-
-def test_a_thread_that_cuts_sequences_while_its_cluster_closes_gets_an_error(tmp_path):
-    """Ray ends a process, or starts anew, where something is put into a store that is gone."""
-    script = """
-        import concurrent.futures, cqs, ray, threading, time, torch
-
-        put = ray.put
+        second, put, errors = cqs.Cluster(num_workers=1, use_gpus=False), ray.put, []
+        second.attention(*tensors, verify=True)
         ray.put = lambda value: (time.sleep(1), put(value))[1]
-        cluster, errors = cqs.Cluster(num_workers=1, use_gpus=False), []
 
         def cut():
             try:
                 while True:
-                    cluster.shard(torch.zeros(1, 1, 8, 2))
+                    second.shard(torch.zeros(1, 1, 8, 2))
             except (ValueError, concurrent.futures.CancelledError) as error:
                 errors.append(error)
 
         thread = threading.Thread(target=cut)
         thread.start()
         time.sleep(0.5)
-        cluster.close()
+        second.close()
         thread.join(60)
         assert len(errors) == 1 and not ray.is_initialized()
-        print("raised")
-    """
-    assert "raised" in run_python(script, tmp_path)
-
-
-def test_the_environment_of_the_user_neither_weakens_it_nor_changes(tmp_path):
-    script = f"""
-        import ray, cqs, os, torch
-
-        settings = [
-            {{"RAY_AUTH_TOKEN": "known to all", "RAY_USAGE_STATS_ENABLED": "1"}},
-            {{"RAY_AUTH_MODE": "disabled"}},
-        ]
-        os.environ.pop("RAY_USAGE_STATS_ENABLED")
-        tokens = set()
-        for setting in settings:
-            os.environ.update(setting)
-            with cqs.Cluster(num_workers=1) as cluster:
-                inside = dict(os.environ)
-                assert inside["RAY_AUTH_MODE"] == "token"
-                assert inside["RAY_USAGE_STATS_ENABLED"] == "0"
-                assert inside["RAY_AUTH_TOKEN"] not in tokens | {{setting.get("RAY_AUTH_TOKEN")}}
-                tokens.add(inside["RAY_AUTH_TOKEN"])
-                assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
-                assert ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN
-                cluster.attention(*(torch.randn(1, 1, 8, 8) for _ in range(3)))
-            left = {{name: os.environ.get(name) for name in {NAMES}}}
-            assert left == {{name: setting.get(name) for name in {NAMES}}}, left
-            for name in setting:
-                del os.environ[name]
-        ray.init(address="local", num_cpus=1, include_dashboard=False)  # the user's own
-        assert os.environ.get("RAY_AUTH_TOKEN") is None
-        ray.shutdown()
-        print(len(tokens), "tokens")
-    """
-    assert "2 tokens" in run_python(script, tmp_path)
-
-
-def test_a_long_tmpdir_is_no_obstacle(tmp_path):
-    long = tmp_path / ("long" * 20)
-    long.mkdir()
-    script = """
-        import cqs, os, ray, stat, tempfile, torch
-        assert len(tempfile.gettempdir()) > 80
-        with cqs.Cluster(num_workers=1) as cluster:
-            cluster.attention(*(torch.randn(1, 1, 8, 8) for _ in range(3)))
-            folder = os.path.dirname(ray._private.worker._global_node.get_temp_dir_path())
-            assert not folder.startswith(tempfile.gettempdir())
-            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        assert not os.path.exists(folder)
-        print("short")
-    """
-    assert "short" in run_python(script, tmp_path, TMPDIR=str(long))
-
-
-def test_a_second_cluster_raises_while_the_private_one_is_in_use(tmp_path):
-    script = """
-        import cqs, time, torch
-        tensors = [torch.randn(1, 1, 8, 8) for _ in range(3)]
-        with cqs.Cluster(num_workers=1) as first:
-            start = time.monotonic()
-            for second in (
-                lambda: cqs.Cluster(num_workers=1),
-                lambda: cqs.Cluster(num_workers=1, address="auto"),
-                lambda: cqs.attention(*tensors, executor="ray"),
-            ):
-                try:
-                    second()
-                except ValueError as error:
-                    assert "another Cluster of this process has a private Ray" in str(error), error
-                    assert "close that Cluster" in str(error) and "address" in str(error), error
-                    print("raised")
-            assert time.monotonic() - start < 3
-            first.attention(*tensors, verify=True)
-        with cqs.Cluster(num_workers=1) as second:
-            second.attention(*tensors, verify=True)
     """
     assert run_python(script, tmp_path).count("raised") == 3
-
-
-def test_executor_ray_starts_and_ends_a_cluster(tmp_path):
-    script = """
-        import cqs, torch
-        query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
-        output = cqs.attention(query, key, value, num_tasks=7, executor="ray")
-        assert torch.allclose(output, cqs.attention(query, key, value), atol=1e-5)
-        import ray
-        assert not ray.is_initialized()
-        print("done")
-    """
-    assert "done" in run_python(script, tmp_path)
 
 
 def test_no_cluster_at_an_address_is_named(tmp_path):
@@ -774,14 +763,12 @@ def test_workers_end_with_a_driver_that_is_killed(tmp_path, call):
         with cqs.Cluster(num_workers=2) as cluster:
             tensors = [torch.randn(1, 8, 16384, 64) for _ in range(3)]
             sharded = cluster.shard(*(tensor[:, :, :64] for tensor in tensors))
-            print(*cluster.pids, flush=True)
+            connection.send(cluster.pids)
             {call}
     """
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(script))
-    driver = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
-    with driver:
-        pids = [int(pid) for pid in driver.stdout.readline().split()]
+    driver, connection = start_python(script, tmp_path)
+    with contextlib.closing(connection):
+        pids = connection.recv()
         assert len(pids) == 2
         time.sleep(1)  # it calls
         driver.kill()

@@ -40,7 +40,11 @@ def shards_of(problem, cuts, rank):
 
 
 def run(group, case, dtype, cuts, options, device="cpu"):
-    """Return output, lse and gradients of this rank, and those of the whole in float64."""
+    """Return output and gradients of this rank, its lse, and what they are to be compared with.
+
+    That is a function of the dtype to compute in: output, gradients and lse of one process, for
+    this rank's rows.
+    """
     problem = case.make(dtype, device)
     tensors, rows, columns = shards_of(problem, cuts, dist.get_rank(group))
     output, lse = cqs.distributed.attention(
@@ -57,27 +61,23 @@ def run(group, case, dtype, cuts, options, device="cpu"):
     grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     found = torch.autograd.grad(output, tensors, grad[:, :, rows].to(dtype))
 
-    def whole(problem, output_of):
+    def expect(dtype):
         full = problem.query, problem.key, problem.value
-        query, key, value = (tensor.detach().requires_grad_() for tensor in full)
-        answer = output_of(replace(problem, query=query, key=key, value=value))
-        gradients = torch.autograd.grad(answer, (query, key, value), grad.to(answer))
-        return answer, gradients
+        whole = [tensor.detach().to(dtype).requires_grad_() for tensor in full]
+        given = replace(problem, **dict(zip(("query", "key", "value"), whole, strict=True)))
+        exact = exact_answer(given) if dtype == torch.float64 else None
+        answer = eager_output(given) if exact is None else exact.output
+        gradients = torch.autograd.grad(answer, whole, grad.to(answer))
+        parts = zip((answer, *gradients), (rows, rows, columns, columns), strict=True)
+        return [each[:, :, part] for each, part in parts], exact and exact.lse[:, :, rows]
 
-    wide = replace(problem, **{n: getattr(problem, n).double() for n in ("query", "key", "value")})
-    exact = whole(wide, lambda problem: exact_answer(problem).output)
-    eager = whole(problem, eager_output)
-    parts = rows, rows, columns, columns
-    of_rank = [
-        [each[:, :, part] for each, part in zip((answer, *gradients), parts, strict=True)]
-        for answer, gradients in (eager, exact)
-    ]
-    return (output, *found), lse, *of_rank, exact_answer(wide).lse[:, :, rows]
+    return (output, *found), lse, expect
 
 
 def largest_error(group, case, cuts, options):
     """Return the largest error of float64 results, relative to one process."""
-    found, lse, _, exact, exact_lse = run(group, case, torch.float64, cuts, options)
+    found, lse, expect = run(group, case, torch.float64, cuts, options)
+    exact, exact_lse = expect(torch.float64)
     assert torch.equal(lse.isinf(), exact_lse.isinf())
     pairs = [
         *zip(found, exact, strict=True),
@@ -88,7 +88,8 @@ def largest_error(group, case, cuts, options):
 
 def check_tracks_exact(group, case, dtype, cuts, options, device="cpu"):
     """Compare with float64 by the rule for rounding."""
-    found, _, eager, exact, _ = run(group, case, dtype, cuts, options, device)
+    found, _, expect = run(group, case, dtype, cuts, options, device)
+    eager, exact = (expect(each)[0] for each in (dtype, torch.float64))
     names = "output", "grad_query", "grad_key", "grad_value"
     for name, *each in zip(names, found, eager, exact, strict=True):
         assert_tracks_exact(*each, slack=4, name=name)

@@ -17,6 +17,34 @@ def make_context():
     return context
 
 
+def find_free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def run_as_torchrun(num_ranks, program, *arguments):
+    """Call a function in new processes with the environment of torchrun's."""
+    context, port = make_context(), find_free_port()
+    processes = [
+        context.Process(target=_run_as_rank, args=(rank, num_ranks, port, program, arguments))
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * num_ranks
+
+
+def _run_as_rank(rank, num_ranks, port, program, arguments):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    program(*arguments)
+
+
 class Ranks:
     """A group of processes, and one of the first n of them for every n.
 
@@ -24,10 +52,7 @@ class Ranks:
     """
 
     def __init__(self, num_ranks=8, device="cpu"):
-        context = make_context()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        context, port = make_context(), find_free_port()
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self._pipes = [pipe for pipe, _ in pipes]
         self._processes = [

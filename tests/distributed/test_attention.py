@@ -130,7 +130,7 @@ def test_ranks_may_know_other_numbers_of_groups(ranks):
 def test_dropout_is_that_of_one_process(ranks, head_parallel):
     case = Case("dropout", 67, 67, 4, 2, batch=2)
     problem = case.make()
-    options = {"is_causal": True, "dropout_p": 0.3, "seed": 5}
+    options = {"is_causal": True, "dropout_p": 0.3, "seed": 5, "backend": "reference"}
     whole = cqs.attention(problem.query, problem.key, problem.value, **options)
     options |= {"head_parallel": head_parallel, "num_chunks": 2}
     found = ranks.run(4, dropped, case, cut(case, 4, 3), options)
@@ -142,8 +142,9 @@ def test_without_a_seed_all_ranks_drop_what_the_first_draws(ranks, head_parallel
     case = Case("dropout", 64, 64, 4, 4)
     problem = case.make()
     torch.manual_seed(0)
-    whole = cqs.attention(problem.query, problem.key, problem.value, dropout_p=0.5)
-    options = {"dropout_p": 0.5, "head_parallel": head_parallel}
+    options = {"dropout_p": 0.5, "backend": "reference"}
+    whole = cqs.attention(problem.query, problem.key, problem.value, **options)
+    options["head_parallel"] = head_parallel
     found = ranks.run(2, dropped, case, ([0, 32, 64], [0, 32, 64]), options)
     torch.testing.assert_close(torch.cat(found, dim=2), whole)
 

@@ -6,7 +6,6 @@ import real_text
 import torch
 from sentence_transformers import SentenceTransformer
 
-import cqs
 from cqs.integrations.transformers import register
 
 pytestmark = pytest.mark.slow
@@ -55,7 +54,6 @@ def test_embeddings_match_the_library_in_one_process(texts, expected):
 
 
 @pytest.mark.ray
-def test_embeddings_match_the_library_on_a_cluster(texts, expected, ray_session):
-    with cqs.Cluster(num_workers=3, use_gpus=False) as cluster:
-        register("cqs-on-actors", executor=cluster)
-        check(embed(load("cqs-on-actors"), texts), expected)
+def test_embeddings_match_the_library_on_a_cluster(texts, expected, cluster):
+    register("cqs-on-actors", executor=cluster)
+    check(embed(load("cqs-on-actors"), texts), expected)

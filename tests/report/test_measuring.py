@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_as_torchrun
 from scaling_rows import make_rows
 
+from cqs.__main__ import main
 from cqs.executors.verify import VerificationError
 from cqs.partial import Gradients
 from cqs.report import local, ray
@@ -154,16 +156,21 @@ def test_runs_on_a_cluster_are_measured(ray_session):
             )
 
 
+def run_main(arguments):
+    sys.exit(main(arguments))
+
+
 def test_ranks_are_measured_one_number_after_another(tmp_path):
     options = ["--executor", "distributed", "--seqlen", "200", "--heads", "2", "--repeats", "1"]
-    for number, passes in ((3, ["--backward"]), (2, [])):
-        command = ["-m", "torch.distributed.run", "--nproc-per-node", str(number), "-m", "cqs"]
-        subprocess.run(
-            [sys.executable, *command, "report", *options, *passes, "--out", str(tmp_path)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            check=True,
-            timeout=300,
-        )
+    options = ["report", *options, "--out", str(tmp_path)]
+    run_as_torchrun(3, run_main, [*options, "--backward"])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cqs"]
+    subprocess.run(
+        [*command, *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=300,
+    )
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [row.key for row in rows] == [(2, "forward"), (3, "forward"), (3, "backward")]
     for row in rows:

@@ -6,15 +6,13 @@ import gc
 import itertools
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from ranks import make_context
 from safetensors.numpy import save_file
 
 import cqs
@@ -262,23 +260,26 @@ def _fail():
     raise VerificationError("it is wrong")
 
 
+def use_directory(parent, connection):
+    os.chdir(parent)
+    with WorkingDirectory("run"):
+        connection.send("ready")
+        connection.poll(None)
+
+
 def test_only_one_process_at_a_time_uses_a_directory(maps):
     expected = cqs.attention(*maps, **WITHIN)
     out, other = stop(maps), np.lib.format.open_memmap("o.npy", "w+", np.float32, SHAPE)
-    program = """
-        import sys
-        from cqs.executors.streaming.checkpoint import WorkingDirectory
-        with WorkingDirectory("run"):
-            print("ready", flush=True)
-            sys.stdin.read()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"ready\n"
-        for target in (out, other):
-            with pytest.raises(BlockingIOError, match="^.Errno 11. resume must be .*run'$"):
-                cqs.attention(*maps, out=target, **RESUMED)
-        process.kill()
+    context = make_context()
+    connection, of_process = context.Pipe()
+    process = context.Process(target=use_directory, args=(os.getcwd(), of_process))
+    process.start()
+    assert connection.recv() == "ready"
+    for target in (out, other):
+        with pytest.raises(BlockingIOError, match="^.Errno 11. resume must be .*run'$"):
+            cqs.attention(*maps, out=target, **RESUMED)
+    process.kill()
+    process.join()
     cqs.attention(*maps, out=out, **RESUMED)
     assert np.array_equal(out, expected)
 
