@@ -13,7 +13,7 @@ help:  # the first target, so that `make` alone prints it
 	@echo "make test          every test except the large samples (under 10 minutes on 2 cores)"
 	@echo "make test-long     the large samples"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
-	@echo "make lint          ruff, mypy, and the words of the glossary"
+	@echo "make lint          ruff, mypy, import layers, and the words of the glossary"
 	@echo "make docs          the site, in site/html/docs/index.html"
 	@echo "make notebooks     run the notebooks and store their outputs"
 	@echo "make wheel         dist/: wheel and source distribution"
@@ -57,6 +57,7 @@ lint: $(INSTALLED)
 	$(VENV)/ruff check
 	$(VENV)/ruff format --check
 	$(VENV)/mypy
+	$(VENV)/lint-imports
 	$(VENV)/python -m tests.support.language
 
 # The site: site/html/docs/index.html. A warning is an error.

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.case_measurement import RESIDENT, TENSORS, CaseRow
 from benchmarks.plots import case_study as plots
-from cqs.commands.table import mebibytes
 from cqs.report.content import NOTHING, Chapter, Content, Picture, RowAxis, Section, Show, span
 from cqs.report.measurement import format_rows
 from cqs.report.sections import digits, facts
+from cqs.report.table import mebibytes
 
 Rows = Sequence[CaseRow]
 

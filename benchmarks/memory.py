@@ -13,8 +13,9 @@ from cqs.problem import Problem
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.memory import hold, measure_held
 from cqs.report.timing import Timer
-from cqs.scheduler import Task, predict_cost
+from cqs.scheduler import Task
 from cqs.worker import BACKENDS, Worker
+from cqs.worker.memory import predict_pattern_cost
 
 _NUM_TASKS = (1, 7, 8, 13, 31)
 
@@ -71,7 +72,7 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
     peak = measure_held(
         lambda: worker.run_steps(task.steps, query, key, value), (query, key, value)
     )
-    cost = predict_cost(task, problem.shape, backend, problem.bound_pattern)
+    cost = predict_pattern_cost(task, problem.shape, backend, problem.bound_pattern)
     return cost.peak_bytes, peak
 
 

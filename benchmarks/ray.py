@@ -11,9 +11,9 @@ from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import track
-from cqs.commands.table import percent
 from cqs.report.exact import verify_output
 from cqs.report.measurement import Measurement, summarize
+from cqs.report.table import percent
 
 _NUM_TASKS = (7, 13)
 _PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")

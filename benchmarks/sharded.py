@@ -21,7 +21,6 @@ import cqs
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.timing import track
-from cqs.commands.table import percent
 from cqs.distributed import attention
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.rank_task import RankTask
@@ -32,6 +31,7 @@ from cqs.problem import check_problem
 from cqs.report.exact import verify_answer
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.progress import progress_bar
+from cqs.report.table import percent
 
 _NUM_CALLS = 16
 _NUM_LAYERS = 64

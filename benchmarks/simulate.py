@@ -19,9 +19,9 @@ from benchmarks.plots.predictions import draw_predictions, save
 from cqs.arguments import as_integer
 from cqs.commands import simulate
 from cqs.commands.integers import parse_integers
-from cqs.commands.table import format_table, percent
 from cqs.commands.written_files import check_written
 from cqs.plotting import check_picture
+from cqs.report.table import format_table, percent
 from cqs.scheduler.cost_model import Machine, Workload, predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 

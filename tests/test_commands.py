@@ -25,8 +25,8 @@ import cqs.patterns as patterns
 from cqs.__main__ import main
 from cqs.commands import demo, tensor_files
 from cqs.commands.integers import parse_integer
-from cqs.commands.pattern_text import parse_pattern
 from cqs.commands.tensor_files import create_tensor
+from cqs.patterns.text import parse_pattern
 from cqs.problem import Problem, check_problem
 from cqs.report.measurement import Measurement, append_rows
 from cqs.scheduler import Plan

@@ -10,7 +10,7 @@ from benchmarks.cases import Case
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.shortage import explain_shortage
 from cqs.patterns import longformer, sliding_window
-from cqs.scheduler import predict_cost
+from cqs.worker.memory import predict_pattern_cost
 
 PROBLEM = Case("long", 4096, 4096, 8, 8, 64).make()
 TENSORS = PROBLEM.query, PROBLEM.key, PROBLEM.value
@@ -41,7 +41,7 @@ SPARSE = Case("long", 4096, 4096, 8, 8, 64, pattern=longformer(512, 16)).make()
 
 def sparse_peaks(num_tasks, backend):
     return [
-        predict_cost(task, SPARSE.shape, backend, SPARSE.bound_pattern).peak_bytes
+        predict_pattern_cost(task, SPARSE.shape, backend, SPARSE.bound_pattern).peak_bytes
         for task in SPARSE.make_plan(num_tasks).tasks
     ]
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from cqs.commands.integers import parse_integer
-from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
 from cqs.commands.tensor_files import create_file, create_tensor, load_tensor, path_of
 from cqs.commands.written_files import check_written
 from cqs.executors.contract import attend
@@ -16,6 +15,7 @@ from cqs.executors.local import LocalExecutor
 from cqs.executors.streaming.checkpoint import WorkingDirectory
 from cqs.executors.verify import verify_rows
 from cqs.partial import Partial, lse_dtype
+from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.problem import Problem, check_problem
 from cqs.streaming import open_tensor
 from cqs.worker import BACKENDS

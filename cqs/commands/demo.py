@@ -11,11 +11,11 @@ from torch import Tensor
 import cqs
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer
-from cqs.commands.table import format_table, mebibytes, percent
 from cqs.commands.written_files import check_written
 from cqs.executors.ray import RunReport
 from cqs.files import check_input_file
 from cqs.problem import Problem, check_problem
+from cqs.report.table import format_table, mebibytes, percent
 from cqs.scheduler import Plan
 from cqs.testing import assert_tracks_exact, exact_rows
 

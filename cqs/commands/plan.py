@@ -4,8 +4,8 @@ import argparse
 
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer
-from cqs.commands.pattern_text import PATTERN_HELP, parse_pattern
-from cqs.commands.table import format_table, mebibytes, percent
+from cqs.patterns.text import PATTERN_HELP, parse_pattern
+from cqs.report.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape, Plan, make_plan
 
 _MAX_TABULATED = 2**20

@@ -12,8 +12,8 @@ import torch
 
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
-from cqs.commands.pattern_text import PATTERN_HELP
 from cqs.files import lock_directory
+from cqs.patterns.text import PATTERN_HELP
 from cqs.plotting import check_picture
 from cqs.report import distributed, local, ray, sections
 from cqs.report.content import Content

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
-from cqs.commands.table import format_table, mebibytes, percent
+from cqs.report.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import Machine, Prediction, Workload, predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS

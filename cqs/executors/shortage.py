@@ -1,9 +1,10 @@
 """The number of tasks that fits a memory size, and the message of out-of-memory errors."""
 
 from cqs.problem import Problem
-from cqs.scheduler import Plan, Task, TaskCost, predict_cost
+from cqs.scheduler import Plan, Task, TaskCost
 from cqs.scheduler.difference_covers import moduli_of_small_covers
 from cqs.worker import BACKENDS, TaskBackend
+from cqs.worker.memory import predict_pattern_cost
 
 _MOST_TASKS = 1000
 """Largest number of tasks that is considered."""
@@ -86,7 +87,7 @@ def fewest_tasks(
 
 
 def _cost(problem: Problem, task: Task, backend: str | None) -> TaskCost:
-    return predict_cost(task, problem.shape, backend, problem.bound_pattern)
+    return predict_pattern_cost(task, problem.shape, backend, problem.bound_pattern)
 
 
 def _bytes_of_all(problem: Problem) -> int:

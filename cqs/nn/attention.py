@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import cqs
-import cqs.distributed
+from cqs.api import attention as attend
 from cqs.arguments import as_integer, to_float
+from cqs.distributed import attention as attend_shards
 from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
 from cqs.nn.mesh import check_divisible, tensor_axis
 from cqs.nn.rotary import rotate
@@ -82,9 +82,9 @@ class SelfAttention(nn.Module):
         """
         heads = self.project(hidden, tokens)
         if self.mesh is None:
-            output = cqs.attention(*heads, is_causal=self.is_causal, pattern=self.pattern)
+            output = attend(*heads, is_causal=self.is_causal, pattern=self.pattern)
         else:
-            output = cqs.distributed.attention(
+            output = attend_shards(
                 *heads,
                 group=self.mesh.get_group("sequence"),
                 is_causal=self.is_causal,

@@ -147,12 +147,6 @@ class Pattern(ABC):
         """Return a boolean array ``[seqlen_q, seqlen_kv]``, True where a query sees a key."""
         return self.bind(seqlen_q, seqlen_kv).to_mask()
 
-    def draw(self, seqlen_q: int, seqlen_kv: int | None = None, axes: Any = None) -> Any:
-        """Plot the mask, see :func:`cqs.plotting.plot_density`."""
-        from cqs.plotting import plot_density
-
-        return plot_density(self, seqlen_q, seqlen_kv, axes)
-
     def __or__(self, other: "Pattern") -> "Pattern":
         return _combine("|", self, other)
 

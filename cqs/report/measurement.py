@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 import cqs
-from cqs.commands.table import format_table
 from cqs.files import read_lines
+from cqs.report.table import format_table
 
 _RENAMED = {"num_workers": "num_tasks"}
 """Names of fields in rows of earlier commits, and their names today."""

@@ -16,9 +16,10 @@ from cqs.report.exact import verify_answer, verify_gradients
 from cqs.report.memory import hold, measure_held
 from cqs.report.rows import TaskBytes
 from cqs.report.settings import Settings
-from cqs.scheduler import Plan, Task, predict_cost
+from cqs.scheduler import Plan, Task
 from cqs.tiler import GradientSum, Tiler
 from cqs.worker import HeldTokens, Worker
+from cqs.worker.memory import predict_pattern_cost
 
 Sides = tuple[list[HeldTokens], list[HeldTokens]]
 """Inputs of a task: the tensors with query rows, and the tensors with key rows."""
@@ -132,7 +133,7 @@ class Forward(MeasuredPass):
     def predict_bytes(self, task: Task, backend: str) -> int:
         """Return the predicted peak memory of a task in bytes."""
         pattern = self.problem.bound_pattern
-        return predict_cost(task, self.problem.shape, backend, pattern).peak_bytes
+        return predict_pattern_cost(task, self.problem.shape, backend, pattern).peak_bytes
 
     def _start_merge(self, plan: Plan) -> Tiler:
         return Tiler(plan, *self.problem.empty_answer())

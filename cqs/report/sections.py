@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Iterable, Sequence
 
-from cqs.commands.table import mebibytes, percent
-from cqs.plotting import scaling
+from cqs.report import scaling
 from cqs.report.content import NOTHING, Chapter, Content, Picture, RowAxis, Section, span
 from cqs.report.measurement import format_rows
 from cqs.report.rows import PASSES, ReportRow, ScalingRow
+from cqs.report.table import mebibytes, percent
 
 Rows = Sequence[ScalingRow]
 

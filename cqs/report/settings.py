@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from cqs.commands.pattern_text import parse_pattern
 from cqs.patterns import Pattern
+from cqs.patterns.text import parse_pattern
 from cqs.problem import Problem, check_problem
 
 
@@ -29,7 +29,7 @@ class Settings:
     is_causal: bool = False
     """Whether attention is causal."""
     pattern: str | None = None
-    """Expression of the pattern, see :func:`cqs.commands.pattern_text.parse_pattern`, or None."""
+    """Expression of the pattern, see :func:`cqs.patterns.text.parse_pattern`, or None."""
     repeats: int = 5
     """Number of repeats, of which medians are reported."""
     seed: int = 0

@@ -1,7 +1,6 @@
 """Predict FLOPs, traffic and peak memory of a task from its token ranges."""
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from cqs.arguments import as_integer
 from cqs.scheduler.task import Step, Task
@@ -99,7 +98,11 @@ class TaskCost:
 
 
 def predict_cost(
-    task: Task, shape: AttentionShape, backend: str | None = None, pattern: Any = None
+    task: Task,
+    shape: AttentionShape,
+    backend: str | None = None,
+    *,
+    pattern_bytes: int | None = None,
 ) -> TaskCost:
     """Predict FLOPs, traffic and peak memory of ``task`` for tensors of the given ``shape``.
 
@@ -110,9 +113,9 @@ def predict_cost(
         task: The task to predict.
         shape: Heads, head dimensions, batch and element size of the tensors.
         backend: Name of the backend, such as ``"triton"``. ``None`` assumes a backend that
-            computes one step at a time; with a pattern, one without buffers of its own.
-        pattern: The pattern of the task's plan, bound to the plan's lengths, or ``None``. With a
-            pattern and a backend, torch is imported to ask how the backend splits the task.
+            computes one step at a time.
+        pattern_bytes: For a task of a plan with a pattern, the bytes that the backend holds besides
+            inputs, see :func:`cqs.worker.memory.predict_pattern_cost`; 0 counts results alone.
 
     Returns:
         The predicted cost of the forward pass.
@@ -127,15 +130,11 @@ def predict_cost(
     num_queries, num_keys = (sum(map(len, held)) for held in (task.held_queries, task.held_keys))
     bytes_in = shape.query_bytes(num_queries) + shape.key_bytes(num_keys)
     bytes_out = sum(shape.result_bytes(len(step.queries)) for step in task.steps)
-    if pattern is None:
+    if pattern_bytes is None:
         peak_beyond_inputs = _dense_bytes(task, shape, backend)
-    elif backend is None:
-        peak_beyond_inputs = bytes_out
     else:
-        from cqs.worker.memory import predict_sparse_bytes
-
-        peak_beyond_inputs = predict_sparse_bytes(task, pattern, shape, backend)
-    if shape.has_dropout and (pattern is not None or backend == "triton"):
+        peak_beyond_inputs = max(pattern_bytes, bytes_out)
+    if shape.has_dropout and (pattern_bytes is not None or backend == "triton"):
         peak_beyond_inputs += width * _QUERY_WORDS * num_queries + _KEY_WORD * num_keys
     return TaskCost(
         flops=2 * (shape.head_dim + shape.value_columns) * width * task.live_pairs,

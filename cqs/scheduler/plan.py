@@ -223,6 +223,8 @@ class Plan:
     ) -> TaskCost:
         """Predict FLOPs, traffic and peak memory of one task's forward pass.
 
+        With a pattern, the peak memory counts inputs and results, and no buffers of a backend.
+
         Args:
             index: Index of the task, in ``range(num_tasks)``.
             shape: Heads, head dimensions, batch and element size of the tensors.
@@ -231,7 +233,8 @@ class Plan:
         Raises:
             ValueError: ``index`` is out of range.
         """
-        return predict_cost(self.task(index), shape, backend, self._bound_pattern)
+        pattern_bytes = None if self.pattern is None else 0
+        return predict_cost(self.task(index), shape, backend, pattern_bytes=pattern_bytes)
 
     def validate(self) -> None:
         """Check that exactly one task computes each live pair, and that none computes masked pairs.

@@ -125,7 +125,9 @@ def padding_rows(num_queries: int) -> int:
 
 
 def _pad(tensor: Tensor, num_rows: int, num_columns: int = 0, value: float = 0.0) -> Tensor:
-    """Append rows and columns to ``[batch, num_heads, rows, columns]``."""
+    """Append rows and columns to ``[batch, num_heads, rows, columns]``, or return the tensor."""
+    if not (num_rows or num_columns):
+        return tensor
     return F.pad(tensor, (0, num_columns, 0, num_rows), value=value)
 
 

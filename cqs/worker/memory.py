@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 
 from cqs.partial import SUM_BLOCK
 from cqs.patterns import BoundPattern
-from cqs.scheduler import AttentionShape, Task
+from cqs.scheduler import AttentionShape, Task, TaskCost, predict_cost
 from cqs.worker.backend import CallBackend
 from cqs.worker.backends import BACKENDS
 from cqs.worker.calls import Call, make_calls
@@ -80,6 +80,23 @@ def record_cpu_memory(compute: Callable[[], Result]) -> tuple[Result, list[tuple
     sizes = accumulate(event.nbytes() for event in events)
     times = (event.start_ns() / 1e9 - start for event in events)
     return result, [(0.0, 0), *zip(times, sizes, strict=True)]
+
+
+def predict_pattern_cost(
+    task: Task, shape: AttentionShape, backend: str | None, pattern: BoundPattern | None
+) -> TaskCost:
+    """Predict the cost of a task, with the buffers of its backend if the plan has a pattern.
+
+    Args:
+        task: The task to predict.
+        shape: Sizes and dtype of the tensors.
+        backend: Name of the backend; ``None`` counts no buffers of a backend.
+        pattern: The pattern of the task's plan, bound to the plan's lengths, or ``None``.
+    """
+    if pattern is None:
+        return predict_cost(task, shape, backend)
+    held = 0 if backend is None else predict_sparse_bytes(task, pattern, shape, backend)
+    return predict_cost(task, shape, backend, pattern_bytes=held)
 
 
 def predict_sparse_bytes(

@@ -21,7 +21,7 @@ from cqs.patterns import (
     strided,
 )
 from cqs.patterns.block_list import BlockList
-from cqs.scheduler import predict_cost
+from cqs.worker.memory import predict_pattern_cost
 
 pytestmark = pytest.mark.ray
 
@@ -189,7 +189,7 @@ def test_predicted_bytes_are_those_measured(cluster, num_tasks, name):
     future.result()
     plan = problem.make_plan(num_tasks)
     for task in future.report.tasks:
-        cost = predict_cost(
+        cost = predict_pattern_cost(
             plan.task(task.index), problem.shape, task.backend, problem.bound_pattern
         )
         assert (task.bytes_in, task.bytes_out) == (cost.bytes_in, cost.bytes_out)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from cqs.commands.pattern_text import parse_pattern
 from cqs.patterns import bigbird, causal, documents
+from cqs.patterns.text import parse_pattern
 from cqs.scheduler import make_plan
 
 

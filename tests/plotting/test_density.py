@@ -14,7 +14,7 @@ def picture(axes):
 
 def test_short_patterns_are_drawn_pair_by_pair():
     pattern = longformer(4, 2)
-    axes = pattern.draw(40, 50)
+    axes = plot_density(pattern, 40, 50)
     assert (picture(axes) == pattern.to_mask(40, 50)).all()
     title = "sliding_window(2, 2) | global_tokens(range(0, 2)), 13.9 %"
     assert axes.get_title().replace("\n", " ") == title
@@ -32,8 +32,8 @@ def test_pictures_go_on_given_axes_and_may_be_empty():
     from matplotlib.figure import Figure
 
     axes = Figure().add_subplot()
-    assert causal().draw(0, axes=axes) is axes
-    assert picture(from_mask(np.zeros((3, 0), dtype=bool)).draw(3, 0)).size
+    assert plot_density(causal(), 0, axes=axes) is axes
+    assert picture(plot_density(from_mask(np.zeros((3, 0), dtype=bool)), 3, 0)).size
 
 
 def test_a_single_live_pair_of_a_tile_is_not_white():

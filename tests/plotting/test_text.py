@@ -18,8 +18,8 @@ from cqs.plotting import (
     plot_owners,
     plot_timeline,
     plot_wheel,
-    scaling,
 )
+from cqs.report import scaling
 
 pytestmark = pytest.mark.slow
 

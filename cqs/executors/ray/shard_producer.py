@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.distributed import attention
+from cqs.executors.distributed.attention import attention
 
 
 class ShardProducer(ABC):

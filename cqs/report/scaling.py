@@ -1,16 +1,14 @@
 """Plots of scaling rows against the number of tasks."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cqs.plotting.figures import add_legend, make_logarithmic, new_axes, write_plainly
+from cqs.report.rows import ScalingRow
 
-if TYPE_CHECKING:
-    from cqs.report.rows import ScalingRow
-
-Rows = Sequence["ScalingRow"]
+Rows = Sequence[ScalingRow]
 """Rows of one report and one pass, sorted by number of tasks."""
-Lines = dict[str, Callable[["ScalingRow"], float | None]]
+Lines = dict[str, Callable[[ScalingRow], float | None]]
 """Labels of lines, and the quantity of a row that each shows."""
 Reference = tuple[str, Callable[[float], float]]
 """Label of a curve, and its value for a number of tasks."""

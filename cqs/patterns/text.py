@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from cqs import patterns
+import cqs.patterns as patterns
 from cqs.arguments import as_integer
 from cqs.patterns import Pattern
 from cqs.patterns.tokens import as_list

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 from scaling_rows import MANY, make_rows
 
-from cqs.plotting import scaling
+from cqs.report import scaling
 
 ROWS = make_rows(executor="ray")
 
