@@ -220,7 +220,7 @@ def test_what_a_task_raises_is_raised_once_with_its_traceback(cluster, capfd):
 def test_verification_catches_a_wrong_worker(ray_session):
     class Wrong(TaskActor):
         def run(self, task, *arguments):
-            results, report = super().run_steps(task.steps, *arguments)
+            results, report = super().run(task, *arguments)
             if task.index == 2:
                 results[0][0]._bytes.view("float32")[:] += 0.01
             return results, report

@@ -118,7 +118,7 @@ def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors
             if task.index == 3:
                 time.sleep(0.5)  # what was computed before arrives
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().run_steps(task.steps, *arguments)
+            return super().run(task, *arguments)
 
     class PoisonedCluster(cqs.Cluster):
         actor_class = Poisoned

@@ -731,7 +731,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
                     while len(hoard) < 36:  # 9 GiB, if nobody stops it
                         hoard.append(torch.ones(2**26))
                     time.sleep(120)
-                return super().run_steps(task.steps, *arguments)
+                return super().run(task, *arguments)
 
         class GreedyCluster(cqs.Cluster):
             actor_class = Greedy
