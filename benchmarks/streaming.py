@@ -13,9 +13,9 @@ from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.streaming_files import measure_files
 from benchmarks.timing import track
-from cqs.executors.streaming.attention import Streamed
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.plan import HeldBlock, Position
+from cqs.executors.streaming.reductions import Streamed
 from cqs.executors.streaming.sources import InMemory, Source
 from cqs.report.exact import check_error, relative_error
 from cqs.report.measurement import Measurement, summarize
@@ -72,8 +72,8 @@ def run(
         head_dim: Head dimension.
         causal: ``"yes"``, ``"no"`` or ``"both"``.
         backward: ``"yes"`` times the forward and the backward pass together.
-        budget: See :func:`cqs.attention`; ``None`` means a quarter of query, key, value and output,
-            and of their gradients.
+        budget: See :func:`cqs.streaming.attention`; ``None`` means a quarter of query, key, value
+            and output, and of their gradients.
         part: Run only the last block of the plan, on tokens made on demand, and extrapolate.
         out: File to append rows to, or ``None``.
 
@@ -227,8 +227,8 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
 
 
 def _attend(tensors: list[Tensor], **options: Any) -> Tensor:
-    query, key, value = tensors
-    output = cqs.attention(query, key, value, **options)
+    attention = cqs.streaming.attention if "memory_budget" in options else cqs.attention
+    output = attention(*tensors, **options)
     assert isinstance(output, Tensor)
     return output
 

@@ -1,11 +1,9 @@
-"""``cqs.attention``: exact attention on one device, on a Ray cluster, or in a memory budget."""
+"""``cqs.attention``: exact attention on one device or on a Ray cluster."""
 
-import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from cqs.arguments import with_advice
@@ -13,7 +11,7 @@ from cqs.executors.contract import attend
 from cqs.executors.local import LocalExecutor
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
-from cqs.problem import Problem, ProblemOptions, check_problem
+from cqs.problem import Problem, check_problem
 from cqs.scheduler import Plan
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import check_backend_name
@@ -40,10 +38,6 @@ def attention(
     executor: "str | Cluster | None" = None,
     return_lse: bool = False,
     verify: bool = False,
-    memory_budget: int | str | None = None,
-    device: torch.device | str | None = None,
-    out: Any = None,
-    resume: str | os.PathLike[str] | None = None,
     progress: bool | Callable[[int, int], None] = False,
 ) -> Tensor | AttentionOutput:
     """Compute exact attention as ``num_tasks`` independent tasks.
@@ -84,33 +78,17 @@ def attention(
             workers, and ``"ray"`` on a cluster that is started for this call (takes seconds).
         return_lse: Whether to return the log-sum-exp as well.
         verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
-        memory_budget: Most bytes of memory of ``device`` that the call may hold: an integer,
-            ``"8GiB"`` or ``"auto"``. Query, key and value are then read in parts: CPU tensors,
-            NumPy arrays, memory maps or objects of :mod:`cqs.streaming`. Not with ``num_tasks``,
-            ``interest_set`` or a cluster.
-        device: The device that computes; ``None`` means a GPU if there is one. Requires
-            ``memory_budget``.
-        out: Destination of the output: a CPU tensor, NumPy array or :class:`cqs.streaming.InFile`;
-            ``None`` allocates a CPU tensor. It must not overlap the inputs or itself, in memory or
-            in a file. Requires ``memory_budget``, and inputs that do not require gradients.
-        resume: Path of a new or empty directory for working files, which a successful call removes.
-            After an error it stays, and the same call continues from it. Requires
-            ``memory_budget`` and an ``out`` in a file that holds no input.
         progress: True draws a progress bar. A function is called as ``progress(pairs_done,
             pairs_total)``, live pairs of all heads.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype and on the device of
-        ``query``, or ``out``. With ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``,
-        float32 (float64 for float64 inputs).
+        ``query``. With ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``, float32
+        (float64 for float64 inputs).
 
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
-        ValueError: Shapes, dtypes, devices or options do not fit together; the memory budget is too
-            small for a tile; a file is too short; or working files are damaged or belong to another
-            computation.
-        OSError: A file cannot be read or written, or changes during the call; the disk is full; or
-            another process uses the ``resume`` directory.
+        ValueError: Shapes, dtypes, devices or options do not fit together.
         NotImplementedError: No backend, or not the named one, supports the call; or the executor is
             ``"ray"`` and Ray is not installed. The message gives the reason.
         torch.OutOfMemoryError: The GPU has too little memory; the message proposes a remedy.
@@ -124,35 +102,17 @@ def attention(
         >>> torch.allclose(output, dense, atol=1e-5)
         True
     """
-    options = ProblemOptions(
-        is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
-    )
     check_backend_name(backend)
-    if memory_budget is not None:
-        if not (num_tasks is interest_set is None and executor in (None, "local")):
-            raise ValueError(
-                "num_tasks, interest_set and executor must be None with a memory_budget, got "
-                f"{num_tasks!r}, {interest_set!r} and {executor!r}"
-            )
-        from cqs.executors.streaming.run import attend_within
-
-        answer = attend_within(
-            query,
-            key,
-            value,
-            memory_budget=memory_budget,
-            device=device,
-            out=out,
-            resume=resume,
-            progress=progress,
-            backend=backend,
-            verify=verify,
-            **options,
-        )
-        return answer.to_result(return_lse)
-    if not device is out is resume is None:
-        raise ValueError("memory_budget must be given with device, out or resume, got None")
-    problem = check_problem(query, key, value, **options)
+    problem = check_problem(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        pattern=pattern,
+        scale=scale,
+        dropout_p=dropout_p,
+        seed=seed,
+    )
 
     def make_plan(problem: Problem) -> Plan:
         return problem.make_plan(1 if num_tasks is None else num_tasks, interest_set)

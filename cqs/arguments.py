@@ -30,6 +30,7 @@ _PACKED = (
 )
 _LSE = "pass return_lse=True to get the log-sum-exp; weights and maxima are not kept"
 _GROUP = "call cqs.distributed.attention(..., group=...)"
+_STREAMING = "call cqs.streaming.attention, which computes within a memory budget"
 _LEAVE = "leave it out: "
 
 ADVICE = {
@@ -73,6 +74,10 @@ ADVICE = {
     "deterministic": _LEAVE + "results are deterministic, except gradients by backend='cudnn'",
     "group": _GROUP,
     "process_group": _GROUP,
+    "memory_budget": _STREAMING,
+    "device": _STREAMING,
+    "out": _STREAMING,
+    "resume": _STREAMING,
 }
 """The equivalent of each argument of scaled_dot_product_attention, FlexAttention, FlashAttention,
 xFormers, JAX or Transformers that our functions lack."""

@@ -1,5 +1,6 @@
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -353,16 +354,25 @@ def test_a_group_of_keys_that_scores_minus_infinity_weighs_nothing():
 
 
 BUDGET = {"memory_budget": "1MiB"}
+CALLS = pytest.mark.parametrize(
+    "attention",
+    [
+        cqs.attention,
+        partial(cqs.attention, num_tasks=5),
+        partial(cqs.streaming.attention, **BUDGET),
+    ],
+    ids=["one call", "tasks", "budget"],
+)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_tasks": 5}, BUDGET], ids=str)
+@CALLS
 @pytest.mark.parametrize("batches", [(3, 1, 3), (1, 3, 1), (1, 1, 3), (3, 1, 1), (0, 1, 1)])
-def test_a_batch_of_one_is_that_of_the_others(batches, options):
+def test_a_batch_of_one_is_that_of_the_others(batches, attention):
     shapes = zip(batches, (4, 2, 2), (20, 30, 30), strict=True)
     tensors = [torch.randn(*shape, 8, requires_grad=True) for shape in shapes]
     whole = [tensor.expand(min(batches) and 3, -1, -1, -1) for tensor in tensors]
     expected = torch.nn.functional.scaled_dot_product_attention(*whole, enable_gqa=True)
-    output = cqs.attention(*tensors, **options)
+    output = attention(*tensors)
     torch.testing.assert_close(output, expected)
     grad_output = torch.randn_like(expected)
     torch.testing.assert_close(
@@ -391,13 +401,13 @@ def test_files_have_the_batch_of_the_others(tmp_path):
     np.save(tmp_path / "key.npy", key.numpy())
     mapped = np.load(tmp_path / "key.npy", mmap_mode="r")
     with pytest.raises(ValueError, match=r"key must .* \[3, 2, 30, 8\] .* got \[1, 2, 30, 8\]"):
-        cqs.attention(query, mapped, value, **BUDGET)
+        cqs.streaming.attention(query, mapped, value, **BUDGET)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_tasks": 5}, BUDGET], ids=str)
-def test_without_a_head_dim_all_keys_weigh_alike(options):
+@CALLS
+def test_without_a_head_dim_all_keys_weigh_alike(attention):
     tensors = [torch.randn(2, 4, 10, dim, requires_grad=True) for dim in (0, 0, 32)]
-    output = cqs.attention(*tensors, **options)
+    output = attention(*tensors)
     expected = torch.nn.functional.scaled_dot_product_attention(*tensors)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(

@@ -205,7 +205,6 @@ def test_checkpoints_let_go_of_operands():
         {"num_tasks": 7, "pattern": strided(5)},
         {"num_tasks": 7, "dropout_p": 0.2},
         {"num_tasks": 7, "pattern": per_head([[causal(), strided(5)]])},
-        {"memory_budget": 2**20},
     ],
     ids=str,
 )
@@ -213,19 +212,25 @@ def test_a_finished_call_keeps_no_tensor(options):
     assert kept_without_a_collection(**options) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("needs_gradients", [False, True])
+def test_a_finished_call_within_a_budget_keeps_no_tensor(needs_gradients):
+    options = {"memory_budget": 2**20, "device": "cpu"}
+    assert kept_without_a_collection(cqs.streaming.attention, needs_gradients, **options) == []
+
+
 @pytest.mark.ray
 def test_a_finished_call_of_a_cluster_keeps_no_tensor(cluster):
     assert kept_without_a_collection(num_tasks=7, executor=cluster) == []
 
 
-def kept_without_a_collection(**options):
+def kept_without_a_collection(attention=cqs.attention, needs_gradients=True, **options):
     """Return which tensors of a finished call still exist before a collection."""
-    needs_gradients = "memory_budget" not in options
     gc.collect()
     gc.disable()
     try:
         tensors = [torch.randn(1, 2, 40, 8, requires_grad=needs_gradients) for _ in range(3)]
-        output = cqs.attention(*tensors, **options)
+        output = attention(*tensors, **options)
         if needs_gradients:
             output.sum().backward()
         kept = [weakref.ref(tensor) for tensor in (*tensors, output)]

@@ -284,10 +284,11 @@ def test_bad_input_is_refused_with_the_value(call, error, message):
         lambda: cqs.attention,
         lambda: cqs.flex_attention,
         lambda: cqs.distributed.attention,
+        lambda: cqs.streaming.attention,
         pytest.param(lambda: cqs.Cluster.attention, marks=pytest.mark.ray),
         pytest.param(lambda: cqs.Cluster.submit, marks=pytest.mark.ray),
     ],
-    ids=["attention", "flex_attention", "distributed", "cluster", "submit"],
+    ids=["attention", "flex_attention", "distributed", "streaming", "cluster", "submit"],
 )
 def test_arguments_of_other_libraries_are_answered(find):
     """Whatever else is missing: q, k and v are keywords elsewhere."""
@@ -297,6 +298,12 @@ def test_arguments_of_other_libraries_are_answered(find):
     for name in set(ADVICE) - set(own):
         with pytest.raises(TypeError, match=rf"{function.__name__}.* {name}: \w+"):
             function(**{name: None})
+
+
+@pytest.mark.parametrize("name", ["memory_budget", "device", "out", "resume"])
+def test_arguments_of_streaming_are_answered(name):
+    with pytest.raises(TypeError, match=rf"{name}: call cqs\.streaming\.attention"):
+        cqs.attention(*[tensor()] * 3, **{name: None})
 
 
 def test_an_argument_of_no_library_is_an_ordinary_error():

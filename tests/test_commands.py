@@ -413,11 +413,11 @@ COMMANDS = pytest.mark.parametrize(
 @pytest.fixture
 def interrupt(monkeypatch):
     """Interrupt the next command after some blocks."""
-    from cqs.executors.streaming import run as streaming_run
+    from cqs.executors.streaming import attention as streamed
 
     @contextmanager
     def interrupted(number):
-        look, calls = streaming_run._fingerprints, itertools.count()
+        look, calls = streamed._fingerprints, itertools.count()
 
         def stop(sources):
             if next(calls) == number:
@@ -425,7 +425,7 @@ def interrupt(monkeypatch):
             return look(sources)
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(streaming_run, "_fingerprints", stop)
+            patched.setattr(streamed, "_fingerprints", stop)
             yield
 
     return interrupted
@@ -579,7 +579,7 @@ def test_attend_takes_regular_files_alone(files, capsys, monkeypatch, command, n
     os.mkfifo("pipe.safetensors")
     os.mkdir("folder.npy")
     before = sorted(os.listdir())
-    monkeypatch.setattr("cqs.executors.streaming.run.attend_within", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("cqs.streaming.attention", lambda *_, **__: 1 / 0)
     monkeypatch.setattr("cqs.commands.attend.attend", lambda *_, **__: 1 / 0)
     for place in (1, 4):
         assert main([*command[:place], name, *command[place + 1 :]]) == 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+import cqs.streaming
 from cqs.commands.integers import parse_integer
 from cqs.commands.tensor_files import create_file, create_tensor, load_tensor, path_of
 from cqs.commands.written_files import check_written
@@ -17,7 +18,6 @@ from cqs.executors.verify import verify_rows
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.problem import Problem, check_problem
-from cqs.streaming import open_tensor
 from cqs.worker import BACKENDS
 
 
@@ -87,12 +87,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _attend_within_budget(options: argparse.Namespace) -> None:
     """Attend from files to files that are not mapped: no more memory is taken than the budget."""
-    from cqs.executors.streaming.run import attend_within
-
     if options.num_tasks is not None or options.executor != "local" or options.lse:
         raise ValueError("--budget goes neither with --tasks and --executor nor with --lse")
     query, key, value = (
-        open_tensor(getattr(options, name), name) for name in ("query", "key", "value")
+        cqs.streaming.open_tensor(getattr(options, name), name)
+        for name in ("query", "key", "value")
     )
     shape, dtype = (*query.shape[:3], value.shape[3]), query.dtype
     with ExitStack() as stack:
@@ -101,13 +100,13 @@ def _attend_within_budget(options: argparse.Namespace) -> None:
             directory = stack.enter_context(WorkingDirectory(options.resume))
         path = stack.enter_context(create_file(options.output, "output", shape, dtype, directory))
         try:
-            attend_within(
+            cqs.streaming.attention(
                 query,
                 key,
                 value,
                 memory_budget=options.budget,
                 device=options.device,
-                out=replace(open_tensor(path, "output"), is_writable=True),
+                out=replace(cqs.streaming.open_tensor(path, "output"), is_writable=True),
                 resume=directory,
                 progress=True,
                 is_causal=options.is_causal,

@@ -55,7 +55,7 @@ def stop(maps, number=15, **options):
             raise Stop
 
     with pytest.raises(Stop):
-        cqs.attention(*maps, out=out, progress=progress, **RESUMED | options)
+        cqs.streaming.attention(*maps, out=out, progress=progress, **RESUMED | options)
     return out
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_working_file_is_named(maps, what):
     spoil(Path("run", name))
     before = {path.name for path in Path("run").iterdir()}
     with pytest.raises(ValueError, match=f"run/{name}'"):
-        cqs.attention(*maps, out=out, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
     assert {path.name for path in Path("run").iterdir()} == before
 
 
@@ -116,17 +116,17 @@ def test_a_changed_result_is_named_by_its_rows(maps, row, head):
     out.flush()
     rows = "rows 0 to 127 of" if row < 128 else "rows 128 to 255 of"
     with pytest.raises(ValueError, match=f"{rows} head {head} of batch element 0 in .*out.npy"):
-        cqs.attention(*maps, out=out, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
     out[0, head, row, 3] -= 1
     overwrite("run/lse", 4 * (700 * head + row))
     with pytest.raises(ValueError, match=f"{rows} head {head} of batch element 0 in .*run/lse"):
-        cqs.attention(*maps, out=out, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
 
 
 def test_an_output_that_was_made_anew_is_refused(maps):
     stop(maps)
     with pytest.raises(ValueError, match="out.npy"):
-        cqs.attention(*maps, out=new_output(), **RESUMED)
+        cqs.streaming.attention(*maps, out=new_output(), **RESUMED)
 
 
 def test_another_computation_is_refused(maps):
@@ -138,14 +138,14 @@ def test_another_computation_is_refused(maps):
         ("output", {"out": np.lib.format.open_memmap("other.npy", "w+", np.float32, SHAPE)}),
     ):
         with pytest.raises(ValueError, match=f"resume must be .*run', whose {name} is "):
-            cqs.attention(*maps, **{"out": out} | RESUMED | options)
+            cqs.streaming.attention(*maps, **{"out": out} | RESUMED | options)
     with pytest.raises(ValueError, match="memory_budget must be at least .*run' *, got 60000"):
-        cqs.attention(*maps, out=out, **RESUMED | {"memory_budget": 60_000})
+        cqs.streaming.attention(*maps, out=out, **RESUMED | {"memory_budget": 60_000})
     os.utime("q.npy", (0, 0))
     with pytest.raises(ValueError, match="resume must be .*run', whose inputs is "):
-        cqs.attention(*maps, out=out, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
     with pytest.raises(ValueError, match="out must be in a file"):
-        cqs.attention(*maps, **RESUMED)
+        cqs.streaming.attention(*maps, **RESUMED)
 
 
 @pytest.mark.parametrize("kind", ["a map", "safetensors"])
@@ -161,9 +161,9 @@ def test_another_tensor_of_the_same_file_is_another_computation(maps, kind, name
         inputs = {name: open_tensor("all.safetensors", name) for name in arrays}
     out = stop([inputs[name] for name in "qkv"])
     with pytest.raises(ValueError, match="resume must be .*run', whose inputs is "):
-        cqs.attention(*(inputs[name] for name in names), out=out, **RESUMED)
-    cqs.attention(*(inputs[name] for name in "qkv"), out=out, **RESUMED)
-    assert np.array_equal(out, cqs.attention(*maps, **WITHIN))
+        cqs.streaming.attention(*(inputs[name] for name in names), out=out, **RESUMED)
+    cqs.streaming.attention(*(inputs[name] for name in "qkv"), out=out, **RESUMED)
+    assert np.array_equal(out, cqs.streaming.attention(*maps, **WITHIN))
 
 
 def test_an_input_that_changes_while_results_are_checked_is_noticed(maps, monkeypatch):
@@ -177,9 +177,9 @@ def test_an_input_that_changes_while_results_are_checked_is_noticed(maps, monkey
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints.Checkpoint, "_check_results", check_and_change)
         with pytest.raises(OSError, match="an input file was changed"):
-            cqs.attention(*maps, out=out, **RESUMED)
+            cqs.streaming.attention(*maps, out=out, **RESUMED)
     with pytest.raises(ValueError, match="resume must be .*run', whose inputs is "):
-        cqs.attention(*maps, out=out, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
 
 
 def test_a_file_that_replaces_an_input_is_not_taken_for_it(maps):
@@ -189,9 +189,9 @@ def test_a_file_that_replaces_an_input_is_not_taken_for_it(maps):
     os.replace("new.npy", "k.npy")
     out = stop(inputs)
     with pytest.raises(ValueError, match="resume must be .*run', whose inputs is "):
-        cqs.attention(inputs[0], open_tensor("k.npy"), inputs[2], out=out, **RESUMED)
-    cqs.attention(*inputs, out=out, **RESUMED)
-    assert np.array_equal(out, cqs.attention(*maps, **WITHIN))
+        cqs.streaming.attention(inputs[0], open_tensor("k.npy"), inputs[2], out=out, **RESUMED)
+    cqs.streaming.attention(*inputs, out=out, **RESUMED)
+    assert np.array_equal(out, cqs.streaming.attention(*maps, **WITHIN))
 
 
 def test_an_error_while_a_run_begins_leaves_no_file_open(maps, monkeypatch):
@@ -199,7 +199,7 @@ def test_an_error_while_a_run_begins_leaves_no_file_open(maps, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            cqs.attention(*maps, out=out, **RESUMED)
+            cqs.streaming.attention(*maps, out=out, **RESUMED)
     gc.collect()
     assert sorted(os.listdir("/proc/self/fd")) == before and not os.path.exists("run")
 
@@ -216,9 +216,9 @@ def test_what_others_have_made_is_neither_changed_nor_removed(maps, name):
     os.mkfifo("pipe")
     before = contents()
     with pytest.raises(ValueError, match="^resume must be"):
-        cqs.attention(*maps, out=out, **WITHIN, resume=name)
+        cqs.streaming.attention(*maps, out=out, **WITHIN, resume=name)
     assert contents() == before
-    cqs.attention(*maps, out=out, **RESUMED)
+    cqs.streaming.attention(*maps, out=out, **RESUMED)
     assert contents().keys() == before.keys()
     assert all(contents()[path] == before[path] for path in before.keys() - {"out.npy"})
 
@@ -230,29 +230,29 @@ def contents():
 def test_files_of_the_user_in_the_directory_stay(maps):
     out = stop(maps)
     Path("run/notes.txt").write_text("mine")
-    cqs.attention(*maps, out=out, **RESUMED)
+    cqs.streaming.attention(*maps, out=out, **RESUMED)
     assert os.listdir("run") == ["notes.txt"]
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_of_the_system(maps):
     with pytest.raises(OSError, match="nowhere/run"):
-        cqs.attention(*maps, out=new_output(), **WITHIN, resume="nowhere/run")
+        cqs.streaming.attention(*maps, out=new_output(), **WITHIN, resume="nowhere/run")
     with pytest.raises(TypeError):
-        cqs.attention(*maps, out=new_output(), **WITHIN, resume=3)
+        cqs.streaming.attention(*maps, out=new_output(), **WITHIN, resume=3)
 
 
 def test_what_fails_before_anything_is_final_leaves_no_directory(maps):
     stop(maps, number=1)
     assert not os.path.exists("run")
     with pytest.raises(ValueError, match="^out "):
-        cqs.attention(*maps, out=maps[0], **RESUMED)
+        cqs.streaming.attention(*maps, out=maps[0], **RESUMED)
     assert not os.path.exists("run")
 
 
 def test_a_result_that_is_wrong_is_not_kept(maps, monkeypatch):
-    monkeypatch.setattr("cqs.executors.streaming.run.verify_rows", lambda *_: _fail())
+    monkeypatch.setattr("cqs.executors.streaming.attention.verify_rows", lambda *_: _fail())
     with pytest.raises(VerificationError):
-        cqs.attention(*maps, out=new_output(), verify=True, **RESUMED)
+        cqs.streaming.attention(*maps, out=new_output(), verify=True, **RESUMED)
     assert not os.path.exists("run")
 
 
@@ -268,7 +268,7 @@ def use_directory(parent, connection):
 
 
 def test_only_one_process_at_a_time_uses_a_directory(maps):
-    expected = cqs.attention(*maps, **WITHIN)
+    expected = cqs.streaming.attention(*maps, **WITHIN)
     out, other = stop(maps), np.lib.format.open_memmap("o.npy", "w+", np.float32, SHAPE)
     context = make_context()
     connection, of_process = context.Pipe()
@@ -277,17 +277,17 @@ def test_only_one_process_at_a_time_uses_a_directory(maps):
     assert connection.recv() == "ready"
     for target in (out, other):
         with pytest.raises(BlockingIOError, match="^.Errno 11. resume must be .*run'$"):
-            cqs.attention(*maps, out=target, **RESUMED)
+            cqs.streaming.attention(*maps, out=target, **RESUMED)
     process.kill()
     process.join()
-    cqs.attention(*maps, out=out, **RESUMED)
+    cqs.streaming.attention(*maps, out=out, **RESUMED)
     assert np.array_equal(out, expected)
 
     def meanwhile(done, total):
         with pytest.raises(BlockingIOError):
-            cqs.attention(*maps, out=other, **RESUMED)
+            cqs.streaming.attention(*maps, out=other, **RESUMED)
 
-    cqs.attention(*maps, out=out, progress=meanwhile, **RESUMED)
+    cqs.streaming.attention(*maps, out=out, progress=meanwhile, **RESUMED)
     assert np.array_equal(out, expected) and not other.any()
 
 
@@ -340,8 +340,8 @@ def disks(monkeypatch, save_every_block):
 
 def test_a_checkpoint_holds_after_a_loss_of_power(maps, disks):
     """Whatever it calls final was on the disk before."""
-    expected = cqs.attention(*maps, **WITHIN)
-    cqs.attention(*maps, out=new_output(), **RESUMED)
+    expected = cqs.streaming.attention(*maps, **WITHIN)
+    cqs.streaming.attention(*maps, out=new_output(), **RESUMED)
     found = list(disks)
     assert len(found) > 3
     for state in found:
@@ -352,7 +352,7 @@ def test_a_checkpoint_holds_after_a_loss_of_power(maps, disks):
                 Path("run", name).write_bytes(state.get(name, b""))
             raise Stop
         out = np.load("out.npy", mmap_mode="r+")
-        cqs.attention(*maps, out=out, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
         assert torch.equal(torch.from_numpy(np.load("out.npy")), expected)
 
 
@@ -361,7 +361,7 @@ def test_a_checkpoint_holds_after_a_loss_of_power(maps, disks):
 def test_a_full_disk_leaves_the_checkpoint_before(
     maps, monkeypatch, save_every_block, name, number
 ):
-    expected = cqs.attention(*maps, **WITHIN)
+    expected = cqs.streaming.attention(*maps, **WITHIN)
     out, calls = new_output(), itertools.count(1)
 
     def fsync(descriptor, fsync=os.fsync):
@@ -372,17 +372,17 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="No space left"):
-        cqs.attention(*maps, out=out, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
     assert os.path.exists("run") == (number > 1)
     seen = []
-    cqs.attention(*maps, out=out, progress=lambda *done: seen.append(done), **RESUMED)
+    cqs.streaming.attention(*maps, out=out, progress=lambda *done: seen.append(done), **RESUMED)
     assert np.array_equal(out, expected) and not os.path.exists("run")
     assert number == 1 or seen[0][0] > seen[-1][1] / 20, "begins where the other ended"
 
 
 def test_another_budget_goes_on_bitwise_identically(maps):
-    expected, out = cqs.attention(*maps, **WITHIN), stop(maps)
-    cqs.attention(*maps, out=out, **RESUMED | {"memory_budget": "1GiB"}, verify=True)
+    expected, out = cqs.streaming.attention(*maps, **WITHIN), stop(maps)
+    cqs.streaming.attention(*maps, out=out, **RESUMED | {"memory_budget": "1GiB"}, verify=True)
     assert np.array_equal(out, expected) and not os.path.exists("run")
 
 
@@ -390,8 +390,10 @@ def test_an_empty_directory_is_taken(maps):
     """A run that is killed leaves one if it has not yet made or has just removed its lock."""
     os.mkdir("run")
     out = new_output()
-    cqs.attention(*maps, out=out, **RESUMED)
-    assert np.array_equal(out, cqs.attention(*maps, **WITHIN)) and not os.path.exists("run")
+    cqs.streaming.attention(*maps, out=out, **RESUMED)
+    assert np.array_equal(out, cqs.streaming.attention(*maps, **WITHIN)) and not os.path.exists(
+        "run"
+    )
 
 
 def test_saves_are_at_most_one_a_second_and_one_at_the_end(maps, monkeypatch):
@@ -404,7 +406,7 @@ def test_saves_are_at_most_one_a_second_and_one_at_the_end(maps, monkeypatch):
 
     monkeypatch.setattr(WorkingDirectory, "save", save)
     out = new_output()
-    cqs.attention(*maps, out=out, **RESUMED)
+    cqs.streaming.attention(*maps, out=out, **RESUMED)
     assert len(saves) == 2, "the first block, and all"
     num_blocks = saves[-1]
 
@@ -412,27 +414,31 @@ def test_saves_are_at_most_one_a_second_and_one_at_the_end(maps, monkeypatch):
         now[0] += 0.15
 
     saves.clear()
-    cqs.attention(*maps, out=out, progress=wait, **RESUMED)
+    cqs.streaming.attention(*maps, out=out, progress=wait, **RESUMED)
     assert 2 < len(saves) < num_blocks / 2 and saves[-1] == num_blocks
-    assert np.array_equal(out, cqs.attention(*maps, **WITHIN))
+    assert np.array_equal(out, cqs.streaming.attention(*maps, **WITHIN))
 
 
 def test_what_was_not_saved_is_computed_again(maps, monkeypatch):
     """A run that is killed saves nothing at its end."""
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 100.0)
     with monkeypatch.context() as patched:
-        patched.setattr("cqs.executors.streaming.run.ExitStack.callback", lambda *_: None)
+        patched.setattr("cqs.executors.streaming.attention.ExitStack.callback", lambda *_: None)
         out = stop(maps, number=30)
     assert WorkingDirectory("run").read()["blocks"][0] == 1
-    expected = cqs.attention(*maps, **WITHIN)
+    expected = cqs.streaming.attention(*maps, **WITHIN)
     assert not np.array_equal(out, expected)
-    cqs.attention(*maps, out=out, **RESUMED)
+    cqs.streaming.attention(*maps, out=out, **RESUMED)
     assert np.array_equal(out, expected) and not os.path.exists("run")
 
 
 @pytest.mark.parametrize("number", [1, 15])
 def test_a_forked_process_that_ends_leaves_the_directory_to_its_parent(maps, number):
-    expected, out, calls = cqs.attention(*maps, **WITHIN), new_output(), itertools.count(1)
+    expected, out, calls = (
+        cqs.streaming.attention(*maps, **WITHIN),
+        new_output(),
+        itertools.count(1),
+    )
     parent = os.getpid()
 
     def fork(done, total):
@@ -446,7 +452,7 @@ def test_a_forked_process_that_ends_leaves_the_directory_to_its_parent(maps, num
                 WorkingDirectory("run").__enter__()
 
     try:
-        cqs.attention(*maps, out=out, progress=fork, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, progress=fork, **RESUMED)
     finally:
         if os.getpid() != parent:
             os._exit(0)
@@ -465,6 +471,6 @@ def test_what_is_put_in_the_place_of_the_directory_stays(maps, number):
                 Path("run", name).write_text(f"mine: {name}")
 
     with pytest.raises(OSError, match="run' was moved or removed"):
-        cqs.attention(*maps, out=out, progress=replace, **RESUMED)
+        cqs.streaming.attention(*maps, out=out, progress=replace, **RESUMED)
     for name in checkpoints.FILES:
         assert Path("run", name).read_text() == f"mine: {name}"

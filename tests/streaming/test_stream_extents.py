@@ -69,39 +69,39 @@ def test_a_file_that_is_read_takes_no_output(tensors, file, source, target, name
     key, out = READ_ONLY[source](file), WAYS[target](name)
     for inputs in ((query, key, value), (query, value, key), (key, query, value)):
         with pytest.raises(ValueError, match="^out must .*query, key and value"):
-            cqs.attention(*inputs, out=out, **WITHIN)
+            cqs.streaming.attention(*inputs, out=out, **WITHIN)
     assert np.array_equal(np.load(file), before)
 
 
 def test_other_bytes_of_a_file_that_is_read_take_the_output(tensors, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     query, key, value = tensors
-    expected = cqs.attention(*tensors, **WITHIN)
+    expected = cqs.streaming.attention(*tensors, **WITHIN)
     save_file({"query": query, "key": key, "out": torch.zeros(SHAPE)}, "some.safetensors")
     found = {name: open_tensor("some.safetensors", name) for name in ("query", "key", "out")}
     raw = np.memmap("some.safetensors", np.float32, "r+", found["out"].offset, SHAPE)
     for out in (replace(found["out"], is_writable=True), raw, torch.from_numpy(raw)):
         raw[:] = 0
-        cqs.attention(found["query"], found["key"], value, out=out, **WITHIN)
+        cqs.streaming.attention(found["query"], found["key"], value, out=out, **WITHIN)
         assert torch.equal(torch.from_numpy(raw), expected)
     with pytest.raises(ValueError, match="out must be in a file"):
-        cqs.attention(found["query"], key, value, out=raw, resume="run", **WITHIN)
+        cqs.streaming.attention(found["query"], key, value, out=raw, resume="run", **WITHIN)
     assert not os.path.exists("run")
 
     np.save("heads.npy", np.zeros((1, 4, 300, 16), np.float32))
     heads = mapped("heads.npy")
     heads[:, ::2] = query
-    cqs.attention(heads[:, ::2], key, value, out=heads[:, 1::2], **WITHIN)
+    cqs.streaming.attention(heads[:, ::2], key, value, out=heads[:, 1::2], **WITHIN)
     assert torch.equal(torch.tensor(heads[:, 1::2]), expected)
     with pytest.raises(ValueError, match="^out must .*query, key and value"):
-        cqs.attention(heads[:, ::2], key, value, out=heads[:, 2:], **WITHIN)
+        cqs.streaming.attention(heads[:, ::2], key, value, out=heads[:, 2:], **WITHIN)
 
 
 def test_changes_of_a_copy_on_write_map_stay_in_memory(tensors, file):
     query, key, value = tensors
     out = mapped(file, "c")
-    cqs.attention(query, mapped(file, "r"), value, out=out, **WITHIN)
-    assert torch.equal(torch.from_numpy(out), cqs.attention(query, key, value, **WITHIN))
+    cqs.streaming.attention(query, mapped(file, "r"), value, out=out, **WITHIN)
+    assert torch.equal(torch.from_numpy(out), cqs.streaming.attention(query, key, value, **WITHIN))
     assert np.array_equal(np.load(file), key.numpy())
 
 
@@ -120,29 +120,29 @@ def test_changes_of_a_copy_on_write_map_stay_in_memory(tensors, file):
 def test_elements_that_share_memory_take_no_output(tensors, strides):
     out = torch.zeros(20_000).as_strided(SHAPE, strides)
     with pytest.raises(ValueError, match="^out must"):
-        cqs.attention(*tensors, out=out, **WITHIN)
+        cqs.streaming.attention(*tensors, out=out, **WITHIN)
 
 
 def test_elements_in_any_order_take_the_output(tensors, tmp_path):
-    expected = cqs.attention(*tensors, **WITHIN)
+    expected = cqs.streaming.attention(*tensors, **WITHIN)
     space = torch.zeros(40_000)
     for strides in ((9600, 4800, 16, 1), (1, 4800, 1, 300), (1, 1, 32, 2), (7, 20_000, 33, 2)):
         out = space.as_strided(SHAPE, strides)
-        cqs.attention(*tensors, out=out, **WITHIN)
+        cqs.streaming.attention(*tensors, out=out, **WITHIN)
         assert torch.equal(out, expected)
     path = tmp_path / "raw"
     path.write_bytes(bytes(4 * 9600))
     out = InFile(path, SHAPE, torch.float32, 0, (0, 300 * 64), is_writable=True)
-    cqs.attention(*tensors, out=out, **WITHIN)
+    cqs.streaming.attention(*tensors, out=out, **WITHIN)
     with pytest.raises(ValueError, match="^out must"):
-        cqs.attention(*tensors, out=replace(out, strides=(0, 299 * 64)), **WITHIN)
+        cqs.streaming.attention(*tensors, out=replace(out, strides=(0, 299 * 64)), **WITHIN)
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_memory_that_cannot_be_written_to_takes_no_output(tensors, file):
     """A write would end the process by a signal."""
     with pytest.raises(ValueError, match="^out must"):
-        cqs.attention(*tensors, out=torch.from_numpy(mapped(file, "r")), **WITHIN)
+        cqs.streaming.attention(*tensors, out=torch.from_numpy(mapped(file, "r")), **WITHIN)
 
 
 def test_a_map_whose_file_was_replaced_is_read_itself(tensors, file):
@@ -150,10 +150,10 @@ def test_a_map_whose_file_was_replaced_is_read_itself(tensors, file):
     before = mapped(file, "r")
     np.save("new.npy", np.zeros(SHAPE, np.float32))
     os.replace("new.npy", file)
-    expected = cqs.attention(query, key, value, **WITHIN)
-    assert torch.equal(cqs.attention(query, before, value, **WITHIN), expected)
+    expected = cqs.streaming.attention(query, key, value, **WITHIN)
+    assert torch.equal(cqs.streaming.attention(query, before, value, **WITHIN), expected)
     os.unlink(file)
-    assert torch.equal(cqs.attention(query, before, value, **WITHIN), expected)
+    assert torch.equal(cqs.streaming.attention(query, before, value, **WITHIN), expected)
 
 
 def test_a_file_with_inode_0_differs_from_memory_without_a_file(
@@ -176,7 +176,7 @@ def test_a_file_with_inode_0_differs_from_memory_without_a_file(
     monkeypatch.setattr(extents, "_mappings", read_mappings)
     one, other = (torch.from_numpy(mapped(file)) for _ in range(2))
     with pytest.raises(ValueError, match="^out must share neither"):
-        cqs.attention(tensors[0], one, tensors[2], out=other, **WITHIN)
+        cqs.streaming.attention(tensors[0], one, tensors[2], out=other, **WITHIN)
 
 
 def test_an_interrupt_while_files_are_compared_stays_one(tensors, file, monkeypatch):
@@ -188,14 +188,14 @@ def test_an_interrupt_while_files_are_compared_stays_one(tensors, file, monkeypa
 
     monkeypatch.setattr(np, "frombuffer", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        cqs.attention(*tensors, out=mapped(file), **WITHIN)
+        cqs.streaming.attention(*tensors, out=mapped(file), **WITHIN)
 
 
 @pytest.mark.parametrize("way", ["file", "/proc/self/fd"])
 def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file, way):
     """Heads of each pattern are a part of the output, which is opened once for all."""
     options = WITHIN | {"pattern": per_head([[causal(), sliding_window(32, 32)]])}
-    expected = cqs.attention(*tensors, **options)
+    expected = cqs.streaming.attention(*tensors, **options)
     descriptor, mine = os.open(file, os.O_RDWR), b"mine" * 2**14
     path = file if way == "file" else f"{way}/{descriptor}"
     out, calls = np.memmap(path, np.float32, "r+", 128, SHAPE), []
@@ -212,7 +212,7 @@ def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file, way):
                 os.close(other)
         calls.append(done)
 
-    cqs.attention(*tensors, out=out, progress=replace_file, **options)
+    cqs.streaming.attention(*tensors, out=out, progress=replace_file, **options)
     os.close(descriptor)
     assert np.array_equal(out, expected)
     with open(file if way == "file" else "mine", "rb") as other:

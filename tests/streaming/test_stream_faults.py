@@ -41,7 +41,7 @@ def new_output():
 def test_a_query_may_be_learned_while_the_rest_is_given(tensors, maps):
     query, key, value = tensors
     leaves = [query.clone().requires_grad_() for _ in range(2)]
-    within = cqs.attention(leaves[0], key.numpy(), np.asfortranarray(value), **BOTH_WAYS)
+    within = cqs.streaming.attention(leaves[0], key.numpy(), np.asfortranarray(value), **BOTH_WAYS)
     resident = cqs.attention(leaves[1], key, value)
     torch.testing.assert_close(within, resident, atol=1e-6, rtol=1e-5)
     for output in (within, resident):
@@ -50,7 +50,7 @@ def test_a_query_may_be_learned_while_the_rest_is_given(tensors, maps):
     made = OnDemand(lambda batch, head, rows: key[batch, head, rows], SHAPE, torch.float32)
     for elsewhere in (maps[1], open_tensor("k.npy"), made):
         with pytest.raises(ValueError, match="must all be in memory"):
-            cqs.attention(leaves[0], elsewhere, value, **BOTH_WAYS)
+            cqs.streaming.attention(leaves[0], elsewhere, value, **BOTH_WAYS)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -58,7 +58,7 @@ def test_another_default_device_changes_nothing(tensors, needs_grad):
     leaves = [tensor.requires_grad_(needs_grad) for tensor in tensors]
     expected = cqs.attention(*leaves)
     with torch.device("meta"):
-        output = cqs.attention(*leaves, verify=True, **BOTH_WAYS)
+        output = cqs.streaming.attention(*leaves, verify=True, **BOTH_WAYS)
         if needs_grad:
             gradients = torch.autograd.grad(output.sum(), leaves)
             assert all(each.device.type == "cpu" for each in gradients)
@@ -68,7 +68,7 @@ def test_another_default_device_changes_nothing(tensors, needs_grad):
 def test_autocast_changes_nothing(tensors):
     expected = cqs.attention(*tensors, backend="reference")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = cqs.attention(*tensors, backend="reference", **WITHIN)
+        output = cqs.streaming.attention(*tensors, backend="reference", **WITHIN)
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_a_function_may_be_a_model(tensors):
         SHAPE,
         torch.float32,
     )
-    output = cqs.attention(query, made, value, **WITHIN)
+    output = cqs.streaming.attention(query, made, value, **WITHIN)
     expected = cqs.attention(query, layer(key).detach(), value)
     assert not output.requires_grad
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
@@ -96,12 +96,12 @@ def test_an_output_that_is_read_or_written_twice_is_refused(tensors, maps):
     ]
     for arguments, out in overlaps:
         with pytest.raises(ValueError, match="share neither memory nor a file with query, key"):
-            cqs.attention(*arguments, out=out, **WITHIN)
+            cqs.streaming.attention(*arguments, out=out, **WITHIN)
     with pytest.raises(ValueError, match="overlaps itself"):
-        cqs.attention(*tensors, out=torch.zeros(1, 1, 300, 16).expand(SHAPE), **WITHIN)
+        cqs.streaming.attention(*tensors, out=torch.zeros(1, 1, 300, 16).expand(SHAPE), **WITHIN)
     packed = torch.stack([*tensors, torch.zeros(SHAPE)], dim=3).bfloat16()
     *inputs, out = packed.unbind(dim=3)
-    cqs.attention(*inputs, out=out, **WITHIN)
+    cqs.streaming.attention(*inputs, out=out, **WITHIN)
     expected = cqs.attention(*(tensor.clone() for tensor in inputs))
     torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
 
@@ -113,13 +113,13 @@ def test_options_that_cannot_be_are_named(tensors, monkeypatch):
     assert parse_budget("0.1GB", CPU) == 10**8
     for progress in (1, "yes", None):
         with pytest.raises(TypeError, match="progress must be a bool or a function, got"):
-            cqs.attention(*tensors, progress=progress, **WITHIN)
+            cqs.streaming.attention(*tensors, progress=progress, **WITHIN)
     for device in ("", "gpu", "cpu:-1"):
         with pytest.raises(ValueError, match=f"device must be .*, got '{device}'"):
-            cqs.attention(*tensors, memory_budget=60_000, device=device)
+            cqs.streaming.attention(*tensors, memory_budget=60_000, device=device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(NotImplementedError, match="device must be the CPU .* got cuda:1"):
-        cqs.attention(*tensors, memory_budget=60_000, device="cuda:1")
+        cqs.streaming.attention(*tensors, memory_budget=60_000, device="cuda:1")
 
 
 class Stop(Exception):
@@ -184,17 +184,17 @@ def test_a_shortage_in_the_middle_counts_no_pair_twice(error):
         "progress": lambda *done: seen.append(done),
     }
     message = "DefaultCPUAllocator: can't allocate memory"
-    output = cqs.attention(tensor, made, tensor, **options)
+    output = cqs.streaming.attention(tensor, made, tensor, **options)
     torch.testing.assert_close(output, cqs.attention(*[tensor] * 3), atol=1e-6, rtol=1e-5)
     assert any(later <= earlier for (earlier, _), (later, _) in itertools.pairwise(seen)), "again"
     assert seen[-1] == (2 * 1500**2,) * 2 and max(seen) == seen[-1]
     calls, fails = itertools.count(), range(100)
     with pytest.raises(error, match="can't allocate"):
-        cqs.attention(tensor, made, tensor, **options)
+        cqs.streaming.attention(tensor, made, tensor, **options)
     if error is RuntimeError:
         calls, message = itertools.count(), "of another kind"
         with pytest.raises(error, match=message):
-            cqs.attention(tensor, made, tensor, **options)
+            cqs.streaming.attention(tensor, made, tensor, **options)
         assert next(calls) == 1
 
 
@@ -205,16 +205,16 @@ def test_no_file_stays_open(maps):
 
     before, out = number(), new_output()
     for _ in range(3):
-        cqs.attention(*map(open_tensor, ("q.npy", "k.npy", "v.npy")), out=out, **WITHIN)
+        cqs.streaming.attention(*map(open_tensor, ("q.npy", "k.npy", "v.npy")), out=out, **WITHIN)
         with pytest.raises(Stop):
-            cqs.attention(*maps, out=out, progress=stop_after(3), **WITHIN)
+            cqs.streaming.attention(*maps, out=out, progress=stop_after(3), **WITHIN)
     assert number() <= before + 1, "and the map of the output"
 
 
 def test_what_holds_scores_computes_few_at_a_time():
     tensor = torch.randn(1, 1, 4096, 16)
     options = {"backend": "reference", "memory_budget": 2**21, "device": "cpu"}
-    _, peak = measure_peak_bytes(lambda: cqs.attention(*[tensor] * 3, **options), CPU)
+    _, peak = measure_peak_bytes(lambda: cqs.streaming.attention(*[tensor] * 3, **options), CPU)
     assert peak < 2**24 < 4 * 4096**2
 
 
@@ -224,7 +224,7 @@ def test_gradients_keep_the_budget(dtype):
     """All but what a kernel takes for itself, a MiB or so for each thread."""
     leaves = [torch.randn(1, 2, 4096, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
     budget = 2**22
-    output = cqs.attention(*leaves, is_causal=True, memory_budget=budget, device="cpu")
+    output = cqs.streaming.attention(*leaves, is_causal=True, memory_budget=budget, device="cpu")
     grad_output = torch.randn_like(output)
     _, peak = measure_peak_bytes(lambda: torch.autograd.grad(output, leaves, grad_output), CPU)
     assert (

@@ -45,11 +45,10 @@ def test_heads_of_unequal_patterns_are_those_of_one_call(name, lengths):
         "return_lse": True,
     }
     within = {"memory_budget": BUDGET, "device": "cpu"}
-    (output, lse), (expected, expected_lse) = (
-        cqs.attention(*leaves, **options, **more) for more in (within, {})
-    )
+    output, lse = cqs.streaming.attention(*leaves, **options, **within)
+    expected, expected_lse = cqs.attention(*leaves, **options)
     detached = [leaf.detach() for leaf in leaves]
-    alone, alone_lse = cqs.attention(*detached, **options, **within, verify=True)
+    alone, alone_lse = cqs.streaming.attention(*detached, **options, **within, verify=True)
     for found, found_lse in ((output, lse), (alone, alone_lse)):
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
         torch.testing.assert_close(found_lse, expected_lse, atol=1e-12, rtol=0)
@@ -75,7 +74,7 @@ def test_unequal_heads_in_files_go_on_bitwise_identically(tmp_path, number):
     )
     out = np.load(tmp_path / "output.npy", mmap_mode="r+")
     options = {"pattern": per_head(patterns), "device": "cpu", "return_lse": True}
-    whole, whole_lse = cqs.attention(*tensors, memory_budget=40_000, **options)
+    whole, whole_lse = cqs.streaming.attention(*tensors, memory_budget=40_000, **options)
     options |= {"out": out, "resume": tmp_path / "run"}
     calls, seen = itertools.count(1), []
 
@@ -85,10 +84,10 @@ def test_unequal_heads_in_files_go_on_bitwise_identically(tmp_path, number):
             raise Stop
 
     with pytest.raises(Stop):
-        cqs.attention(*sources, memory_budget=40_000, progress=stop, **options)
+        cqs.streaming.attention(*sources, memory_budget=40_000, progress=stop, **options)
     before = seen[-1]
     options["progress"] = lambda *done: seen.append(done)
-    _, lse = cqs.attention(*sources, memory_budget=10**6, **options)
+    _, lse = cqs.streaming.attention(*sources, memory_budget=10**6, **options)
     assert np.array_equal(out, whole) and torch.equal(lse, whole_lse)
     assert seen[-1][0] == seen[-1][1] > before
     if number == 30:

@@ -18,7 +18,7 @@ from support.exact import eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES
-from cqs.executors.streaming import engine, run, transfers
+from cqs.executors.streaming import attention, engine, transfers
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.checkpoint import WorkingDirectory
 from cqs.executors.streaming.plan import CPU, GPU, StreamPlan
@@ -80,7 +80,7 @@ def test_every_case_is_exact(case, device):
     problem = case.make(torch.float64)
     options = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True}
     budget = least_budget(problem, device)
-    output, lse = cqs.attention(
+    output, lse = cqs.streaming.attention(
         *tensors(problem), memory_budget=budget, device=device, verify=True, **options
     )
     exact = exact_answer(problem)
@@ -96,7 +96,7 @@ def test_every_dtype_tracks_exact_with_gradients(device, dtype, is_pinned):
     problem = case.make(dtype)
     leaves = [tensor.pin_memory() if is_pinned else tensor for tensor in tensors(problem)]
     leaves = [tensor.clone().requires_grad_() for tensor in leaves]
-    output = cqs.attention(
+    output = cqs.streaming.attention(
         *leaves, is_causal=True, memory_budget=least_budget(problem, device), device=device
     )
     exact = exact_answer(problem)
@@ -124,9 +124,10 @@ def test_patterns_and_dropout_are_those_of_one_call(device, is_causal):
         "seed": 7,
     }
     leaves = [tensor.clone().requires_grad_() for tensor in tensors(problem)]
+    budget = least_budget(problem, device)
     outputs = [
-        cqs.attention(*leaves, **options, **budget)
-        for budget in ({}, {"memory_budget": least_budget(problem, device), "device": device})
+        cqs.attention(*leaves, **options),
+        cqs.streaming.attention(*leaves, **options, memory_budget=budget, device=device),
     ]
     torch.testing.assert_close(*outputs, atol=1e-10, rtol=0)
     gradients = [torch.autograd.grad(output.sin().sum(), leaves) for output in outputs]
@@ -149,7 +150,7 @@ def test_the_peak_is_the_predicted_one_and_below_the_budget(which, share, is_cau
     options = {"memory_budget": budget, "is_causal": is_causal}
     torch.cuda.empty_cache()
     output, peak = measure_peak_bytes(
-        lambda: cqs.attention(*leaves, **options), torch.device("cuda")
+        lambda: cqs.streaming.attention(*leaves, **options), torch.device("cuda")
     )
     passes = [Pass.FORWARD]
     if which != Pass.FORWARD:
@@ -184,7 +185,7 @@ def test_kernels_of_libraries_keep_the_budget(backend, share, kv_heads, is_causa
         pytest.skip(reason)
     budget = 4 * leaves[0].nbytes // share
     options = {"memory_budget": budget, "is_causal": is_causal, "backend": backend}
-    output, peak = measure_peak_bytes(lambda: cqs.attention(*leaves, **options), device)
+    output, peak = measure_peak_bytes(lambda: cqs.streaming.attention(*leaves, **options), device)
     assert peak <= budget
     grad_output = torch.randn_like(output)
     _, peak = measure_peak_bytes(lambda: torch.autograd.grad(output, leaves, grad_output), device)
@@ -193,7 +194,9 @@ def test_kernels_of_libraries_keep_the_budget(backend, share, kv_heads, is_causa
 
 def test_files_are_read_and_written_without_being_mapped(arrays):
     *mapped, out = arrays
-    found = cqs.attention(*mapped, memory_budget=200_000, device="cpu", out=out, verify=True)
+    found = cqs.streaming.attention(
+        *mapped, memory_budget=200_000, device="cpu", out=out, verify=True
+    )
     assert found is out
     expected = expected_of(arrays)
     torch.testing.assert_close(torch.tensor(out), expected, atol=1e-6, rtol=1e-5)
@@ -205,13 +208,15 @@ def test_views_of_maps_are_found_in_their_files(arrays, tmp_path):
     wide[:] = 7
     wide[:, 1::2] = query
     part = wide[:, 1::2]
-    found = cqs.attention(part[1:], key[1:], value[1:], memory_budget=200_000, device="cpu")
+    found = cqs.streaming.attention(
+        part[1:], key[1:], value[1:], memory_budget=200_000, device="cpu"
+    )
     expected = expected_of(arrays)[1:]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     changed = np.load(tmp_path / "q.npy", mmap_mode="c")
     changed[:] = 0
     transposed = np.asfortranarray(value)
-    found = cqs.attention(changed, key, transposed, memory_budget=200_000, device="cpu")
+    found = cqs.streaming.attention(changed, key, transposed, memory_budget=200_000, device="cpu")
     expected = cqs.attention(torch.zeros(2, 4, 500, 16), *map(torch.tensor, (key, value)))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
@@ -224,7 +229,7 @@ def test_safetensors_and_functions(tmp_path):
         tuple(value.shape),
         value.dtype,
     )
-    found = cqs.attention(
+    found = cqs.streaming.attention(
         open_tensor(tmp_path / "some.safetensors", "query"),
         open_tensor(f"{tmp_path}/some.safetensors:others"),
         made,
@@ -238,7 +243,7 @@ def test_safetensors_and_functions(tmp_path):
     with pytest.raises(
         ValueError, match=r"must return \(300, 16\) torch.bfloat16 for 300 rows, got"
     ):
-        cqs.attention(query, key, wrong, memory_budget=60_000, device="cpu")
+        cqs.streaming.attention(query, key, wrong, memory_budget=60_000, device="cpu")
 
 
 class Stop(Exception):
@@ -260,12 +265,12 @@ def stop_after(number):
 def test_what_was_stopped_goes_on_bitwise_identically(arrays, tmp_path, number):
     *mapped, out = arrays
     options = {"memory_budget": 60_000, "device": "cpu", "is_causal": True, "return_lse": True}
-    whole, whole_lse = cqs.attention(*mapped, **options)
+    whole, whole_lse = cqs.streaming.attention(*mapped, **options)
     options |= {"out": out, "resume": tmp_path / "run"}
     with pytest.raises(Stop):
-        cqs.attention(*mapped, progress=stop_after(number), **options)
+        cqs.streaming.attention(*mapped, progress=stop_after(number), **options)
     seen = []
-    _, lse = cqs.attention(*mapped, progress=lambda *done: seen.append(done), **options)
+    _, lse = cqs.streaming.attention(*mapped, progress=lambda *done: seen.append(done), **options)
     assert np.array_equal(out, whole) and torch.equal(lse, whole_lse)
     assert seen[-1][0] == seen[-1][1]
     if number == 17:
@@ -275,7 +280,7 @@ def test_what_was_stopped_goes_on_bitwise_identically(arrays, tmp_path, number):
 
 def test_a_killed_process_goes_on_bitwise_identically(arrays, tmp_path):
     *mapped, out = arrays
-    whole = cqs.attention(*mapped, memory_budget=60_000, device="cpu")
+    whole = cqs.streaming.attention(*mapped, memory_budget=60_000, device="cpu")
     program = f"""
         import os, numpy as np, cqs
         q, k, v = (np.load(name + ".npy", mmap_mode="r") for name in "qkv")
@@ -286,13 +291,15 @@ def test_a_killed_process_goes_on_bitwise_identically(arrays, tmp_path):
             number += 1
             if number == 20:
                 os.kill(os.getpid(), {signal.SIGKILL})
-        cqs.attention(q, k, v, memory_budget=60_000, device="cpu", out=out, resume="run",
-                      progress=progress)
+        cqs.streaming.attention(q, k, v, memory_budget=60_000, device="cpu", out=out, resume="run",
+                                progress=progress)
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path)
     assert ended.returncode == -signal.SIGKILL
     assert WorkingDirectory(tmp_path / "run").read()["position"] != [0, 0]
-    cqs.attention(*mapped, memory_budget=60_000, device="cpu", out=out, resume=tmp_path / "run")
+    cqs.streaming.attention(
+        *mapped, memory_budget=60_000, device="cpu", out=out, resume=tmp_path / "run"
+    )
     assert np.array_equal(out, whole)
 
 
@@ -307,9 +314,11 @@ def test_files_that_change_or_shrink_meanwhile_are_noticed(arrays, tmp_path):
 
     for progress, message in ((touch, "an input file was changed"), (shrink, "cut short while")):
         with pytest.raises(OSError, match=message):
-            cqs.attention(*mapped, memory_budget=60_000, device="cpu", out=out, progress=progress)
+            cqs.streaming.attention(
+                *mapped, memory_budget=60_000, device="cpu", out=out, progress=progress
+            )
     with pytest.raises(ValueError, match=r"v.npy' is cut short: 500 of 89728 bytes"):
-        cqs.attention(*mapped, memory_budget=60_000, device="cpu")
+        cqs.streaming.attention(*mapped, memory_budget=60_000, device="cpu")
 
 
 def test_a_file_that_was_replaced_is_read_as_it_was_opened(tmp_path):
@@ -319,8 +328,8 @@ def test_a_file_that_was_replaced_is_read_as_it_was_opened(tmp_path):
     opened = [open_tensor(path, name) for name in tensors]
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, other, {"a": "longer header"})
     os.replace(other, path)
-    found = cqs.attention(*opened, memory_budget=60_000, device="cpu")
-    expected = cqs.attention(*tensors.values(), memory_budget=60_000, device="cpu")
+    found = cqs.streaming.attention(*opened, memory_budget=60_000, device="cpu")
+    expected = cqs.streaming.attention(*tensors.values(), memory_budget=60_000, device="cpu")
     assert torch.equal(found, expected)
 
 
@@ -338,10 +347,10 @@ def test_a_full_disk_is_an_error_and_nothing_half_written_counts(arrays, tmp_pat
 
     monkeypatch.setattr(os, "pwrite", write_until_full)
     with pytest.raises(OSError, match="No space left"):
-        cqs.attention(*mapped, **options)
+        cqs.streaming.attention(*mapped, **options)
     monkeypatch.undo()
-    cqs.attention(*mapped, **options)
-    assert np.array_equal(out, cqs.attention(*mapped, memory_budget=60_000, device="cpu"))
+    cqs.streaming.attention(*mapped, **options)
+    assert np.array_equal(out, cqs.streaming.attention(*mapped, memory_budget=60_000, device="cpu"))
 
 
 def test_too_little_memory_is_met_with_smaller_tasks(arrays, monkeypatch):
@@ -356,7 +365,7 @@ def test_too_little_memory_is_met_with_smaller_tasks(arrays, monkeypatch):
 
     seen = []
     monkeypatch.setattr(torch, "empty", fail_sometimes)
-    found = cqs.attention(
+    found = cqs.streaming.attention(
         *mapped, memory_budget=300_000, device="cpu", progress=lambda *done: seen.append(done)
     )
     monkeypatch.undo()
@@ -370,7 +379,7 @@ def test_too_little_memory_is_met_with_smaller_tasks(arrays, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", always_fail)
     with pytest.raises(torch.OutOfMemoryError, match="full"):
-        cqs.attention(*mapped, memory_budget=300_000, device="cpu")
+        cqs.streaming.attention(*mapped, memory_budget=300_000, device="cpu")
 
 
 def test_wrong_arguments_are_named(arrays, tmp_path):
@@ -393,8 +402,8 @@ def test_wrong_arguments_are_named(arrays, tmp_path):
         ((q, k, v), ok | {"out": out[:, :, 1:]}, ValueError, r"out must be \[2, 4, 500, 8\]"),
         ((q, k, v), ok | {"out": "file"}, TypeError, "out must be a tensor"),
         ((q, k, v), ok | {"device": "meta"}, NotImplementedError, "the CPU or a GPU"),
-        ((q, k, v), ok | {"num_tasks": 3}, ValueError, "num_tasks, .* got 3"),
-        ((q, k, v), ok | {"executor": "ray"}, ValueError, "executor must be None .* 'ray'"),
+        ((q, k, v), ok | {"num_tasks": 3}, TypeError, "num_tasks"),
+        ((q, k, v), ok | {"executor": "ray"}, TypeError, "executor"),
         ((q, k, v), ok | {"backend": "cudnn"}, NotImplementedError, "CUDA"),
         ((q, k, [1]), ok, TypeError, "value must be a tensor, a NumPy array"),
         ((q, k, v[0]), ok, ValueError, "value must be .batch, num_heads, seqlen, head_dim"),
@@ -408,7 +417,7 @@ def test_wrong_arguments_are_named(arrays, tmp_path):
     ]
     for arguments, options, error, message in wrong:
         with pytest.raises(error, match=message):
-            cqs.attention(*arguments, **options)
+            cqs.streaming.attention(*arguments, **options)
     for name, message in (("q.npy:x", "No such file"), ("text.npy", "cannot read")):
         (tmp_path / "text.npy").write_text("no array")
         with pytest.raises((ValueError, OSError), match=re.escape(message)):
@@ -433,12 +442,12 @@ def test_a_long_sequence_needs_no_memory_but_the_budget(tmp_path):
             a = np.lib.format.open_memmap(name + ".npy", "w+", np.float32, (1, 2, 131072, 64))
             del a
         small = torch.randn(1, 2, 256, 64)
-        cqs.attention(small, small, small, memory_budget="1MiB", device="cpu")
+        cqs.streaming.attention(small, small, small, memory_budget="1MiB", device="cpu")
         before = peak()
         q, k, v = (np.load(name + ".npy", mmap_mode="r")[:, :, :, :] for name in "qkv")
         out = np.load("o.npy", mmap_mode="r+")
-        cqs.attention(q, k, v, pattern=cqs.patterns.sliding_window(512, 0), out=out,
-                      memory_budget="16MiB", device="cpu")
+        cqs.streaming.attention(q, k, v, pattern=cqs.patterns.sliding_window(512, 0), out=out,
+                                memory_budget="16MiB", device="cpu")
         print(peak() - before)
     """
     found = subprocess.run(
@@ -456,7 +465,7 @@ def test_a_file_that_is_described_by_hand(arrays, tmp_path):
     path = tmp_path / "raw"
     path.write_bytes(b"head" + np.ascontiguousarray(mapped[0]).tobytes())
     query = InFile(path, (2, 4, 500, 16), torch.float32, 4, (4 * 500 * 64, 500 * 64))
-    found = cqs.attention(query, *mapped[1:], memory_budget=200_000, device="cpu")
+    found = cqs.streaming.attention(query, *mapped[1:], memory_budget=200_000, device="cpu")
     torch.testing.assert_close(found, expected_of(arrays), atol=1e-6, rtol=1e-5)
 
 
@@ -487,12 +496,12 @@ def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
     monkeypatch.setattr(torch.cuda, "current_stream", Fake)
     monkeypatch.setattr(transfers, "_STAGING_BYTES", piece_bytes)
     monkeypatch.setattr(engine, "make_transfers", transfers.GpuCopies)
-    monkeypatch.setattr(run, "CPU", GPU)
+    monkeypatch.setattr(attention, "CPU", GPU)
     *mapped, out = arrays
     leaves = [torch.tensor(array, requires_grad=True) for array in mapped]
     options = {"memory_budget": 150_000, "device": "cpu", "is_causal": True}
-    cqs.attention(*mapped, out=out, **options)
-    output = cqs.attention(*leaves, **options)
+    cqs.streaming.attention(*mapped, out=out, **options)
+    output = cqs.streaming.attention(*leaves, **options)
     expected = cqs.attention(*leaves, is_causal=True)
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(torch.tensor(out), expected.detach(), atol=1e-6, rtol=1e-5)
@@ -513,4 +522,4 @@ def test_what_cannot_be_written_is_an_error_of_the_call(arrays, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", write)
     with pytest.raises(OSError, match="No space left"):
-        cqs.attention(*mapped, memory_budget=150_000, device="cpu", out=out)
+        cqs.streaming.attention(*mapped, memory_budget=150_000, device="cpu", out=out)

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import cqs
 import cqs.distributed
+import cqs.streaming
 from benchmarks.cases import CASES, Case
 from cqs.patterns import (
     Pattern,
@@ -69,9 +70,11 @@ def leaves_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
     return [tensor.clone().requires_grad_() for tensor in tensors]
 
 
-def with_gradients(leaves: list[Tensor], **options: Any) -> str:
+def with_gradients(
+    leaves: list[Tensor], attention: Callable[..., Any] = cqs.attention, **options: Any
+) -> str:
     """Return the hash of output, lse and gradients of a call in this process."""
-    output, lse = cqs.attention(*leaves, return_lse=True, **options)
+    output, lse = attention(*leaves, return_lse=True, **options)
     generator = torch.Generator().manual_seed(1)
     gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
     return digest(output, lse, *torch.autograd.grad(output, leaves, gradient))
@@ -107,6 +110,7 @@ def streaming() -> Iterator[tuple[str, str]]:
             try:
                 found = with_gradients(
                     leaves_of(case, torch.float32),
+                    cqs.streaming.attention,
                     is_causal=case.is_causal,
                     scale=case.scale,
                     memory_budget=budget,

@@ -153,7 +153,7 @@ def test_a_memory_budget_changes_no_row_that_is_not_finite(name, entry):
     whole = attend(problem, "cpu", num_tasks, return_lse=True)
     tensors = problem.query, problem.key, problem.value
     options = {"is_causal": problem.is_causal, "return_lse": True}
-    streamed = cqs.attention(*tensors, memory_budget=2**20, **options)
+    streamed = cqs.streaming.attention(*tensors, memory_budget=2**20, **options)
     for one, other in zip(whole, streamed, strict=True):
         assert one.isfinite().equal(other.isfinite())
 

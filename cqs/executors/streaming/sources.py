@@ -295,8 +295,7 @@ def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
         )
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"{name} must be on the CPU if memory_budget is given, got {tensor.device}: "
-            "move it there, or leave out memory_budget"
+            f"{name} must be on the CPU, got {tensor.device}: move it there, or call cqs.attention"
         )
     if tensor.ndim != 4:
         raise ValueError(
