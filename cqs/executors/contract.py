@@ -137,7 +137,7 @@ def attend(
         VerificationError: ``verify`` found a row that deviates by more than its bound.
         Exception: The executor raised.
     """
-    with _count(problem, make_plan, progress) as counted:
+    with count_pairs(problem, make_plan, progress) as counted:
         hooks = Hooks(counted, cancelled)
         if into is None:
             answer = attend_differentiably(
@@ -159,10 +159,19 @@ def attend(
     return answer
 
 
-def _count(
+def count_pairs(
     problem: Problem, make_plan: Callable[[Problem], Plan], report: Report
 ) -> AbstractContextManager[Progress | None]:
-    """Return the progress of a call, or None if nobody asks for it."""
+    """Return the progress of a call, or None if nobody asks for it.
+
+    Args:
+        problem: The checked problem.
+        make_plan: Returns a plan of a part of the problem, which counts its live pairs.
+        report: True draws a bar; a function is called with live pairs done and in total.
+
+    Raises:
+        TypeError: ``report`` is neither a bool nor a function.
+    """
     check_progress(report)
     if report is False:
         return nullcontext()
