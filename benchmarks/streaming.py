@@ -203,7 +203,8 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
     start = Position(plan.num_groups - 1, last.tokens.start)
     output = torch.empty((1, shape.num_heads, length, shape.value_columns), dtype=torch.float16)
     lse = torch.empty((*output.shape[:3], 1))
-    queries, keys = Side(sources[:1], has_kv_heads=False), Side(sources[1:], has_kv_heads=True)
+    query, key, value = sources
+    queries, keys = Side((query,), has_kv_heads=False), Side((key, value), has_kv_heads=True)
     reduce = Reductions(plan, Worker(shape.head_dim**-0.5)).attend
     targets = [InMemory(output), InMemory(lse)]
 

@@ -169,14 +169,15 @@ def attention(
             target: Target = InMemory(answer.output)
         else:
             shape = (*problem.query.shape[:3], problem.value.shape[3])
-            is_resumed = resume is not None
-            target = as_target(out, shape, problem.query.dtype, sources, is_resumed=is_resumed)
+            dtype = problem.query.dtype
+            out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
+            target = as_target(out, shape, dtype, sources, is_resumed=resume is not None)
             if isinstance(resume, WorkingDirectory):  # entered by the caller
                 directory = resume
             elif resume is not None:
                 directory = stack.enter_context(WorkingDirectory(resume))
             lse = call.attend_into(problem, sources, target, directory)
-            answer = Partial(target.tensor if out is None else out, lse)
+            answer = Partial(out, lse)
         if verify:
             heads = [partial(read_head, source) for source in (*sources, target)]
             try:
@@ -233,27 +234,22 @@ class _Call:
             plans, first, start = checkpoint.load(plans)
             targets[1] = checkpoint.lse
 
-        def finish(number: int, plan: StreamPlan, end: Position, place: RowsOfHeads) -> None:
+        def finish(number: int, end: Position, place: RowsOfHeads) -> None:
             if _fingerprints(watched) != prints:
                 raise OSError("an input file was changed while it was read: start again")
             if checkpoint is not None:
-                plans[number] = plan
                 checkpoint.add(plans, number, end, place)
 
-        query, *key_and_value = sources
+        query, key, value = sources
         with ExitStack() as stack:
             if checkpoint is not None:
                 stack.callback(checkpoint.save)
             for number, ((batches, heads), (_, kv_heads)) in enumerate(problem.cuts()):
                 begin = START if number > first else start if number == first else plans[number].end
+                queries = Side((query,), False, batches.start or 0, heads.start or 0)
+                keys = Side((key, value), True, batches.start or 0, kv_heads.start or 0)
                 self._attend_part(
-                    parts[number],
-                    plans[number],
-                    begin,
-                    Side((query,), False, batches.start or 0, heads.start or 0),
-                    Side(key_and_value, True, batches.start or 0, kv_heads.start or 0),
-                    targets,
-                    partial(finish, number),
+                    parts[number], plans, number, begin, queries, keys, targets, finish
                 )
         if checkpoint is not None:
             for batch, head in product(*map(range, lse.shape[:2])):
@@ -263,26 +259,40 @@ class _Call:
     def _attend_part(
         self,
         problem: Problem,
-        plan: StreamPlan,
+        plans: list[StreamPlan],
+        number: int,
         position: Position,
         queries: Side,
         keys: Side,
         targets: Sequence[Target],
-        finish: Callable[[StreamPlan, Position, RowsOfHeads], None],
+        finish: Callable[[int, Position, RowsOfHeads], None],
     ) -> None:
-        """Compute one part; after an out-of-memory error continue with a smaller plan."""
+        """Compute a part by ``plans[number]``, and by a smaller one after an out-of-memory error.
+
+        Args:
+            problem: The part.
+            plans: The plan of each part; that of this part may be replaced.
+            number: Index of the part.
+            position: The position up to which results are final already.
+            queries: The query, of the whole problem.
+            keys: Key and value of the whole problem.
+            targets: Destinations of output and LSE of the whole problem.
+            finish: Called with ``number``, position and place after each block.
+        """
         before = self.progress.done if self.progress is not None else 0
 
         def visited(block: HeldBlock, tokens: range) -> None:
             if self.progress is not None:
-                self.progress.advance(plan.count(block.tokens, tokens) * len(block.heads))
+                pairs = plans[number].count(block.tokens, tokens)
+                self.progress.advance(pairs * len(block.heads))
 
         def finished(block: HeldBlock, place: RowsOfHeads) -> None:
             nonlocal position
-            finish(plan, block.end, place)
+            finish(number, block.end, place)
             position = block.end
 
         while True:
+            plan = plans[number]
             if self.progress is not None:
                 self.progress.move(before + plan.pairs_until(position))
             reduce = Reductions(plan, Worker.of(problem, self.backend)).attend
@@ -300,7 +310,7 @@ class _Call:
                 )
                 return
             except RuntimeError as error:
-                plan = self._with_less(problem, plan, error)
+                plans[number] = self._with_less(problem, plan, error)
 
     def differentiate(self, problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients of a problem whose tensors are in memory."""
@@ -387,10 +397,15 @@ class _Call:
 
 
 def _choose_backend(problem: Problem, device: torch.device, backend: str | None) -> str:
-    tensors = problem.query, problem.key, problem.value
+    query, key, value = (
+        torch.empty((1, 1, 2, tensor.shape[3]), dtype=tensor.dtype, device=device)
+        for tensor in (problem.query, problem.key, problem.value)
+    )
     return choose_backend(
-        *(torch.empty((1, 1, 2, t.shape[3]), dtype=t.dtype, device=device) for t in tensors),
-        backend=backend,
+        query,
+        key,
+        value,
+        backend,
         has_dropout=problem.dropout is not None,
         has_pattern=problem.pattern is not None,
     )

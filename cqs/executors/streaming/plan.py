@@ -242,14 +242,13 @@ class StreamPlan:
     def peak_bytes(self) -> int:
         """Predicted peak memory on the device, in bytes."""
         rows, chunk = min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
-        held = self.num_buffers * (self._bytes_of_held(rows) + self._bytes_of_streamed(chunk))
-        return held + self._bytes_of_results(rows, chunk) + _LIST_BYTES * -(-rows // _TILE)
+        inputs = self.num_buffers * self._input_bytes(rows, chunk)
+        return inputs + self._bytes_of_results(rows, chunk) + _LIST_BYTES * -(-rows // _TILE)
 
     @cached_property
     def bytes_uploaded(self) -> int:
         """Approximate number of bytes sent to the device."""
-        loaded = self._bytes_of_streamed(self._num_loaded)
-        return self.num_groups * (self._bytes_of_held(self.num_held) + loaded)
+        return self.num_groups * self._input_bytes(self.num_held, self._num_loaded)
 
     @cached_property
     def flops(self) -> int:
@@ -279,8 +278,8 @@ class StreamPlan:
         merged = self.merges * 5 * heads * rows * shape.value_columns * shape.sum_itemsize
         computing += self.num_groups * visits * (_LAUNCH_SECONDS + merged / _MERGE_BANDWIDTH)
         # Nothing overlaps the upload of the first visit and the download of the last results.
-        first = self._bytes_of_held(rows) + self._bytes_of_streamed(chunk)
-        return max(computing, moving) + (first + shape.result_bytes(rows)) / rates.link
+        first = self._input_bytes(rows, chunk) + shape.result_bytes(rows)
+        return max(computing, moving) + first / rates.link
 
     @property
     def cost(self) -> float:
@@ -335,22 +334,15 @@ class StreamPlan:
             return range(min(max(held.start - self._ahead, 0), self.seqlen_q), self.seqlen_q)
         return range(min(max(held.stop + self._ahead, 0), self.seqlen_kv))
 
-    def _bytes_of_held(self, rows: int) -> int:
+    def _input_bytes(self, held: int, streamed: int) -> int:
+        """Return the bytes of a group's inputs, for numbers of tokens of the two sides."""
         shape = self._shape_of_group
-        if self.which == Pass.FORWARD:
-            return shape.query_bytes(rows)
-        return shape.key_bytes(rows) if self.holds_keys else self._bytes_with_results(rows)
-
-    def _bytes_of_streamed(self, tokens: int) -> int:
-        if self.holds_keys:
-            return self._bytes_with_results(tokens)
-        return self._shape_of_group.key_bytes(tokens)
-
-    def _bytes_with_results(self, rows: int) -> int:
-        """Return the bytes of Q, O, dO and LSE of a group, for ``rows`` queries."""
-        shape = self._shape_of_group
-        output = shape.num_heads * rows * shape.value_columns * shape.itemsize
-        return shape.query_bytes(rows) + shape.result_bytes(rows) + output
+        queries, keys = (streamed, held) if self.holds_keys else (held, streamed)
+        inputs = shape.query_bytes(queries) + shape.key_bytes(keys)
+        if self.which != Pass.FORWARD:  # dO, and O and LSE
+            output = shape.num_heads * queries * shape.value_columns * shape.itemsize
+            inputs += output + shape.result_bytes(queries)
+        return inputs
 
     def _bytes_of_results(self, rows: int, chunk: int) -> int:
         """Return the bytes of scratch, sums, and results that wait for their download."""

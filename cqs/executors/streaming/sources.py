@@ -161,10 +161,6 @@ class InFile:
         strides = (*self.strides, self.shape[3] * size, size)
         return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
 
-    def is_mapped_as(self, array: np.ndarray) -> bool:
-        """Return whether ``array`` is mapped from this position of the file, as far as known."""
-        return is_mapped_from(array, self._descriptor, self.offset)
-
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = self.shape[3] * self.dtype.itemsize
         return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
@@ -281,8 +277,7 @@ def as_target(
     """Wrap a user's ``out`` argument as a target.
 
     Args:
-        out: A CPU tensor, a NumPy array (memory-mapped or not) or :class:`InFile`; ``None``
-            allocates a CPU tensor.
+        out: A CPU tensor, a NumPy array (memory-mapped or not) or :class:`InFile`.
         shape: The shape that ``out`` must have.
         dtype: The dtype that ``out`` must have.
         sources: The tensors that are read while ``out`` is written.
@@ -293,8 +288,6 @@ def as_target(
         ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, shares bytes
             of memory or of a file with a source, or is not in a file of its own if it must be.
     """
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device="cpu")
     target = as_source("out", out)
     if isinstance(target, OnDemand):
         raise TypeError("out must be a tensor, a NumPy array or a file")
@@ -422,7 +415,8 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         (mapped.strides[0], mapped.strides[1]),
         is_writable=bool(mapped.flags.writeable),
     )
-    return found if not mapped.size or found.is_mapped_as(mapped) else None
+    is_same = not mapped.size or is_mapped_from(mapped, found._descriptor, found.offset)
+    return found if is_same else None
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
