@@ -14,8 +14,9 @@ from benchmarks.publish import publish
 from benchmarks.streaming_files import measure_files
 from benchmarks.timing import track
 from cqs.executors.streaming.budget import parse_budget
+from cqs.executors.streaming.engine import Side, stream
 from cqs.executors.streaming.plan import HeldBlock, Position
-from cqs.executors.streaming.reductions import Streamed
+from cqs.executors.streaming.reductions import Reductions
 from cqs.executors.streaming.sources import InMemory, Source
 from cqs.report.exact import check_error, relative_error
 from cqs.report.measurement import Measurement, summarize
@@ -133,13 +134,13 @@ def _measure_forward(
     error_of_resident = _error(answer, sources, is_causal, range(length))
     del answer
 
-    def stream() -> None:
+    def attend_in_parts() -> None:
         attend(host, memory_budget=budget, out=output)
 
     streamed = []
     for _ in track(range(repeats), repeats, "streamed"):
         output.zero_()
-        seconds, peak, _ = _time_and_measure(stream)
+        seconds, peak, _ = _time_and_measure(attend_in_parts)
         streamed.append(seconds)
     error = _error(output, sources, is_causal, range(length))
     check_error("sampled rows", error, _ERROR)
@@ -166,12 +167,12 @@ def _measure_both(
     expected = [gradient.cpu() for gradient in found]
     del found
 
-    def stream() -> tuple[Tensor, ...]:
+    def differentiate_in_parts() -> tuple[Tensor, ...]:
         return differentiate(host, memory_budget=budget)
 
     streamed = []
     for _ in track(range(repeats), repeats, "streamed"):
-        seconds, peak, gradients = _time_and_measure(stream)
+        seconds, peak, gradients = _time_and_measure(differentiate_in_parts)
         streamed.append(seconds)
     distance = max(map(_distance, gradients, expected))
     check_error("gradients, to the resident call", distance, _DISTANCE)
@@ -203,12 +204,14 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
     output = torch.empty((1, shape.num_heads, length, shape.value_columns), dtype=torch.float16)
     lse = torch.empty((*output.shape[:3], 1))
     query, key, value = sources
-    streamed = Streamed(query, key, value, Worker(shape.head_dim**-0.5), _device())
+    queries, keys = Side((query,), has_kv_heads=False), Side((key, value), has_kv_heads=True)
+    reduce = Reductions(plan, Worker(shape.head_dim**-0.5)).attend
+    targets = [InMemory(output), InMemory(lse)]
 
-    def stream() -> None:
-        streamed.attend(plan, InMemory(output), InMemory(lse), start=start)
+    def compute() -> None:
+        stream(plan, _device(), queries, keys, reduce, targets, start=start)
 
-    seconds, peak, _ = _time_and_measure(stream)
+    seconds, peak, _ = _time_and_measure(compute)
     error = _error(output, sources, is_causal, last.tokens, last)
     check_error("sampled rows", error, _ERROR)
     share = plan.count(last.tokens, range(length)) / plan.live_pairs / plan.num_groups

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -30,15 +31,17 @@ class Progress:
         self._total = total
         self.done = 0
 
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
     def advance(self, pairs: int) -> None:
         """Count more pairs and report; called in the thread that computes or receives them."""
         self.move(self.done + pairs)
         if self._report is not None:
             self._report(self.done, self._total)
-
-    def close(self) -> None:
-        """Close the bar."""
-        self._bar.close()
 
     def move(self, done: int) -> None:
         """Set the pairs done without a call of the function; may go back."""
@@ -135,35 +138,43 @@ def attend(
         VerificationError: ``verify`` found a row that deviates by more than its bound.
         Exception: The executor raised.
     """
-    counted = None if progress is False else _count(problem, make_plan, progress)
-    hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
+    with count_pairs(problem, make_plan, progress) as counted:
+        hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
 
-    def forward(part: Problem) -> Partial:
-        return executor.run(part, make_plan(part), backend, hooks)
+        def forward(part: Problem) -> Partial:
+            return executor.run(part, make_plan(part), backend, hooks)
 
-    def backward(part: Problem, found: Partial, grad_output: Tensor) -> Gradients:
-        return executor.run_backward(part, make_plan(part), found, grad_output, backend)
+        def backward(part: Problem, found: Partial, grad_output: Tensor) -> Gradients:
+            return executor.run_backward(part, make_plan(part), found, grad_output, backend)
 
-    try:
         if into is None:
-            answer = attend_differentiably(
-                problem, partial(keep_operands, forward, backward), forward
-            )
+            attend_part = partial(keep_operands, forward, backward)
+            answer = attend_differentiably(problem, attend_part, forward)
         else:
             answer = into
             for where, part in problem.parts():
                 place = Partial(into.output[where], into.lse[where])
                 executor.run(part, make_plan(part), backend, hooks, place)
-    finally:
-        if counted is not None:
-            counted.close()
     if verify:
         verify_rows(problem, answer)
     return answer
 
 
-def _count(problem: Problem, make_plan: Callable[[Problem], Plan], report: Report) -> Progress:
-    """Return the progress of a call, with no pairs done."""
+def count_pairs(
+    problem: Problem, make_plan: Callable[[Problem], Plan], report: Report
+) -> AbstractContextManager[Progress | None]:
+    """Return the progress of a call, or None if nobody asks for it.
+
+    Args:
+        problem: The checked problem.
+        make_plan: Returns a plan of a part of the problem, which counts its live pairs.
+        report: True draws a bar; a function is called with live pairs done and in total.
+
+    Raises:
+        TypeError: ``report`` is neither a bool nor a function.
+    """
+    if report is False:
+        return nullcontext()
     check_progress(report)
     total = sum(
         make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]

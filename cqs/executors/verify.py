@@ -1,5 +1,7 @@
 """Verification of a result: sampled rows are recomputed in float64."""
 
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -17,6 +19,10 @@ _STATISTICAL = 8
 """The error of a sum of n terms is below ``_STATISTICAL * sqrt(n)`` unit roundoffs."""
 _MOST = 700.0
 """Score errors above this are bounded by logarithms, because exp(710) overflows in float64."""
+
+
+Head = Callable[[tuple[int, int]], Tensor]
+"""Returns ``[seqlen, columns]``, or ``[seqlen]`` of an LSE, of a batch element and head."""
 
 
 class VerificationError(ArithmeticError):
@@ -110,10 +116,40 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
         VerificationError: A row deviates by more than its bound. The message gives batch, head,
             row, error and bound of the first such row.
     """
-    if problem.differs_by_head:
-        for where, part in problem.parts():
-            verify_rows(part, Partial(*(t[where] for t in answer)), num_rows=num_rows, seed=seed)
-        return
+    tensors = problem.query, problem.key, problem.value, *answer
+    verify_heads(problem, [each.__getitem__ for each in tensors], num_rows=num_rows, seed=seed)
+
+
+@torch.no_grad()
+def verify_heads(
+    problem: Problem, heads: Sequence[Head], *, num_rows: int = 32, seed: int = 0
+) -> None:
+    """Verify like :func:`verify_rows`, with one KV head and one of its query heads at a time.
+
+    Args:
+        problem: The attention problem, whose tensors are not read.
+        heads: Functions that return heads of query, key, value, output and LSE.
+        num_rows: Number of rows to sample, with replacement; the first and last rows are added.
+        seed: Random seed of the sample.
+
+    Raises:
+        VerificationError: A row deviates by more than its bound.
+    """
+    for ((batches, query_heads), (_, kv_heads)), (_, part) in zip(
+        problem.cuts(), problem.parts(), strict=True
+    ):
+        first = batches.start or 0, query_heads.start or 0, kv_heads.start or 0
+        _verify_part(part, first, heads, num_rows, seed)
+
+
+def _verify_part(
+    problem: Problem,
+    first: tuple[int, int, int],
+    heads: Sequence[Head],
+    num_rows: int,
+    seed: int,
+) -> None:
+    """Verify a part with a single pattern, whose first batch, head and KV head are ``first``."""
     seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
     generator = torch.Generator().manual_seed(seed)
     sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator, device="cpu")
@@ -126,11 +162,12 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     if problem.dropout is not None:
         sampled = [range(row, row + 1) for row in rows]
         bits = problem.dropout.random_bits(problem.query, sampled, [range(seqlen_kv)])
-    for batch in range(problem.query.shape[0]):
-        for head in range(problem.query.shape[1]):
-            query = problem.query[batch, head, index].double()
-            key = problem.key[batch, head // group_size].double()
-            value = problem.value[batch, head // group_size].double()
+    for batch, kv_head in product(range(problem.key.shape[0]), range(problem.key.shape[1])):
+        of_keys = first[0] + batch, first[2] + kv_head
+        key, value = (read(of_keys).double() for read in heads[1:3])
+        for head in range(kv_head * group_size, (kv_head + 1) * group_size):
+            place = first[0] + batch, first[1] + head
+            query, output, found_lse = (heads[i](place)[index].double() for i in (0, 3, 4))
             scores = problem.scale * (query @ key.T)
             masked = scores.masked_fill(~visible, -torch.inf)
             lse = masked.logsumexp(dim=-1)
@@ -141,7 +178,6 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
             errors = _Errors.of(problem, log_weights, magnitudes, visible)
             finite = value.masked_fill(~value.isfinite(), 0)
-            output = answer.output[batch, head, index].double()
             if problem.dropout is not None:
                 of_head = bits._replace(
                     multiplier=bits.multiplier[batch, head], increment=bits.increment[batch, head]
@@ -157,9 +193,8 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
                 exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
             note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
             bound = errors.bound_output(weights, factors, finite.abs(), visible)
-            of_lse = (answer.lse[batch, head, index].double(), lse, errors.lse)
+            of_lse = (found_lse, lse, errors.lse)
             found, exact_lse, bound_lse = (each.unsqueeze(-1) for each in of_lse)
-            place = batch, head
             _compare_rows("output", place, rows, output, exact, bound, note)
             _compare_rows("lse", place, rows, found, exact_lse, bound_lse, note)
 

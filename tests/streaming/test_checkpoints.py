@@ -6,12 +6,14 @@ import gc
 import itertools
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from ranks import make_context
 from safetensors.numpy import save_file
 
@@ -250,7 +252,7 @@ def test_what_fails_before_anything_is_final_leaves_no_directory(maps):
 
 
 def test_a_result_that_is_wrong_is_not_kept(maps, monkeypatch):
-    monkeypatch.setattr("cqs.executors.streaming.attention.verify_rows", lambda *_: _fail())
+    monkeypatch.setattr("cqs.executors.streaming.attention.verify_heads", lambda *_: _fail())
     with pytest.raises(VerificationError):
         cqs.streaming.attention(*maps, out=new_output(), verify=True, **RESUMED)
     assert not os.path.exists("run")
@@ -474,3 +476,44 @@ def test_what_is_put_in_the_place_of_the_directory_stays(maps, number):
         cqs.streaming.attention(*maps, out=out, progress=replace, **RESUMED)
     for name in checkpoints.FILES:
         assert Path("run", name).read_text() == f"mine: {name}"
+
+
+def unpack_frozen_run(version=3):
+    """Unpack a run of format 3 that was stopped after two of six blocks; return its tensors."""
+    shape, folder = (1, 2, 300, 8), os.getcwd().encode()
+    for i, name in enumerate("qkv"):
+        numbers = np.arange(4800).reshape(shape) * (7919 + 2 * i) % 1000
+        np.save(name, (numbers / 500 - 1).astype(np.float32))
+        os.utime(f"{name}.npy", (10**9, 10**9))
+    with zipfile.ZipFile(Path(__file__).with_name("resume-format-3.zip")) as frozen:
+        frozen.extractall()
+    content = Path("run/state").read_bytes().partition(b"\n")[2].replace(b"/tmp/frozen", folder)
+    content = content.replace(b'"format": 3', b'"format": %d' % version)
+    digest = xxhash.xxh3_128_hexdigest(content).encode()
+    Path("run/state").write_bytes(digest + b"\n" + content)
+    return [np.load(f"{name}.npy", mmap_mode="r") for name in "qkv"]
+
+
+FROZEN = {"memory_budget": 30_000, "device": "cpu", "backend": "cpu"}
+
+
+def test_a_frozen_run_of_this_format_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inputs, out = unpack_frozen_run(), np.load("out.npy", mmap_mode="r+")
+    before, seen = np.array(out), []
+    cqs.streaming.attention(
+        *inputs, out=out, resume="run", progress=lambda *done: seen.append(done), **FROZEN
+    )
+    assert seen[0] == (256 * 300 + 44 * 300, 180_000), "begins where the other ended"
+    assert np.array_equal(out[:, 0, :256], before[:, 0, :256]) and not os.path.exists("run")
+    expected = cqs.streaming.attention(*inputs, **FROZEN)
+    torch.testing.assert_close(torch.tensor(out), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_run_of_another_format_is_rejected_with_both_versions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inputs, out = unpack_frozen_run(version=2), np.load("out.npy", mmap_mode="r+")
+    before = contents()
+    with pytest.raises(ValueError, match="run' must have resume format 3 .* got format 2"):
+        cqs.streaming.attention(*inputs, out=out, resume="run", **FROZEN)
+    assert contents() == before

@@ -41,18 +41,12 @@ def test_every_live_pair_is_met_once(which, lengths, is_causal, pattern, tiles):
     plan = make(lengths, which, is_causal, pattern, tiles)
     live = live_mask(plan)
     counts = np.zeros((plan.num_groups, *lengths), int)
-    ends, blocks = [START], []
-    for visit in plan.visits():
-        block = visit.block
-        if visit.is_first:
-            blocks.append(block)
-        if visit.is_last:
-            ends.append(block.end)
+    blocks = list(plan.blocks())
+    ends = [START, *(block.end for block in blocks)]
+    for block, tokens in ((each, tokens) for each in blocks for tokens in each.chunks):
         group = block.batch * SHAPE.kv_heads + block.kv_heads.start
         assert list(block.heads) == [2 * block.kv_heads.start, 2 * block.kv_heads.start + 1]
-        if visit.tokens is None:
-            continue
-        queries, keys = plan.sides(block.tokens, visit.tokens)
+        queries, keys = plan.sides(block.tokens, tokens)
         found = np.zeros(lengths, int)
         for step in plan.steps(queries, keys):
             for part in step.blocks():
@@ -61,14 +55,14 @@ def test_every_live_pair_is_met_once(which, lengths, is_causal, pattern, tiles):
                 found[rows, columns] += np.tri(*size, dtype=int) if part.is_causal else 1
         if plan.pattern is not None:
             found = found * live
-        assert found.sum() == plan.count(block.tokens, visit.tokens) > 0, "an empty visit"
+        assert found.sum() == plan.count(block.tokens, tokens) > 0, "an empty chunk"
         counts[group] += found
     assert (counts == live).all()
     assert plan.live_pairs == live.sum()
     assert ends == sorted(set(ends)), "results become final in order"
-    assert list(plan.blocks()) == blocks
     if blocks:
-        assert ends[-1] == Position(plan.num_groups, 0)
+        assert ends[-1] == plan.end == Position(plan.num_groups, 0)
+        assert list(plan.blocks(plan.end)) == []
         middle = ends[len(ends) // 2]
         assert list(plan.blocks(middle)) == blocks[len(ends) // 2 :]
 
@@ -99,9 +93,10 @@ def test_what_streams_is_what_is_predicted_to_move():
     for is_causal, tiles in itertools.product((False, True), ((1, 1), (2, 1), (3, 2), (9, 9))):
         plan = make((1000, 1000), Pass.FORWARD, is_causal, None, tiles)
         loaded, last = 0, None
-        for visit in plan.visits(Position(plan.num_groups - 1, 0)):
-            loaded += len(visit.tokens) if visit.tokens != last else 0
-            last = visit.tokens
+        for block in plan.blocks(Position(plan.num_groups - 1, 0)):
+            for tokens in block.chunks:
+                loaded += len(tokens) if tokens != last else 0
+                last = tokens
         assert plan._num_loaded <= loaded <= plan._num_loaded + plan.chunk * (is_causal + 1)
 
 
@@ -111,16 +106,17 @@ def test_a_billion_tokens_are_planned_without_delay():
         plan = make_stream_plan(
             10**9, 10**9, AttentionShape(8, 128), budget=2**31, is_causal=True, which=which
         )
-        next(iter(plan.visits()))
+        next(plan.blocks())
     assert time.perf_counter() - start < 3
     assert "the cyclic quorum split" not in plan.explain()
 
 
-def test_ten_thousand_visits_take_less_than_a_second():
+def test_ten_thousand_chunks_take_less_than_a_second():
     shape = AttentionShape(8, 128)
     plan = make_stream_plan(2**22, 2**22, shape, budget=2**26)
     start = time.perf_counter()
-    assert sum(1 for _ in itertools.islice(plan.visits(), 10**4)) == 10**4
+    chunks = (tokens for block in plan.blocks() for tokens in block.chunks)
+    assert sum(1 for _ in itertools.islice(chunks, 10**4)) == 10**4
     assert time.perf_counter() - start < 1
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cqs.arguments import with_advice
-from cqs.executors.autograd import Attended, Kept, attend_differentiably
+from cqs.executors.autograd import attend_differentiably, keeping_operands
+from cqs.executors.contract import Progress, count_pairs
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.checkpoint import Checkpoint, WorkingDirectory
+from cqs.executors.streaming.engine import Side, stream
 from cqs.executors.streaming.plan import (
     CPU,
     GPU,
@@ -24,10 +25,9 @@ from cqs.executors.streaming.plan import (
     Pass,
     Position,
     StreamPlan,
-    Visit,
     make_stream_plan,
 )
-from cqs.executors.streaming.reductions import Streamed
+from cqs.executors.streaming.reductions import Reductions
 from cqs.executors.streaming.sources import (
     InFile,
     InMemory,
@@ -35,11 +35,13 @@ from cqs.executors.streaming.sources import (
     Target,
     as_source,
     as_target,
+    read_head,
     share_files,
 )
-from cqs.executors.verify import VerificationError, verify_rows
+from cqs.executors.streaming.transfers import RowsOfHeads
+from cqs.executors.verify import VerificationError, verify_heads
 from cqs.partial import AttentionOutput, Gradients, Partial, lse_dtype
-from cqs.patterns import Pattern, causal, per_head, sliding_window
+from cqs.patterns import Pattern, causal, sliding_window
 from cqs.problem import Problem, check_problem
 from cqs.uncompiled import uncompiled
 from cqs.worker import CallBackend, Worker
@@ -48,9 +50,6 @@ from cqs.worker.backends import BACKENDS, check_backend_name, choose_backend
 _NAMES = ("query", "key", "value")
 _LEAST_SHARE = 16
 """After an out-of-memory error the budget is halved, down to ``1 / _LEAST_SHARE`` of it."""
-
-Progress = bool | Callable[[int, int], None]
-"""Whether to draw a progress bar, or a function of live pairs done and in total."""
 
 
 @uncompiled
@@ -135,7 +134,7 @@ def attention(
     """
     check_backend_name(backend)
     tensors = (query, key, value)
-    sources: Sequence[Source] = tuple(map(as_source, _NAMES, tensors))
+    sources: tuple[Source, ...] = tuple(map(as_source, _NAMES, tensors))
     problem = check_problem(
         *map(_as_tensor, tensors, sources),
         is_causal=is_causal,
@@ -144,35 +143,45 @@ def attention(
         dropout_p=dropout_p,
         seed=seed,
     )
-    sources = tuple(map(_of_shape, _NAMES, sources, (problem.query, problem.key, problem.value)))
-    where = _choose_device(device)
-    needs_grad = torch.is_grad_enabled() and any(
-        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
-    )
-    if needs_grad and (out is not None or resume is not None):
-        raise ValueError(
-            "query, key and value must not require gradients with out= or resume=: detach them"
-        )
+    checked = problem.query, problem.key, problem.value
+    sources = tuple(map(_of_shape, _NAMES, sources, checked))
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in checked)
     if needs_grad and not all(isinstance(source, InMemory) for source in sources):
         raise ValueError(
             "query, key and value must all be in memory if one requires gradients: load the "
             "others, or detach all"
         )
+    if needs_grad and not out is resume is None:
+        raise ValueError(
+            "query, key and value must not require gradients with out= or resume=: detach them"
+        )
+    where = _choose_device(device)
+    name = _choose_backend(problem, where, backend)
+    budget = parse_budget(memory_budget, where)
     with ExitStack() as stack:
-        if resume is None or isinstance(resume, WorkingDirectory):  # entered by the caller
-            directory = resume
+        counted = count_pairs(problem, lambda part: part.make_plan(1), progress)
+        call = _Call(where, budget, name, stack.enter_context(counted))
+        directory: WorkingDirectory | None = None
+        if needs_grad:
+            answer = attend_differentiably(
+                problem, keeping_operands(call.attend, call.differentiate)
+            )
+            target: Target = InMemory(answer.output)
         else:
-            directory = stack.enter_context(WorkingDirectory(resume))
-        with closing(_Reporter(progress, _num_pairs(problem))) as reporter:
-            name = _choose_backend(problem, where, backend)
-            run = _Run(where, parse_budget(memory_budget, where), name, reporter)
-            if needs_grad:
-                answer = attend_differentiably(problem, run.attend_and_keep)
-            else:
-                answer = run.attend(problem, sources, out, directory)
+            shape = (*problem.query.shape[:3], problem.value.shape[3])
+            dtype = problem.query.dtype
+            out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
+            target = as_target(out, shape, dtype, sources, is_resumed=resume is not None)
+            if isinstance(resume, WorkingDirectory):  # entered by the caller
+                directory = resume
+            elif resume is not None:
+                directory = stack.enter_context(WorkingDirectory(resume))
+            lse = call.attend_into(problem, sources, target, directory)
+            answer = Partial(out, lse)
         if verify:
+            heads = [partial(read_head, source) for source in (*sources, target)]
             try:
-                _verify(problem, sources, answer)
+                verify_heads(problem, [*heads, answer.lse.__getitem__])
             except VerificationError:
                 if directory is not None:
                     directory.forget()
@@ -181,7 +190,7 @@ def attention(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Call:
     """The execution of one call.
 
     Tensors that are not in memory are represented in the problem by expanded tensors without
@@ -193,120 +202,141 @@ class _Run:
     budget: int
     """Memory budget in bytes."""
     backend: str
-    """Backend of all visits; plans depend on its memory use."""
-    reporter: "_Reporter"
+    """Backend of all chunks; plans depend on its memory use."""
+    progress: Progress | None
+    """Counts the live pairs that are done, if anybody asks."""
 
-    def attend(
+    def attend(self, problem: Problem) -> Partial:
+        """Compute output and LSE of a problem whose tensors are in memory."""
+        query, _, value = sources = _sources_of(problem)
+        output = query.tensor.new_empty((*query.shape[:3], value.shape[3]))
+        return Partial(output, self.attend_into(problem, sources, InMemory(output)))
+
+    def attend_into(
         self,
         problem: Problem,
         sources: Sequence[Source],
-        out: Any = None,
+        target: Target,
         directory: WorkingDirectory | None = None,
-    ) -> Partial:
-        """Compute output and LSE, into ``out`` if given, and resume from ``directory`` if given."""
+    ) -> Tensor:
+        """Write the output to ``target`` and return the LSE; resume from ``directory`` if given."""
         parts = [self._in_strips(part) for _, part in problem.parts()]
-        shape = (*problem.query.shape[:3], problem.value.shape[3])
-        dtype = problem.query.dtype
-        output = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
-        target = InMemory(output) if out is None else as_target(out, shape, dtype, sources)
         # A file that the output is written to changes during the run.
         watched = [source for source in sources if not share_files(target, source)]
         # Taken before the checkpoint is loaded, which takes long enough for an input to change.
         prints = _fingerprints(watched)
         plans = [self._plan(part, Pass.FORWARD, self.budget) for part in parts]
+        lse = problem.query.new_empty(problem.query.shape[:3], dtype=lse_dtype(problem.query.dtype))
+        targets: list[Target] = [target, InMemory(lse.unsqueeze(-1))]
         first, start, checkpoint = 0, START, None
-        lse: InMemory | InFile
-        if directory is not None:
-            if not isinstance(target, InFile) or len(watched) < len(sources):
-                raise ValueError(
-                    "out must be in a file of its own if resume= is given, not in memory or in the "
-                    "file of an input"
-                )
+        if isinstance(target, InFile) and directory is not None:
             checkpoint = Checkpoint(directory, self._request(problem, prints, target), target)
             plans, first, start = checkpoint.load(plans)
-            lse = checkpoint.lse
-        else:
-            lse = InMemory(torch.empty((*shape[:3], 1), dtype=lse_dtype(dtype), device="cpu"))
+            targets[1] = checkpoint.lse
 
-        def finish(
-            number: int, where: tuple[slice, slice], plan: StreamPlan, block: HeldBlock
-        ) -> None:
+        def finish(number: int, end: Position, place: RowsOfHeads) -> None:
             if _fingerprints(watched) != prints:
                 raise OSError("an input file was changed while it was read: start again")
             if checkpoint is not None:
-                plans[number] = plan
-                batch, head = (each.start or 0 for each in where)
-                heads = range(head + block.heads.start, head + block.heads.stop)
-                place = batch + block.batch, heads, block.tokens
-                checkpoint.add(plans, number, block.end, place)
+                checkpoint.add(plans, number, end, place)
 
         query, key, value = sources
         with ExitStack() as stack:
             if checkpoint is not None:
                 stack.callback(checkpoint.save)
-            for number, (of_queries, of_keys) in enumerate(problem.cuts()):
-                if number >= first:
-                    of_part = query.part(*of_queries), key.part(*of_keys), value.part(*of_keys)
-                    self._attend_part(
-                        parts[number],
-                        Streamed(*of_part, Worker.of(parts[number], self.backend), self.device),
-                        plans[number],
-                        target.part(*of_queries),
-                        lse.part(*of_queries),
-                        start if number == first else START,
-                        partial(finish, number, of_queries),
-                    )
-                self.reporter.end_part(plans[number])
-        found = lse.tensor if isinstance(lse, InMemory) else _read(lse, *map(range, shape[:2]))
-        return Partial(output, found.squeeze(-1))
-
-    def attend_and_keep(self, problem: Problem) -> Attended:
-        """Compute output and LSE, and return them with their backward pass."""
-        tensors = problem.query, problem.key, problem.value
-        answer = self.attend(problem, [InMemory(tensor.detach()) for tensor in tensors])
-        query, key, value = (_stand_in(tensor.shape, tensor.dtype) for tensor in tensors)
-        without_tensors = replace(problem, query=query, key=key, value=value)
-        return Attended(answer, (*tensors, *answer), partial(self._differentiate, without_tensors))
+            for number, ((batches, heads), (_, kv_heads)) in enumerate(problem.cuts()):
+                begin = START if number > first else start if number == first else plans[number].end
+                queries = Side((query,), False, batches.start or 0, heads.start or 0)
+                keys = Side((key, value), True, batches.start or 0, kv_heads.start or 0)
+                self._attend_part(
+                    parts[number], plans, number, begin, queries, keys, targets, finish
+                )
+        if checkpoint is not None:
+            for batch, head in product(*map(range, lse.shape[:2])):
+                lse[batch, head] = read_head(checkpoint.lse, (batch, head)).squeeze(-1)
+        return lse
 
     def _attend_part(
         self,
         problem: Problem,
-        streamed: Streamed,
-        plan: StreamPlan,
-        target: Target,
-        lse: Target,
+        plans: list[StreamPlan],
+        number: int,
         position: Position,
-        finish: Callable[[StreamPlan, HeldBlock], None],
+        queries: Side,
+        keys: Side,
+        targets: Sequence[Target],
+        finish: Callable[[int, Position, RowsOfHeads], None],
     ) -> None:
-        """Compute one part; after an out-of-memory error continue with a smaller plan."""
+        """Compute a part by ``plans[number]``, and by a smaller one after an out-of-memory error.
 
-        def finished(block: HeldBlock) -> None:
+        Args:
+            problem: The part.
+            plans: The plan of each part; that of this part may be replaced.
+            number: Index of the part.
+            position: The position up to which results are final already.
+            queries: The query, of the whole problem.
+            keys: Key and value of the whole problem.
+            targets: Destinations of output and LSE of the whole problem.
+            finish: Called with ``number``, position and place after each block.
+        """
+        before = self.progress.done if self.progress is not None else 0
+
+        def visited(block: HeldBlock, tokens: range) -> None:
+            if self.progress is not None:
+                pairs = plans[number].count(block.tokens, tokens)
+                self.progress.advance(pairs * len(block.heads))
+
+        def finished(block: HeldBlock, place: RowsOfHeads) -> None:
             nonlocal position
-            finish(plan, block)
+            finish(number, block.end, place)
             position = block.end
 
         while True:
-            self.reporter.begin(plan, position)
-            visited = partial(self.reporter.advance, plan)
+            plan = plans[number]
+            if self.progress is not None:
+                self.progress.move(before + plan.pairs_until(position))
+            reduce = Reductions(plan, Worker.of(problem, self.backend)).attend
             try:
-                streamed.attend(
-                    plan, target, lse, start=position, visited=visited, finished=finished
+                stream(
+                    plan,
+                    self.device,
+                    queries,
+                    keys,
+                    reduce,
+                    targets,
+                    start=position,
+                    visited=visited,
+                    finished=finished,
                 )
                 return
             except RuntimeError as error:
-                plan = self._with_less(problem, plan, error)
+                plans[number] = self._with_less(problem, plan, error)
 
-    def _differentiate(self, problem: Problem, kept: Kept, grad_output: Tensor) -> Gradients:
-        """Compute the gradients from the tensors that the forward pass saved."""
-        *tensors, output, lse = (tensor.detach() for tensor in kept)
-        query, key, value = map(InMemory, tensors)
+    def differentiate(self, problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
+        """Compute the gradients of a problem whose tensors are in memory."""
+        query, key, value = _sources_of(problem)
+        of_answer = (grad_output, answer.output, answer.lse.unsqueeze(-1))
+        queries, keys = Side((query, *map(InMemory, of_answer)), False), Side((key, value), True)
+        tensors = problem.query, problem.key, problem.value
+        gradients = Gradients(*(tensor.new_empty(tensor.shape) for tensor in tensors))
         problem, budget = self._in_strips(problem), self.budget
-        streamed = Streamed(query, key, value, Worker.of(problem, self.backend), self.device)
+        worker = Worker.of(problem, self.backend)
         while True:
             passes = Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS
             plans = [self._plan(problem, which, budget) for which in passes]
             try:
-                return Gradients(*streamed.differentiate(plans, Partial(output, lse), grad_output))
+                for plan in plans:
+                    held, streamed = (keys, queries) if plan.holds_keys else (queries, keys)
+                    targets = gradients[1:] if plan.holds_keys else gradients[:1]
+                    stream(
+                        plan,
+                        self.device,
+                        held,
+                        streamed,
+                        Reductions(plan, worker).differentiate,
+                        list(map(InMemory, targets)),
+                    )
+                return gradients
             except RuntimeError as error:
                 budget = self._with_less(problem, plans[0], error).budget
 
@@ -353,7 +383,6 @@ class _Run:
     ) -> dict[str, Any]:
         """Return the identity of the computation for its checkpoint, in JSON types."""
         return {
-            "format": 3,
             "shapes": [list(each.shape) for each in (problem.query, problem.key, problem.value)],
             "dtype": str(problem.query.dtype),
             "device": self.device.type,
@@ -382,39 +411,9 @@ def _choose_backend(problem: Problem, device: torch.device, backend: str | None)
     ).name
 
 
-def _verify(problem: Problem, sources: Sequence[Source], answer: Partial) -> None:
-    """Verify sampled rows, one KV head in memory at a time; see :func:`verify_rows`."""
-    group_size = problem.query.shape[1] // problem.key.shape[1]
-    for batch, kv_head in product(*map(range, problem.key.shape[:2])):
-        heads = range(kv_head * group_size, (kv_head + 1) * group_size)
-        batches = range(batch, batch + 1)
-        query = _read(sources[0], batches, heads)
-        key, value = (_read(source, batches, range(kv_head, kv_head + 1)) for source in sources[1:])
-        part = replace(
-            problem,
-            query=query,
-            key=key,
-            value=value,
-            dropout=problem.dropout and problem.dropout.moved(batch, heads.start),
-            pattern=problem.pattern
-            and per_head([[problem.pattern.head(batch, head) for head in heads]]),
-        )
-        output = _read(as_source("out", answer.output), batches, heads)
-        lse = answer.lse[batch : batch + 1, heads.start : heads.stop]
-        try:
-            verify_rows(part, Partial(output, lse))
-        except VerificationError as error:
-            error.add_note(f"batch and head counted from {batch} and {heads.start}")
-            raise
-
-
-def _read(source: Source, batches: range, heads: range) -> Tensor:
-    _, _, tokens, columns = source.shape
-    shape = len(batches), len(heads), tokens, columns
-    found = torch.empty(shape, dtype=source.dtype, device="cpu")
-    for into, (batch, head) in zip(found.flatten(0, 1), product(batches, heads), strict=True):
-        source.read(batch, head, range(tokens), into)
-    return found
+def _sources_of(problem: Problem) -> list[InMemory]:
+    tensors = problem.query, problem.key, problem.value
+    return [InMemory(tensor.detach()) for tensor in tensors]
 
 
 def _as_tensor(argument: Any, source: Source) -> Tensor:
@@ -423,7 +422,7 @@ def _as_tensor(argument: Any, source: Source) -> Tensor:
         return argument
     if isinstance(source, InMemory):
         return source.tensor
-    return _stand_in(source.shape, source.dtype)
+    return torch.empty((1, 1, 1, 1), dtype=source.dtype, device="cpu").expand(source.shape)
 
 
 def _of_shape(name: str, source: Source, tensor: Tensor) -> Source:
@@ -438,11 +437,6 @@ def _of_shape(name: str, source: Source, tensor: Tensor) -> Source:
     return source
 
 
-def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an expanded tensor of one element, on the CPU."""
-    return torch.empty((1, 1, 1, 1), dtype=dtype, device="cpu").expand(shape)
-
-
 def _choose_device(device: "torch.device | str | None") -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -450,10 +444,8 @@ def _choose_device(device: "torch.device | str | None") -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device must be the CPU or a GPU, got {device!r}: {error}") from None
-    if chosen.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device must be the CPU or a GPU, got {chosen}")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise NotImplementedError(f"device must be the CPU without a GPU, got {chosen}")
+    if chosen.type != "cpu" and (chosen.type != "cuda" or not torch.cuda.is_available()):
+        raise NotImplementedError(f"device must be the CPU or a GPU in this machine, got {chosen}")
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
@@ -466,51 +458,3 @@ def _is_shortage(error: Exception) -> bool:
 
 def _fingerprints(sources: Sequence[Source]) -> list[Any]:
     return [list(source.fingerprint) if isinstance(source, InFile) else None for source in sources]
-
-
-def _num_pairs(problem: Problem) -> int:
-    """Return the number of live pairs of all query heads."""
-    lengths = problem.query.shape[2], problem.key.shape[2]
-    total = 0
-    for _, part in problem.parts():
-        everything = causal() if part.is_causal else sliding_window(None, None)
-        bound = (part.pattern or everything).bind(*lengths)
-        total += bound.num_pairs * part.query.shape[0] * part.query.shape[1]
-    return total
-
-
-class _Reporter:
-    """Reports the live pairs that are done, over all query heads."""
-
-    def __init__(self, progress: Progress, total: int):
-        if not isinstance(progress, bool) and not callable(progress):
-            raise TypeError(f"progress must be a bool or a function, got {progress!r}")
-        self._bar = tqdm(total=total, unit="pair", unit_scale=True, disable=progress is not True)
-        self._callback = progress if callable(progress) else None
-        self._total = total
-        self._before = self._done = 0
-
-    def begin(self, plan: StreamPlan, position: Position) -> None:
-        """Set progress to a position of a part; may go back, because a block is restarted."""
-        self._move(self._before + plan.pairs_until(position))
-
-    def advance(self, plan: StreamPlan, visit: Visit) -> None:
-        """Count the live pairs of a visit and call the progress function."""
-        if visit.tokens is None:
-            return
-        of_head = plan.count(visit.block.tokens, visit.tokens)
-        self._move(self._done + of_head * len(visit.block.heads))
-        if self._callback is not None:
-            self._callback(self._done, self._total)
-
-    def end_part(self, plan: StreamPlan) -> None:
-        """Count all live pairs of a part as done."""
-        self._before += plan.pairs_until(Position(plan.num_groups, 0))
-
-    def close(self) -> None:
-        """Close the progress bar."""
-        self._bar.close()
-
-    def _move(self, done: int) -> None:
-        self._bar.update(done - self._done)
-        self._done = done

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import xxhash
 
 from cqs.executors.streaming.plan import START, Position, StreamPlan
 from cqs.executors.streaming.sources import InFile, OpenFile, bytes_of
+from cqs.executors.streaming.transfers import RowsOfHeads
 from cqs.files import check_input_file
 from cqs.partial import lse_dtype
 
@@ -25,6 +26,8 @@ _LOCK, _STATE, _NEW_STATE, _BLOCKS, _LSE = FILES = (
     "cqs-resume.lock", "state", "state.new", "blocks", "lse",
 )  # fmt: skip
 """The files of a resume directory. The lock file identifies it as one."""
+_FORMAT = 3
+"""Version of the format; a change of the files' contents or of the order of blocks raises it."""
 _CHOICES = ("heads_at_once", "rows", "chunk")
 """Attributes of a plan that are saved; the others follow from the call."""
 _MOST_NAMED = 5
@@ -129,7 +132,8 @@ class WorkingDirectory:
         """Return the state that was saved last, ``None`` if there is none.
 
         Raises:
-            ValueError: The state file is damaged: its digest does not match.
+            ValueError: The state file is damaged (its digest does not match), or another version
+                of cqs wrote it.
         """
         path = self.path / _STATE
         if not path.exists():
@@ -139,6 +143,12 @@ class WorkingDirectory:
         if digest != xxhash.xxh3_128_hexdigest(content).encode():
             raise self.damaged(path)
         found: dict[str, Any] = json.loads(content)
+        if (version := found["request"]["format"]) != _FORMAT:
+            raise ValueError(
+                f"'{self.path}' must have resume format {_FORMAT} of this version of cqs, got "
+                f"format {version}: resume it with the version that began it, or remove it to "
+                "begin anew"
+            )
         return found
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -172,15 +182,6 @@ class WorkingDirectory:
         )
 
 
-class _Unsaved(NamedTuple):
-    """Progress since the last save."""
-
-    records: bytes
-    """Records of the blocks that became final, to be appended to the file of blocks."""
-    state: Mapping[str, Any]
-    """The state to save, without number and digest of the records."""
-
-
 class Checkpoint:
     """The saved progress of a computation, with digests of all final results."""
 
@@ -192,12 +193,13 @@ class Checkpoint:
             request: Options and input files of the computation, of JSON types.
             output: Destination of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
         """
-        self._directory, self._request, self._output = directory, request, output
+        self._directory, self._output = directory, output
+        self._request = {"format": _FORMAT, **request}
         self._blocks, self._lse = directory.path / _BLOCKS, directory.path / _LSE
         batch, heads, tokens, _ = output.shape
         self._lse_shape, self._lse_dtype = (batch, heads, tokens, 1), lse_dtype(output.dtype)
         self._num_records, self._hasher = 0, xxhash.xxh3_128()
-        self._unsaved: _Unsaved | None = None
+        self._unsaved_records, self._unsaved_state = b"", dict[str, Any]()
         self._next_save = -math.inf
 
     def load(self, plans: Sequence[StreamPlan]) -> tuple[list[StreamPlan], int, Position]:
@@ -241,7 +243,7 @@ class Checkpoint:
         plans: Sequence[StreamPlan],
         part: int,
         position: Position,
-        block: tuple[int, range, range],
+        block: RowsOfHeads,
     ) -> None:
         """Record a finished block, and save if the last save was a second or more ago.
 
@@ -249,30 +251,20 @@ class Checkpoint:
             plans: The current plan of each part.
             part: Index of the part that is computed.
             position: The position in this part up to which results are final.
-            block: Batch element, query heads and query rows of the block.
+            block: Place of the block in the output.
         """
         batch, heads, rows = block
-        records = np.array(
-            [
-                (
-                    batch,
-                    head,
-                    rows.start,
-                    rows.stop,
-                    *(_digest(results, batch, head, rows) for results in (self._output, self.lse)),
-                )
-                for head in heads
-            ],
-            _RECORD,
-        )
-        state = {
+        records = [
+            (batch, head, rows.start, rows.stop, *self._digests(batch, head, rows))
+            for head in heads
+        ]
+        self._unsaved_records += np.array(records, _RECORD).tobytes()
+        self._unsaved_state = {
             "request": self._request,
             "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in plans],
             "part": part,
             "position": position,
         }
-        before = b"" if self._unsaved is None else self._unsaved.records
-        self._unsaved = _Unsaved(before + records.tobytes(), state)
         if time.monotonic() >= self._next_save:
             self.save()
 
@@ -282,8 +274,8 @@ class Checkpoint:
         Progress of a failed save is discarded, because a file system may report lost data only
         once: the next fsync may succeed although the data were not written.
         """
-        unsaved, self._unsaved = self._unsaved, None
-        if unsaved is None or not self._directory.is_owned:
+        records, self._unsaved_records = self._unsaved_records, b""
+        if not records or not self._directory.is_owned:
             return
         self._directory.check_in_place()
         # The order matters: results, then their records, then the state that refers to both.
@@ -291,13 +283,14 @@ class Checkpoint:
         self.lse.flush()
         with open(self._blocks, "r+b") as file:
             file.seek(self._num_records * _RECORD.itemsize)
-            file.write(unsaved.records)
+            file.write(records)
             file.flush()
             os.fsync(file.fileno())
-        self._num_records += len(unsaved.records) // _RECORD.itemsize
-        self._hasher.update(unsaved.records)
+        self._num_records += len(records) // _RECORD.itemsize
+        self._hasher.update(records)
         blocks = [self._num_records, self._hasher.hexdigest()]
-        self._directory.save({**unsaved.state, "blocks": blocks, "file": self._output.identity})
+        state = {**self._unsaved_state, "blocks": blocks, "file": self._output.identity}
+        self._directory.save(state)
         self._next_save = time.monotonic() + _SECONDS_BETWEEN_SAVES
 
     @cached_property
@@ -330,14 +323,12 @@ class Checkpoint:
         if self._hasher.hexdigest() != digest:
             raise self._directory.damaged(self._blocks)
         differing = []
-        for record in np.frombuffer(content, _RECORD):
-            batch, head, *ends = (int(record[name]) for name in ("batch", "head", "start", "stop"))
-            for name, results in (("output", self._output), ("lse", self.lse)):
-                if _digest(results, batch, head, range(*ends)) != record[name]:
-                    differing.append(
-                        f"rows {ends[0]} to {ends[1] - 1} of head {head} of batch element {batch} "
-                        f"in '{results.path}'"
-                    )
+        for batch, head, start, stop, *digests in np.frombuffer(content, _RECORD).tolist():
+            found = self._digests(batch, head, range(start, stop))
+            rows = f"rows {start} to {stop - 1} of head {head} of batch element {batch}"
+            for path, old, new in zip((self._output.path, self._lse), digests, found, strict=True):
+                if old != new:
+                    differing.append(f"{rows} in '{path}'")
         if differing:
             raise ValueError(
                 f"final results of '{self._directory.path}' have changed: "
@@ -345,6 +336,10 @@ class Checkpoint:
                 f"{'; ...' if len(differing) > _MOST_NAMED else ''}. Restore them, or remove "
                 f"'{self._directory.path}' to begin anew"
             )
+
+    def _digests(self, batch: int, head: int, rows: range) -> list[int]:
+        """Return the digests of rows of one head of the output and of the LSE."""
+        return [_digest(results, batch, head, rows) for results in (self._output, self.lse)]
 
     @property
     def _lse_bytes(self) -> int:

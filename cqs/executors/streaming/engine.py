@@ -1,41 +1,42 @@
 """The streaming loop: uploads, computation and downloads that overlap."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan, Visit
+from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
 from cqs.executors.streaming.sources import Source, Target
 from cqs.executors.streaming.transfers import DeviceCopies, RowsOfHeads, make_transfers
 
+Chunks = Iterator[tuple[range, list[Tensor]]]
+"""The chunks of a block: their tokens and tensors, ``[1, heads, tokens, columns]`` on the device.
+The tensors are overwritten after the next chunk was requested."""
+Reduction = Callable[[HeldBlock, list[Tensor], Chunks], Sequence[Tensor]]
+"""Computes the results of a block, in memory of their own, from its tensors and all chunks. Tensors
+and results are ``[1, heads, tokens, columns]`` on the device."""
+
 
 class Side(NamedTuple):
-    """The tensors of the queries, or those of the keys and values."""
+    """The tensors of the queries, or those of the keys and values, of a part of a problem."""
 
     sources: tuple[Source, ...]
-    """Sources of ``[batch, heads, tokens, columns]`` each."""
+    """Sources of ``[batch, heads, tokens, columns]`` each, of the whole problem."""
     has_kv_heads: bool
     """Whether the sources have KV heads; otherwise they have query heads."""
+    batch: int = 0
+    """First batch element of the part."""
+    head: int = 0
+    """First head of the part."""
 
-
-class Reduction(Protocol):
-    """The computation of a block's results from the chunks that are streamed past it."""
-
-    def add(self, visit: Visit, held: Sequence[Tensor], streamed: Sequence[Tensor]) -> None:
-        """Launch the computation of one visit.
-
-        Args:
-            visit: The block and the chunk.
-            held: Tensors of the block, ``[1, heads, tokens, columns]`` on the device.
-            streamed: Tensors of the chunk, ``[1, heads, tokens, columns]`` on the device; empty if
-                no live pair involves the block.
-        """
-
-    def finish(self, held: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the block's results, ``[1, heads, tokens, columns]``, in memory of their own."""
+    def rows(self, block: HeldBlock, tokens: range) -> RowsOfHeads:
+        """Return the place of tokens of a block's heads in the sources."""
+        heads = block.kv_heads if self.has_kv_heads else block.heads
+        heads = range(self.head + heads.start, self.head + heads.stop)
+        return RowsOfHeads(self.batch + block.batch, heads, tokens)
 
 
 def stream(
@@ -43,16 +44,16 @@ def stream(
     device: torch.device,
     held: Side,
     streamed: Side,
-    reduction: Reduction,
+    reduce: Reduction,
     targets: Sequence[Target],
     *,
     start: Position = START,
-    visited: Callable[[Visit], None] = lambda visit: None,
-    finished: Callable[[HeldBlock], None] = lambda block: None,
+    visited: Callable[[HeldBlock, range], None] = lambda block, tokens: None,
+    finished: Callable[[HeldBlock, RowsOfHeads], None] = lambda block, place: None,
 ) -> None:
     """Execute a plan: upload blocks and chunks, reduce them, and download the results.
 
-    On a GPU the upload of the next visit and the download of the previous block overlap the
+    On a GPU the upload of the next chunk and the download of the previous block overlap the
     computation. Autocast is disabled.
 
     Args:
@@ -60,11 +61,12 @@ def stream(
         device: The device that computes.
         held: The side that is divided into blocks, which stay on the device.
         streamed: The side that is divided into chunks, which are streamed past every block.
-        reduction: The computation.
-        targets: Destinations of the results of ``reduction.finish``, in its order.
+        reduce: The computation.
+        targets: Destinations of the results of ``reduce``, in its order; of the shape of the held
+            side except columns.
         start: The position up to which results are final already.
-        visited: Called after each visit has been launched.
-        finished: Called after all results of a block have been written to the targets.
+        visited: Called with block and tokens after the computation of a chunk has been launched.
+        finished: Called with block and place after all its results have been written.
     """
     with (
         torch.autocast(device.type, enabled=False),  # keep the dtypes of the sources
@@ -74,41 +76,30 @@ def stream(
         chunks = _InputBuffers(
             transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device
         )
-        downloading: tuple[HeldBlock, list[Callable[[], None]]] | None = None
-
-        def prefetch(visit: Visit) -> None:
-            blocks.prefetch(visit.block, visit.block.tokens)
-            if visit.tokens is not None:
-                chunks.prefetch(visit.block, visit.tokens)
-
-        def download(block: HeldBlock, results: Sequence[Tensor]) -> list[Callable[[], None]]:
-            event, downloads = transfers.record_event(), []
-            for result, target in zip(results, targets, strict=True):
-                has_query_heads = result.shape[1] == len(block.heads)
-                heads = block.heads if has_query_heads else block.kv_heads
-                place = RowsOfHeads(block.batch, heads, block.tokens)
-                downloads.append(transfers.download(result[0], event, target, place))
-            return downloads
+        downloading: list[Callable[[], None]] = []
 
         def finish_download() -> None:
-            nonlocal downloading
-            if downloading is not None:
-                (block, waits), downloading = downloading, None
-                for wait in waits:
-                    wait()
-                finished(block)
+            while downloading:
+                downloading.pop(0)()
 
-        for current in plan.visits(start):
-            prefetch(current)
-            own, others = blocks.wait(), chunks.wait() if current.tokens is not None else []
-            reduction.add(current, own, others)
-            visited(current)
-            if current.is_last:
-                # The plan counts the memory of one download: finish it before the next starts.
-                finish_download()
-                downloading = current.block, download(current.block, reduction.finish(own))
+        def load_chunks(block: HeldBlock) -> Chunks:
+            for tokens in block.chunks:
+                yield tokens, chunks.load(streamed.rows(block, tokens))
+                chunks.release()
+                visited(block, tokens)
+            # The plan counts the memory of one download: finish it before results are allocated.
+            finish_download()
+
+        def download(block: HeldBlock, results: Sequence[Tensor]) -> None:
+            event, place = transfers.record_event(), held.rows(block, block.tokens)
+            for result, target in zip(results, targets, strict=True):
+                downloading.append(transfers.download(result[0], event, target, place))
+            downloading.append(partial(finished, block, place))
+
+        for block in plan.blocks(start):
+            own = blocks.load(held.rows(block, block.tokens))
+            download(block, reduce(block, own, load_chunks(block)))
             blocks.release()
-            chunks.release()
         finish_download()
 
 
@@ -124,7 +115,7 @@ class _InputBuffers:
         device: torch.device,
     ):
         """Allocate buffers for ``num_tokens`` tokens of a group of heads each."""
-        self._transfers, self._side = transfers, side
+        self._transfers, self._sources = transfers, side.sources
         num_heads = plan.heads_at_once * (1 if side.has_kv_heads else plan.group_size)
         self._buffers = [
             [
@@ -135,31 +126,22 @@ class _InputBuffers:
             ]
             for _ in range(plan.num_buffers)
         ]
-        self._contents: list[Any] = [None] * plan.num_buffers
-        self._uploaded: list[Any] = [None] * plan.num_buffers
+        self._contents: list[RowsOfHeads | None] = [None] * plan.num_buffers
         # The allocator may return memory that launched kernels still use: wait for these too.
         self._used: list[Any] = [transfers.record_event()] * plan.num_buffers
         self._current = 0
 
-    def prefetch(self, block: HeldBlock, tokens: range) -> None:
-        """Start the upload of tokens of a block's heads, unless a buffer contains them."""
-        heads = block.kv_heads if self._side.has_kv_heads else block.heads
-        wanted = RowsOfHeads(block.batch, heads, tokens)
-        if wanted in self._contents:
-            self._current = self._contents.index(wanted)
-            return
-        self._current = here = (self._current + 1) % len(self._contents)
-        for source, buffer in zip(self._side.sources, self._buffers[here], strict=True):
-            self._uploaded[here] = self._transfers.upload(
-                source, wanted, buffer[:, : len(tokens)], self._used[here]
-            )
-        self._contents[here] = wanted
-
-    def wait(self) -> list[Tensor]:
-        """Wait for the last prefetch and return its tokens, ``[1, heads, tokens, columns]``."""
-        self._transfers.wait(self._uploaded[self._current])
-        _, _, tokens = self._contents[self._current]
-        return [buffer[None, :, : len(tokens)] for buffer in self._buffers[self._current]]
+    def load(self, rows: RowsOfHeads) -> list[Tensor]:
+        """Return rows, ``[1, heads, tokens, columns]``; upload them unless a buffer has them."""
+        if rows in self._contents:
+            self._current = self._contents.index(rows)
+        else:
+            self._current = (self._current + 1) % len(self._buffers)
+            for source, buffer in zip(self._sources, self._buffers[self._current], strict=True):
+                target = buffer[:, : len(rows.rows)]
+                self._transfers.upload(source, rows, target, self._used[self._current])
+            self._contents[self._current] = rows
+        return [buffer[None, :, : len(rows.rows)] for buffer in self._buffers[self._current]]
 
     def release(self) -> None:
         """Let the buffer be overwritten once everything launched so far has completed."""

@@ -4,6 +4,7 @@ import mmap
 import os
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -47,8 +48,8 @@ class _Mapping(NamedTuple):
     """Whether writes reach the file."""
     file: tuple[str, int] | None
     """Device and inode; ``None`` for anonymous memory."""
-    offset: int
-    """Position of the first address in the file, in bytes."""
+    shift: int
+    """Position in the file less the address, in bytes."""
 
 
 def share_bytes(some: Sequence[Extent], others: Sequence[Extent]) -> bool:
@@ -76,7 +77,7 @@ def extents_in_memory(tensor: Tensor, *, is_written: bool) -> list[Extent]:
             mapping; reads depend on the file through a private (copy-on-write) mapping too.
     """
     files = {
-        (mapping.file, mapping.offset - mapping.addresses.start)
+        (mapping.file, mapping.shift)
         for mapping in _mappings_of(tensor)
         if mapping.file is not None and (mapping.is_shared or not is_written)
     }
@@ -113,8 +114,8 @@ def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
     mapping = _mapping_at(array.ctypes.data)
     if mapping is None:
         return True
-    position = mapping.offset + array.ctypes.data - mapping.addresses.start
-    return mapping.file in _names_of(descriptor) and position == offset
+    is_there = array.ctypes.data + mapping.shift == offset
+    return is_there and mapping.file in _names_of(descriptor)
 
 
 def is_read_only(tensor: Tensor) -> bool:
@@ -122,21 +123,16 @@ def is_read_only(tensor: Tensor) -> bool:
     return not all(mapping.is_writable for mapping in _mappings_of(tensor))
 
 
-class _ArrayInterface:
-    """An object that NumPy turns into an array at a position, without reading memory."""
-
-    def __init__(self, position: int, shape: Sequence[int], strides: Sequence[int], size: int):
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (_ORIGIN + position, True),
-            "shape": tuple(shape),
-            "strides": tuple(strides),
-            "typestr": f"|V{size}",
-        }
-
-
 def _elements(position: int, shape: Sequence[int], strides: Sequence[int], size: int) -> np.ndarray:
-    return np.asarray(_ArrayInterface(position, shape, strides, size))
+    """Return an array at a position, whose memory NumPy does not read."""
+    interface = {
+        "version": 3,
+        "data": (_ORIGIN + position, True),
+        "shape": tuple(shape),
+        "strides": tuple(strides),
+        "typestr": f"|V{size}",
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _share(one: np.ndarray, other: np.ndarray) -> bool:
@@ -161,7 +157,7 @@ def _mappings() -> list[_Mapping]:
                 b"s" in permissions,
                 # A System V segment may have inode 0, so the device identifies anonymous memory.
                 None if device == b"00:00" else (device.decode(), int(inode)),
-                int(offset, 16),
+                int(offset, 16) - start,
             )
         )
     return found

@@ -1,6 +1,7 @@
 """Streaming plans: the order of computation and its device memory, within a budget of bytes."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -80,20 +81,10 @@ class HeldBlock(NamedTuple):
     """KV heads that the query heads share."""
     tokens: range
     """Tokens of the held side."""
+    chunks: tuple[range, ...]
+    """Tokens of the streamed side, in the order of computation."""
     end: Position
     """The position up to which results are final once this block is done."""
-
-
-class Visit(NamedTuple):
-    """The computation of one chunk of the streamed side with one block."""
-
-    block: HeldBlock
-    tokens: range | None
-    """Tokens of the streamed side; None if the block has no live pairs."""
-    is_first: bool
-    """Whether this is the first visit of the block."""
-    is_last: bool
-    """Whether this is the last visit of the block."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +156,11 @@ class StreamPlan:
         """Whether the streamed side has several chunks, so that partial outputs are merged."""
         return self.chunk < self.num_streamed
 
+    @property
+    def end(self) -> Position:
+        """The position at which all results are final."""
+        return Position(self.num_groups, 0)
+
     def blocks(self, start: Position = START) -> Iterator[HeldBlock]:
         """Yield the blocks in order, beginning at a position."""
         groups_per_batch = self.shape.kv_heads // self.heads_at_once
@@ -177,20 +173,11 @@ class StreamPlan:
                 tokens = range(first, min(first + self.rows, self.num_held))
                 is_last = tokens.stop == self.num_held
                 end = Position(group + 1, 0) if is_last else Position(group, tokens.stop)
-                yield HeldBlock(batch, heads, kv_heads, tokens, end)
+                # By the block's index, not by a count: a resumed run must use the same order.
+                step = -1 if first // self.rows % 2 else 1
+                chunks = tuple(self.chunks(tokens))[::step]
+                yield HeldBlock(batch, heads, kv_heads, tokens, chunks, end)
             row = 0
-
-    def visits(self, start: Position = START) -> Iterator[Visit]:
-        """Yield the visits in order, beginning at a position."""
-        for block in self.blocks(start):
-            chunks = list(self.chunks(block.tokens))
-            # By the block's index, not by a count: a resumed run must use the same order.
-            if block.tokens.start // self.rows % 2:
-                chunks.reverse()
-            for i, tokens in enumerate(chunks):
-                yield Visit(block, tokens, i == 0, i == len(chunks) - 1)
-            if not chunks:
-                yield Visit(block, None, True, True)
 
     def chunks(self, held: range) -> Iterator[range]:
         """Yield the chunks that have live pairs with some tokens of the held side, ascending."""
@@ -204,15 +191,21 @@ class StreamPlan:
         """Return the token ranges of the two sides as ``(queries, keys)``."""
         return (streamed, held) if self.holds_keys else (held, streamed)
 
-    def steps(self, queries: range, keys: range) -> tuple[Step, ...]:
+    def steps(self, queries: range, keys: range, shift: int = 0) -> tuple[Step, ...]:
         """Return the steps that compute a rectangle of the score matrix, causal or not.
 
         With ``is_causal`` these are at most two: the rows that the diagonal crosses, and the rows
         that attend to all of ``keys``. A pattern is not considered.
+
+        Args:
+            queries: Rows of the rectangle.
+            keys: Columns of the rectangle.
+            shift: Position of query 0 less that of key 0, if they are not counted from the first
+                tokens of the problem.
         """
         if not self.is_causal:
             return (Step.of(0, queries, [keys], None),)
-        ahead = self.seqlen_kv - self.seqlen_q  # query i attends to keys up to i + ahead
+        ahead = self._ahead + shift
         first_seeing, first_full = keys.start - ahead, keys.stop - 1 - ahead
         steps = []
         if rows := _common(queries, first_seeing, first_full):
@@ -221,6 +214,11 @@ class StreamPlan:
         if rows := _common(queries, first_full, queries.stop):
             steps.append(Step.of(0, rows, [keys], None))
         return tuple(steps)
+
+    @property
+    def _ahead(self) -> int:
+        """Query i of a causal problem attends to keys up to ``i + _ahead``."""
+        return self.seqlen_kv - self.seqlen_q
 
     def count(self, held: range, streamed: range) -> int:
         """Return the number of live pairs of some tokens, for one query head."""
@@ -244,14 +242,13 @@ class StreamPlan:
     def peak_bytes(self) -> int:
         """Predicted peak memory on the device, in bytes."""
         rows, chunk = min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
-        held = self.num_buffers * (self._bytes_of_held(rows) + self._bytes_of_streamed(chunk))
-        return held + self._bytes_of_results(rows, chunk) + _LIST_BYTES * -(-rows // _TILE)
+        inputs = self.num_buffers * self._input_bytes(rows, chunk)
+        return inputs + self._bytes_of_results(rows, chunk) + _LIST_BYTES * -(-rows // _TILE)
 
     @cached_property
     def bytes_uploaded(self) -> int:
         """Approximate number of bytes sent to the device."""
-        loaded = self._bytes_of_streamed(self._num_loaded)
-        return self.num_groups * (self._bytes_of_held(self.num_held) + loaded)
+        return self.num_groups * self._input_bytes(self.num_held, self._num_loaded)
 
     @cached_property
     def flops(self) -> int:
@@ -281,8 +278,8 @@ class StreamPlan:
         merged = self.merges * 5 * heads * rows * shape.value_columns * shape.sum_itemsize
         computing += self.num_groups * visits * (_LAUNCH_SECONDS + merged / _MERGE_BANDWIDTH)
         # Nothing overlaps the upload of the first visit and the download of the last results.
-        first = self._bytes_of_held(rows) + self._bytes_of_streamed(chunk)
-        return max(computing, moving) + (first + shape.result_bytes(rows)) / rates.link
+        first = self._input_bytes(rows, chunk) + shape.result_bytes(rows)
+        return max(computing, moving) + first / rates.link
 
     @property
     def cost(self) -> float:
@@ -333,27 +330,19 @@ class StreamPlan:
         """Return the tokens of the streamed side with live pairs, without regard to a pattern."""
         if not self.is_causal:
             return range(self.num_streamed)
-        ahead = self.seqlen_kv - self.seqlen_q
         if self.holds_keys:
-            return range(min(max(held.start - ahead, 0), self.seqlen_q), self.seqlen_q)
-        return range(min(max(held.stop + ahead, 0), self.seqlen_kv))
+            return range(min(max(held.start - self._ahead, 0), self.seqlen_q), self.seqlen_q)
+        return range(min(max(held.stop + self._ahead, 0), self.seqlen_kv))
 
-    def _bytes_of_held(self, rows: int) -> int:
+    def _input_bytes(self, held: int, streamed: int) -> int:
+        """Return the bytes of a group's inputs, for numbers of tokens of the two sides."""
         shape = self._shape_of_group
-        if self.which == Pass.FORWARD:
-            return shape.query_bytes(rows)
-        return shape.key_bytes(rows) if self.holds_keys else self._bytes_with_results(rows)
-
-    def _bytes_of_streamed(self, tokens: int) -> int:
-        if self.holds_keys:
-            return self._bytes_with_results(tokens)
-        return self._shape_of_group.key_bytes(tokens)
-
-    def _bytes_with_results(self, rows: int) -> int:
-        """Return the bytes of Q, O, dO and LSE of a group, for ``rows`` queries."""
-        shape = self._shape_of_group
-        output = shape.num_heads * rows * shape.value_columns * shape.itemsize
-        return shape.query_bytes(rows) + shape.result_bytes(rows) + output
+        queries, keys = (streamed, held) if self.holds_keys else (held, streamed)
+        inputs = shape.query_bytes(queries) + shape.key_bytes(keys)
+        if self.which != Pass.FORWARD:  # dO, and O and LSE
+            output = shape.num_heads * queries * shape.value_columns * shape.itemsize
+            inputs += output + shape.result_bytes(queries)
+        return inputs
 
     def _bytes_of_results(self, rows: int, chunk: int) -> int:
         """Return the bytes of scratch, sums, and results that wait for their download."""
@@ -441,54 +430,45 @@ def make_stream_plan(
         ValueError: The budget is too small for one tile of queries and keys.
     """
     possible = [n for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0]
-    least: StreamPlan | None = None
-    best: StreamPlan | None = None
-    for heads in possible if heads_at_once is None else [heads_at_once]:
-        plan = StreamPlan(
-            seqlen_q,
-            seqlen_kv,
-            shape,
-            is_causal,
-            pattern,
-            budget,
-            rates,
-            which,
-            heads,
-            rows=_TILE,
-            chunk=_TILE,
-            has_single_calls=has_single_calls,
-        )
-        least = least or plan
-        chunk = _round_up(plan.num_streamed)
-        while True:
-            plan = replace(plan, rows=_TILE, chunk=chunk)
-            if plan.peak_bytes <= budget:
-                plan = _with_most_rows(plan)
-                if best is None or plan.cost < best.cost:
-                    best = plan
-            if chunk == _TILE:
-                break
-            chunk = _round_up(chunk // 2)
-    if best is None:
-        assert least is not None
+    least = StreamPlan(
+        seqlen_q,
+        seqlen_kv,
+        shape,
+        is_causal,
+        pattern,
+        budget,
+        rates,
+        which,
+        heads_at_once or 1,
+        rows=_TILE,
+        chunk=_TILE,
+        has_single_calls=has_single_calls,
+    )
+    chunks = [_round_up(least.num_streamed)]
+    while chunks[-1] > _TILE:
+        chunks.append(_round_up(chunks[-1] // 2))
+    plans = (
+        replace(least, heads_at_once=heads, chunk=chunk)
+        for heads in ([heads_at_once] if heads_at_once else possible)
+        for chunk in chunks
+    )
+    fitting = [_with_most_rows(plan) for plan in plans if plan.peak_bytes <= budget]
+    if not fitting:
         raise ValueError(
             f"memory_budget must be at least {least.peak_bytes} bytes, for a tile of {_TILE} "
             f"queries and keys, got {budget}"
         )
-    return best
+    return min(fitting, key=lambda plan: plan.cost)
 
 
 def _with_most_rows(plan: StreamPlan) -> StreamPlan:
-    """Return the plan with the fewest blocks that fit, of nearly equal size (binary search)."""
-    few, many = 1, _round_up(plan.num_held) // _TILE
-    while few < many:  # in tiles
-        middle = (few + many + 1) // 2
-        if replace(plan, rows=middle * _TILE).peak_bytes <= plan.budget:
-            few = middle
-        else:
-            many = middle - 1
-    number = math.ceil(plan.num_held / (few * _TILE))
-    return replace(plan, rows=_round_up(math.ceil(plan.num_held / max(number, 1))))
+    """Return the plan with the fewest blocks that fit, of nearly equal size."""
+    tiles = range(1, _round_up(plan.num_held) // _TILE + 1)
+    most = bisect_right(
+        tiles, plan.budget, key=lambda tile: replace(plan, rows=tile * _TILE).peak_bytes
+    )
+    number = max(math.ceil(plan.num_held / (most * _TILE)), 1)
+    return replace(plan, rows=_round_up(math.ceil(plan.num_held / number)))
 
 
 def _round_up(tokens: int) -> int:

@@ -5,10 +5,10 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from cqs.executors.streaming.extents import (
 )
 from cqs.files import check_input_file
 
-Shape = tuple[int, int, int, int]
+Shape = tuple[int, ...]
 """Batch elements, heads, tokens and columns."""
 
 SAFETENSORS_DTYPES = {
@@ -34,34 +34,6 @@ SAFETENSORS_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-
-
-class Source(Protocol):
-    """A ``[batch, heads, seqlen, dim]`` tensor that is read by rows of one head."""
-
-    @property
-    def shape(self) -> Shape:
-        """Batch, heads, tokens and columns."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the elements."""
-
-    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
-        """Copy rows of one head into ``into``, a contiguous CPU tensor ``[rows, dim]``."""
-
-    def part(self, batches: slice, heads: slice) -> "Source":
-        """Return a view of some batch elements and heads, which are indexed from 0."""
-
-    def extents(self, *, is_written: bool) -> list[Extent]:
-        """Return the bytes of memory and of files that contain the elements, as far as known."""
-
-
-class Target(Protocol):
-    """A ``[batch, heads, seqlen, dim]`` tensor that is written by rows of one head."""
-
-    def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
-        """Write ``values``, a contiguous CPU tensor ``[rows, dim]``, to rows of one head."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +45,7 @@ class InMemory:
     @property
     def shape(self) -> Shape:
         """Batch, heads, tokens and columns."""
-        batch, heads, tokens, columns = self.tensor.shape
-        return batch, heads, tokens, columns
+        return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,10 +59,6 @@ class InMemory:
     def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
         """Copy ``values``, a CPU tensor ``[rows, dim]``, to rows of one head."""
         self.rows_in_place(batch, head, rows).copy_(values)
-
-    def part(self, batches: slice, heads: slice) -> "InMemory":
-        """Return a view of some batch elements and heads, which are indexed from 0."""
-        return InMemory(self.tensor[batches, heads])
 
     def extents(self, *, is_written: bool) -> list[Extent]:
         """Return the bytes of memory, and of files mapped there, that contain the elements."""
@@ -133,9 +100,6 @@ class InFile:
     is_writable: bool = False
     """Whether the file is opened for writing too."""
 
-    opened: OpenFile | None = field(default=None, repr=False, compare=False)
-    """The open file that parts of one tensor share; ``None`` opens ``path``."""
-
     def __post_init__(self) -> None:
         """Raise ValueError unless the file is regular and contains all elements."""
         batch, heads, *_ = self.shape
@@ -144,8 +108,6 @@ class InFile:
                 f"shape, strides and offset must not be negative, got {self.shape}, "
                 f"{self.strides} and {self.offset}"
             )
-        if self.opened is not None:
-            return
         check_input_file(self.path)
         needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
         # _descriptor opens the file now: at the first read another file may have this path.
@@ -193,33 +155,23 @@ class InFile:
         """Call ``fsync``; raises OSError if written data could not reach the disk."""
         os.fsync(self._descriptor)
 
-    def part(self, batches: slice, heads: slice) -> "InFile":
-        """Return some batch elements and heads, indexed from 0, of the same open file."""
-        first, shape = _cut(self.shape, batches, heads)
-        offset = self._place(*first, 0)
-        return replace(self, shape=shape, offset=offset, opened=self._file)
-
     def extents(self, *, is_written: bool) -> list[Extent]:
         """Return the bytes of the file that contain the elements."""
         size = self.dtype.itemsize
         strides = (*self.strides, self.shape[3] * size, size)
         return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
 
-    def is_mapped_as(self, array: np.ndarray) -> bool:
-        """Return whether ``array`` is mapped from this position of the file, as far as known."""
-        return is_mapped_from(array, self._descriptor, self.offset)
-
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = self.shape[3] * self.dtype.itemsize
         return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
 
+    @cached_property
+    def _file(self) -> OpenFile:
+        return OpenFile(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
+
     @property
     def _descriptor(self) -> int:
         return self._file.descriptor
-
-    @cached_property
-    def _file(self) -> OpenFile:
-        return self.opened or OpenFile(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
 
 
 @dataclass(frozen=True)
@@ -254,21 +206,28 @@ class OnDemand:
             )
         into.copy_(found.detach())
 
-    def part(self, batches: slice, heads: slice) -> "OnDemand":
-        """Return a view of some batch elements and heads, which are indexed from 0."""
-        (batch, head), shape = _cut(self.shape, batches, heads)
-
-        def function(i: int, j: int, rows: range) -> Tensor:
-            return self.function(batch + i, head + j, rows)
-
-        return replace(self, function=function, shape=shape)
-
     def extents(self, *, is_written: bool) -> list[Extent]:
         """Return no extents: the memory behind the function is unknown."""
         return []
 
 
-def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
+Target = InMemory | InFile
+"""A ``[batch, heads, seqlen, dim]`` tensor that is written by rows of one head."""
+Source = Target | OnDemand
+"""A ``[batch, heads, seqlen, dim]`` tensor that is read by rows of one head."""
+
+
+def read_head(source: Source, place: tuple[int, int]) -> Tensor:
+    """Return all rows of a batch element and head: a view if in memory, else a new CPU tensor."""
+    if isinstance(source, InMemory):
+        return source.tensor[place]
+    _, _, tokens, columns = source.shape
+    found = torch.empty((tokens, columns), dtype=source.dtype, device="cpu")
+    source.read(*place, range(tokens), found)
+    return found
+
+
+def as_source(name: str, tensor: Any) -> Source:
     """Wrap a user's tensor as a source.
 
     Args:
@@ -304,7 +263,7 @@ def as_source(name: str, tensor: Any) -> InMemory | InFile | OnDemand:
     return InMemory(tensor.detach())
 
 
-def share_files(target: InMemory | InFile, source: Source) -> bool:
+def share_files(target: Target, source: Source) -> bool:
     """Return whether writes to ``target`` change a file that contains ``source``, at any offset."""
     if not isinstance(source, InFile):
         return False
@@ -313,8 +272,8 @@ def share_files(target: InMemory | InFile, source: Source) -> bool:
 
 
 def as_target(
-    out: Any, shape: Shape, dtype: torch.dtype, sources: Sequence[Source] = ()
-) -> InMemory | InFile:
+    out: Any, shape: Shape, dtype: torch.dtype, sources: Sequence[Source], *, is_resumed: bool
+) -> Target:
     """Wrap a user's ``out`` argument as a target.
 
     Args:
@@ -322,11 +281,12 @@ def as_target(
         shape: The shape that ``out`` must have.
         dtype: The dtype that ``out`` must have.
         sources: The tensors that are read while ``out`` is written.
+        is_resumed: Whether ``out`` must be in a file that holds no source.
 
     Raises:
         TypeError: ``out`` has another type.
-        ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, or shares
-            bytes of memory or of a file with a source.
+        ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, shares bytes
+            of memory or of a file with a source, or is not in a file of its own if it must be.
     """
     target = as_source("out", out)
     if isinstance(target, OnDemand):
@@ -347,6 +307,14 @@ def as_target(
         )
     if any(share_bytes(extents, source.extents(is_written=False)) for source in sources):
         raise ValueError("out must share neither memory nor a file with query, key and value")
+    is_in_own_file = isinstance(target, InFile) and not any(
+        share_files(target, source) for source in sources
+    )
+    if is_resumed and not is_in_own_file:
+        raise ValueError(
+            "out must be in a file of its own if resume= is given, not in memory or in the file of "
+            "an input"
+        )
     return target
 
 
@@ -447,13 +415,8 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         (mapped.strides[0], mapped.strides[1]),
         is_writable=bool(mapped.flags.writeable),
     )
-    return found if not mapped.size or found.is_mapped_as(mapped) else None
-
-
-def _cut(shape: Shape, batches: slice, heads: slice) -> tuple[tuple[int, int], Shape]:
-    """Return the first batch element and head of a part, and the shape of the part."""
-    rows, columns = range(shape[0])[batches], range(shape[1])[heads]
-    return (rows.start, columns.start), (len(rows), len(columns), shape[2], shape[3])
+    is_same = not mapped.size or is_mapped_from(mapped, found._descriptor, found.offset)
+    return found if is_same else None
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -35,24 +35,18 @@ class DeviceCopies:
     def record_event(self) -> Any:
         """Return an event that completes after everything launched so far."""
 
-    def upload(self, source: Source, place: RowsOfHeads, target: Tensor, after: Any) -> Any:
-        """Copy rows to the device. May return before the copy has completed.
+    def upload(self, source: Source, place: RowsOfHeads, target: Tensor, after: Any) -> None:
+        """Copy rows to the device. Work that is launched later waits for the copy.
 
         Args:
             source: The tensor to read.
             place: The rows to copy.
             target: ``[heads, rows, dim]`` on the device, in the dtype of ``source``.
-            after: The event after which ``target`` may be overwritten, or None.
-
-        Returns:
-            An event that completes after the copy.
+            after: The event after which ``target`` may be overwritten.
         """
         batch, heads, rows = place
         for head, into in zip(heads, target, strict=True):
             source.read(batch, head, rows, into)
-
-    def wait(self, event: Any) -> None:
-        """Make work that is launched from now on wait for an event."""
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, place: RowsOfHeads
@@ -95,14 +89,11 @@ class GpuCopies(DeviceCopies):
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
-    def upload(
-        self, source: Source, place: RowsOfHeads, target: Tensor, after: Any
-    ) -> torch.cuda.Event:
-        """Copy rows on the upload stream."""
+    def upload(self, source: Source, place: RowsOfHeads, target: Tensor, after: Any) -> None:
+        """Copy rows on the upload stream; the current stream waits for them."""
         batch, heads, rows = place
         copy_stream = self._upload_stream
-        if after is not None:
-            copy_stream.stream.wait_event(after)
+        copy_stream.stream.wait_event(after)
         for head, into in zip(heads, target, strict=True):
             # A copy engine reads pinned memory directly. Pageable memory would make the copy
             # synchronous, so that it is read into pinned buffers first.
@@ -117,12 +108,8 @@ class GpuCopies(DeviceCopies):
                 with torch.cuda.stream(copy_stream.stream):
                     into[first : first + len(part)].copy_(buffer, non_blocking=True)
                 copy_stream.release()
-        uploaded: torch.cuda.Event = copy_stream.stream.record_event()
-        return uploaded
-
-    def wait(self, event: Any) -> None:
-        """Make the current stream wait for an event."""
-        torch.cuda.current_stream(self._device).wait_event(event)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copy_stream.stream.record_event())
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, place: RowsOfHeads
