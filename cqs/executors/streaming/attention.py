@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cqs.arguments import with_advice
-from cqs.executors.autograd import attend_differentiably, keeping_operands
+from cqs.executors.autograd import attend_differentiably, keep_operands
 from cqs.executors.contract import Progress, count_pairs
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.checkpoint import Checkpoint, WorkingDirectory
@@ -164,7 +164,7 @@ def attention(
         directory: WorkingDirectory | None = None
         if needs_grad:
             answer = attend_differentiably(
-                problem, keeping_operands(call.attend, call.differentiate)
+                problem, partial(keep_operands, call.attend, call.differentiate)
             )
             target: Target = InMemory(answer.output)
         else:
