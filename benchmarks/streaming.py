@@ -16,7 +16,6 @@ from benchmarks.timing import track
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.engine import Side, stream
 from cqs.executors.streaming.plan import HeldBlock, Position
-from cqs.executors.streaming.reductions import Reductions
 from cqs.executors.streaming.sources import InMemory, Source
 from cqs.report.exact import check_error, relative_error
 from cqs.report.measurement import Measurement, summarize
@@ -205,11 +204,11 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
     lse = torch.empty((*output.shape[:3], 1))
     query, key, value = sources
     queries, keys = Side((query,), has_kv_heads=False), Side((key, value), has_kv_heads=True)
-    reduce = Reductions(plan, Worker(shape.head_dim**-0.5)).attend
+    worker = Worker(shape.head_dim**-0.5)
     targets = [InMemory(output), InMemory(lse)]
 
     def compute() -> None:
-        stream(plan, _device(), queries, keys, reduce, targets, start=start)
+        stream(plan, _device(), worker, queries, keys, targets, start=start)
 
     seconds, peak, _ = _time_and_measure(compute)
     error = _error(output, sources, is_causal, last.tokens, last)

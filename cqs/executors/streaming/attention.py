@@ -27,7 +27,6 @@ from cqs.executors.streaming.plan import (
     StreamPlan,
     make_stream_plan,
 )
-from cqs.executors.streaming.reductions import Reductions
 from cqs.executors.streaming.sources import (
     InFile,
     InMemory,
@@ -295,14 +294,13 @@ class _Call:
             plan = plans[number]
             if self.progress is not None:
                 self.progress.move(before + plan.pairs_until(position))
-            reduce = Reductions(plan, Worker.of(problem, self.backend)).attend
             try:
                 stream(
                     plan,
                     self.device,
+                    Worker.of(problem, self.backend),
                     queries,
                     keys,
-                    reduce,
                     targets,
                     start=position,
                     visited=visited,
@@ -326,16 +324,9 @@ class _Call:
             plans = [self._plan(problem, which, budget) for which in passes]
             try:
                 for plan in plans:
-                    held, streamed = (keys, queries) if plan.holds_keys else (queries, keys)
-                    targets = gradients[1:] if plan.holds_keys else gradients[:1]
-                    stream(
-                        plan,
-                        self.device,
-                        held,
-                        streamed,
-                        Reductions(plan, worker).differentiate,
-                        list(map(InMemory, targets)),
-                    )
+                    found = gradients[1:] if plan.holds_keys else gradients[:1]
+                    targets = list(map(InMemory, found))
+                    stream(plan, self.device, worker, queries, keys, targets)
                 return gradients
             except RuntimeError as error:
                 budget = self._with_less(problem, plans[0], error).budget

@@ -1,6 +1,6 @@
 """The streaming loop: uploads, computation and downloads that overlap."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
+from cqs.executors.streaming.reduction import Chunks, Reduction
 from cqs.executors.streaming.sources import Source, Target
 from cqs.executors.streaming.transfers import DeviceCopies, RowsOfHeads, make_transfers
-
-Chunks = Iterator[tuple[range, list[Tensor]]]
-"""The chunks of a block: their tokens and tensors, ``[1, heads, tokens, columns]`` on the device.
-The tensors are overwritten after the next chunk was requested."""
-Reduction = Callable[[HeldBlock, list[Tensor], Chunks], Sequence[Tensor]]
-"""Computes the results of a block, in memory of their own, from its tensors and all chunks. Tensors
-and results are ``[1, heads, tokens, columns]`` on the device."""
+from cqs.worker import Worker
 
 
 class Side(NamedTuple):
@@ -42,9 +37,9 @@ class Side(NamedTuple):
 def stream(
     plan: StreamPlan,
     device: torch.device,
-    held: Side,
-    streamed: Side,
-    reduce: Reduction,
+    worker: Worker,
+    queries: Side,
+    keys: Side,
     targets: Sequence[Target],
     *,
     start: Position = START,
@@ -59,11 +54,11 @@ def stream(
     Args:
         plan: The order of blocks and chunks, and their sizes.
         device: The device that computes.
-        held: The side that is divided into blocks, which stay on the device.
-        streamed: The side that is divided into chunks, which are streamed past every block.
-        reduce: The computation.
-        targets: Destinations of the results of ``reduce``, in its order; of the shape of the held
-            side except columns.
+        worker: Computes the chunks.
+        queries: The query; for gradients also dO, O and LSE ``[batch, heads, seqlen_q, 1]``.
+        keys: Key and value.
+        targets: Destinations of output and LSE ``[batch, heads, seqlen_q, 1]``, or of the gradients
+            of the side that is held.
         start: The position up to which results are final already.
         visited: Called with block and tokens after the computation of a chunk has been launched.
         finished: Called with block and place after all its results have been written.
@@ -72,6 +67,8 @@ def stream(
         torch.autocast(device.type, enabled=False),  # keep the dtypes of the sources
         closing(make_transfers(device)) as transfers,
     ):
+        held, streamed = (keys, queries) if plan.holds_keys else (queries, keys)
+        reduction = Reduction(plan, worker)
         blocks = _InputBuffers(transfers, plan, held, min(plan.rows, plan.num_held), device)
         chunks = _InputBuffers(
             transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device
@@ -98,7 +95,7 @@ def stream(
 
         for block in plan.blocks(start):
             own = blocks.load(held.rows(block, block.tokens))
-            download(block, reduce(block, own, load_chunks(block)))
+            download(block, reduction.reduce(block, own, load_chunks(block)))
             blocks.release()
         finish_download()
 

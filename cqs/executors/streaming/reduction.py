@@ -1,26 +1,38 @@
 """The computation of a block's results: its output and LSE, or its gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from cqs.executors.streaming.engine import Chunks
-from cqs.executors.streaming.plan import HeldBlock, StreamPlan
+from cqs.executors.streaming.plan import HeldBlock, Pass, StreamPlan
 from cqs.partial import Partial, RunningMerge, lse_dtype
 from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
+Chunks = Iterator[tuple[range, list[Tensor]]]
+"""The chunks of a block: their tokens and tensors, ``[1, heads, tokens, columns]`` on the device.
+The tensors are overwritten after the next chunk was requested."""
+
 
 @dataclass(frozen=True)
-class Reductions:
-    """Computes the results of blocks of a plan; the methods are reductions of the engine."""
+class Reduction:
+    """Computes the results of the blocks of a plan."""
 
     plan: StreamPlan
     worker: Worker
 
-    def attend(
+    def reduce(self, block: HeldBlock, held: list[Tensor], chunks: Chunks) -> Sequence[Tensor]:
+        """Compute the results of a block from its tensors and all of its chunks.
+
+        Tensors and results are ``[1, heads, tokens, columns]`` on the device. Results have memory
+        of their own.
+        """
+        forward = self.plan.which == Pass.FORWARD
+        return (self._attend if forward else self._differentiate)(block, held, chunks)
+
+    def _attend(
         self, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks
     ) -> tuple[Tensor, Tensor]:
         """Compute output and LSE of a block of queries from chunks of keys and values."""
@@ -41,13 +53,10 @@ class Reductions:
             answer = Partial(query.new_zeros(output_shape), lse)
         return answer.output.to(query.dtype), answer.lse.unsqueeze(-1)
 
-    def differentiate(
+    def _differentiate(
         self, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks
     ) -> list[Tensor]:
-        """Compute the gradients of a block's queries, or of its keys and values.
-
-        The tensors of the queries' side are Q, dO, O and LSE ``[1, heads, tokens, 1]``.
-        """
+        """Compute the gradients of a block's queries, or of its keys and values."""
         holds_keys = self.plan.holds_keys
         mine = held if holds_keys else held[:1]
         sums = [torch.zeros_like(tensor, dtype=lse_dtype(tensor.dtype)) for tensor in mine]
