@@ -25,7 +25,7 @@ from cqs.commands.table import percent
 from cqs.distributed import attention
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.rank_task import RankTask
-from cqs.executors.ray.sharded import Sharded
+from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
 from cqs.problem import check_problem

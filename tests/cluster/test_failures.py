@@ -9,7 +9,7 @@ import cqs
 from benchmarks.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
-from cqs.executors.ray.job import Differentiate
+from cqs.executors.ray.tasks.job import Differentiate
 
 pytestmark = pytest.mark.ray
 

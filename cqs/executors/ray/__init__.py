@@ -7,8 +7,8 @@ replaces failed actors.
 """
 
 from cqs.executors.ray.cluster import AttentionFuture, Cluster
-from cqs.executors.ray.report import RunReport, TaskReport
-from cqs.executors.ray.run import TaskFailedError, WorkersFailedError
+from cqs.executors.ray.tasks.report import RunReport, TaskReport
+from cqs.executors.ray.tasks.run import TaskFailedError, WorkersFailedError
 
 __all__ = [
     "AttentionFuture",

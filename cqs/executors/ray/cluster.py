@@ -24,14 +24,14 @@ from cqs.executors.ray.future import (
     is_dispatcher,
     wait_or_cancel,
 )
-from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import ActorPool, start_pool
 from cqs.executors.ray.progress import progress_callback
-from cqs.executors.ray.report import RunReport
-from cqs.executors.ray.run import RetryPolicy, Run
-from cqs.executors.ray.shard_producer import AttendShards, LoadShard, MakeShard, ShardProducer
-from cqs.executors.ray.sharded import Sharded
-from cqs.executors.ray.worker_group import WorkerGroup
+from cqs.executors.ray.shards.group import WorkerGroup
+from cqs.executors.ray.shards.producer import AttendShards, LoadShard, MakeShard, ShardProducer
+from cqs.executors.ray.shards.sharded import Sharded
+from cqs.executors.ray.tasks.job import Attend, Differentiate
+from cqs.executors.ray.tasks.report import RunReport
+from cqs.executors.ray.tasks.run import RetryPolicy, Run
 from cqs.executors.shortage import fewest_tasks
 from cqs.executors.streaming.budget import parse_budget
 from cqs.partial import AttentionOutput, Gradients, Partial

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from cqs.executors.ray.report import RunReport
-from cqs.executors.ray.run import Run
+from cqs.executors.ray.tasks.report import RunReport
+from cqs.executors.ray.tasks.run import Run
 from cqs.partial import AttentionOutput, Partial
 
 _Found = TypeVar("_Found")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cqs.arguments import as_bool
-from cqs.executors.ray.shard_actor import Shapes
-from cqs.executors.ray.shard_producer import MapShard
+from cqs.executors.ray.shards.actor import Shapes
+from cqs.executors.ray.shards.producer import MapShard
 
 if TYPE_CHECKING:
     from cqs.executors.ray.cluster import Cluster

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, actor_failures
-from cqs.executors.ray.run import RetryPolicy, TaskFailedError, WorkersFailedError
-from cqs.executors.ray.shard_actor import Shapes
-from cqs.executors.ray.shard_producer import LoadShard, ShardProducer
-from cqs.executors.ray.sharded import ShardOperation
+from cqs.executors.ray.shards.actor import Shapes
+from cqs.executors.ray.shards.producer import LoadShard, ShardProducer
+from cqs.executors.ray.shards.sharded import ShardOperation
+from cqs.executors.ray.tasks.run import RetryPolicy, TaskFailedError, WorkersFailedError
 
 _Found = TypeVar("_Found")
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.job import Attend, Differentiate
 from cqs.executors.ray.pool import Actor, ActorPool, actor_failures
-from cqs.executors.ray.report import RunReport, TaskReport
+from cqs.executors.ray.tasks.job import Attend, Differentiate
+from cqs.executors.ray.tasks.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
 from cqs.executors.verify import verify_rows
 from cqs.partial import Partial
