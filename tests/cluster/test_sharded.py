@@ -568,7 +568,7 @@ def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("cqs.executors.ray.cluster.wait_or_cancel", interrupt_late)
+        patch.setattr("cqs.executors.ray.dispatcher.wait_or_cancel", interrupt_late)
         ones.map(lambda rows: rows, is_collective=is_collective)
     gc.collect()
     assert shards_on(pair) == [1, 1]

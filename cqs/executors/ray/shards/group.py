@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, actor_failures
+from cqs.executors.ray.dispatcher import Dispatcher
+from cqs.executors.ray.pool import CONTROL, Actor, actor_failures
 from cqs.executors.ray.shards.actor import Shapes
+from cqs.executors.ray.shards.operation import ShardOperation
 from cqs.executors.ray.shards.producer import LoadShard, ShardProducer
-from cqs.executors.ray.shards.sharded import ShardOperation
 from cqs.executors.ray.tasks.run import RetryPolicy, TaskFailedError, WorkersFailedError
 
 _Found = TypeVar("_Found")
@@ -41,21 +42,21 @@ class _BrokenError(Exception):
 class WorkerGroup:
     """Maps ranks 0 to n - 1 to actors, and makes the shards of sequences on them.
 
-    Only the dispatcher thread of the cluster uses a group, except :meth:`forget`. No failure leaves
-    an actor in the middle of a call. Each actor has answered, or it is removed and replaced before
-    the next call. Cancelled calls are aborted before the next call.
+    The methods run in the dispatcher thread of the cluster, except :meth:`call` and :meth:`forget`.
+    No failure leaves an actor in the middle of a call. Each actor has answered, or it is removed
+    and replaced before the next call. Cancelled calls are aborted before the next call.
     """
 
-    def __init__(self, pool: ActorPool, retry_policy: RetryPolicy, closing: threading.Event):
+    def __init__(self, dispatcher: Dispatcher, retry_policy: RetryPolicy):
         """Assign ranks to the actors of the pool; actors of one node get adjacent ranks.
 
         Args:
-            pool: Started actors.
+            dispatcher: Thread that talks to the actors.
             retry_policy: Timeouts and the number of attempts per operation.
-            closing: Set when the cluster closes; waits then raise CancelledError.
         """
-        self._pool, self._ray = pool, pool.ray
-        self._retry_policy, self._closing = retry_policy, closing
+        self._dispatcher, self._retry_policy = dispatcher, retry_policy
+        self._pool, self._ray = dispatcher.pool, dispatcher.pool.ray
+        pool = self._pool
         actors = [(actor.info.node, actor.index) for actor in pool.actors.values() if actor.info]
         self._members: list[Actor] = [pool.actors[index] for _, index in sorted(actors)]
         self._numbers = itertools.count()
@@ -72,6 +73,21 @@ class WorkerGroup:
     def num_ranks(self) -> int:
         """Number of ranks, equal to the number of shards of every sequence."""
         return len(self._members)
+
+    def call(self, work: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Execute ``work(*arguments)`` in the dispatcher thread, and wait for its result.
+
+        The shards of forgotten operations are freed first. If an exception interrupts the wait, the
+        work is cancelled.
+        """
+        cancelled = threading.Event()
+
+        def sweep_and_work() -> _Found:
+            self._cancelled = cancelled
+            self._sweep()
+            return work(*arguments)
+
+        return self._dispatcher.wait_for(sweep_and_work, cancelled)
 
     def begin(
         self,
@@ -102,32 +118,29 @@ class WorkerGroup:
         )
 
     def forget(self, operation: ShardOperation) -> None:
-        """Mark shards for :meth:`sweep`; safe to call during garbage collection."""
+        """Mark shards to be freed; safe to call during garbage collection."""
         self._forgotten.append(operation)
 
-    def sweep(self) -> None:
-        """Free the shards of all operations that were passed to :meth:`forget`."""
+    def _sweep(self) -> None:
         operations = []
         while self._forgotten:
             operations.append(self._forgotten.popleft())
             operations[-1].is_wanted = False
         self._free(operations)
 
-    def make(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+    def make(self, operation: ShardOperation) -> None:
         """Make the missing shards of an operation, and first the missing shards of its sources.
 
         Args:
             operation: Operation of this group; shards that its ranks hold are not made again.
-            cancelled: Event that makes the call stop.
 
         Raises:
-            CancelledError: ``cancelled`` was set, or the cluster was closed.
+            CancelledError: The call was cancelled, or the cluster was closed.
             WorkersFailedError: No replacement for a failed actor could be started.
             TaskFailedError: Actors or connections failed ``max_attempts`` times in one operation.
             ValueError: Shards differ in their number of tensors, or a repeated shard in its shapes.
             Exception: A producer raised; a note on the exception names the rank.
         """
-        self._cancelled = cancelled
         made: set[ShardOperation] = set()
         attempts: Counter[ShardOperation] = Counter()
         try:
@@ -147,41 +160,44 @@ class WorkerGroup:
             self._free(found for found in made if not found.is_wanted)
             raise
 
-    def finish(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+    def finish(self, operation: ShardOperation) -> None:
         """Make the shards and wait until all GPUs have finished; raises as :meth:`make` does."""
 
         def settle_all() -> None:
             self._settle()
             self._call_all("settle")
 
-        self._make_for(operation, cancelled, settle_all)
+        self._make_for(operation, settle_all)
 
-    def fetch(
-        self, operation: ShardOperation, cancelled: threading.Event
-    ) -> list[tuple[Blob, ...]]:
+    def fetch(self, operation: ShardOperation) -> list[tuple[Blob, ...]]:
         """Return the shards as blobs, in rank order; raises as :meth:`make` does."""
 
         def fetch_all() -> dict[int, Any]:
             self._settle()
             return self._call_all("fetch", operation.number)
 
-        found = self._make_for(operation, cancelled, fetch_all)
+        found = self._make_for(operation, fetch_all)
         return [found[rank] for rank in range(self.num_ranks)]
 
-    def replicate(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+    def replicate(self, operation: ShardOperation) -> None:
         """Copy the shards into the object store, and restore lost shards from there.
 
         The operation no longer refers to its sources. Raises as :meth:`make` does.
         """
-        shards = self.fetch(operation, cancelled)
+        shards = self.fetch(operation)
         operation.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
         operation.producer = self._pickle(LoadShard())
         operation.is_collective = operation.is_early = False
         operation.sources = ()
 
     def rest(self, cancelled: threading.Event) -> None:
-        """Wait until every actor is free for other work: none waits for a failed rank."""
+        """Wait until every actor is free for other work: none waits for a failed rank.
+
+        Args:
+            cancelled: Event that makes the wait end with CancelledError.
+        """
         self._cancelled = cancelled
+        self._sweep()
         self._end_interrupted()
         try:
             self._settle()
@@ -190,13 +206,11 @@ class WorkerGroup:
         except Exception:
             pass  # lost shards are made again when they are needed; errors are raised there
 
-    def _make_for(
-        self, operation: ShardOperation, cancelled: threading.Event, use: Callable[[], _Found]
-    ) -> _Found:
+    def _make_for(self, operation: ShardOperation, use: Callable[[], _Found]) -> _Found:
         """Make the shards and call ``use``; repeat both if an actor fails in the meantime."""
         attempts: Counter[ShardOperation] = Counter()
         while True:
-            self.make(operation, cancelled)
+            self.make(operation)
             try:
                 return use()
             except _BrokenError as error:
@@ -417,9 +431,9 @@ class WorkerGroup:
             CancelledError: The call was cancelled, or the cluster closed.
         """
         while calls.pending and not (until_failure and (calls.errors or calls.failures)):
-            if self._cancelled.is_set() or self._closing.is_set():
+            if self._cancelled.is_set() or self._dispatcher.closing.is_set():
                 self._is_formed = False
-                if self._closing.is_set():
+                if self._dispatcher.closing.is_set():
                     self._pool.abandon(list(calls.pending))
                 else:
                     self._interrupted = calls

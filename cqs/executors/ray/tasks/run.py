@@ -16,8 +16,7 @@ from cqs.executors.ray.pool import Actor, ActorPool, actor_failures
 from cqs.executors.ray.tasks.job import Attend, Differentiate
 from cqs.executors.ray.tasks.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
-from cqs.executors.verify import verify_rows
-from cqs.partial import Partial
+from cqs.problem import Problem
 from cqs.scheduler import Plan, Task
 from cqs.worker import Worker
 
@@ -50,10 +49,7 @@ class RetryPolicy:
 
 
 class Run:
-    """Computes one problem on a pool of actors.
-
-    The dispatcher thread of the cluster calls it once.
-    """
+    """One run of a plan on a pool of actors; the dispatcher thread calls it once."""
 
     def __init__(
         self,
@@ -63,8 +59,8 @@ class Run:
         plan: Plan,
         *,
         worker: Worker,
-        verify: bool,
-        progress: Callable[[int, int], None],
+        progress: Callable[[Problem, int], None],
+        cancelled: threading.Event,
         closing: threading.Event,
     ):
         """Store the arguments; send nothing to the actors.
@@ -75,17 +71,14 @@ class Run:
             job: Forward or backward pass of a checked problem.
             plan: Plan for the sequence lengths of the problem.
             worker: Settings and backend of the computation, sent to every actor.
-            verify: Recompute sampled rows of a forward pass in float64 on the driver.
-            progress: Called with (finished tasks, all tasks) after every task.
-            closing: Set when the cluster closes; the run then raises CancelledError.
+            progress: Called with the problem and the live pairs of a task after every task.
+            cancelled: Event that makes the run stop.
+            closing: Set when the cluster closes; the run then stops too.
         """
         self._started, self._start = time.time(), time.perf_counter()
-        self.cancelled = threading.Event()
-        self._in_inference_mode = torch.is_inference_mode_enabled()
-        self.report: RunReport | None = None
         self._pool, self._ray, self._retry_policy = pool, pool.ray, retry_policy
-        self._job, self._plan, self._closing = job, plan, closing
-        self._worker, self._verify, self._progress = worker, verify, progress
+        self._job, self._plan, self._worker, self._progress = job, plan, worker, progress
+        self._cancelled, self._closing = cancelled, closing
         self._tasks = {task.index: task for task in plan.tasks if task.steps}
         self._queries: dict[range, Any] = {}
         self._keys: dict[range, Any] = {}
@@ -100,8 +93,11 @@ class Run:
         self._seconds: Counter[str] = Counter()
         self._failures = self._reruns = 0
 
-    def __call__(self) -> Any:
-        """Compute all tasks, merge their results and return the result of the job.
+    def __call__(self) -> tuple[Any, RunReport]:
+        """Compute all tasks and merge their results.
+
+        Returns:
+            The result of the job, and the measurements of the run.
 
         Raises:
             CancelledError: ``cancelled`` or ``closing`` was set.
@@ -111,10 +107,6 @@ class Run:
             ValueError: This process lost its connection to Ray.
             Exception: The computation of a task raised; the run does not repeat it.
         """
-        with torch.inference_mode(self._in_inference_mode):  # inference mode is per thread
-            return self._run()
-
-    def _run(self) -> Any:
         try:
             if not self._job.is_empty:
                 self._compute()
@@ -123,7 +115,7 @@ class Run:
             self._keys.clear()
             self._shared_worker = None
         result = self._job.finish()
-        self.report = RunReport(
+        return result, RunReport(
             started=self._started,
             seconds=time.perf_counter() - self._start,
             put_seconds=self._seconds["put"],
@@ -133,9 +125,6 @@ class Run:
             failures=self._failures,
             reruns=self._reruns,
         )
-        if self._verify and isinstance(result, Partial):
-            verify_rows(self._job.problem, result)
-        return result
 
     def _compute(self) -> None:
         """Assign tasks, those with the most live pairs first, until all results have arrived.
@@ -157,7 +146,7 @@ class Run:
             self._shared_worker = self._ray.put(self._worker)
         try:
             while len(self._reports) < len(self._tasks):
-                if self.cancelled.is_set() or self._closing.is_set():
+                if self._cancelled.is_set() or self._closing.is_set():
                     raise CancelledError
                 self._pool.check_connected()
                 self._feed()
@@ -242,7 +231,7 @@ class Run:
             tensors = [tuple(blob.tensor() for blob in group) for group in results]
             self._job.accept(self._tasks[index], tensors)
         self._reports[index] = report
-        self._progress(len(self._reports), len(self._tasks))
+        self._progress(self._job.problem, self._tasks[index].live_pairs)
 
     def _explain(self, error: Exception, index: int) -> Exception:
         """Add the problem, plan and predicted memory to an out-of-memory error of an actor."""
