@@ -224,8 +224,8 @@ class Cluster:
                 sequence, see :func:`cqs.distributed.attention`.
             backend: Name of a backend; ``None`` lets each worker choose its fastest.
             return_lse: Also return the log-sum-exp of every query.
-            verify: Recompute sampled rows in float64 and raise if they deviate. Not supported for
-                sharded sequences.
+            verify: Recompute sampled rows in float64 and raise if they deviate: on the driver, or
+                for a sharded sequence on all workers.
             progress: True draws a progress bar; a function is called with live pairs done and in
                 total, see :func:`cqs.attention`. Not supported for sharded sequences.
 
@@ -250,12 +250,10 @@ class Cluster:
             is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
         )
         if isinstance(query, Sharded):
-            if not (
-                key is value is num_tasks is memory_budget is None and verify is progress is False
-            ):
+            if not (key is value is num_tasks is memory_budget is None and progress is False):
                 raise TypeError(
-                    "a sharded sequence does not support key, value, num_tasks, memory_budget, "
-                    "verify or progress: leave them out"
+                    "a sharded sequence does not support key, value, num_tasks, memory_budget or "
+                    "progress: leave them out"
                 )
             if (number := len(query.shapes[0])) != 3:
                 raise ValueError(
@@ -270,6 +268,7 @@ class Cluster:
                 "interest_set": None if interest_set is None else list_elements(interest_set),
                 "backend": backend,
                 "return_lse": return_lse,
+                "verify": verify,
             }
             return Sharded.make(self._group, AttendShards(distributed_options), [query])
         if head_parallel != "auto":
