@@ -7,10 +7,10 @@ replaces failed actors.
 """
 
 from cqs.executors.ray.cluster import Cluster
+from cqs.executors.ray.failures import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.future import AttentionFuture
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.report import RunReport, TaskReport
-from cqs.executors.ray.tasks.run import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.temporary import TemporaryCluster
 
 __all__ = [

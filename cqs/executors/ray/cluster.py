@@ -14,13 +14,13 @@ from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.closer import Closer
 from cqs.executors.ray.dispatcher import Dispatcher
+from cqs.executors.ray.failures import RetryPolicy
 from cqs.executors.ray.future import AttentionFuture
 from cqs.executors.ray.pool import start_pool
 from cqs.executors.ray.shards.group import WorkerGroup
 from cqs.executors.ray.shards.producer import AttendShards, LoadShard, MakeShard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
-from cqs.executors.ray.tasks.run import RetryPolicy
 from cqs.executors.shortage import fewest_tasks
 from cqs.executors.streaming.budget import parse_budget
 from cqs.partial import AttentionOutput

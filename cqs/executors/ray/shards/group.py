@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,15 +14,14 @@ from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
-from cqs.executors.ray.pool import CONTROL, Actor, actor_failures
+from cqs.executors.ray.failures import Answer, Calls, RetryPolicy, WorkersFailedError
+from cqs.executors.ray.pool import CONTROL, Actor, ActorPool
 from cqs.executors.ray.shards.actor import Shapes
 from cqs.executors.ray.shards.operation import ShardOperation
 from cqs.executors.ray.shards.producer import LoadShard, ShardProducer
-from cqs.executors.ray.tasks.run import RetryPolicy, TaskFailedError, WorkersFailedError
 
 _Found = TypeVar("_Found")
 
-_POLL_SECONDS = 0.1
 _INLINE_BYTES = 2**16
 """Producers up to this size are sent with the call; larger ones through the object store."""
 _GRACE_SECONDS = 1.0
@@ -65,7 +63,7 @@ class WorkerGroup:
         self._unsettled: ShardOperation | None = None
         """The last collective operation; its shards are lost if a rank fails before it is done."""
         self._cancelled = threading.Event()
-        self._interrupted: _Calls | None = None
+        self._interrupted: _RankCalls | None = None
         """Cancelled calls that actors may still execute."""
         self._forgotten: deque[ShardOperation] = deque()
 
@@ -398,7 +396,7 @@ class WorkerGroup:
             self._wait(calls, time.monotonic() + _GRACE_SECONDS)
         # Errors after this point are caused by the abort.
         errors, has_failed = dict(calls.errors), bool(calls.failures)
-        if not calls.pending and not errors and not has_failed:
+        if not calls and not errors and not has_failed:
             self._is_formed = True
             return calls.found
         self._abort(calls, end if method == "compute" else time.monotonic())
@@ -411,15 +409,14 @@ class WorkerGroup:
 
     def _begin_calls(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]], ranks: Iterable[int]
-    ) -> "_Calls":
-        return _Calls(
-            {
-                getattr(self._members[rank].handle, method).remote(*arguments(rank)): rank
-                for rank in ranks
-            }
-        )
+    ) -> "_RankCalls":
+        calls = _RankCalls(self._pool, lambda: self._cancelled.is_set(), self._dispatcher.closing)
+        for rank in ranks:
+            actor = self._members[rank]
+            calls.add(actor, rank, getattr(actor.handle, method).remote(*arguments(rank)))
+        return calls
 
-    def _wait(self, calls: "_Calls", end: float, *, until_failure: bool = False) -> None:
+    def _wait(self, calls: "_RankCalls", end: float, *, until_failure: bool = False) -> None:
         """Collect answers until all have arrived, ``end`` has passed, or the first failure.
 
         Args:
@@ -430,33 +427,29 @@ class WorkerGroup:
         Raises:
             CancelledError: The call was cancelled, or the cluster closed.
         """
-        while calls.pending and not (until_failure and (calls.errors or calls.failures)):
-            if self._cancelled.is_set() or self._dispatcher.closing.is_set():
+        while calls and not (until_failure and (calls.errors or calls.failures)):
+            if (left := end - time.monotonic()) <= 0:
+                return
+            try:
+                for answer in calls.collect(left):
+                    self._record(calls, answer)
+            except CancelledError:
                 self._is_formed = False
                 if self._dispatcher.closing.is_set():
-                    self._pool.abandon(list(calls.pending))
+                    calls.abandon()
                 else:
                     self._interrupted = calls
-                raise CancelledError
-            self._pool.check_connected()
-            left = end - time.monotonic()
-            if left <= 0:
-                return
-            refs = list(calls.pending)
-            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=min(left, _POLL_SECONDS))
-            for ref in ready:
-                rank = calls.pending.pop(ref)
-                try:
-                    calls.found[rank] = self._ray.get(ref)
-                except self._ray.exceptions.RayTaskError as error:
-                    with suppress(Exception):  # some exceptions have read-only attributes
-                        error.cause.__cause__ = error
-                    calls.errors[rank] = error.cause
-                except self._ray.exceptions.UnserializableException as error:
-                    calls.errors[rank] = error
-                except actor_failures(self._ray) as error:
-                    calls.failures[rank] = error
-                    self._remove_failed(rank)
+                raise
+
+    def _record(self, calls: "_RankCalls", answer: Answer) -> None:
+        (rank,) = answer.keys
+        if answer.failure is not None:
+            calls.failures[rank] = answer.failure
+            self._is_formed = False  # _take_places replaces the actor
+        elif answer.error is not None:
+            calls.errors[rank] = answer.error
+        else:
+            calls.found[rank] = answer.value
 
     def _end_interrupted(self) -> None:
         """Abort calls that a cancelled request has left on the actors."""
@@ -464,7 +457,7 @@ class WorkerGroup:
             calls, self._interrupted = self._interrupted, None
             self._abort(calls, time.monotonic() + self._retry_policy.stall_timeout)
 
-    def _abort(self, calls: "_Calls", end: float) -> None:
+    def _abort(self, calls: "_RankCalls", end: float) -> None:
         """Abort the process group on all actors, and wait for the calls to end.
 
         Actors that do not answer the abort within ``_ABORT_SECONDS`` are killed. The others may be
@@ -479,25 +472,19 @@ class WorkerGroup:
         ready, silent = self._ray.wait(
             list(answers), num_returns=len(answers), timeout=_ABORT_SECONDS
         )
-        for ref in silent:
-            self._remove_failed(answers[ref], is_hung=True)
+        for rank in (answers[ref] for ref in silent):
+            self._pool.remove(self._members[rank], is_hung=True)
+            self._is_formed = False
         self._pool.abandon(ready)
         self._wait(calls, max(end, time.monotonic() + _ABORT_SECONDS))
         self._remove_hung(calls)
 
-    def _remove_hung(self, calls: "_Calls") -> None:
-        for rank in calls.pending.values():
-            calls.failures[rank] = TimeoutError(f"rank {rank} did not answer in time")
-            self._remove_failed(rank, is_hung=True)
-        self._pool.abandon(list(calls.pending))
+    def _remove_hung(self, calls: "_RankCalls") -> None:
+        for actor in calls.actors:
+            failure = TimeoutError(f"rank {self._members.index(actor)} did not answer in time")
+            self._record(calls, calls.fail(actor, failure, is_hung=True))
 
-    def _remove_failed(self, rank: int, *, is_hung: bool = False) -> None:
-        """Remove the actor of a rank from the pool; :meth:`_take_places` replaces it."""
-        if self._is_known(self._members[rank]):
-            self._pool.remove(self._members[rank], is_hung=is_hung)
-        self._is_formed = False
-
-    def _conclude(self, calls: "_Calls") -> dict[int, Any]:
+    def _conclude(self, calls: "_RankCalls") -> dict[int, Any]:
         """Return the results by rank; raise _BrokenError if an actor failed."""
         if calls.failures:
             rank, failure = min(calls.failures.items())
@@ -519,11 +506,12 @@ class WorkerGroup:
         Raises:
             TaskFailedError: The operation has failed ``max_attempts`` times.
         """
-        attempts[operation] += 1
-        if attempts[operation] >= self._retry_policy.max_attempts:
-            raise TaskFailedError(
-                f"{operation.name} failed {attempts[operation]} times; the last failure: {error}"
-            ) from error
+        self._retry_policy.count(
+            attempts,
+            operation,
+            lambda number: f"{operation.name} failed {number} times; the last failure: {error}",
+            error,
+        )
 
     def _free(self, operations: Iterable[ShardOperation]) -> None:
         """Free the shards of some operations on all ranks."""
@@ -541,18 +529,18 @@ class WorkerGroup:
             self._pool.abandon([actor.handle.free.remote(numbers)])
 
 
-@dataclass
-class _Calls:
-    """Calls of one method on several ranks."""
+class _RankCalls(Calls):
+    """Calls of one method on several ranks, with the rank as key."""
 
-    pending: dict[Any, int]
-    """Ranks by the Ray references of their unfinished calls."""
-    found: dict[int, Any] = field(default_factory=dict)
-    """Return values by rank."""
-    errors: dict[int, Exception] = field(default_factory=dict)
-    """Exceptions that the method raised, by rank."""
-    failures: dict[int, Exception] = field(default_factory=dict)
-    """Failures of actors, by rank."""
+    def __init__(self, pool: ActorPool, is_cancelled: Callable[[], bool], closing: threading.Event):
+        """Start without calls and answers."""
+        super().__init__(pool, is_cancelled, closing)
+        self.found: dict[int, Any] = {}
+        """Return values by rank."""
+        self.errors: dict[int, Exception] = {}
+        """Exceptions that the method raised, by rank."""
+        self.failures: dict[int, Exception] = {}
+        """Failures of actors, by rank."""
 
 
 def _is_of_connections(error: Exception) -> bool:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from cqs.executors.contract import NO_HOOKS, Hooks
 from cqs.executors.ray.dispatcher import Dispatcher
+from cqs.executors.ray.failures import RetryPolicy
 from cqs.executors.ray.tasks.job import Attend, Differentiate
 from cqs.executors.ray.tasks.report import RunReport
-from cqs.executors.ray.tasks.run import RetryPolicy, Run
+from cqs.executors.ray.tasks.run import Run
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan
