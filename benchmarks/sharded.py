@@ -24,7 +24,7 @@ from benchmarks.timing import track
 from cqs.distributed import attention
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.rank_task import RankTask
-from cqs.executors.ray.sharded import Sharded
+from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
 from cqs.problem import check_problem
@@ -197,7 +197,7 @@ def _time_failures(
 ) -> Measurement:
     """Kill half of the actors ``failures`` times; results must be those of undisturbed runs."""
     run = _run_in_calls if moment == _ANY_CALL else _run_in_one_call
-    runs = [run(shards) for _ in range(3)]
+    runs = [run(cluster, shards) for _ in range(3)]
     undisturbed, expected = min(each.seconds for each in runs), runs[0].answer
     if not all(torch.equal(expected, each.answer) for each in runs):
         raise VerificationError("undisturbed runs differ")
@@ -209,11 +209,11 @@ def _time_failures(
         victims = draw.sample(cluster.pids, number)
         if moment in _PARTS:
             done = _run_in_one_call(
-                shards, _PlannedKill(victims, moment, draw.randrange(_NUM_LAYERS))
+                cluster, shards, _PlannedKill(victims, moment, draw.randrange(_NUM_LAYERS))
             )
         else:
             with _running(threading.Timer(draw.uniform(0, undisturbed), _kill, [victims])):
-                done = run(shards)
+                done = run(cluster, shards)
         if not torch.equal(done.answer, expected):
             raise VerificationError(
                 f"the result is not bitwise identical after {number} workers were killed"
@@ -222,7 +222,7 @@ def _time_failures(
             found.append(done.seconds)
             bar.update()
         else:  # the run ended before the kill; a failed worker may still have to be replaced
-            run(shards)
+            run(cluster, shards)
     bar.close()
     name = f"ray, {number} killed" + ("" if moment == _ANY_MOMENT else f" in {moment}")
     row = _row(cluster, "failures", case, name, "undisturbed", found, [undisturbed] * failures)
@@ -257,23 +257,25 @@ def _running(timer: threading.Timer) -> Iterator[None]:
         timer.join()
 
 
-def _run_in_one_call(shards: Sharded, kill: _PlannedKill | None = None) -> _Run:
+def _run_in_one_call(
+    cluster: cqs.Cluster, shards: Sharded, kill: _PlannedKill | None = None
+) -> _Run:
     """Compute all layers in one call, in which actors may be killed."""
     start = time.perf_counter()
-    return _finish(start, shards.map(partial(_layers, kill=kill), is_collective=True))
+    return _finish(cluster, start, shards.map(partial(_layers, kill=kill), is_collective=True))
 
 
-def _run_in_calls(shards: Sharded) -> _Run:
+def _run_in_calls(cluster: cqs.Cluster, shards: Sharded) -> _Run:
     """Compute every layer in two calls of the cluster."""
     start = time.perf_counter()
     for _ in range(_NUM_LAYERS):
-        shards = shards.cluster.attention(shards, is_causal=True).map(_add, shards)
-    return _finish(start, shards.map(_first))
+        shards = cluster.attention(shards, is_causal=True).map(_add, shards)
+    return _finish(cluster, start, shards.map(_first))
 
 
-def _finish(start: float, output: Sharded) -> _Run:
+def _finish(cluster: cqs.Cluster, start: float, output: Sharded) -> _Run:
     output.wait()
-    seconds, pids = time.perf_counter() - start, output.cluster.pids
+    seconds, pids = time.perf_counter() - start, cluster.pids
     answer = output.to_local()
     assert isinstance(answer, Tensor)
     return _Run(seconds, pids, answer)

@@ -1,18 +1,18 @@
 """``cqs.attention``: exact attention on one device or on a Ray cluster."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cqs.arguments import with_advice
-from cqs.executors.contract import attend
+from cqs.executors.contract import Executor, attend
 from cqs.executors.local import LocalExecutor
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
-from cqs.problem import Problem, check_problem
-from cqs.scheduler import Plan
+from cqs.problem import check_problem
+from cqs.scheduler.interest_sets import list_elements
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import check_backend_name
 
@@ -113,31 +113,34 @@ def attention(
         dropout_p=dropout_p,
         seed=seed,
     )
-
-    def make_plan(problem: Problem) -> Plan:
-        return problem.make_plan(1 if num_tasks is None else num_tasks, interest_set)
-
-    if executor is None or executor == "local":
+    elements = None if interest_set is None else list_elements(interest_set)
+    chosen = open_executor(executor)
+    if num_tasks is not None and executor is not None:
+        for _, part in problem.parts():
+            part.make_plan(num_tasks, elements)  # reports wrong options before Ray starts
+    with chosen as opened:
+        number = opened.num_tasks if num_tasks is None else num_tasks
         answer = attend(
-            LocalExecutor(), problem, make_plan, backend=backend, verify=verify, progress=progress
+            opened,
+            problem,
+            lambda part: part.make_plan(number, elements),
+            backend=backend,
+            verify=verify,
+            progress=progress,
         )
-        return answer.to_result(return_lse)
+    return answer.to_result(return_lse)
 
+
+def open_executor(executor: "str | Cluster | None") -> AbstractContextManager[Executor]:
+    """Return a context manager of an executor, given the argument of :func:`attention`."""
+    if executor is None or executor == "local":
+        return nullcontext(LocalExecutor())
     if isinstance(executor, str) and executor != "ray":
         raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
-    for _, part in problem.parts():
-        make_plan(part)  # reports wrong options before Ray starts
-    from cqs.executors.ray import Cluster
-    from cqs.executors.ray.differentiable import attend_on
+    from cqs.executors.ray import Cluster, TemporaryCluster
 
-    if not isinstance(executor, str | Cluster):
+    if isinstance(executor, str):
+        return TemporaryCluster()
+    if not isinstance(executor, Cluster):
         raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
-    answer = attend_on(
-        Cluster if isinstance(executor, str) else lambda: nullcontext(executor),
-        problem,
-        num_tasks=num_tasks,
-        interest_set=interest_set,
-        backend=backend,
-        verify=verify,
-    )
-    return answer.to_result(return_lse)
+    return nullcontext(executor.make_executor())

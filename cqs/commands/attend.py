@@ -8,16 +8,15 @@ from dataclasses import replace
 import torch
 
 import cqs.streaming
+from cqs.api import open_executor
 from cqs.commands.integers import parse_integer
 from cqs.commands.tensor_files import create_file, create_tensor, load_tensor, path_of
 from cqs.commands.written_files import check_written
 from cqs.executors.contract import attend
-from cqs.executors.local import LocalExecutor
 from cqs.executors.streaming.checkpoint import WorkingDirectory
-from cqs.executors.verify import verify_rows
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
-from cqs.problem import Problem, check_problem
+from cqs.problem import check_problem
 from cqs.worker import BACKENDS
 
 
@@ -75,13 +74,17 @@ def run(options: argparse.Namespace) -> None:
         lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
         if options.lse:
             lse = files.enter_context(create_tensor(options.lse, "lse", shape[:3], lse.dtype))
-        answer = Partial(output, lse)
-        if options.executor == "ray":
-            _attend_on_ray(problem, options, answer)
-        else:
-            _attend_here(problem, options, answer)
-        if options.verify:
-            verify_rows(problem, answer)
+        opened = files.enter_context(open_executor(options.executor))
+        number = opened.num_tasks if options.num_tasks is None else options.num_tasks
+        attend(
+            opened,
+            problem,
+            lambda part: part.make_plan(number),
+            backend=options.backend,
+            verify=options.verify,
+            progress=sys.stderr.isatty(),
+            into=Partial(output, lse),
+        )
     print(f"{options.output}: {list(shape)} {dtype}")
 
 
@@ -121,30 +124,3 @@ def _attend_within_budget(options: argparse.Namespace) -> None:
                 print(f"The same command goes on with {kept}, which stay.", file=sys.stderr)
             raise
     print(f"{options.output}: {list(shape)} {dtype}")
-
-
-def _attend_here(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:
-    num_tasks = 1 if options.num_tasks is None else options.num_tasks
-    attend(
-        LocalExecutor(),
-        problem,
-        lambda part: part.make_plan(num_tasks),
-        backend=options.backend,
-        progress=sys.stderr.isatty(),
-        into=answer,
-    )
-
-
-def _attend_on_ray(problem: Problem, options: argparse.Namespace, answer: Partial) -> None:
-    from cqs.executors.ray import Cluster
-
-    with Cluster() as cluster:
-        number = len(cluster.pids) if options.num_tasks is None else options.num_tasks
-        for where, part in problem.parts():
-            cluster.submit_plan(
-                part,
-                part.make_plan(number),
-                backend=options.backend,
-                answer=Partial(answer.output[where], answer.lse[where]),
-                progress=True,
-            ).result()

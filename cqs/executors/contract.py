@@ -80,6 +80,9 @@ class Executor(Protocol):
     an out-of-memory error names the predicted memory and a sufficient number of tasks.
     """
 
+    num_tasks: int
+    """Number of tasks of a call that does not choose one."""
+
     def run(
         self,
         problem: Problem,

@@ -16,6 +16,8 @@ from cqs.worker.memory import memory_of
 class LocalExecutor:
     """Computes all tasks on the device of the tensors, in one launch where the backend can."""
 
+    num_tasks = 1
+
     def run(
         self,
         problem: Problem,

@@ -150,53 +150,104 @@ def _verify_part(
     seed: int,
 ) -> None:
     """Verify a part with a single pattern, whose first batch, head and KV head are ``first``."""
-    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
-    generator = torch.Generator().manual_seed(seed)
-    sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator, device="cpu")
-    rows = sorted({0, seqlen_q - 1, *sample.tolist()} & set(range(seqlen_q)))
+    rows = sample_rows(problem.query.shape[2], num_rows, seed)
     if not rows:
         return
+    check = RowCheck(problem, rows, first[:2])
     index = torch.tensor(rows, device=problem.query.device)
-    visible = visible_rows(problem, index)
     group_size = problem.query.shape[1] // problem.key.shape[1]
-    if problem.dropout is not None:
-        sampled = [range(row, row + 1) for row in rows]
-        bits = problem.dropout.random_bits(problem.query, sampled, [range(seqlen_kv)])
     for batch, kv_head in product(range(problem.key.shape[0]), range(problem.key.shape[1])):
-        of_keys = first[0] + batch, first[2] + kv_head
-        key, value = (read(of_keys).double() for read in heads[1:3])
+        key, value = (read((first[0] + batch, first[2] + kv_head)) for read in heads[1:3])
         for head in range(kv_head * group_size, (kv_head + 1) * group_size):
             place = first[0] + batch, first[1] + head
-            query, output, found_lse = (heads[i](place)[index].double() for i in (0, 3, 4))
-            scores = problem.scale * (query @ key.T)
-            masked = scores.masked_fill(~visible, -torch.inf)
-            lse = masked.logsumexp(dim=-1)
-            log_weights = masked - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-            weights = log_weights.exp()
-            factors: Tensor | float = 1.0
-            magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
-            magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
-            errors = _Errors.of(problem, log_weights, magnitudes, visible)
-            finite = value.masked_fill(~value.isfinite(), 0)
-            if problem.dropout is not None:
-                of_head = bits._replace(
-                    multiplier=bits.multiplier[batch, head], increment=bits.increment[batch, head]
-                )
-                factors = problem.dropout.kept(of_head).double() * problem.dropout.scale
-                weights = weights * factors
-            exact = weighted_sum(weights, finite)
-            if not value.isfinite().all():
-                exact = exact + _sum_of_infinite(weights, value - finite, visible)
-                # Kernels may flush a subnormal weight to 0, and 0 * inf is NaN.
-                faint = weights.masked_fill(weights < torch.finfo(problem.query.dtype).tiny, 0)
-                may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
-                exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
-            note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
-            bound = errors.bound_output(weights, factors, finite.abs(), visible)
-            of_lse = (found_lse, lse, errors.lse)
-            found, exact_lse, bound_lse = (each.unsqueeze(-1) for each in of_lse)
-            _compare_rows("output", place, rows, output, exact, bound, note)
-            _compare_rows("lse", place, rows, found, exact_lse, bound_lse, note)
+            query, output, lse = (heads[i](place)[index] for i in (0, 3, 4))
+            check(batch, head, query, output, lse, key, value)
+
+
+def sample_rows(seqlen_q: int, num_rows: int = 32, seed: int = 0) -> list[int]:
+    """Return the first, the last and ``num_rows`` random rows, ascending, without repetition."""
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator, device="cpu")
+    return sorted({0, seqlen_q - 1, *sample.tolist()} & set(range(seqlen_q)))
+
+
+class RowCheck:
+    """Compares rows of one head after the other with float64 attention."""
+
+    def __init__(self, problem: Problem, rows: Sequence[int], first: tuple[int, int] = (0, 0)):
+        """Compute the attention mask and the dropout mask of the rows.
+
+        Args:
+            problem: The attention problem, without per-head patterns. Only its options, and the
+                shapes, dtype and device of its tensors are used.
+            rows: Positions of the queries, ascending.
+            first: Batch element and head, of the whole, of the problem's first ones.
+        """
+        self._problem, self._rows, self._first = problem, rows, first
+        self._visible = visible_rows(problem, torch.tensor(rows, device=problem.query.device))
+        if problem.dropout is not None:
+            sampled = [range(row, row + 1) for row in rows]
+            keys = [range(problem.key.shape[2])]
+            self._bits = problem.dropout.random_bits(problem.query, sampled, keys)
+
+    def __call__(
+        self,
+        batch: int,
+        head: int,
+        query: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        """Check the rows of a head.
+
+        Args:
+            batch: Index of the batch element in the problem.
+            head: Index of the query head in the problem.
+            query: Queries of the rows, ``[rows, head_dim]``.
+            output: Output to check, ``[rows, value_dim]``.
+            lse: LSE to check, ``[rows]``.
+            key: All keys of the head, ``[seqlen_kv, head_dim]``.
+            value: All values of the head, ``[seqlen_kv, value_dim]``.
+
+        Raises:
+            VerificationError: A row deviates by more than its bound.
+        """
+        problem, visible = self._problem, self._visible
+        query, output, found_lse, key, value = (
+            tensor.double() for tensor in (query, output, lse, key, value)
+        )
+        scores = problem.scale * (query @ key.T)
+        masked = scores.masked_fill(~visible, -torch.inf)
+        lse = masked.logsumexp(dim=-1)
+        log_weights = masked - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+        weights = log_weights.exp()
+        factors: Tensor | float = 1.0
+        magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
+        magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
+        errors = _Errors.of(problem, log_weights, magnitudes, visible)
+        finite = value.masked_fill(~value.isfinite(), 0)
+        if problem.dropout is not None:
+            of_head = self._bits._replace(
+                multiplier=self._bits.multiplier[batch, head],
+                increment=self._bits.increment[batch, head],
+            )
+            factors = problem.dropout.kept(of_head).double() * problem.dropout.scale
+            weights = weights * factors
+        exact = weighted_sum(weights, finite)
+        if not value.isfinite().all():
+            exact = exact + _sum_of_infinite(weights, value - finite, visible)
+            # Kernels may flush a subnormal weight to 0, and 0 * inf is NaN.
+            faint = weights.masked_fill(weights < torch.finfo(problem.query.dtype).tiny, 0)
+            may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
+            exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
+        note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
+        bound = errors.bound_output(weights, factors, finite.abs(), visible)
+        found, exact_lse, bound_lse = (each.unsqueeze(-1) for each in (found_lse, lse, errors.lse))
+        place = self._first[0] + batch, self._first[1] + head
+        _compare_rows("output", place, self._rows, output, exact, bound, note)
+        _compare_rows("lse", place, self._rows, found, exact_lse, bound_lse, note)
 
 
 def visible_rows(problem: Problem, rows: Tensor) -> Tensor:
@@ -234,7 +285,7 @@ def _sum_of_infinite(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
 def _compare_rows(
     name: str,
     batch_and_head: tuple[int, int],
-    rows: list[int],
+    rows: Sequence[int],
     actual: Tensor,
     exact: Tensor,
     bound: Tensor,

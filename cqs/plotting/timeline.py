@@ -10,7 +10,7 @@ from cqs.plotting.colors import letter_color, task_colors
 from cqs.plotting.figures import new_axes, points_across, write_centred
 
 if TYPE_CHECKING:
-    from cqs.executors.ray.report import RunReport, TaskReport
+    from cqs.executors.ray.tasks.report import RunReport, TaskReport
 
 _NAME_POINTS = 7
 """Height of a number in points."""

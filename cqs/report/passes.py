@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cqs.executors.local import LocalExecutor
-from cqs.executors.ray.job import attend_task, differentiate_task
+from cqs.executors.ray.tasks.job import attend_task, differentiate_task
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.report.exact import verify_answer, verify_gradients

@@ -97,11 +97,10 @@ def _measure(
 
 def _run(cluster: cqs.Cluster, work: MeasuredPass, plan: Plan) -> tuple[Any, RunReport]:
     """Compute a pass on the cluster; return the result and the report of the run."""
+    executor = cluster.make_executor()
+    result: Any
     if isinstance(work, Backward):
-        reports: list[RunReport] = []
-        gradients = cluster.differentiate_plan(
-            work.problem, plan, work.answer, work.grad_output, report=reports.append
-        )
-        return gradients, reports[0]
-    future = cluster.submit_plan(work.problem, plan)
-    return future.wait(), future.report
+        result = executor.run_backward(work.problem, plan, work.answer, work.grad_output)
+    else:
+        result = executor.run(work.problem, plan)
+    return result, executor.reports[0]

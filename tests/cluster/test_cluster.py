@@ -1,5 +1,7 @@
 import os
 from concurrent.futures import CancelledError
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import cqs
 from benchmarks.cases import CASES, Case
 from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.executors.verify import VerificationError
 from cqs.testing import assert_tracks_exact
 
@@ -157,18 +160,27 @@ def test_empty_problems_need_no_actor(cluster):
     assert cluster.attention(query[:0], query[:0], query[:0]).shape == query[:0].shape
 
 
-def test_progress_counts_tasks(cluster):
-    problem = CASES[0].make()
+@pytest.mark.parametrize("is_of_api", [False, True])
+def test_progress_counts_the_live_pairs_of_all_heads(cluster, is_of_api):
+    problem = LARGE.make()
+    attend = partial(cqs.attention, executor=cluster) if is_of_api else cluster.attention
     calls = []
-    cluster.attention(
-        *tensors(problem), num_tasks=7, progress=lambda done, total: calls.append((done, total))
+    attend(
+        *tensors(problem),
+        is_causal=True,
+        num_tasks=7,
+        progress=lambda done, total: calls.append((done, total)),
     )
-    assert calls == [(done, 7) for done in range(1, 8)]
+    pairs = [8 * task.live_pairs for task in problem.make_plan(7).tasks]
+    done = [0, *(done for done, _ in calls)]
+    assert sorted(b - a for a, b in pairwise(done)) == sorted(pairs)
+    assert {total for _, total in calls} == {sum(pairs)} == {done[-1]}
 
 
 def test_progress_bar_is_drawn_on_request(cluster, capsys):
     cluster.attention(*tensors(CASES[0].make()), num_tasks=7, progress=True)
-    assert "7/7" in capsys.readouterr().err
+    drawn = capsys.readouterr().err
+    assert "100%" in drawn and "pair/s" in drawn
 
 
 def test_a_cancelled_run_ends_and_the_next_one_works(cluster):
@@ -323,11 +335,13 @@ def test_views_that_are_negated_lazily_are_sent(cluster):
 def test_a_budget_makes_as_many_tasks_as_keep_it(cluster, monkeypatch, is_causal):
     problem = Case("long", 500, 500, is_causal=is_causal).make()
     tensors, numbers = (problem.query, problem.key, problem.value), []
-    make_plan = cqs.Cluster.make_plan
+    compute = TaskExecutor.run
     monkeypatch.setattr(
-        cqs.Cluster,
-        "make_plan",
-        lambda self, *arguments: numbers.append(make_plan(self, *arguments)) or numbers[-1],
+        TaskExecutor,
+        "run",
+        lambda self, problem, plan, *rest: (
+            numbers.append(plan) or compute(self, problem, plan, *rest)
+        ),
     )
     output = cluster.attention(*tensors, is_causal=is_causal, memory_budget="100KB")
     (plan,) = numbers

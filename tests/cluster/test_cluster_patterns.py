@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+from concurrent.futures import CancelledError
 from dataclasses import replace
 
 import pytest
@@ -103,8 +105,46 @@ def test_submit_takes_patterns_that_all_heads_share(cluster, assert_right):
     tensors = problem.query, problem.key, problem.value
     future = cluster.submit(*tensors, pattern=problem.pattern, num_tasks=7, return_lse=True)
     assert_right(problem, future.result())
-    with pytest.raises(NotImplementedError, match="pattern must be the same for all heads, got"):
-        cluster.submit(*tensors, pattern=block_sparse(random_bits(4, 8, 8), 16))
+
+
+@EVERY_PER_HEAD
+def test_submit_computes_heads_of_different_patterns_one_after_another(cluster, assert_right, make):
+    pattern, calls = make(), []
+    problem = Case("heads", 131, 131, 4, 2, batch=2, pattern=pattern).make()
+    future = cluster.submit(
+        problem.query,
+        problem.key,
+        problem.value,
+        pattern=pattern,
+        num_tasks=4,
+        return_lse=True,
+        verify=True,
+        progress=lambda *numbers: calls.append(numbers),
+    )
+    assert_right(problem, future.result())
+    plans = [(part, part.make_plan(4)) for _, part in problem.parts()]
+    report = future.report
+    assert [task.index for task in report.tasks] == [
+        task.index for _, plan in plans for task in plan.tasks if task.steps
+    ]
+    assert report.seconds >= report.slowest_seconds > 0 and len(calls) == len(report.tasks)
+    total = sum(plan.live_pairs * part.query.shape[1] * len(part.query) for part, plan in plans)
+    assert calls == sorted(calls) and calls[-1] == (total, total)
+
+
+def test_a_cancelled_call_computes_no_further_part(cluster):
+    pattern = per_head([[strided(4), fixed(8, 1), sliding_window(20, 0), causal()]])
+    problem = Case("heads", 131, 131, 4, 2, pattern=pattern).make()
+    started = threading.Event()
+
+    def cancel(done, total):
+        assert started.wait(30) and future.cancel()
+
+    tensors = problem.query, problem.key, problem.value
+    future = cluster.submit(*tensors, pattern=pattern, num_tasks=1, progress=cancel)
+    started.set()
+    with pytest.raises(CancelledError):
+        future.result(timeout=60)
 
 
 @pytest.mark.parametrize("name", ["longformer", "mask"])
@@ -153,10 +193,11 @@ def test_a_killed_worker_does_not_change_a_bit(cluster):
     problem = with_pattern(LONG, "longformer").make()
     tensors = problem.query, problem.key, problem.value
     undisturbed = cluster.attention(*tensors, pattern=problem.pattern, num_tasks=13, verify=True)
-    victim = cluster.pids[0]
+    victim, results = cluster.pids[0], []
 
     def strike(done, total):
-        if done == 2:
+        results.append(done)
+        if len(results) == 2:
             os.kill(victim, signal.SIGKILL)
 
     future = cluster.submit(*tensors, pattern=problem.pattern, num_tasks=13, progress=strike)

@@ -9,7 +9,7 @@ import cqs
 from benchmarks.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
-from cqs.executors.ray.job import Differentiate
+from cqs.executors.ray.tasks.job import Differentiate
 
 pytestmark = pytest.mark.ray
 
@@ -40,10 +40,11 @@ def wait_for_workers(cluster, number):
 def run_with_signal(cluster, tensors, number, signal_number):
     """Send a signal to some workers as soon as the second result is there."""
     wait_for_workers(cluster, 4)
-    victims = cluster.pids[:number]
+    victims, results = cluster.pids[:number], []
 
     def strike(done, total):
-        if done == 2:
+        results.append(done)
+        if len(results) == 2:
             for pid in victims:
                 os.kill(pid, signal_number)
 

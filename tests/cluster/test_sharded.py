@@ -21,6 +21,7 @@ from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.ray import TaskFailedError
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.verify import VerificationError
 from cqs.patterns import global_tokens, sliding_window
 from cqs.testing import assert_tracks_exact
 
@@ -111,6 +112,35 @@ def test_patterns_and_dropout_are_those_of_one_process(cluster, head_parallel):
     output = cluster.attention(sharded, head_parallel=head_parallel, **options).to_local()
     expected = cqs.attention(*whole(), backend="reference", **options)
     torch.testing.assert_close(output, expected, atol=1e-10, rtol=0)
+
+
+def test_verification_catches_a_wrong_rank(cluster):
+    """The rank is named, and the row of the whole sequence."""
+    sharded = cluster.make_sharded(make)
+    expected = cluster.attention(sharded, is_causal=True)
+    output = cluster.attention(sharded, is_causal=True, verify=True)
+    assert torch.equal(output.to_local(), expected.to_local())
+
+    def attend_wrongly(*shard):
+        attend = RankTask.attend
+
+        def corrupt(self, *arguments, **options):
+            attended = attend(self, *arguments, **options)
+            if dist.get_rank() == 2:
+                attended.answer.output[:, 1, -1] += 0.01
+            return attended
+
+        RankTask.attend = corrupt
+        try:
+            return cqs.distributed.attention(*shard, verify=True)
+        finally:
+            RankTask.attend = attend
+
+    with pytest.raises(
+        VerificationError, match="rank 2 of the group: output of batch 0, head 1, row 42 dev"
+    ) as caught:
+        sharded.map(attend_wrongly, is_collective=True)
+    assert caught.value.__notes__ == ["raised on rank 0 of 4"], "all ranks raise"
 
 
 def test_layers_follow_each_other_without_the_driver(cluster):
@@ -242,7 +272,8 @@ def test_wrong_arguments_are_named(cluster, pair):
             "must belong to this cluster",
         ),
         (lambda: cluster.attention(single), ValueError, "query, key and value, got 1 tensors"),
-        (lambda: cluster.attention(sharded, verify=True), TypeError, "not support .*verify"),
+        (lambda: cluster.attention(sharded, progress=True), TypeError, "not support .*progress"),
+        (lambda: cluster.attention(sharded, verify=1), TypeError, "verify must be a bool, got 1"),
         (lambda: cluster.attention(sharded, num_tasks=4), TypeError, "not support .*num_tasks"),
         (
             lambda: cluster.attention(*whole(), head_parallel=2),
@@ -568,7 +599,7 @@ def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("cqs.executors.ray.cluster.wait_or_cancel", interrupt_late)
+        patch.setattr("cqs.executors.ray.dispatcher.wait_or_cancel", interrupt_late)
         ones.map(lambda rows: rows, is_collective=is_collective)
     gc.collect()
     assert shards_on(pair) == [1, 1]

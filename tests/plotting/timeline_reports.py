@@ -2,7 +2,7 @@
 
 import random
 
-from cqs.executors.ray.report import RunReport, TaskReport
+from cqs.executors.ray.tasks.report import RunReport, TaskReport
 
 
 def make_report(num_tasks, num_processes):

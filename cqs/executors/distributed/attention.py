@@ -16,6 +16,7 @@ from cqs.executors.distributed.group_calls import GroupCalls, calls_on
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
+from cqs.executors.distributed.verify import verify_shards
 from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
@@ -45,6 +46,7 @@ def attention(
     interest_set: Iterable[int] | None = None,
     backend: str | None = None,
     return_lse: bool = False,
+    verify: bool = False,
 ) -> Tensor | AttentionOutput:
     """Compute exact attention over a sequence that is sharded over the ranks of a group.
 
@@ -85,6 +87,8 @@ def attention(
         backend: Name of the kernels, as in :func:`cqs.attention`; ``None`` takes the best that
             supports the tensors.
         return_lse: Whether to return the log-sum-exp of the scores too.
+        verify: Whether every rank recomputes sampled rows of its queries in float64. Keys and
+            values of one KV head at a time are then gathered on all ranks.
 
     Returns:
         ``output``, ``[batch, num_heads, rows, value_dim]``, dtype and device of ``query``; with
@@ -99,6 +103,8 @@ def attention(
             or another rank has an error or other arguments. In the last case every rank raises,
             and the message names that rank.
         NotImplementedError: The backend does not support the tensors or the pattern.
+        cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
+            Every rank raises, and the message names the rank and the row of the whole sequence.
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
@@ -140,6 +146,7 @@ def attention(
             "interest_set": None if interest_set is None else list_elements(interest_set),
             "backend": backend,
             "return_lse": as_bool("return_lse", return_lse),
+            "verify": as_bool("verify", verify),
             "is_captured": is_captured(query.device),
         }
     except Exception as wrong:
@@ -219,7 +226,7 @@ def _attend(
         worker = Worker(part.scale, backend, part.dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks or on none
         task = RankTask(transport, rank, layout, worker)
-        with_lse, keep = request["return_lse"], request["requires_grad"]
+        with_lse, keep = request["return_lse"] or request["verify"], request["requires_grad"]
         with Exchange(transport, len(layout.chunks), in_place=False) as exchange:
             attended = task.attend(part, exchange, with_lse=with_lse, keep=keep)
         compute = attended.differentiate  # without the tensors: autograd decides how long they live
@@ -235,7 +242,10 @@ def _attend(
 
         return attended._replace(differentiate=differentiate)
 
-    return attend_differentiably(problem, attend)
+    answer = attend_differentiably(problem, attend)
+    if request["verify"]:
+        verify_shards(group, problem, answer, shards.seqlens_q, shards.seqlens_kv)
+    return answer
 
 
 def _check_group(group: Any) -> None:

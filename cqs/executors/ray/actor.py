@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.job import TensorGroups
-from cqs.executors.ray.report import TaskReport
 from cqs.executors.ray.session import import_ray
-from cqs.executors.ray.shard_actor import ShardActor
+from cqs.executors.ray.shards.actor import ShardActor
+from cqs.executors.ray.tasks.job import TensorGroups
+from cqs.executors.ray.tasks.report import TaskReport
 from cqs.scheduler import Task
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes, memory_of

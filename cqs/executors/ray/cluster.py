@@ -1,49 +1,60 @@
 """A cluster of Ray actors that compute attention."""
 
-import os
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
-from functools import partial
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from cqs.arguments import as_bool, as_integer, to_float, to_integer, with_advice
+from cqs.executors.contract import Report, attend, check_progress
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.closer import Closer
-from cqs.executors.ray.differentiable import attend_on
-from cqs.executors.ray.future import (
-    DISPATCHER,
-    AttentionFuture,
-    check_may_wait,
-    is_dispatcher,
-    wait_or_cancel,
-)
-from cqs.executors.ray.job import Attend, Differentiate
-from cqs.executors.ray.pool import ActorPool, start_pool
-from cqs.executors.ray.progress import progress_callback
-from cqs.executors.ray.report import RunReport
-from cqs.executors.ray.run import RetryPolicy, Run
-from cqs.executors.ray.shard_producer import AttendShards, LoadShard, MakeShard, ShardProducer
-from cqs.executors.ray.sharded import Sharded
-from cqs.executors.ray.worker_group import WorkerGroup
+from cqs.executors.ray.dispatcher import Dispatcher
+from cqs.executors.ray.failures import RetryPolicy
+from cqs.executors.ray.future import AttentionFuture
+from cqs.executors.ray.pool import start_pool
+from cqs.executors.ray.shards.group import WorkerGroup
+from cqs.executors.ray.shards.producer import AttendShards, LoadShard, MakeShard
+from cqs.executors.ray.shards.sharded import Sharded
+from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.executors.shortage import fewest_tasks
 from cqs.executors.streaming.budget import parse_budget
-from cqs.partial import AttentionOutput, Gradients, Partial
+from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Plan
-from cqs.worker import Worker
-
-_Found = TypeVar("_Found")
+from cqs.scheduler.interest_sets import list_elements
+from cqs.worker.backends import check_backend_name
 
 _PREDICTABLE = 0.95
 """Fraction of a memory budget that the prediction may fill, which leaves room for its error."""
+
+
+class _Options(ProblemOptions, total=False):
+    """Options of every call of attention on a cluster, see :meth:`Cluster.attention`."""
+
+    interest_set: Iterable[int] | None
+    backend: str | None
+    return_lse: bool
+    verify: bool
+
+
+class _TensorOptions(_Options, total=False):
+    """Options of attention on tensors of this process."""
+
+    num_tasks: int | None
+    memory_budget: int | str | None
+    progress: Report
+
+
+class _ShardedOptions(_Options, total=False):
+    """Options of attention on a sharded sequence."""
+
+    head_parallel: int | str
 
 
 class Cluster:
@@ -111,8 +122,6 @@ class Cluster:
             use_gpus = as_bool("use_gpus", use_gpus, "a bool or None")
         if address is not None and not isinstance(address, str):
             raise TypeError(f"address must be a string, got {address!r}")
-        self._closing = threading.Event()
-        self._pid = os.getpid()
         with ExitStack() as stack:
             with session.interrupts_deferred(), session.LOCK:
                 if address is None and not session.is_connected():
@@ -133,16 +142,10 @@ class Cluster:
                 cpus_per_worker or 1,
                 start_timeout,
             )
-            self._retry_policy = RetryPolicy(
-                num_workers, stall_timeout, start_timeout, max_attempts
-            )
-            self._group = WorkerGroup(self._pool, self._retry_policy, self._closing)
-            self._dispatcher = ThreadPoolExecutor(1, thread_name_prefix=DISPATCHER)
-            self._close = weakref.finalize(
-                self, _close, self._pid, self._closing, self._dispatcher, self._pool, disconnect
-            )
-            self._closer = Closer(self._close)
+            self._dispatcher = Dispatcher(self._pool, disconnect)
             stack.pop_all()
+        self._retry_policy = RetryPolicy(num_workers, stall_timeout, start_timeout, max_attempts)
+        self._group = WorkerGroup(self._dispatcher, self._retry_policy)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -156,10 +159,7 @@ class Cluster:
         Returns after the cluster is closed. If an exception interrupts the wait, the cluster still
         closes. A progress function returns at once; the cluster closes after its run has ended.
         """
-        if is_dispatcher():  # the run of this thread must end first
-            self._close()
-        else:
-            self._closer.close()
+        self._dispatcher.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -169,40 +169,11 @@ class Cluster:
 
     @overload
     def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool = ...,
-        pattern: Pattern | None = ...,
-        scale: float | None = ...,
-        dropout_p: float = ...,
-        seed: int | None = ...,
-        num_tasks: int | None = ...,
-        memory_budget: int | str | None = ...,
-        interest_set: Iterable[int] | None = ...,
-        backend: str | None = ...,
-        return_lse: bool = ...,
-        verify: bool = ...,
-        progress: bool | Callable[[int, int], None] = ...,
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_TensorOptions]
     ) -> Tensor | AttentionOutput: ...
 
     @overload
-    def attention(
-        self,
-        query: Sharded,
-        *,
-        is_causal: bool = ...,
-        pattern: Pattern | None = ...,
-        scale: float | None = ...,
-        dropout_p: float = ...,
-        seed: int | None = ...,
-        head_parallel: int | str = ...,
-        interest_set: Iterable[int] | None = ...,
-        backend: str | None = ...,
-        return_lse: bool = ...,
-    ) -> Sharded: ...
+    def attention(self, query: Sharded, **options: Unpack[_ShardedOptions]) -> Sharded: ...
 
     @with_advice
     def attention(
@@ -223,7 +194,7 @@ class Cluster:
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
-        progress: bool | Callable[[int, int], None] = False,
+        progress: Report = False,
     ) -> Tensor | AttentionOutput | Sharded:
         """Compute exact attention on the workers; see :func:`cqs.attention`.
 
@@ -253,10 +224,10 @@ class Cluster:
                 sequence, see :func:`cqs.distributed.attention`.
             backend: Name of a backend; ``None`` lets each worker choose its fastest.
             return_lse: Also return the log-sum-exp of every query.
-            verify: Recompute sampled rows in float64 and raise if they deviate. Not supported for
-                sharded sequences.
-            progress: True draws a progress bar; a function is called with (finished tasks, all
-                tasks). Not supported for sharded sequences.
+            verify: Recompute sampled rows in float64 and raise if they deviate: on the driver, or
+                for a sharded sequence on all workers.
+            progress: True draws a progress bar; a function is called with live pairs done and in
+                total, see :func:`cqs.attention`. Not supported for sharded sequences.
 
         Returns:
             ``output``, or ``(output, lse)`` with ``return_lse``. ``output`` has shape ``[batch,
@@ -279,12 +250,10 @@ class Cluster:
             is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
         )
         if isinstance(query, Sharded):
-            if not (
-                key is value is num_tasks is memory_budget is None and verify is progress is False
-            ):
+            if not (key is value is num_tasks is memory_budget is None and progress is False):
                 raise TypeError(
-                    "a sharded sequence does not support key, value, num_tasks, memory_budget, "
-                    "verify or progress: leave them out"
+                    "a sharded sequence does not support key, value, num_tasks, memory_budget or "
+                    "progress: leave them out"
                 )
             if (number := len(query.shapes[0])) != 3:
                 raise ValueError(
@@ -296,11 +265,12 @@ class Cluster:
             distributed_options = {
                 **options,
                 "head_parallel": head_parallel,
-                "interest_set": None if interest_set is None else tuple(interest_set),
+                "interest_set": None if interest_set is None else list_elements(interest_set),
                 "backend": backend,
                 "return_lse": return_lse,
+                "verify": verify,
             }
-            return self.make_shards(AttendShards(distributed_options), [query])
+            return Sharded.make(self._group, AttendShards(distributed_options), [query])
         if head_parallel != "auto":
             raise TypeError(
                 f"head_parallel must be 'auto' for tensors, got {head_parallel!r}: pass a sharded "
@@ -315,11 +285,10 @@ class Cluster:
                     f"num_tasks must be None if memory_budget chooses it, got {num_tasks}"
                 )
             num_tasks = self._tasks_within(problem, backend, memory_budget)
-        answer = attend_on(
-            lambda: nullcontext(self),
+        answer = attend(
+            self.make_executor(),
             problem,
-            num_tasks=num_tasks,
-            interest_set=interest_set,
+            self._planner(num_tasks, interest_set),
             backend=backend,
             verify=verify,
             progress=progress,
@@ -344,7 +313,7 @@ class Cluster:
             WorkersFailedError: No replacement for a failed worker could be started.
             TaskFailedError: Workers failed ``max_attempts`` times while they loaded shards.
         """
-        self._check_alive()
+        self._dispatcher.check_open()
         if not tensors:
             raise TypeError("tensors must be one tensor or several, got none")
         for number, tensor in enumerate(tensors):
@@ -358,7 +327,7 @@ class Cluster:
                     f"{tuple(tensor.shape)}, got {dim}"
                 )
         parts = [tensor.tensor_split(self._group.num_ranks, dim) for tensor in tensors]
-        return self.make_shards(LoadShard(), parts=tuple(zip(*parts, strict=True)))
+        return Sharded.make(self._group, LoadShard(), parts=tuple(zip(*parts, strict=True)))
 
     def make_sharded(self, function: Callable[[int, int], Any]) -> Sharded:
         """Make a sharded sequence on the workers; no tensor passes through this process.
@@ -381,7 +350,7 @@ class Cluster:
         """
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
-        return self.make_shards(MakeShard(function))
+        return Sharded.make(self._group, MakeShard(function))
 
     @with_advice
     def submit(
@@ -400,13 +369,12 @@ class Cluster:
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
-        progress: bool | Callable[[int, int], None] = False,
+        progress: Report = False,
     ) -> AttentionFuture:
         """Start :meth:`attention` and return at once; a cluster executes calls one after another.
 
         The arguments are those of :meth:`attention`. Do not write to the tensors until the future
-        is done, because the run reads them in the background. A pattern must be the same for all
-        heads.
+        is done, because the call reads them in the background.
 
         Returns:
             The future result, without gradients.
@@ -415,98 +383,49 @@ class Cluster:
             ValueError: An argument has a wrong value, or the cluster is closed. Also if gradients
                 are enabled and a tensor requires them: detach it, or call :meth:`attention`.
             TypeError: An argument has the wrong type.
-            NotImplementedError: The pattern differs by head.
         """
-        self._check_alive()
+        self._dispatcher.check_open()
         options = ProblemOptions(
             is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
         )
         problem = check_problem(query, key, value, **options)
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
-        if problem.differs_by_head:
-            raise NotImplementedError(
-                f"pattern must be the same for all heads, got {pattern!r}: call attention, which "
-                "supports one pattern per head"
+        check_backend_name(backend)
+        check_progress(progress)
+        make_plan = self._planner(num_tasks, interest_set)
+        for _, part in problem.parts():
+            make_plan(part)  # reports wrong options at once
+        cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
+        future = self._dispatcher.submit(
+            lambda: attend(
+                executor,
+                problem,
+                make_plan,
+                backend=backend,
+                verify=verify,
+                progress=progress,
+                cancelled=cancelled,
             )
-        return self.submit_plan(
-            problem,
-            self.make_plan(problem, num_tasks, interest_set),
-            backend=backend,
-            return_lse=return_lse,
-            verify=verify,
-            progress=progress,
+        )
+        return AttentionFuture(future, executor, cancelled, return_lse)
+
+    def make_executor(self, *, is_in_dispatcher: bool = False) -> TaskExecutor:
+        """Return an executor of one call; see :class:`cqs.executors.contract.Executor`."""
+        return TaskExecutor(
+            self._dispatcher,
+            self._retry_policy,
+            self._group.rest,
+            is_in_dispatcher=is_in_dispatcher,
         )
 
-    def submit_plan(
-        self,
-        problem: Problem,
-        plan: Plan,
-        *,
-        backend: str | None = None,
-        answer: Partial | None = None,
-        return_lse: bool = False,
-        verify: bool = False,
-        progress: bool | Callable[[int, int], None] = False,
-    ) -> AttentionFuture:
-        """Start the computation of a checked problem by a given plan, and return at once.
-
-        Args:
-            problem: The checked problem.
-            plan: A plan for the sequence lengths of the problem.
-            backend: Name of a backend; ``None`` lets each worker choose its fastest.
-            answer: CPU tensors for output and LSE; ``None`` allocates them.
-            return_lse: :meth:`AttentionFuture.result` also returns the LSE.
-            verify: Recompute sampled rows in float64 and raise if they deviate.
-            progress: True draws a progress bar; a function is called with (finished tasks, all
-                tasks).
-
-        Raises:
-            ValueError: The cluster is closed.
-            TypeError: ``progress`` is neither a bool nor a function.
-        """
-        self._check_alive()
-        run = self._make_run(Attend(problem, plan, answer), plan, backend, verify, progress)
-        return AttentionFuture(self, self._dispatch_run(run), run, return_lse)
-
-    def differentiate_plan(
-        self,
-        problem: Problem,
-        plan: Plan,
-        answer: Partial,
-        grad_output: Tensor,
-        *,
-        backend: str | None = None,
-        report: Callable[[RunReport], None] | None = None,
-    ) -> Gradients:
-        """Compute the gradients of a checked problem by the plan of its forward pass.
-
-        Args:
-            problem: The checked problem.
-            plan: The plan of the forward pass.
-            answer: Output and LSE of the forward pass.
-            grad_output: Gradient of the output, of the same shape.
-            backend: Name of a backend; ``None`` lets each worker choose its fastest.
-            report: Called with the measurements of the run.
-
-        Returns:
-            Gradients on the device of the query; errors are those of :meth:`attention`.
-        """
-        self._check_alive()
-        job = Differentiate(problem, plan, answer, grad_output)
-        run = self._make_run(job, plan, backend, verify=False, progress=False)
-        gradients: Gradients = wait_or_cancel(self._dispatch_run(run), run.cancelled)
-        if report is not None:
-            assert run.report is not None
-            report(run.report)
-        return gradients
-
-    def make_plan(
-        self, problem: Problem, num_tasks: int | None, interest_set: Iterable[int] | None
-    ) -> Plan:
-        """Make a plan; ``num_tasks`` of ``None`` means one task per worker."""
-        default = self._retry_policy.num_workers
-        return problem.make_plan(default if num_tasks is None else num_tasks, interest_set)
+    def _planner(
+        self, num_tasks: int | None, interest_set: Iterable[int] | None
+    ) -> Callable[[Problem], Plan]:
+        """Return the function that makes the plan of each part of a problem."""
+        number = self._retry_policy.num_workers if num_tasks is None else num_tasks
+        elements = None if interest_set is None else list_elements(interest_set)
+        return lambda part: part.make_plan(number, elements)
 
     def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
         """Return the fewest tasks for which the prediction of each is within a memory budget.
@@ -538,123 +457,6 @@ class Cluster:
             most = max(most, found[0])
         return most
 
-    def make_shards(
-        self,
-        producer: ShardProducer,
-        sources: Sequence[Sharded] = (),
-        parts: tuple[tuple[Tensor, ...], ...] = (),
-    ) -> Sharded:
-        """Make a sharded sequence.
-
-        GPUs may still compute its shards at return, but nothing that was requested earlier.
-
-        Args:
-            producer: Makes the shard of each rank.
-            sources: Sequences of this cluster whose shards are the first inputs of the producer.
-            parts: For each rank, additional input tensors of the producer.
-
-        Raises:
-            TypeError: A source is not a :class:`Sharded`.
-            ValueError: A source belongs to another cluster, or this cluster is closed.
-            WorkersFailedError: No replacement for a failed worker could be started.
-            TaskFailedError: Failures made an operation fail ``max_attempts`` times.
-            Exception: The producer raised; a note on the exception names the rank.
-        """
-        self._check_alive()
-        for source in sources:
-            if not isinstance(source, Sharded):
-                raise TypeError(
-                    f"others must be sharded sequences, got {type(source).__name__}: make one with "
-                    "Cluster.shard"
-                )
-            if source.cluster is not self:
-                raise ValueError(
-                    f"sharded sequences must belong to this cluster, got {source!r} of another"
-                )
-
-        def make(cancelled: threading.Event) -> Sharded:
-            operation = self._group.begin(
-                producer, tuple(source.operation for source in sources), parts
-            )
-            self._group.make(operation, cancelled)
-            return Sharded(self, operation, self._group.forget)
-
-        return self._wait_for(make)
-
-    def wait_for_shards(self, sharded: Sharded) -> None:
-        """Wait until the GPUs have computed all shards; see ``Sharded.wait``."""
-        self._wait_for(partial(self._group.finish, sharded.operation))
-
-    def fetch_shards(self, sharded: Sharded) -> list[tuple[Tensor, ...]]:
-        """Return the CPU tensors of each shard, in rank order.
-
-        The tensors must not be written to: they may be shared with other processes.
-        """
-        shards = self._wait_for(partial(self._group.fetch, sharded.operation))
-        return [tuple(blob.tensor() for blob in shard) for shard in shards]
-
-    def replicate_shards(self, sharded: Sharded) -> None:
-        """Copy shards into the object store; see :meth:`Sharded.replicate`."""
-        self._wait_for(partial(self._group.replicate, sharded.operation))
-
-    def _wait_for(self, work: Callable[[threading.Event], _Found]) -> _Found:
-        """Execute ``work`` in the dispatcher thread and wait for its result."""
-        self._check_alive()
-        check_may_wait()
-        cancelled = threading.Event()
-        return wait_or_cancel(self._dispatch(partial(work, cancelled)), cancelled)
-
-    def _dispatch_run(self, run: Run) -> "Future[Any]":
-        """Start a run in the dispatcher thread, after the actors have left collective calls."""
-
-        def rest_and_run() -> Any:
-            self._group.rest(run.cancelled)
-            return run()
-
-        return self._dispatch(rest_and_run)
-
-    def _dispatch(self, work: Callable[[], _Found]) -> "Future[_Found]":
-        """Free the forgotten shards, then execute ``work``, both in the dispatcher thread."""
-
-        def sweep_and_work() -> _Found:
-            self._group.sweep()
-            return work()
-
-        try:
-            return self._dispatcher.submit(sweep_and_work)
-        except RuntimeError:  # another thread has closed the cluster
-            self._check_alive()
-            raise
-
-    def _make_run(
-        self,
-        job: Attend | Differentiate,
-        plan: Plan,
-        backend: str | None,
-        verify: bool,
-        progress: bool | Callable[[int, int], None],
-    ) -> Run:
-        return Run(
-            self._pool,
-            self._retry_policy,
-            job,
-            plan,
-            worker=Worker.of(job.problem, backend),
-            verify=verify,
-            progress=progress_callback(progress),
-            closing=self._closing,
-        )
-
-    def _check_alive(self) -> None:
-        if not self._close.alive:
-            raise ValueError("this cluster is closed: open another cqs.Cluster")
-        if os.getpid() != self._pid:
-            raise ValueError(
-                f"this cluster belongs to process {self._pid}, not {os.getpid()}: open a "
-                "cqs.Cluster in this process"
-            )
-        self._pool.check_connected()
-
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor that requires gradients, if autograd records."""
@@ -674,25 +476,3 @@ def _as_seconds(name: str, seconds: float) -> float:
     if not number > 0:
         raise ValueError(f"{name} must be positive, got {seconds}")
     return number
-
-
-def _close(
-    pid: int,
-    closing: threading.Event,
-    dispatcher: ThreadPoolExecutor,
-    pool: ActorPool,
-    disconnect: Callable[[], None],
-) -> None:
-    """Close a cluster: its runs, its actors and a private Ray. A forked process closes nothing."""
-    if os.getpid() != pid:
-        return
-    closing.set()
-    if is_dispatcher():  # closed by a progress function: the run must end first
-        arguments = pid, closing, dispatcher, pool, disconnect
-        threading.Thread(target=_close, args=arguments).start()
-        return
-    dispatcher.shutdown(wait=True, cancel_futures=True)
-    try:
-        pool.close()
-    finally:
-        disconnect()

@@ -29,7 +29,7 @@ class Actor:
     """Process, host and device of the actor; None until it has answered."""
 
     def ping(self) -> Any:
-        """Return a Ray reference that becomes ready when the actor has started."""
+        """Return a Ray reference to the actor's :attr:`info`, ready when it has started."""
         return self.handle.describe.remote()
 
 
@@ -193,15 +193,3 @@ def start_pool(
         Closer(pool.close).close()
         raise
     return pool, num_workers
-
-
-def actor_failures(ray: Any) -> tuple[type[Exception], ...]:
-    """Return the exception types that mean a failed actor or host, not an error of the task."""
-    errors = ray.exceptions
-    return (
-        errors.RayActorError,
-        errors.OutOfMemoryError,
-        errors.ObjectLostError,
-        errors.NodeDiedError,
-        errors.WorkerCrashedError,
-    )

@@ -18,20 +18,19 @@ TensorGroups = list[tuple[Tensor, ...]]
 class Attend:
     """The forward pass."""
 
-    def __init__(self, problem: Problem, plan: Plan, answer: Partial | None = None):
+    def __init__(self, problem: Problem, plan: Plan, into: Partial | None = None):
         """Prepare the result tensors.
 
         Args:
             problem: The checked problem.
             plan: A plan for the sequence lengths of the problem.
-            answer: CPU tensors for output and LSE. ``None`` allocates them on the CPU, and
-                :meth:`finish` copies them to the device of the problem.
+            into: Tensors for output and LSE; ``None`` allocates them. Results are merged on the
+                CPU, and :meth:`finish` copies them to tensors on another device.
         """
         self.problem = problem
-        self._device = problem.query.device if answer is None else torch.device("cpu")
-        self._answer = answer or Partial(
-            *(torch.empty_like(part, device="cpu") for part in problem.empty_answer())
-        )
+        self._into = self._answer = into or problem.empty_answer()
+        if not self._into.output.is_cpu:
+            self._answer = Partial(*(torch.empty_like(t, device="cpu") for t in self._into))
         self.is_empty = not self._answer.output.numel()
         self._tiler = None if self.is_empty else Tiler(plan, *self._answer)
         self.of_queries = (problem.query,)
@@ -45,8 +44,11 @@ class Attend:
 
     def finish(self) -> Partial:
         """Return output and LSE after all tasks were accepted."""
-        answer = self._answer if self._tiler is None else self._tiler.finish()
-        return Partial(*(tensor.to(self._device) for tensor in answer))
+        if self._tiler is not None:
+            self._tiler.finish()
+        if self._answer is self._into:
+            return self._into
+        return Partial(*map(Tensor.copy_, self._into, self._answer))
 
 
 class Differentiate:

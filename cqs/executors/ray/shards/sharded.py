@@ -1,53 +1,17 @@
 """Sequences whose shards stay on the actors of a cluster."""
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cqs.arguments import as_bool
-from cqs.executors.ray.shard_actor import Shapes
-from cqs.executors.ray.shard_producer import MapShard
-
-if TYPE_CHECKING:
-    from cqs.executors.ray.cluster import Cluster
-
-
-@dataclass(eq=False)
-class ShardOperation:
-    """The definition of a sharded sequence, and the actors that hold its shards.
-
-    An operation outlives its :class:`Sharded` while others need it to restore lost shards.
-    """
-
-    number: int
-    """Sequence number of the operation, greater than those of its sources."""
-    name: str
-    """Name of the operation in error messages."""
-    producer: Any
-    """The pickled producer, or a Ray reference to it."""
-    is_collective: bool
-    """Whether all ranks must call the producer together."""
-    is_early: bool
-    """Whether a call may begin before other ranks have finished the previous exchange."""
-    num_ranks: int
-    """Number of shards."""
-    sources: "tuple[ShardOperation, ...]" = ()
-    """Operations whose shards are inputs of the producer."""
-    stored: tuple[tuple[Any, ...], ...] = ()
-    """For each rank, references to input tensors in the object store."""
-    holders: list[int | None] = field(init=False)
-    """For each rank, the index of the actor that received its shard; None without a shard."""
-    shapes: dict[int, Shapes] = field(default_factory=dict)
-    """For each rank, the shapes of the tensors of its shard."""
-    is_wanted: bool = False
-    """Whether a :class:`Sharded` refers to the operation."""
-
-    def __post_init__(self) -> None:
-        self.holders = [None] * self.num_ranks
+from cqs.executors.ray.shards.actor import Shapes
+from cqs.executors.ray.shards.group import WorkerGroup
+from cqs.executors.ray.shards.operation import ShardOperation
+from cqs.executors.ray.shards.producer import MapShard, ShardProducer
 
 
 class Sharded:
@@ -62,29 +26,57 @@ class Sharded:
     Sharded sequences do not record gradients.
     """
 
-    def __init__(
-        self,
-        cluster: "Cluster",
-        operation: ShardOperation,
-        forget: Callable[[ShardOperation], None],
-    ):
-        """Wrap the shards of an operation; call ``forget`` when nothing refers to this object."""
-        self._cluster, self._operation = cluster, operation
+    def __init__(self, group: WorkerGroup, operation: ShardOperation):
+        """Wrap the shards of an operation, which are freed when nothing refers to this object."""
+        self._group, self._operation = group, operation
         operation.is_wanted = True
-        weakref.finalize(self, forget, operation).atexit = False
+        weakref.finalize(self, group.forget, operation).atexit = False
 
     def __repr__(self) -> str:
         return f"Sharded({self._operation.name}, shapes={list(self.shapes)})"
 
-    @property
-    def cluster(self) -> "Cluster":
-        """The cluster whose workers hold the shards."""
-        return self._cluster
+    @classmethod
+    def make(
+        cls,
+        group: WorkerGroup,
+        producer: ShardProducer,
+        sources: Sequence["Sharded"] = (),
+        parts: tuple[tuple[Tensor, ...], ...] = (),
+    ) -> "Sharded":
+        """Make a sharded sequence.
 
-    @property
-    def operation(self) -> ShardOperation:
-        """The operation that made the shards."""
-        return self._operation
+        GPUs may still compute its shards at return, but nothing that was requested earlier.
+
+        Args:
+            group: The workers of a cluster.
+            producer: Makes the shard of each rank.
+            sources: Sequences of this cluster whose shards are the first inputs of the producer.
+            parts: For each rank, additional input tensors of the producer.
+
+        Raises:
+            TypeError: A source is not a :class:`Sharded`.
+            ValueError: A source belongs to another cluster, or the cluster is closed.
+            WorkersFailedError: No replacement for a failed worker could be started.
+            TaskFailedError: Failures made an operation fail ``max_attempts`` times.
+            Exception: The producer raised; a note on the exception names the rank.
+        """
+        for source in sources:
+            if not isinstance(source, Sharded):
+                raise TypeError(
+                    f"others must be sharded sequences, got {type(source).__name__}: make one with "
+                    "Cluster.shard"
+                )
+            if source._group is not group:
+                raise ValueError(
+                    f"sharded sequences must belong to this cluster, got {source!r} of another"
+                )
+
+        def make() -> "Sharded":
+            operation = group.begin(producer, tuple(source._operation for source in sources), parts)
+            group.make(operation)
+            return cls(group, operation)
+
+        return group.call(make)
 
     @property
     def shapes(self) -> tuple[Shapes, ...]:
@@ -99,7 +91,7 @@ class Sharded:
             WorkersFailedError: No replacement for a failed worker could be started.
             TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
         """
-        self._cluster.wait_for_shards(self)
+        self._group.call(self._group.finish, self._operation)
 
     def to_local(self, dim: int = 2) -> Tensor | tuple[Tensor, ...]:
         """Copy the shards to this process and concatenate them on the CPU.
@@ -115,8 +107,11 @@ class Sharded:
             WorkersFailedError: No replacement for a failed worker could be started.
             TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
         """
-        shards = self._cluster.fetch_shards(self)
-        several = tuple(torch.cat(parts, dim=dim) for parts in zip(*shards, strict=True))
+        shards = self._group.call(self._group.fetch, self._operation)
+        several = tuple(
+            torch.cat([blob.tensor() for blob in blobs], dim=dim)
+            for blobs in zip(*shards, strict=True)
+        )
         return several if len(several) > 1 else several[0]
 
     def map(
@@ -148,7 +143,7 @@ class Sharded:
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
         is_collective = as_bool("is_collective", is_collective)
-        return self._cluster.make_shards(MapShard(function, is_collective), (self, *others))
+        return Sharded.make(self._group, MapShard(function, is_collective), (self, *others))
 
     def replicate(self) -> None:
         """Copy the shards to the object store, from which lost shards are then restored.
@@ -161,4 +156,4 @@ class Sharded:
             WorkersFailedError: No replacement for a failed worker could be started.
             TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
         """
-        self._cluster.replicate_shards(self)
+        self._group.call(self._group.replicate, self._operation)

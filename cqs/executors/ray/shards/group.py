@@ -7,22 +7,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.pool import CONTROL, Actor, ActorPool, actor_failures
-from cqs.executors.ray.run import RetryPolicy, TaskFailedError, WorkersFailedError
-from cqs.executors.ray.shard_actor import Shapes
-from cqs.executors.ray.shard_producer import LoadShard, ShardProducer
-from cqs.executors.ray.sharded import ShardOperation
+from cqs.executors.ray.dispatcher import Dispatcher
+from cqs.executors.ray.failures import Answer, Calls, RetryPolicy, WorkersFailedError
+from cqs.executors.ray.pool import CONTROL, Actor, ActorPool
+from cqs.executors.ray.shards.actor import Shapes
+from cqs.executors.ray.shards.operation import ShardOperation
+from cqs.executors.ray.shards.producer import LoadShard, ShardProducer
 
 _Found = TypeVar("_Found")
 
-_POLL_SECONDS = 0.1
 _INLINE_BYTES = 2**16
 """Producers up to this size are sent with the call; larger ones through the object store."""
 _GRACE_SECONDS = 1.0
@@ -41,21 +40,21 @@ class _BrokenError(Exception):
 class WorkerGroup:
     """Maps ranks 0 to n - 1 to actors, and makes the shards of sequences on them.
 
-    Only the dispatcher thread of the cluster uses a group, except :meth:`forget`. No failure leaves
-    an actor in the middle of a call. Each actor has answered, or it is removed and replaced before
-    the next call. Cancelled calls are aborted before the next call.
+    The methods run in the dispatcher thread of the cluster, except :meth:`call` and :meth:`forget`.
+    No failure leaves an actor in the middle of a call. Each actor has answered, or it is removed
+    and replaced before the next call. Cancelled calls are aborted before the next call.
     """
 
-    def __init__(self, pool: ActorPool, retry_policy: RetryPolicy, closing: threading.Event):
+    def __init__(self, dispatcher: Dispatcher, retry_policy: RetryPolicy):
         """Assign ranks to the actors of the pool; actors of one node get adjacent ranks.
 
         Args:
-            pool: Started actors.
+            dispatcher: Thread that talks to the actors.
             retry_policy: Timeouts and the number of attempts per operation.
-            closing: Set when the cluster closes; waits then raise CancelledError.
         """
-        self._pool, self._ray = pool, pool.ray
-        self._retry_policy, self._closing = retry_policy, closing
+        self._dispatcher, self._retry_policy = dispatcher, retry_policy
+        self._pool, self._ray = dispatcher.pool, dispatcher.pool.ray
+        pool = self._pool
         actors = [(actor.info.node, actor.index) for actor in pool.actors.values() if actor.info]
         self._members: list[Actor] = [pool.actors[index] for _, index in sorted(actors)]
         self._numbers = itertools.count()
@@ -64,7 +63,7 @@ class WorkerGroup:
         self._unsettled: ShardOperation | None = None
         """The last collective operation; its shards are lost if a rank fails before it is done."""
         self._cancelled = threading.Event()
-        self._interrupted: _Calls | None = None
+        self._interrupted: _RankCalls | None = None
         """Cancelled calls that actors may still execute."""
         self._forgotten: deque[ShardOperation] = deque()
 
@@ -72,6 +71,21 @@ class WorkerGroup:
     def num_ranks(self) -> int:
         """Number of ranks, equal to the number of shards of every sequence."""
         return len(self._members)
+
+    def call(self, work: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Execute ``work(*arguments)`` in the dispatcher thread, and wait for its result.
+
+        The shards of forgotten operations are freed first. If an exception interrupts the wait, the
+        work is cancelled.
+        """
+        cancelled = threading.Event()
+
+        def sweep_and_work() -> _Found:
+            self._cancelled = cancelled
+            self._sweep()
+            return work(*arguments)
+
+        return self._dispatcher.wait_for(sweep_and_work, cancelled)
 
     def begin(
         self,
@@ -102,32 +116,29 @@ class WorkerGroup:
         )
 
     def forget(self, operation: ShardOperation) -> None:
-        """Mark shards for :meth:`sweep`; safe to call during garbage collection."""
+        """Mark shards to be freed; safe to call during garbage collection."""
         self._forgotten.append(operation)
 
-    def sweep(self) -> None:
-        """Free the shards of all operations that were passed to :meth:`forget`."""
+    def _sweep(self) -> None:
         operations = []
         while self._forgotten:
             operations.append(self._forgotten.popleft())
             operations[-1].is_wanted = False
         self._free(operations)
 
-    def make(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+    def make(self, operation: ShardOperation) -> None:
         """Make the missing shards of an operation, and first the missing shards of its sources.
 
         Args:
             operation: Operation of this group; shards that its ranks hold are not made again.
-            cancelled: Event that makes the call stop.
 
         Raises:
-            CancelledError: ``cancelled`` was set, or the cluster was closed.
+            CancelledError: The call was cancelled, or the cluster was closed.
             WorkersFailedError: No replacement for a failed actor could be started.
             TaskFailedError: Actors or connections failed ``max_attempts`` times in one operation.
             ValueError: Shards differ in their number of tensors, or a repeated shard in its shapes.
             Exception: A producer raised; a note on the exception names the rank.
         """
-        self._cancelled = cancelled
         made: set[ShardOperation] = set()
         attempts: Counter[ShardOperation] = Counter()
         try:
@@ -147,41 +158,44 @@ class WorkerGroup:
             self._free(found for found in made if not found.is_wanted)
             raise
 
-    def finish(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+    def finish(self, operation: ShardOperation) -> None:
         """Make the shards and wait until all GPUs have finished; raises as :meth:`make` does."""
 
         def settle_all() -> None:
             self._settle()
             self._call_all("settle")
 
-        self._make_for(operation, cancelled, settle_all)
+        self._make_for(operation, settle_all)
 
-    def fetch(
-        self, operation: ShardOperation, cancelled: threading.Event
-    ) -> list[tuple[Blob, ...]]:
+    def fetch(self, operation: ShardOperation) -> list[tuple[Blob, ...]]:
         """Return the shards as blobs, in rank order; raises as :meth:`make` does."""
 
         def fetch_all() -> dict[int, Any]:
             self._settle()
             return self._call_all("fetch", operation.number)
 
-        found = self._make_for(operation, cancelled, fetch_all)
+        found = self._make_for(operation, fetch_all)
         return [found[rank] for rank in range(self.num_ranks)]
 
-    def replicate(self, operation: ShardOperation, cancelled: threading.Event) -> None:
+    def replicate(self, operation: ShardOperation) -> None:
         """Copy the shards into the object store, and restore lost shards from there.
 
         The operation no longer refers to its sources. Raises as :meth:`make` does.
         """
-        shards = self.fetch(operation, cancelled)
+        shards = self.fetch(operation)
         operation.stored = tuple(tuple(map(self._ray.put, shard)) for shard in shards)
         operation.producer = self._pickle(LoadShard())
         operation.is_collective = operation.is_early = False
         operation.sources = ()
 
     def rest(self, cancelled: threading.Event) -> None:
-        """Wait until every actor is free for other work: none waits for a failed rank."""
+        """Wait until every actor is free for other work: none waits for a failed rank.
+
+        Args:
+            cancelled: Event that makes the wait end with CancelledError.
+        """
         self._cancelled = cancelled
+        self._sweep()
         self._end_interrupted()
         try:
             self._settle()
@@ -190,13 +204,11 @@ class WorkerGroup:
         except Exception:
             pass  # lost shards are made again when they are needed; errors are raised there
 
-    def _make_for(
-        self, operation: ShardOperation, cancelled: threading.Event, use: Callable[[], _Found]
-    ) -> _Found:
+    def _make_for(self, operation: ShardOperation, use: Callable[[], _Found]) -> _Found:
         """Make the shards and call ``use``; repeat both if an actor fails in the meantime."""
         attempts: Counter[ShardOperation] = Counter()
         while True:
-            self.make(operation, cancelled)
+            self.make(operation)
             try:
                 return use()
             except _BrokenError as error:
@@ -384,7 +396,7 @@ class WorkerGroup:
             self._wait(calls, time.monotonic() + _GRACE_SECONDS)
         # Errors after this point are caused by the abort.
         errors, has_failed = dict(calls.errors), bool(calls.failures)
-        if not calls.pending and not errors and not has_failed:
+        if not calls and not errors and not has_failed:
             self._is_formed = True
             return calls.found
         self._abort(calls, end if method == "compute" else time.monotonic())
@@ -397,15 +409,14 @@ class WorkerGroup:
 
     def _begin_calls(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]], ranks: Iterable[int]
-    ) -> "_Calls":
-        return _Calls(
-            {
-                getattr(self._members[rank].handle, method).remote(*arguments(rank)): rank
-                for rank in ranks
-            }
-        )
+    ) -> "_RankCalls":
+        calls = _RankCalls(self._pool, lambda: self._cancelled.is_set(), self._dispatcher.closing)
+        for rank in ranks:
+            actor = self._members[rank]
+            calls.add(actor, rank, getattr(actor.handle, method).remote(*arguments(rank)))
+        return calls
 
-    def _wait(self, calls: "_Calls", end: float, *, until_failure: bool = False) -> None:
+    def _wait(self, calls: "_RankCalls", end: float, *, until_failure: bool = False) -> None:
         """Collect answers until all have arrived, ``end`` has passed, or the first failure.
 
         Args:
@@ -416,33 +427,29 @@ class WorkerGroup:
         Raises:
             CancelledError: The call was cancelled, or the cluster closed.
         """
-        while calls.pending and not (until_failure and (calls.errors or calls.failures)):
-            if self._cancelled.is_set() or self._closing.is_set():
+        while calls and not (until_failure and (calls.errors or calls.failures)):
+            if (left := end - time.monotonic()) <= 0:
+                return
+            try:
+                for answer in calls.collect(left):
+                    self._record(calls, answer)
+            except CancelledError:
                 self._is_formed = False
-                if self._closing.is_set():
-                    self._pool.abandon(list(calls.pending))
+                if self._dispatcher.closing.is_set():
+                    calls.abandon()
                 else:
                     self._interrupted = calls
-                raise CancelledError
-            self._pool.check_connected()
-            left = end - time.monotonic()
-            if left <= 0:
-                return
-            refs = list(calls.pending)
-            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=min(left, _POLL_SECONDS))
-            for ref in ready:
-                rank = calls.pending.pop(ref)
-                try:
-                    calls.found[rank] = self._ray.get(ref)
-                except self._ray.exceptions.RayTaskError as error:
-                    with suppress(Exception):  # some exceptions have read-only attributes
-                        error.cause.__cause__ = error
-                    calls.errors[rank] = error.cause
-                except self._ray.exceptions.UnserializableException as error:
-                    calls.errors[rank] = error
-                except actor_failures(self._ray) as error:
-                    calls.failures[rank] = error
-                    self._remove_failed(rank)
+                raise
+
+    def _record(self, calls: "_RankCalls", answer: Answer) -> None:
+        (rank,) = answer.keys
+        if answer.failure is not None:
+            calls.failures[rank] = answer.failure
+            self._is_formed = False  # _take_places replaces the actor
+        elif answer.error is not None:
+            calls.errors[rank] = answer.error
+        else:
+            calls.found[rank] = answer.value
 
     def _end_interrupted(self) -> None:
         """Abort calls that a cancelled request has left on the actors."""
@@ -450,7 +457,7 @@ class WorkerGroup:
             calls, self._interrupted = self._interrupted, None
             self._abort(calls, time.monotonic() + self._retry_policy.stall_timeout)
 
-    def _abort(self, calls: "_Calls", end: float) -> None:
+    def _abort(self, calls: "_RankCalls", end: float) -> None:
         """Abort the process group on all actors, and wait for the calls to end.
 
         Actors that do not answer the abort within ``_ABORT_SECONDS`` are killed. The others may be
@@ -465,25 +472,19 @@ class WorkerGroup:
         ready, silent = self._ray.wait(
             list(answers), num_returns=len(answers), timeout=_ABORT_SECONDS
         )
-        for ref in silent:
-            self._remove_failed(answers[ref], is_hung=True)
+        for rank in (answers[ref] for ref in silent):
+            self._pool.remove(self._members[rank], is_hung=True)
+            self._is_formed = False
         self._pool.abandon(ready)
         self._wait(calls, max(end, time.monotonic() + _ABORT_SECONDS))
         self._remove_hung(calls)
 
-    def _remove_hung(self, calls: "_Calls") -> None:
-        for rank in calls.pending.values():
-            calls.failures[rank] = TimeoutError(f"rank {rank} did not answer in time")
-            self._remove_failed(rank, is_hung=True)
-        self._pool.abandon(list(calls.pending))
+    def _remove_hung(self, calls: "_RankCalls") -> None:
+        for actor in calls.actors:
+            failure = TimeoutError(f"rank {self._members.index(actor)} did not answer in time")
+            self._record(calls, calls.fail(actor, failure, is_hung=True))
 
-    def _remove_failed(self, rank: int, *, is_hung: bool = False) -> None:
-        """Remove the actor of a rank from the pool; :meth:`_take_places` replaces it."""
-        if self._is_known(self._members[rank]):
-            self._pool.remove(self._members[rank], is_hung=is_hung)
-        self._is_formed = False
-
-    def _conclude(self, calls: "_Calls") -> dict[int, Any]:
+    def _conclude(self, calls: "_RankCalls") -> dict[int, Any]:
         """Return the results by rank; raise _BrokenError if an actor failed."""
         if calls.failures:
             rank, failure = min(calls.failures.items())
@@ -505,11 +506,12 @@ class WorkerGroup:
         Raises:
             TaskFailedError: The operation has failed ``max_attempts`` times.
         """
-        attempts[operation] += 1
-        if attempts[operation] >= self._retry_policy.max_attempts:
-            raise TaskFailedError(
-                f"{operation.name} failed {attempts[operation]} times; the last failure: {error}"
-            ) from error
+        self._retry_policy.count(
+            attempts,
+            operation,
+            lambda number: f"{operation.name} failed {number} times; the last failure: {error}",
+            error,
+        )
 
     def _free(self, operations: Iterable[ShardOperation]) -> None:
         """Free the shards of some operations on all ranks."""
@@ -527,18 +529,18 @@ class WorkerGroup:
             self._pool.abandon([actor.handle.free.remote(numbers)])
 
 
-@dataclass
-class _Calls:
-    """Calls of one method on several ranks."""
+class _RankCalls(Calls):
+    """Calls of one method on several ranks, with the rank as key."""
 
-    pending: dict[Any, int]
-    """Ranks by the Ray references of their unfinished calls."""
-    found: dict[int, Any] = field(default_factory=dict)
-    """Return values by rank."""
-    errors: dict[int, Exception] = field(default_factory=dict)
-    """Exceptions that the method raised, by rank."""
-    failures: dict[int, Exception] = field(default_factory=dict)
-    """Failures of actors, by rank."""
+    def __init__(self, pool: ActorPool, is_cancelled: Callable[[], bool], closing: threading.Event):
+        """Start without calls and answers."""
+        super().__init__(pool, is_cancelled, closing)
+        self.found: dict[int, Any] = {}
+        """Return values by rank."""
+        self.errors: dict[int, Exception] = {}
+        """Exceptions that the method raised, by rank."""
+        self.failures: dict[int, Exception] = {}
+        """Failures of actors, by rank."""
 
 
 def _is_of_connections(error: Exception) -> bool:

@@ -1,8 +1,10 @@
 """Time, memory and traffic of a run on a cluster, per task and in total."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -10,7 +12,7 @@ class TaskReport:
     """Measurements of one task by its actor."""
 
     index: int
-    """Index of the task in the plan."""
+    """Index of the task in the plan; each part of a problem with per-head patterns has a plan."""
     pid: int
     """Process id of the actor."""
     device: str
@@ -48,11 +50,26 @@ class RunReport:
     merge_seconds: float
     """Time in which the driver merged partial results."""
     tasks: tuple[TaskReport, ...]
-    """Reports of all tasks that are not empty, in order of their index."""
+    """Reports of all tasks that are not empty, in the order of parts and indices."""
     failures: int
     """Number of actors that failed or hung during the run."""
     reruns: int
     """Number of tasks that were taken from failed actors and assigned again."""
+
+    @classmethod
+    def join(cls, runs: Sequence[Self]) -> Self:
+        """Return the report of a call of one or several runs, one after another."""
+        first, last = runs[0], runs[-1]
+        return cls(
+            started=first.started,
+            seconds=last.started - first.started + last.seconds,
+            put_seconds=sum(run.put_seconds for run in runs),
+            get_seconds=sum(run.get_seconds for run in runs),
+            merge_seconds=sum(run.merge_seconds for run in runs),
+            tasks=tuple(task for run in runs for task in run.tasks),
+            failures=sum(run.failures for run in runs),
+            reruns=sum(run.reruns for run in runs),
+        )
 
     @property
     def slowest(self) -> tuple[TaskReport, ...]:
@@ -90,5 +107,5 @@ class RunReport:
         return 1 - self.slowest_seconds / self.seconds
 
 
-def _computation(tasks: "list[TaskReport] | tuple[TaskReport, ...]") -> float:
+def _computation(tasks: Sequence[TaskReport]) -> float:
     return sum(task.seconds for task in tasks)

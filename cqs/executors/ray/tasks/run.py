@@ -5,55 +5,26 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.job import Attend, Differentiate
-from cqs.executors.ray.pool import Actor, ActorPool, actor_failures
-from cqs.executors.ray.report import RunReport, TaskReport
+from cqs.executors.ray.failures import Answer, Calls, RetryPolicy, WorkersFailedError
+from cqs.executors.ray.pool import Actor, ActorPool
+from cqs.executors.ray.tasks.job import Attend, Differentiate
+from cqs.executors.ray.tasks.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
-from cqs.executors.verify import verify_rows
-from cqs.partial import Partial
+from cqs.problem import Problem
 from cqs.scheduler import Plan, Task
 from cqs.worker import Worker
 
-_POLL_SECONDS = 0.1
-"""Longest wait for results before the loop checks for cancellation and timeouts."""
 _TASKS_IN_FLIGHT = 2
 """Tasks per actor: the actor computes one while Ray fetches the inputs of the next."""
 
 
-class WorkersFailedError(RuntimeError):
-    """No worker is left to compute the remaining tasks."""
-
-
-class TaskFailedError(RuntimeError):
-    """As many workers as ``max_attempts`` failed on the same task or shard operation."""
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """After how many failures, and after how long a silence, a run gives up."""
-
-    num_workers: int
-    """Number of actors at the start of a run."""
-    stall_timeout: float
-    """Seconds after which an actor that has work and returns no result counts as hung."""
-    start_timeout: float
-    """Seconds that a new actor may take until it answers."""
-    max_attempts: int
-    """Number of actors that may fail on one task before the run raises."""
-
-
 class Run:
-    """Computes one problem on a pool of actors.
-
-    The dispatcher thread of the cluster calls it once.
-    """
+    """One run of a plan on a pool of actors; the dispatcher thread calls it once."""
 
     def __init__(
         self,
@@ -63,8 +34,8 @@ class Run:
         plan: Plan,
         *,
         worker: Worker,
-        verify: bool,
-        progress: Callable[[int, int], None],
+        progress: Callable[[Problem, int], None],
+        cancelled: threading.Event,
         closing: threading.Event,
     ):
         """Store the arguments; send nothing to the actors.
@@ -75,33 +46,35 @@ class Run:
             job: Forward or backward pass of a checked problem.
             plan: Plan for the sequence lengths of the problem.
             worker: Settings and backend of the computation, sent to every actor.
-            verify: Recompute sampled rows of a forward pass in float64 on the driver.
-            progress: Called with (finished tasks, all tasks) after every task.
-            closing: Set when the cluster closes; the run then raises CancelledError.
+            progress: Called with the problem and the live pairs of a task after every task.
+            cancelled: Event that makes the run stop.
+            closing: Set when the cluster closes; the run then stops too.
         """
         self._started, self._start = time.time(), time.perf_counter()
-        self.cancelled = threading.Event()
-        self._in_inference_mode = torch.is_inference_mode_enabled()
-        self.report: RunReport | None = None
         self._pool, self._ray, self._retry_policy = pool, pool.ray, retry_policy
-        self._job, self._plan, self._closing = job, plan, closing
-        self._worker, self._verify, self._progress = worker, verify, progress
+        self._job, self._plan, self._worker, self._progress = job, plan, worker, progress
+        self._calls = Calls(pool, cancelled.is_set, closing)
+        """Calls with the index of their task as key; pings have None."""
         self._tasks = {task.index: task for task in plan.tasks if task.steps}
         self._queries: dict[range, Any] = {}
         self._keys: dict[range, Any] = {}
         """References to token groups in the object store, by token range."""
         self._shared_worker: Any = None
         """Reference to the worker, stored once for all tasks: its pattern may be large."""
-        self._in_flight: dict[Any, tuple[Actor, int]] = {}
-        self._queues: dict[int, deque[Any]] = {}
-        """By actor index, references to pending results in the order of computation."""
+        self._starting: set[int] = set()
+        """Indices of actors that have not yet answered a ping."""
+        self._ready: list[int] = []
+        """Indices of actors that have."""
         self._attempts: Counter[int] = Counter()
         self._reports: dict[int, TaskReport] = {}
         self._seconds: Counter[str] = Counter()
         self._failures = self._reruns = 0
 
-    def __call__(self) -> Any:
-        """Compute all tasks, merge their results and return the result of the job.
+    def __call__(self) -> tuple[Any, RunReport]:
+        """Compute all tasks and merge their results.
+
+        Returns:
+            The result of the job, and the measurements of the run.
 
         Raises:
             CancelledError: ``cancelled`` or ``closing`` was set.
@@ -111,10 +84,6 @@ class Run:
             ValueError: This process lost its connection to Ray.
             Exception: The computation of a task raised; the run does not repeat it.
         """
-        with torch.inference_mode(self._in_inference_mode):  # inference mode is per thread
-            return self._run()
-
-    def _run(self) -> Any:
         try:
             if not self._job.is_empty:
                 self._compute()
@@ -123,7 +92,7 @@ class Run:
             self._keys.clear()
             self._shared_worker = None
         result = self._job.finish()
-        self.report = RunReport(
+        return result, RunReport(
             started=self._started,
             seconds=time.perf_counter() - self._start,
             put_seconds=self._seconds["put"],
@@ -133,9 +102,6 @@ class Run:
             failures=self._failures,
             reruns=self._reruns,
         )
-        if self._verify and isinstance(result, Partial):
-            verify_rows(self._job.problem, result)
-        return result
 
     def _compute(self) -> None:
         """Assign tasks, those with the most live pairs first, until all results have arrived.
@@ -150,44 +116,47 @@ class Run:
         self._todo = deque(task.index for task in largest_first)
         self._pool.abandon([])
         self._pool.start(self._retry_policy.num_workers - len(self._pool.actors))
-        self._pings = {actor.ping(): actor for actor in self._pool.actors.values()}
         self._originals = set(self._pool.actors)
-        self._last_sign = dict.fromkeys(self._originals, time.monotonic())
+        for actor in self._pool.actors.values():
+            self._ping(actor)
         with self._clock("put"):
             self._shared_worker = self._ray.put(self._worker)
         try:
             while len(self._reports) < len(self._tasks):
-                if self.cancelled.is_set() or self._closing.is_set():
-                    raise CancelledError
-                self._pool.check_connected()
+                self._calls.check()
                 self._feed()
-                self._collect()
-                self._remove_hung()
+                for answer in self._calls.collect():
+                    self._process(answer)
+                for actor in self._calls.find_hung(self._retry_policy):
+                    self._replace(self._calls.fail(actor, TimeoutError(), is_hung=True))
         finally:
             if self._pool.is_connected:
-                for ref in self._in_flight:
-                    self._ray.cancel(ref, force=False)
-                self._pool.abandon(list(self._in_flight))
+                for queue in self._calls.queues.values():
+                    for ref, index in queue.items():
+                        if index is not None:
+                            self._ray.cancel(ref, force=False)
+                self._calls.abandon()
+
+    def _ping(self, actor: Actor) -> None:
+        self._calls.add(actor, None, actor.ping())
+        self._starting.add(actor.index)
 
     def _feed(self) -> None:
         """Assign the next tasks to the actors with the shortest queues."""
-        if not self._queues and not any(a.index in self._originals for a in self._pings.values()):
+        if not self._ready and self._starting.isdisjoint(self._originals):
             raise WorkersFailedError(
                 f"all {self._retry_policy.num_workers} workers failed; "
                 f"tasks {sorted(self._unfinished())} are not computed{self._worst_task()}"
             )
-        while self._todo and self._queues:
-            index = min(self._queues, key=lambda index: len(self._queues[index]))
-            if len(self._queues[index]) >= _TASKS_IN_FLIGHT:
+        queues = self._calls.queues
+        while self._todo and self._ready:
+            actor = self._pool.actors[min(self._ready, key=lambda index: len(queues[index]))]
+            if len(queues[actor.index]) >= _TASKS_IN_FLIGHT:
                 return
-            actor = self._pool.actors[index]
             task = self._tasks[self._todo.popleft()]
             groups = self._put_groups(task)
             ref = actor.handle.run.remote(task, self._job.compute, self._shared_worker, *groups)
-            if not self._queues[index]:
-                self._last_sign[index] = time.monotonic()
-            self._queues[index].append(ref)
-            self._in_flight[ref] = actor, task.index
+            self._calls.add(actor, task.index, ref)
 
     def _put_groups(self, task: Task) -> list[Any]:
         """Return references to the token groups of a task; put new groups into the object store."""
@@ -204,45 +173,25 @@ class Run:
                         stored[tokens] = self._ray.put(group)
         return [stored[tokens] for _, ranges, stored in sides for tokens in ranges]
 
-    def _collect(self) -> None:
-        """Wait up to ``_POLL_SECONDS`` for an answer or failure, and process all that are ready."""
-        refs = [*self._in_flight, *self._pings]
-        ready, _ = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)
-        if ready and len(refs) > 1:
-            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        for ref in ready:
-            if ref in self._pings:
-                self._greet(ref)
-            elif ref in self._in_flight:
-                self._accept(ref)
-
-    def _greet(self, ping: Any) -> None:
-        actor = self._pings.pop(ping)
-        try:
-            actor.info = self._ray.get(ping)
-        except actor_failures(self._ray) as error:
-            self._remove_failed(actor, is_oom_kill=self._is_oom_kill(error))
+    def _process(self, answer: Answer) -> None:
+        """Accept an answer; an error of a task is raised, because a repetition would not help."""
+        if answer.failure is not None:
+            self._replace(answer)
             return
-        self._queues[actor.index] = deque()
-
-    def _accept(self, ref: Any) -> None:
-        actor, index = self._in_flight[ref]
-        try:
-            with self._clock("get"):
-                results, report = self._ray.get(ref)
-        except self._ray.exceptions.RayTaskError as error:  # raised by the task: no retry
-            raise self._explain(error.cause, index) from error
-        except actor_failures(self._ray) as error:
-            self._remove_failed(actor, is_oom_kill=self._is_oom_kill(error))
+        (index,) = answer.keys
+        if answer.error is not None:
+            raise self._explain(answer.error, index) from answer.error.__cause__
+        if index is None:
+            answer.actor.info = answer.value
+            self._starting.discard(answer.actor.index)
+            self._ready.append(answer.actor.index)
             return
-        del self._in_flight[ref]
-        self._queues[actor.index].remove(ref)
-        self._last_sign[actor.index] = time.monotonic()
+        self._seconds["get"] += answer.seconds  # type: ignore[assignment]
+        results, self._reports[index] = answer.value
         with self._clock("merge"):
             tensors = [tuple(blob.tensor() for blob in group) for group in results]
             self._job.accept(self._tasks[index], tensors)
-        self._reports[index] = report
-        self._progress(len(self._reports), len(self._tasks))
+        self._progress(self._job.problem, self._tasks[index].live_pairs)
 
     def _explain(self, error: Exception, index: int) -> Exception:
         """Add the problem, plan and predicted memory to an out-of-memory error of an actor."""
@@ -252,49 +201,35 @@ class Run:
         problem, plan = self._job.problem, self._plan
         return torch.OutOfMemoryError(explain_shortage(problem, plan, backend, capacity, index))
 
-    def _remove_hung(self) -> None:
-        now = time.monotonic()
-        owing = [self._pool.actors[index] for index, queue in self._queues.items() if queue]
-        for actor in [*owing, *self._pings.values()]:
-            timeout = self._retry_policy.stall_timeout
-            if actor.info is None:
-                timeout = max(timeout, self._retry_policy.start_timeout)
-            if now - self._last_sign[actor.index] > timeout:
-                self._remove_failed(actor, is_hung=True)
-
-    def _remove_failed(
-        self, actor: Actor, *, is_hung: bool = False, is_oom_kill: bool = False
-    ) -> None:
+    def _replace(self, answer: Answer) -> None:
         """Reassign the tasks of a failed actor and start a replacement.
 
         Ray's out-of-memory monitor may kill several actors at once. Memory is free again after
         that, so the run waits for the replacements even if no other actor is left. It stops
         waiting after ``max_attempts * num_workers`` failures.
         """
-        queue = self._queues.pop(actor.index, deque())
-        taken_back = [self._in_flight.pop(ref)[1] for ref in queue]
-        self._pings = {ping: other for ping, other in self._pings.items() if other is not actor}
-        self._pool.remove(actor, is_hung=is_hung)
+        actor = answer.actor
+        self._starting.discard(actor.index)
+        if actor.index in self._ready:
+            self._ready.remove(actor.index)
+        taken_back = [index for index in answer.keys if index is not None]
         self._failures += 1
         self._reruns += len(taken_back)
         self._todo.extendleft(reversed(taken_back))
         if taken_back:  # an actor computes in order, so only the first was running
-            suspect = taken_back[0]
-            self._attempts[suspect] += 1
-            if self._attempts[suspect] >= self._retry_policy.max_attempts:
-                raise TaskFailedError(
-                    f"task {suspect} was running on {self._attempts[suspect]} workers when they "
-                    "failed or hung"
-                )
+            self._retry_policy.count(
+                self._attempts,
+                taken_back[0],
+                lambda number: (
+                    f"task {taken_back[0]} was running on {number} workers when they failed or hung"
+                ),
+            )
         if actor.index in self._originals:
             (replacement,) = self._pool.start(1)
-            self._pings[replacement.ping()] = replacement
-            self._last_sign[replacement.index] = time.monotonic()
-            if (
-                is_oom_kill
-                and self._failures
-                < self._retry_policy.max_attempts * self._retry_policy.num_workers
-            ):
+            self._ping(replacement)
+            most = self._retry_policy.max_attempts * self._retry_policy.num_workers
+            is_oom_kill = isinstance(answer.failure, self._ray.exceptions.OutOfMemoryError)
+            if is_oom_kill and self._failures < most:
                 self._originals.add(replacement.index)
 
     @contextlib.contextmanager
@@ -303,9 +238,6 @@ class Run:
         start = time.perf_counter()
         yield
         self._seconds[part] += time.perf_counter() - start  # type: ignore[assignment]
-
-    def _is_oom_kill(self, error: Exception) -> bool:
-        return isinstance(error, self._ray.exceptions.OutOfMemoryError)
 
     def _unfinished(self) -> set[int]:
         return set(self._tasks) - set(self._reports)

@@ -20,7 +20,7 @@ from torch import Tensor
 from cqs.executors.distributed.transport.transports import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import find_private_folder, import_ray
-from cqs.executors.ray.shard_producer import ShardProducer
+from cqs.executors.ray.shards.producer import ShardProducer
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of the tensors of a shard."""

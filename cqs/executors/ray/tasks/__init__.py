@@ -1,0 +1,1 @@
+"""Computes the tasks of a plan on the actors, for tensors of the driver."""
