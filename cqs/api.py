@@ -102,7 +102,8 @@ def attention(
         >>> torch.allclose(output, dense, atol=1e-5)
         True
     """
-    check_backend_name(backend)
+    if backend is not None:
+        check_backend_name(backend)
     problem = check_problem(
         query,
         key,
@@ -131,10 +132,13 @@ def attention(
     return answer.to_result(return_lse)
 
 
+_LOCAL = nullcontext(LocalExecutor())
+
+
 def open_executor(executor: "str | Cluster | None") -> AbstractContextManager[Executor]:
     """Return a context manager of an executor, given the argument of :func:`attention`."""
     if executor is None or executor == "local":
-        return nullcontext(LocalExecutor())
+        return _LOCAL
     if isinstance(executor, str) and executor != "ray":
         raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
     from cqs.executors.ray import Cluster, TemporaryCluster

@@ -163,6 +163,9 @@ def attend(
     return answer
 
 
+_UNCOUNTED = nullcontext()
+
+
 def count_pairs(
     problem: Problem, make_plan: Callable[[Problem], Plan], report: Report
 ) -> AbstractContextManager[Progress | None]:
@@ -177,7 +180,7 @@ def count_pairs(
         TypeError: ``report`` is neither a bool nor a function.
     """
     if report is False:
-        return nullcontext()
+        return _UNCOUNTED
     check_progress(report)
     total = sum(
         make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]
