@@ -12,7 +12,14 @@ from torch._subclasses import FakeTensorMode
 import cqs
 from cqs.arguments import ADVICE
 from cqs.patterns import causal
-from cqs.scheduler import AttentionShape, check_interest_set, load_interest_set
+from cqs.scheduler import (
+    AttentionShape,
+    Grid2D,
+    Hosts,
+    Quorums,
+    check_interest_set,
+    load_interest_set,
+)
 
 
 def tensor(*shape, **options):
@@ -223,8 +230,14 @@ BAD = {
         r"num_tasks .* got Fraction\(7, 2\)",
     ),
     "plan-causal-text": (plan(is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
-    "plan-set-number": (plan(interest_set=5), TypeError, "interest_set .*5"),
-    "plan-set-text": (plan(interest_set="013"), TypeError, "interest_set .* got '0'"),
+    "plan-set-number": (lambda: Quorums(5), TypeError, "interest_set .*5"),
+    "plan-set-text": (lambda: Quorums("013"), TypeError, "interest_set .* got '0'"),
+    "plan-kind": (plan(kind="ring"), ValueError, "kind must be .* got 'ring'"),
+    "plan-kind-type": (plan(kind=(0, 1, 3)), TypeError, r"kind must be .* got \(0, 1, 3\)"),
+    "plan-grid": (plan(kind=Grid2D(2, 3)), ValueError, "number of tasks, 7, got .* 2 .* 3"),
+    "plan-grid-0": (lambda: Grid2D(0, 7), ValueError, "query_groups must be at least 1, got 0"),
+    "plan-hosts": (plan(kind=Hosts(Quorums(), 2)), ValueError, "size .* 7, got 2"),
+    "plan-hosts-of": (lambda: Hosts("rows", 2), TypeError, "outer must be .* got 'rows'"),
     "plan-no-such-task": (
         lambda: cqs.make_plan(70, num_tasks=7).task(7),
         ValueError,
@@ -340,8 +353,8 @@ def test_numbers_of_numpy_are_numbers():
     assert whole == cqs.make_plan(70, 90, num_tasks=7, is_causal=True)
     assert cqs.Plan.from_json(whole.to_json()) == whole
     interest_set = np.array([0, 2, 3], np.int16)
-    chosen = cqs.make_plan(70, num_tasks=7, interest_set=interest_set)
-    assert chosen == cqs.make_plan(70, num_tasks=7, interest_set=[0, 2, 3])
+    chosen = cqs.make_plan(70, num_tasks=7, kind=Quorums(interest_set))
+    assert chosen == cqs.make_plan(70, num_tasks=7, kind=Quorums([0, 2, 3]))
     assert cqs.Plan.from_json(chosen.to_json()) == chosen
     assert AttentionShape(np.int64(8), np.int64(64)) == AttentionShape(8, 64)
 

@@ -46,7 +46,7 @@ def layouts(case, num_devices, head_parallel, num_chunks=1, *, with_gradients=Fa
             num_chunks=num_chunks,
             is_causal=case.is_causal,
             pattern=None,
-            interest_set=None,
+            kind="quorums",
             tile=1,
             chunk_rule=FETCHED,
             with_gradients=with_gradients,

@@ -10,7 +10,7 @@ from torch import Tensor
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern
 from cqs.problem.dropout import Dropout
-from cqs.scheduler import AttentionShape, Plan, make_plan
+from cqs.scheduler import AttentionShape, Plan, Quorums, make_plan
 
 GPU_TILE = 128
 """Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
@@ -136,7 +136,7 @@ class Problem:
             *lengths,
             num_tasks=num_tasks,
             is_causal=self.is_causal,
-            interest_set=interest_set,
+            kind="quorums" if interest_set is None else Quorums(interest_set),
             tile=tile,
             pattern=self.pattern,
         )

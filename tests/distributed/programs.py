@@ -86,6 +86,31 @@ def largest_error(group, case, cuts, options):
     return max(float((a - b).abs().max()) for a, b in pairs if a.numel()) if lse.numel() else 0.0
 
 
+def largest_errors(group, problems):
+    return [largest_error(group, *problem) for problem in problems]
+
+
+def count_bytes(group, case, options):
+    """Return the bytes that this rank sends in a forward pass, and in a backward pass."""
+    num_ranks, post, sent = dist.get_world_size(group), dist.batch_isend_irecv, []
+
+    def post_and_count(messages):
+        sent[-1] += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        return post(messages)
+
+    marks = [case.seqlen_q * rank // num_ranks for rank in range(num_ranks + 1)]
+    tensors, *_ = shards_of(case.make(torch.float32), (marks, marks), dist.get_rank(group))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+        sent.append(0)
+        output = cqs.distributed.attention(
+            *tensors, group=group, is_causal=case.is_causal, return_lse=True, **options
+        ).output
+        sent.append(0)
+        output.sum().backward()
+    return sent
+
+
 def check_tracks_exact(group, case, dtype, cuts, options, device="cpu"):
     """Compare with float64 by the rule for rounding."""
     found, _, expect = run(group, case, dtype, cuts, options, device)

@@ -40,7 +40,7 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
                 num_chunks=None,
                 is_causal=is_causal,
                 pattern=pattern,
-                interest_set=None,
+                kind="quorums",
                 tile=1,
                 chunk_rule=FETCHED,
                 with_gradients=False,
@@ -76,7 +76,7 @@ def check_places(routes):
 
 
 def test_heads_of_a_group_see_their_kv_heads():
-    options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1, "head_dim": 16}
+    options = {"is_causal": True, "pattern": None, "kind": "quorums", "tile": 1, "head_dim": 16}
     options |= {"chunk_rule": FETCHED, "with_gradients": False}
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
         for rank in range(8):
@@ -110,7 +110,7 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
         num_chunks=4,
         is_causal=False,
         pattern=None,
-        interest_set=None,
+        kind="quorums",
         tile=1,
         chunk_rule=FETCHED,
         with_gradients=False,
@@ -138,7 +138,7 @@ def test_stages_are_as_many_as_pay():
             num_chunks=num_chunks,
             is_causal=False,
             pattern=None,
-            interest_set=None,
+            kind="quorums",
             tile=128,
             chunk_rule=FETCHED,
             with_gradients=False,
@@ -217,7 +217,7 @@ def test_all_ranks_choose_the_same_split():
             num_chunks=None,
             is_causal=False,
             pattern=None,
-            interest_set=None,
+            kind="quorums",
             tile=128,
             chunk_rule=FETCHED,
             with_gradients=False,

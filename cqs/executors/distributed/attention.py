@@ -1,6 +1,5 @@
 """Differentiable context-parallel attention over the shards of a process group."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
 from cqs.scheduler.heads import why_not_head_parallel
-from cqs.scheduler.interest_sets import list_elements
+from cqs.scheduler.kinds import Kind, check_kind
 from cqs.uncompiled import uncompiled
 from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
@@ -42,7 +41,7 @@ def attention(
     seed: int | None = None,
     head_parallel: int | str = "auto",
     num_chunks: int | None = None,
-    interest_set: Iterable[int] | None = None,
+    plan: Kind | str | None = None,
     backend: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | AttentionOutput:
@@ -72,16 +71,17 @@ def attention(
             equals that of :func:`cqs.attention` with the same seed.
         seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
         head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
-            each computed by ``ranks / head_parallel`` ranks with a cyclic quorum set. A degree of 1
-            uses quorums alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
+            each computed by ``ranks / head_parallel`` ranks with ``plan``. A degree of 1 uses the
+            plan alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
             ``"auto"`` picks, among the degrees predicted within 2 % of the fastest, the one with
             the lowest peak memory; without gradients and up to 512K keys, the smallest. The ranks
             of a host should be consecutive.
         num_chunks: Maximum number of head chunks of a rank: one chunk is sent while another is
             computed. ``None`` chooses it by the work. The number used divides the KV heads of a
             rank.
-        interest_set: Interest set for ``ranks / head_parallel`` tasks; ``None`` takes the best
-            known. See :func:`cqs.make_plan`.
+        plan: Kind of the plan of ``ranks / head_parallel`` tasks: ``"quorums"``, ``"rows"`` (the
+            traffic of ring attention and all-gather), ``"grid"``, or a kind of
+            :func:`cqs.make_plan`. ``None`` means quorums.
         backend: Name of the kernels, as in :func:`cqs.attention`; ``None`` takes the best that
             supports the tensors.
         return_lse: Whether to return the log-sum-exp of the scores too.
@@ -137,7 +137,7 @@ def attention(
             "head_parallel": _check_head_parallel(
                 head_parallel, dist.get_world_size(group), problem, pattern
             ),
-            "interest_set": None if interest_set is None else list_elements(interest_set),
+            "plan": check_kind("quorums" if plan is None else plan, "plan"),
             "backend": backend,
             "return_lse": as_bool("return_lse", return_lse),
             "is_captured": is_captured(query.device),
@@ -209,7 +209,7 @@ def _attend(
             num_chunks=request["num_chunks"],
             is_causal=part.is_causal,
             pattern=part.pattern,
-            interest_set=request["interest_set"],
+            kind=request["plan"],
             tile=GPU_TILE if part.query.is_cuda else 1,
             chunk_rule=transport.chunk_rule,
             ranks_per_host=near,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cqs.executors.distributed.locality import SplitSteps, keys_of, see_only, split_steps
 from cqs.patterns import BoundPattern
-from cqs.scheduler import AttentionShape, Plan, Step, make_plan
+from cqs.scheduler import AttentionShape, Kind, Plan, Step, make_plan
 from cqs.scheduler.cost_model import Machine, Workload, predict
 from cqs.scheduler.heads import ChunkRule, choose_num_chunks
 from cqs.scheduler.task import join_ranges
@@ -145,8 +145,8 @@ class Layout:
 
     @property
     def is_final(self) -> bool:
-        """Whether the plan has one task, so that results cover all keys and need no merge."""
-        return self.plan.num_tasks == 1
+        """Whether results cover all keys of their queries and need no merge."""
+        return self.plan.kind.is_final
 
 
 @lru_cache(maxsize=32)
@@ -162,7 +162,7 @@ def lay_out(
     num_chunks: int | None,
     is_causal: bool,
     pattern: Any,
-    interest_set: tuple[int, ...] | None,
+    kind: Kind | str,
     tile: int,
     chunk_rule: ChunkRule,
     with_gradients: bool,
@@ -183,8 +183,7 @@ def lay_out(
         num_chunks: Maximum number of head chunks; ``None`` chooses it by the work.
         is_causal: Whether attention is causal over the whole sequence.
         pattern: Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`.
-        interest_set: Interest set for ``ranks / head_parallel`` tasks; ``None`` takes the best
-            known.
+        kind: Kind of the plan of ``ranks / head_parallel`` tasks; see :func:`cqs.make_plan`.
         tile: Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`.
         chunk_rule: Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks`.
         with_gradients: Whether a backward pass will follow.
@@ -208,13 +207,13 @@ def lay_out(
         sum(seqlens_kv),
         num_tasks=num_ranks // head_parallel,
         is_causal=is_causal,
-        interest_set=interest_set,
+        kind=kind,
         tile=tile,
         pattern=pattern,
     )
     tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
-    is_final = plan.num_tasks == 1
+    is_final = plan.kind.is_final
     splits = [
         split_steps(task.steps, own_queries, range(0) if is_final else own_keys)
         for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
@@ -247,7 +246,7 @@ def lay_out(
         flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
         num_ranks=num_ranks,
         num_kv_heads=max(num_kv_heads // head_parallel, 1),
-        num_keys=sum(seqlens_kv) * len(plan.interest_set) // plan.num_tasks,
+        num_keys=sum(seqlens_kv) * plan.kind.num_groups[1] // plan.num_tasks,
         with_gradients=with_gradients,
         rule=chunk_rule,
     )
