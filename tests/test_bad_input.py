@@ -177,12 +177,12 @@ BAD = {
     "is-causal-numpy-int": (attend(is_causal=np.int64(1)), TypeError, r"got np.int64\(1\)"),
     "is-causal-array": (attend(is_causal=np.array([True])), TypeError, r"got array\(\[ True\]\)"),
     "set-for-others": (
-        attend(interest_set=(0, 1, 3)),
+        attend(plan=Quorums((0, 1, 3))),
         ValueError,
         r"interest_set must lie in range\(3\), got 3",
     ),
     "set-no-cover": (
-        attend(num_tasks=7, interest_set=(0, 1, 2)),
+        attend(num_tasks=7, plan=Quorums((0, 1, 2))),
         ValueError,
         r"\(0, 1, 2\) is no difference cover modulo 7: no two elements differ by 3",
     ),
@@ -273,7 +273,7 @@ BAD = {
     "json-number": (read_text("7"), ValueError, "not a plan"),
     "json-null": (read_text("null"), ValueError, "not a plan"),
     "json-empty": (read_text("{}"), ValueError, "not a plan: .*version"),
-    "json-version": (read(version=1), ValueError, "version must be 2, got 1"),
+    "json-version": (read(version=1), ValueError, "version must be 2 or 3, got 1"),
     "json-workers": (read(num_tasks=8), ValueError, r"interest_set \(0, 1, 3\) .* modulo 8"),
     "json-workers-0": (read(num_tasks=0), ValueError, "num_tasks .* got 0"),
     "json-workers-text": (read(num_tasks="7"), ValueError, "num_tasks .* got '7'"),
@@ -372,6 +372,6 @@ def test_options_of_numpy_are_options(scale):
         is_causal=np.True_,
         scale=scale,
         num_tasks=np.int64(7),
-        interest_set=np.array([0, 1, 3]),
+        plan=Quorums(np.array([0, 1, 3])),
     )
     assert torch.equal(answer, expected)

@@ -54,11 +54,12 @@ def run(options: argparse.Namespace) -> None:
     kind = options.kind
     if options.interest_set is not None:
         try:
-            kind = Quorums(int(part) for part in options.interest_set.split(","))
+            elements = [int(part) for part in options.interest_set.split(",")]
         except ValueError:
             raise ValueError(
                 f"--interest-set must be integers with commas, got {options.interest_set!r}"
             ) from None
+        kind = Quorums(tuple(elements))
     plan = make_plan(
         options.seqlen_q,
         options.seqlen_kv,

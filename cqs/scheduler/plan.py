@@ -46,7 +46,7 @@ def make_plan(
             pattern.
         is_causal: Whether query i sees only keys up to ``i + seqlen_kv - seqlen_q``: a causal mask
             aligned at the bottom right, as in FlashAttention.
-        kind: Which pairs of groups a task computes: ``"quorums"``, ``"rows"``, ``"grid"``, or one
+        kind: Pairs of groups that a task computes: ``"quorums"``, ``"rows"``, ``"grid"``, or one
             of :class:`Quorums`, :class:`Grid2D` and :class:`Hosts`.
         tile: Number of tokens at whose multiples groups are cut, if they have at least as many.
             Kernels that compute tiles of this size then get whole tiles, and group sizes differ by

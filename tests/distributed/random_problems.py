@@ -44,6 +44,9 @@ def random_problem(generator, num_ranks):
         [0, *sorted(generator.randint(0, length) for _ in range(num_ranks - 1)), length]
         for length in (case.seqlen_q, case.seqlen_kv)
     ]
+    if generator.random() < 0.1:
+        links = 10 ** generator.uniform(3, 11), 10 ** generator.uniform(-6, -3)
+        return case, cuts, {"links": links}
     plan = generator.choice(kinds_of(num_ranks // degree))
     return (
         case,

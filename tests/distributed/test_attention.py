@@ -197,6 +197,9 @@ TENSORS = {
         ({"tensors": TENSORS["no_head_dim"]}, "rank 2 of the group has head_dim 0"),
         ({"seed": 3}, "rank 2 of the group has seed 3"),
         ({"plan": "ring"}, "rank 2 of the group failed: ValueError"),
+        ({"links": (1e9, 1e-5)}, "rank 2 of the group has links Links(bandwidth=1000000000.0"),
+        ({"links": (1e9,)}, "rank 2 of the group failed: TypeError"),
+        ({"links": (0, 1e-5)}, "rank 2 of the group failed: ValueError"),
         ({"plan": (0, 1, 2)}, "rank 2 of the group failed: TypeError"),
         (
             {"plan": Quorums([0, 1, 2])},

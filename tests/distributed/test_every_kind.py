@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from programs import count_bytes, largest_errors
+from programs import chosen_by_links, count_bytes, largest_errors
 from random_problems import kinds_of, random_case, random_problems
 
 from benchmarks.cases import Case
@@ -69,3 +69,10 @@ def test_ranks_send_the_bytes_of_the_formulas(ranks, num_ranks, plan, num_querie
         backward = (num_queries - 1) * (3 * queries + lse) + (num_keys - 1) * keys
     found = ranks.run(num_ranks, count_bytes, case, {"plan": plan, "head_parallel": 1})
     assert found == [[forward, backward]] * num_ranks
+
+
+@pytest.mark.slow
+def test_links_decide_the_plan_of_all_ranks(ranks):
+    rows = (Grid2D(1, 7), 1)
+    assert ranks.run(7, chosen_by_links, (1e5, 1e-3)) == [[rows]] * 7
+    assert ranks.run(7, chosen_by_links, None) == [[(Quorums((0, 1, 3)), 1)]] * 7

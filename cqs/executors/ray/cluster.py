@@ -3,7 +3,7 @@
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -37,7 +37,7 @@ from cqs.executors.streaming.budget import parse_budget
 from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
-from cqs.scheduler import Plan
+from cqs.scheduler import Kind, Plan
 from cqs.worker import Worker
 
 _Found = TypeVar("_Found")
@@ -181,7 +181,7 @@ class Cluster:
         seed: int | None = ...,
         num_tasks: int | None = ...,
         memory_budget: int | str | None = ...,
-        interest_set: Iterable[int] | None = ...,
+        plan: Kind | str | None = ...,
         backend: str | None = ...,
         return_lse: bool = ...,
         verify: bool = ...,
@@ -199,7 +199,7 @@ class Cluster:
         dropout_p: float = ...,
         seed: int | None = ...,
         head_parallel: int | str = ...,
-        interest_set: Iterable[int] | None = ...,
+        plan: Kind | str | None = ...,
         backend: str | None = ...,
         return_lse: bool = ...,
     ) -> Sharded: ...
@@ -219,7 +219,7 @@ class Cluster:
         num_tasks: int | None = None,
         memory_budget: int | str | None = None,
         head_parallel: int | str = "auto",
-        interest_set: Iterable[int] | None = None,
+        plan: Kind | str | None = None,
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
@@ -249,8 +249,8 @@ class Cluster:
                 supported for sharded sequences.
             head_parallel: Head-parallel degree of a sharded sequence, see
                 :func:`cqs.distributed.attention`. Tensors support only ``"auto"``.
-            interest_set: Interest set of the quorums, see :func:`cqs.make_plan`; of a sharded
-                sequence, see :func:`cqs.distributed.attention`.
+            plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
+                Of a sharded sequence, see :func:`cqs.distributed.attention`.
             backend: Name of a backend; ``None`` lets each worker choose its fastest.
             return_lse: Also return the log-sum-exp of every query.
             verify: Recompute sampled rows in float64 and raise if they deviate. Not supported for
@@ -296,7 +296,7 @@ class Cluster:
             distributed_options = {
                 **options,
                 "head_parallel": head_parallel,
-                "interest_set": None if interest_set is None else tuple(interest_set),
+                "plan": plan,
                 "backend": backend,
                 "return_lse": return_lse,
             }
@@ -319,7 +319,7 @@ class Cluster:
             lambda: nullcontext(self),
             problem,
             num_tasks=num_tasks,
-            interest_set=interest_set,
+            plan=plan,
             backend=backend,
             verify=verify,
             progress=progress,
@@ -396,7 +396,7 @@ class Cluster:
         dropout_p: float = 0.0,
         seed: int | None = None,
         num_tasks: int | None = None,
-        interest_set: Iterable[int] | None = None,
+        plan: Kind | str | None = None,
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
@@ -431,7 +431,7 @@ class Cluster:
             )
         return self.submit_plan(
             problem,
-            self.make_plan(problem, num_tasks, interest_set),
+            self.make_plan(problem, num_tasks, plan),
             backend=backend,
             return_lse=return_lse,
             verify=verify,
@@ -501,12 +501,10 @@ class Cluster:
             report(run.report)
         return gradients
 
-    def make_plan(
-        self, problem: Problem, num_tasks: int | None, interest_set: Iterable[int] | None
-    ) -> Plan:
+    def make_plan(self, problem: Problem, num_tasks: int | None, plan: Kind | str | None) -> Plan:
         """Make a plan; ``num_tasks`` of ``None`` means one task per worker."""
         default = self._retry_policy.num_workers
-        return problem.make_plan(default if num_tasks is None else num_tasks, interest_set)
+        return problem.make_plan(default if num_tasks is None else num_tasks, plan)
 
     def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
         """Return the fewest tasks for which the prediction of each is within a memory budget.

@@ -1,6 +1,6 @@
 """Differentiable attention on a cluster."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from torch import Tensor
 from cqs.executors.autograd import attend_differentiably, keep_operands
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
+from cqs.scheduler import Kind
 
 if TYPE_CHECKING:
     from cqs.executors.ray.cluster import Cluster
@@ -20,7 +21,7 @@ def attend_on(
     problem: Problem,
     *,
     num_tasks: int | None,
-    interest_set: Iterable[int] | None,
+    plan: Kind | str | None,
     backend: str | None,
     verify: bool,
     progress: bool | Callable[[int, int], None] = False,
@@ -31,7 +32,7 @@ def attend_on(
         scope: Returns a context manager of a cluster; it is entered once for each pass.
         problem: The checked problem.
         num_tasks: Number of tasks; ``None`` means one per worker.
-        interest_set: Interest set of the quorums; ``None`` chooses one.
+        plan: Kind of the plan; ``None`` means quorums.
         backend: Name of a backend; ``None`` lets each worker choose its fastest.
         verify: Recompute sampled rows in float64 and raise if they deviate.
         progress: True draws a progress bar of the forward pass; a function is called with
@@ -42,15 +43,15 @@ def attend_on(
     """
 
     def forward(cluster: "Cluster", problem: Problem) -> Partial:
-        plan = cluster.make_plan(problem, num_tasks, interest_set)
+        made = cluster.make_plan(problem, num_tasks, plan)
         return cluster.submit_plan(
-            problem, plan, backend=backend, verify=verify, progress=progress
+            problem, made, backend=backend, verify=verify, progress=progress
         ).wait()
 
     def backward(problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
         with scope() as cluster:
-            plan = cluster.make_plan(problem, num_tasks, interest_set)
-            return cluster.differentiate_plan(problem, plan, answer, grad_output, backend=backend)
+            made = cluster.make_plan(problem, num_tasks, plan)
+            return cluster.differentiate_plan(problem, made, answer, grad_output, backend=backend)
 
     with scope() as cluster:
         attend = partial(keep_operands, partial(forward, cluster), backward)

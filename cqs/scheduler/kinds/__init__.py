@@ -9,7 +9,16 @@ from cqs.scheduler.kinds.quorums import Quorums
 
 Kind = Quorums | Grid2D | Hosts
 
-__all__ = ["Grid2D", "Hosts", "Kind", "Quorums", "check_kind", "fit_kind", "read_kind"]
+__all__ = [
+    "Grid2D",
+    "Hosts",
+    "Kind",
+    "Quorums",
+    "check_kind",
+    "fit_kind",
+    "list_kinds",
+    "read_kind",
+]
 
 
 def check_kind(kind: Any, name: str = "kind") -> Kind | str:
@@ -19,7 +28,8 @@ def check_kind(kind: Any, name: str = "kind") -> Kind | str:
         raise error(
             f"{name} must be 'quorums', 'rows', 'grid', Quorums, Grid2D or Hosts, got {kind!r}"
         )
-    return kind
+    checked: Kind | str = kind
+    return checked
 
 
 def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
@@ -48,6 +58,37 @@ def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
         kind = Grid2D(width, num_tasks // width)
     assert not isinstance(kind, str)
     return kind.fit(num_tasks)
+
+
+def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
+    """List the kinds that ``plan`` stands for.
+
+    Args:
+        plan: ``"quorums"``, ``"rows"``, ``"grid"`` for all grids, ``"any"``, or a kind, which is
+            listed if it fits the number of tasks.
+        num_tasks: Number of tasks.
+        per_host: Number of consecutive tasks of a host; ``"any"`` includes plans of hosts with at
+            most so many tasks.
+
+    Example:
+        >>> len(list_kinds("any", 7, 7)), len(list_kinds("any", 6, 1)), len(list_kinds("any", 6, 3))
+        (3, 5, 11)
+    """
+    if isinstance(plan, str) and plan not in ("grid", "any"):
+        return [fit_kind(plan, num_tasks)]
+    if not isinstance(plan, str):
+        try:
+            return [plan.fit(num_tasks)]
+        except ValueError:
+            return []
+
+    def flat(number: int) -> list[Quorums | Grid2D]:
+        grids = [Grid2D(n, number // n) for n in range(1, number + 1) if number % n == 0]
+        return [*grids] if plan == "grid" else [Quorums().fit(number), *grids]
+
+    sizes = [n for n in range(2, num_tasks) if num_tasks % n == 0 and n <= per_host]
+    of_hosts = [Hosts(outer, size) for size in sizes for outer in flat(num_tasks // size)]
+    return [*flat(num_tasks), *(of_hosts if plan == "any" else ())]
 
 
 def read_kind(written: dict[str, Any]) -> Kind:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from cqs.arguments import as_integer
+from cqs.scheduler.group_needs import GroupNeeds
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import Area, TokenGroups
 
@@ -49,6 +50,32 @@ class Grid2D:
     def num_groups(self) -> tuple[int, int]:
         """Number of groups of which a task reads queries, and keys, without balancing."""
         return self.query_groups, self.key_groups
+
+    @property
+    def busiest(self) -> float:
+        """Live pairs of the busiest task of a causal plan, relative to the mean."""
+        width, height = self.query_groups, self.key_groups
+        return 1 + (width - 1) / (width * height**2) if height % 2 else 1.0
+
+    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
+        """Return the group counts of all tasks that may differ, at most."""
+        width, height = self.query_groups, self.key_groups
+        home, own_keys = float(width > 1 < height), float(width > 1 < height)
+        # Of causal tasks, the last gives the most rows, this part of its own, to the first.
+        given = (height - 1) / (2 * height - 1) if is_causal else 0.0
+        return (
+            GroupNeeds(width * (1 + given), height, width, height, home, own_keys),
+            GroupNeeds(width - (width - 1) * given, height, width + given, height, home, own_keys),
+        )
+
+    def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
+        """Return how many groups of queries, and of keys, a task reads of its own host.
+
+        See :meth:`cqs.scheduler.kinds.Quorums.near`. The result is exact if ``query_groups``
+        divides ``per_host`` or is a multiple of it.
+        """
+        width = self.query_groups
+        return min(width, per_host), min(max(per_host / width, 1.0), self.key_groups)
 
     def fit(self, num_tasks: int) -> "Grid2D":
         """Return the grid, or raise ValueError if it has another number of tasks."""

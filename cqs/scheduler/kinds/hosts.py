@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from cqs.arguments import as_integer
+from cqs.scheduler.group_needs import GroupNeeds
 from cqs.scheduler.kinds.grid import Grid2D, balance_rows
 from cqs.scheduler.kinds.quorums import Quorums
 from cqs.scheduler.task import Step
@@ -46,6 +47,31 @@ class Hosts:
         """Largest number of groups of which a task reads queries, and keys, without balancing."""
         queries, keys = self.outer.num_groups
         return queries, keys * self.size
+
+    @property
+    def busiest(self) -> float:
+        """Live pairs of the busiest task of a causal plan, relative to the mean."""
+        return self.outer.busiest
+
+    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
+        """Return the group counts of all tasks that may differ, without rows that balance them."""
+        return tuple(
+            each._replace(
+                keys=each.keys * self.size,
+                key_results=each.key_results * self.size,
+                home=float(not self.is_final),
+                own_keys=1.0,
+            )
+            for each in self.outer.needs(num_tasks // self.size, is_causal=is_causal)
+        )
+
+    def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
+        """Return how many groups of queries, and of keys, a task reads of its own host.
+
+        See :meth:`cqs.scheduler.kinds.Quorums.near`.
+        """
+        queries, keys = self.outer.near(num_tasks // self.size, max(per_host / self.size, 1.0))
+        return queries, min(keys * self.size, per_host)
 
     def fit(self, num_tasks: int) -> "Hosts":
         """Return the kind for a number of tasks, or raise ValueError if hosts differ in size."""

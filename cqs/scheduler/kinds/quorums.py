@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from cqs.scheduler.balancing import balance_work
+from cqs.scheduler.group_needs import GroupNeeds, group_needs
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
 from cqs.scheduler.strips import Strip
@@ -52,6 +53,29 @@ class Quorums:
     def num_groups(self) -> tuple[int, int]:
         """Largest number of groups of which a task reads queries, and keys."""
         return len(self.elements), len(self.elements)
+
+    @property
+    def busiest(self) -> float:
+        """Live pairs of the busiest task of a causal plan, relative to the mean."""
+        return 1.0
+
+    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
+        """Return the group counts of all tasks that may differ."""
+        return group_needs(self.elements, num_tasks, is_causal)
+
+    def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
+        """Return how many groups of queries, and of keys, a task reads of its own host.
+
+        Args:
+            num_tasks: Number of tasks, at least ``per_host``.
+            per_host: Number of consecutive tasks of a host.
+
+        Returns:
+            The two numbers, including the task's own group, as a mean over all tasks.
+        """
+        distances = (min(offset, num_tasks - offset) for offset in self.elements)
+        number = sum(max(per_host - each, 0) for each in distances) / per_host
+        return number, number
 
     def fit(self, num_tasks: int) -> "Quorums":
         """Return the kind for a number of tasks, after checking the interest set."""
