@@ -21,7 +21,7 @@ from cqs.report.passes import Forward, MeasuredPass, make_pass
 from cqs.report.rows import ReportRow, fields_of, read_kind
 from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
-from cqs.scheduler import Plan, Task, make_plan, quorum
+from cqs.scheduler import Plan, Quorums, Task, make_plan, quorum
 
 NUM_TASKS = (1, 4, 7, 8, 31)
 TOKENS = (10_000, 20_000, 30_000, 40_000, 45_000, 46_000, 47_000, 48_000, 49_000)
@@ -86,7 +86,7 @@ def plan_case(settings: Settings, num_tasks: int) -> Plan:
     multiples = [
         tuple(sorted(unit * offset % num_tasks for offset in plan.interest_set)) for unit in units
     ]
-    return make(interest_set=min(multiples, key=longest))
+    return make(kind=Quorums(min(multiples, key=longest)))
 
 
 def longest_task(plan: Plan) -> Task:

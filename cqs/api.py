@@ -1,6 +1,6 @@
 """``cqs.attention``: exact attention on one device or on a Ray cluster."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from cqs.executors.local import LocalExecutor
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import check_problem
-from cqs.scheduler.interest_sets import list_elements
+from cqs.scheduler import Kind
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import check_backend_name
 
@@ -33,7 +33,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     num_tasks: int | None = None,
-    interest_set: Iterable[int] | None = None,
+    plan: Kind | str | None = None,
     backend: str | None = None,
     executor: "str | Cluster | None" = None,
     return_lse: bool = False,
@@ -70,7 +70,7 @@ def attention(
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
-        interest_set: Interest set modulo ``num_tasks``; see :func:`cqs.make_plan`.
+        plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``
             selects the first of :data:`cqs.worker.backends.BACKENDS` that supports the call. A
             named backend never falls back to another; it raises.
@@ -114,17 +114,16 @@ def attention(
         dropout_p=dropout_p,
         seed=seed,
     )
-    elements = None if interest_set is None else list_elements(interest_set)
     chosen = open_executor(executor)
     if num_tasks is not None and executor is not None:
         for _, part in problem.parts():
-            part.make_plan(num_tasks, elements)  # reports wrong options before Ray starts
+            part.make_plan(num_tasks, plan)  # reports wrong options before Ray starts
     with chosen as opened:
         number = opened.num_tasks if num_tasks is None else num_tasks
         answer = attend(
             opened,
             problem,
-            lambda part: part.make_plan(number, elements),
+            lambda part: part.make_plan(number, plan),
             backend=backend,
             verify=verify,
             progress=progress,

@@ -11,6 +11,7 @@ import cqs
 from benchmarks.cases import CASES, Case
 from cqs.patterns import causal, per_head, sliding_window
 from cqs.problem import check_problem
+from cqs.scheduler import Grid2D, Hosts, Quorums
 from cqs.testing import assert_tracks_exact
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -87,7 +88,16 @@ def test_the_error_does_not_grow_with_the_number_of_workers(dtype, every_num_tas
 @pytest.mark.parametrize("interest_set", [(0, 1, 3), (0, 2, 3), tuple(range(7))], ids=str)
 def test_any_interest_set_gives_the_exact_answer(assert_right, interest_set, is_causal):
     problem = replace(RAGGED["square"], is_causal=is_causal).make()
-    assert_right(problem, attend(problem, num_tasks=7, interest_set=interest_set))
+    assert_right(problem, attend(problem, num_tasks=7, plan=Quorums(interest_set)))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "plan", ["rows", "grid", Grid2D(6, 1), Hosts(Quorums(), 2), Hosts(Grid2D(3, 1), 2)], ids=str
+)
+def test_any_kind_of_plan_gives_the_exact_answer(assert_right, plan, is_causal):
+    problem = Case("kinds", 50, 61, is_causal=is_causal).make(torch.float64)
+    assert_right(problem, attend(problem, num_tasks=6, plan=plan))
 
 
 LAYOUTS = {

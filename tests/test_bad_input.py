@@ -12,7 +12,14 @@ from torch._subclasses import FakeTensorMode
 import cqs
 from cqs.arguments import ADVICE
 from cqs.patterns import causal
-from cqs.scheduler import AttentionShape, check_interest_set, load_interest_set
+from cqs.scheduler import (
+    AttentionShape,
+    Grid2D,
+    Hosts,
+    Quorums,
+    check_interest_set,
+    load_interest_set,
+)
 
 
 def tensor(*shape, **options):
@@ -170,12 +177,12 @@ BAD = {
     "is-causal-numpy-int": (attend(is_causal=np.int64(1)), TypeError, r"got np.int64\(1\)"),
     "is-causal-array": (attend(is_causal=np.array([True])), TypeError, r"got array\(\[ True\]\)"),
     "set-for-others": (
-        attend(interest_set=(0, 1, 3)),
+        attend(plan=Quorums((0, 1, 3))),
         ValueError,
         r"interest_set must lie in range\(3\), got 3",
     ),
     "set-no-cover": (
-        attend(num_tasks=7, interest_set=(0, 1, 2)),
+        attend(num_tasks=7, plan=Quorums((0, 1, 2))),
         ValueError,
         r"\(0, 1, 2\) is no difference cover modulo 7: no two elements differ by 3",
     ),
@@ -223,8 +230,14 @@ BAD = {
         r"num_tasks .* got Fraction\(7, 2\)",
     ),
     "plan-causal-text": (plan(is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
-    "plan-set-number": (plan(interest_set=5), TypeError, "interest_set .*5"),
-    "plan-set-text": (plan(interest_set="013"), TypeError, "interest_set .* got '0'"),
+    "plan-set-number": (lambda: Quorums(5), TypeError, "interest_set .*5"),
+    "plan-set-text": (lambda: Quorums("013"), TypeError, "interest_set .* got '0'"),
+    "plan-kind": (plan(kind="ring"), ValueError, "kind must be .* got 'ring'"),
+    "plan-kind-type": (plan(kind=(0, 1, 3)), TypeError, r"kind must be .* got \(0, 1, 3\)"),
+    "plan-grid": (plan(kind=Grid2D(2, 3)), ValueError, "number of tasks, 7, got .* 2 .* 3"),
+    "plan-grid-0": (lambda: Grid2D(0, 7), ValueError, "query_groups must be at least 1, got 0"),
+    "plan-hosts": (plan(kind=Hosts(Quorums(), 2)), ValueError, "size .* 7, got 2"),
+    "plan-hosts-of": (lambda: Hosts("rows", 2), TypeError, "outer must be .* got 'rows'"),
     "plan-no-such-task": (
         lambda: cqs.make_plan(70, num_tasks=7).task(7),
         ValueError,
@@ -260,7 +273,7 @@ BAD = {
     "json-number": (read_text("7"), ValueError, "not a plan"),
     "json-null": (read_text("null"), ValueError, "not a plan"),
     "json-empty": (read_text("{}"), ValueError, "not a plan: .*version"),
-    "json-version": (read(version=1), ValueError, "version must be 2, got 1"),
+    "json-version": (read(version=1), ValueError, "version must be 2 or 3, got 1"),
     "json-workers": (read(num_tasks=8), ValueError, r"interest_set \(0, 1, 3\) .* modulo 8"),
     "json-workers-0": (read(num_tasks=0), ValueError, "num_tasks .* got 0"),
     "json-workers-text": (read(num_tasks="7"), ValueError, "num_tasks .* got '7'"),
@@ -340,8 +353,8 @@ def test_numbers_of_numpy_are_numbers():
     assert whole == cqs.make_plan(70, 90, num_tasks=7, is_causal=True)
     assert cqs.Plan.from_json(whole.to_json()) == whole
     interest_set = np.array([0, 2, 3], np.int16)
-    chosen = cqs.make_plan(70, num_tasks=7, interest_set=interest_set)
-    assert chosen == cqs.make_plan(70, num_tasks=7, interest_set=[0, 2, 3])
+    chosen = cqs.make_plan(70, num_tasks=7, kind=Quorums(interest_set))
+    assert chosen == cqs.make_plan(70, num_tasks=7, kind=Quorums([0, 2, 3]))
     assert cqs.Plan.from_json(chosen.to_json()) == chosen
     assert AttentionShape(np.int64(8), np.int64(64)) == AttentionShape(8, 64)
 
@@ -359,6 +372,6 @@ def test_options_of_numpy_are_options(scale):
         is_causal=np.True_,
         scale=scale,
         num_tasks=np.int64(7),
-        interest_set=np.array([0, 1, 3]),
+        plan=Quorums(np.array([0, 1, 3])),
     )
     assert torch.equal(answer, expected)

@@ -5,22 +5,23 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from cqs.__main__ import main
-from cqs.executors.distributed.layout import choose_head_parallel, lay_out
+from cqs.executors.distributed.layout import choose_plan, lay_out
 from cqs.report.measurement import read_rows
-from cqs.scheduler import AttentionShape, load_interest_set
+from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums, cost_model, load_interest_set
 from cqs.scheduler.cost_model import (
     METHODS,
     Machine,
     Workload,
-    _near,
+    _near_shares,
     predict,
-    predict_quorums,
+    predict_plan,
     predict_ring,
 )
 from cqs.scheduler.heads import FETCHED
@@ -32,7 +33,9 @@ WITHOUT_NODES = Machine()
 NODES = Machine(devices_per_node=8, between=50e9)
 
 
-def layouts(case, num_devices, head_parallel, num_chunks=1, *, with_gradients=False):
+def layouts(
+    case, num_devices, head_parallel, num_chunks=1, *, with_gradients=False, plan="quorums"
+):
     lengths = (case.tokens // num_devices,) * num_devices
     return [
         lay_out(
@@ -46,7 +49,7 @@ def layouts(case, num_devices, head_parallel, num_chunks=1, *, with_gradients=Fa
             num_chunks=num_chunks,
             is_causal=case.is_causal,
             pattern=None,
-            interest_set=None,
+            plan=plan,
             tile=1,
             chunk_rule=FETCHED,
             with_gradients=with_gradients,
@@ -73,7 +76,7 @@ def bytes_received(case, layout, head_parallel, rank):
 )
 def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, head_parallel):
     case = Workload(120 * num_devices, shape, is_causal)
-    moved = predict_quorums(
+    moved = predict_plan(
         case, num_devices, Machine(), head_parallel, is_backward=False
     ).bytes_received
     real = [
@@ -84,6 +87,36 @@ def test_traffic_is_that_of_the_layout(shape, is_causal, num_devices, head_paral
         assert 0.9 * moved < max(real) <= moved
     else:
         assert set(real) == {moved}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("head_parallel", [1, 2])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Grid2D(1, 8),
+        Grid2D(2, 4),
+        Grid2D(4, 2),
+        Grid2D(8, 1),
+        Hosts(Quorums(), 2),
+        Hosts(Grid2D(2, 2), 2),
+    ],
+    ids=str,
+)
+def test_traffic_of_every_kind_is_that_of_the_layout(plan, head_parallel, is_causal):
+    num_devices = 8 * head_parallel
+    case, options = Workload(120 * num_devices, GROUPED, is_causal), {"is_backward": False}
+    found = predict_plan(case, num_devices, Machine(), head_parallel, kind=plan, **options)
+    of_ranks = layouts(case, num_devices, head_parallel, plan=plan)
+    real = [
+        bytes_received(case, layout, head_parallel, rank) for rank, layout in enumerate(of_ranks)
+    ]
+    if is_causal:  # who reads the most queries gets the fewest results; rows of hosts are balanced
+        assert 0.5 * found.bytes_received < max(real) < 1.2 * found.bytes_received
+        most = max(layout.plan.task(rank).live_pairs for rank, layout in enumerate(of_ranks[:8]))
+        assert 8 * most == pytest.approx(plan.busiest * of_ranks[0].plan.live_pairs, rel=0.02)
+    else:
+        assert set(real) == {found.bytes_received}
 
 
 def test_stages_are_those_of_the_layout():
@@ -101,7 +134,7 @@ def test_stages_are_those_of_the_layout():
 def test_a_degree_of_all_devices_has_the_traffic_of_ulysses(shape, num_devices, is_backward):
     case = Workload(2**20, shape)
     for machine in (WITHOUT_NODES, NODES):
-        one = predict_quorums(case, num_devices, machine, num_devices, is_backward=is_backward)
+        one = predict_plan(case, num_devices, machine, num_devices, is_backward=is_backward)
         other = predict_ring(case, num_devices, machine, num_devices, is_backward=is_backward)
         assert one.bytes_received == other.bytes_received
         assert one.seconds <= other.seconds  # in head chunks, some of it is hidden
@@ -154,6 +187,7 @@ def test_from_three_devices_up_quorums_hold_more_than_a_ring(shape, is_causal):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("passes", ["forward", "backward", "both"])
 def test_more_of_anything_never_takes_longer(method, passes):
+    predict = partial(cost_model.predict, plan="any")  # in one node too
     case = Workload(2**20, GROUPED, is_causal=True)
     for machine in (WITHOUT_NODES, NODES):
         for num_devices in (1, 2, 4, 8, 16, 32, 128, 512):
@@ -247,7 +281,7 @@ def test_memory_forward_is_that_of_layouts(
     of_ranks = layouts(case, num_devices, head_parallel, num_chunks)
     held = max(most_held_forward(case, layout, head_parallel) for layout in of_ranks)
     options = {"is_backward": False, "num_chunks": num_chunks}
-    found = predict_quorums(case, num_devices, Machine(), head_parallel, **options).peak_bytes
+    found = predict_plan(case, num_devices, Machine(), head_parallel, **options).peak_bytes
     is_bound = is_causal and 1 < head_parallel < num_devices
     assert held <= found * (1 + 1e-12) and found <= held * (1.1 if is_bound else 1 + 1e-12)
 
@@ -266,8 +300,8 @@ def test_memory_is_what_gpus_allocated(method, passes):
         case = Workload(details["tokens"], shape, row["case"].startswith("causal"))
         head_parallel = 1
         if method == "cqs":
-            head_parallel = choose_head_parallel(case, 2, with_gradients=passes == "both")
-        peak = predict_quorums(
+            _, head_parallel = choose_plan(case, 2, with_gradients=passes == "both")
+        peak = predict_plan(
             case, 2, Machine(), head_parallel, is_backward=passes == "both"
         ).peak_bytes
         assert peak == pytest.approx(details["peak_bytes"], rel=0.01)
@@ -294,7 +328,7 @@ def test_memory_of_gradients_is_what_four_gpus_allocated(method):
         )
         chunks = case.num_chunks(4, head_parallel, 4 if in_four else None, is_backward=True)
         options = {"is_backward": True, "num_chunks": chunks}
-        peak = predict_quorums(case, 4, Machine(), head_parallel, **options).peak_bytes
+        peak = predict_plan(case, 4, Machine(), head_parallel, **options).peak_bytes
         layout = layouts(case, 4, head_parallel, None, with_gradients=True)[0]
         peak -= bytes_kept(case, layout, head_parallel)
         if head_parallel == 2:
@@ -313,14 +347,15 @@ def test_memory_of_others_is_near_what_two_gpus_allocated(method, num_mebibytes)
 @pytest.mark.parametrize("num_devices", [16, 32, 56, 64])
 def test_holders_in_the_same_node_are_counted(num_devices, head_parallel):
     num_tasks = num_devices // head_parallel
-    interest_set = load_interest_set(num_tasks)
+    kind = Quorums().fit(num_tasks)
     same = 0
     for rank in range(num_devices):
-        workers = {(rank // head_parallel - offset) % num_tasks for offset in interest_set}
+        workers = {(rank // head_parallel - offset) % num_tasks for offset in kind.elements}
         holders = [w * head_parallel + i for w in workers for i in range(head_parallel)]
         same += sum(other // 8 == rank // 8 for other in holders)
-    found = _near(interest_set, num_tasks, head_parallel, 8)
-    assert math.isclose(found, same / num_devices)
+    others = same / num_devices - 1, len(kind.elements) * head_parallel - 1
+    (found, _), (far, _) = _near_shares(kind, num_tasks, head_parallel, 8)
+    assert math.isclose(found, others[0] / others[1]) and math.isclose(far, 1 - found)
 
 
 def test_the_command_marks_the_best(capsys):

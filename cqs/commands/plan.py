@@ -6,7 +6,7 @@ from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.report.table import format_table, mebibytes, percent
-from cqs.scheduler import AttentionShape, Plan, make_plan
+from cqs.scheduler import AttentionShape, Plan, Quorums, make_plan
 
 _MAX_TABULATED = 2**20
 """Most pairs of token groups in the table, W per task; they take about 2 s."""
@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interest-set", metavar="A,B,...", help="default: the best known; integers with commas"
     )
+    parser.add_argument(
+        "--kind", choices=("quorums", "rows", "grid"), default="quorums", help="default: quorums"
+    )
     parser.add_argument("--num-heads", type=int, default=8, help="for the predicted costs")
     parser.add_argument("--head-dim", type=int, default=64, help="for the predicted costs")
     parser.add_argument(
@@ -48,20 +51,21 @@ def run(options: argparse.Namespace) -> None:
         from cqs.plotting import check_picture, save_owners
 
         check_picture(options.picture)
-    interest_set = None
+    kind = options.kind
     if options.interest_set is not None:
         try:
-            interest_set = [int(part) for part in options.interest_set.split(",")]
+            elements = [int(part) for part in options.interest_set.split(",")]
         except ValueError:
             raise ValueError(
                 f"--interest-set must be integers with commas, got {options.interest_set!r}"
             ) from None
+        kind = Quorums(tuple(elements))
     plan = make_plan(
         options.seqlen_q,
         options.seqlen_kv,
         num_tasks=options.num_tasks,
         is_causal=options.is_causal,
-        interest_set=interest_set,
+        kind=kind,
         pattern=None if options.pattern is None else parse_pattern(options.pattern),
     )
     shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)

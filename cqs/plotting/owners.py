@@ -64,7 +64,7 @@ def plot_owners(plan: Plan, axes: Any = None, *, index: int | None = None) -> An
     ]
     label_tokens(axes, plan.seqlen_q, plan.seqlen_kv)
     named = f"{plan.num_tasks} tasks" if index is None else f"task {index} of {plan.num_tasks}"
-    axes.set_title(f"{named}, {len(plan.interest_set)} groups to a quorum")
+    axes.set_title(f"{named}, {str(plan.kind).split(' (')[0]}")
     if plan.pattern is None:
         _draw_blocks(plan, axes, colors)
     else:

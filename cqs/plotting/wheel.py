@@ -41,7 +41,7 @@ def plot_wheel(plan: Plan, axes: Any = None, *, index: int = 0) -> Any:
         The matplotlib axes.
 
     Raises:
-        ValueError: if there is no such ``index``.
+        ValueError: if there is no such ``index``, or the plan has no quorums.
     """
     from matplotlib.patches import Circle
 

@@ -1,6 +1,6 @@
 """The tensors and options of one attention call."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -10,7 +10,7 @@ from torch import Tensor
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern
 from cqs.problem.dropout import Dropout
-from cqs.scheduler import AttentionShape, Plan, make_plan
+from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
 GPU_TILE = 128
 """Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
@@ -126,17 +126,17 @@ class Problem:
             has_dropout=self.dropout is not None,
         )
 
-    def make_plan(self, num_tasks: int, interest_set: Iterable[int] | None = None) -> Plan:
+    def make_plan(self, num_tasks: int, kind: Kind | str | None = None) -> Plan:
         """Divide this problem into tasks; see :func:`cqs.make_plan`."""
         lengths = self.query.shape[2], self.key.shape[2]
         tile = GPU_TILE if self.query.is_cuda else 1
-        if type(num_tasks) is int and interest_set is None:
+        if type(num_tasks) is int and kind is None:
             return _plan(*lengths, num_tasks, self.is_causal, tile, self.pattern)
         return make_plan(
             *lengths,
             num_tasks=num_tasks,
             is_causal=self.is_causal,
-            interest_set=interest_set,
+            kind="quorums" if kind is None else kind,
             tile=tile,
             pattern=self.pattern,
         )

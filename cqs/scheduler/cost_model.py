@@ -7,15 +7,15 @@ number of devices, and no shared switch, which favours methods that exchange wit
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.group_needs import GroupNeeds, group_needs
+from cqs.scheduler.group_needs import GroupNeeds
 from cqs.scheduler.heads import choose_num_chunks, possible_head_parallel
-from cqs.scheduler.interest_sets import load_interest_set
+from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
 
 _SUM_ITEMSIZE = 4
 """Bytes of an element of a gradient sum, which is float32."""
@@ -77,6 +77,48 @@ class Machine:
         """
         crosses = num_devices > self.devices_per_node
         return self.exchange(0, num_bytes) if crosses else self.exchange(num_bytes)
+
+
+class Links(NamedTuple):
+    """Bandwidth and latency of the links between devices."""
+
+    bandwidth: float
+    """Bytes per second of a device and direction."""
+    latency: float
+    """Seconds of an exchange."""
+
+    @classmethod
+    def check(cls, links: Iterable[float]) -> "Links":
+        """Return the links, or raise TypeError or ValueError."""
+        try:
+            found = cls(*map(float, links))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"links must be (bandwidth, latency), got {links!r}") from error
+        if not (0 < found.bandwidth < math.inf and 0 <= found.latency < math.inf):
+            raise ValueError(f"links must be positive and finite, got {links!r}")
+        return found
+
+
+MACHINES = {
+    "H200": Machine(bandwidth=160e9, latency=160e-6, between=50e9),
+    "H100": Machine(bandwidth=160e9, latency=160e-6, between=50e9),
+    "B200": Machine(900e12, 630e12, 0.5e-9, bandwidth=320e9, latency=160e-6, between=50e9),
+    "A100": Machine(200e12, 140e12, 2.1e-9, bandwidth=107e9, latency=160e-6, between=25e9),
+    "CPU": Machine(0.2e12, 0.14e12, 1e-7, bandwidth=2e9, latency=1e-3, between=125e6),
+}
+"""Machines by a part of the device's name. Bandwidth and latency of H200 are fitted to 4 GPUs of
+one host; the others are scaled by data sheets and not measured, as are all links between hosts:
+400 Gb/s InfiniBand per GPU, 200 Gb/s for A100, and Gigabit Ethernet for CPUs."""
+
+
+def machine_name(device: str) -> str:
+    """Return the name in :data:`MACHINES` of a device, of H100 for an unknown GPU.
+
+    Example:
+        >>> machine_name("NVIDIA A100-SXM4-80GB"), machine_name("cpu"), machine_name("NVIDIA L4")
+        ('A100', 'CPU', 'H100')
+    """
+    return next((name for name in MACHINES if name in device.upper()), "H100")
 
 
 @dataclass(frozen=True)
@@ -146,7 +188,13 @@ class Workload:
         )
 
     def num_chunks(
-        self, num_devices: int, head_parallel: int, most: int | None = None, *, is_backward: bool
+        self,
+        num_devices: int,
+        head_parallel: int,
+        most: int | None = None,
+        *,
+        is_backward: bool,
+        kind: Kind | str = "quorums",
     ) -> int:
         """Return the number of head chunks of a device.
 
@@ -155,6 +203,7 @@ class Workload:
             head_parallel: Head-parallel degree.
             most: Maximum number of chunks; ``None`` chooses by the work.
             is_backward: Whether a backward pass is included.
+            kind: Kind of the plan of ``num_devices / head_parallel`` tasks.
         """
         num_tasks = num_devices // head_parallel
         return choose_num_chunks(
@@ -162,7 +211,7 @@ class Workload:
             flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
             num_ranks=num_devices,
             num_kv_heads=self.part(head_parallel).kv_heads,
-            num_keys=self._keys * len(load_interest_set(num_tasks)) // num_tasks,
+            num_keys=self._keys * fit_kind(kind, num_tasks).num_groups[1] // num_tasks,
             with_gradients=is_backward,
         )
 
@@ -184,9 +233,11 @@ class Prediction:
     a backward pass also the tensors that the forward pass saved and all gradients."""
     head_parallel: int = 1
     """Head-parallel degree; the devices of one head group share the tokens."""
+    kind: Kind | None = None
+    """Kind of the plan by which they share them, for methods of this package."""
 
 
-def predict_quorums(
+def predict_plan(
     workload: Workload,
     num_devices: int,
     machine: Machine,
@@ -194,21 +245,23 @@ def predict_quorums(
     *,
     is_backward: bool,
     num_chunks: int | None = None,
+    kind: Kind | str = "quorums",
 ) -> Prediction:
     """Predict the costs of :func:`cqs.distributed.attention`.
 
-    Traffic: every shard is sent to the ``head_parallel`` devices of each of the m quorums that hold
-    it, and results are sent back. With a degree of 1 each device receives ``(2 + 2g)(m - 1) / W``
-    of N x d per head, with g KV heads per query head and W devices. With a degree of W the traffic
+    Traffic: every shard is sent to the ``head_parallel`` devices of each task that reads it, and
+    results are sent back. Let a task read the queries of a groups and the keys of b groups, with
+    a = b = m for quorums. With a degree of 1, each of W devices then receives ``[2 (a - 1) + 2g (b
+    - 1)] / W`` of N x d per head, with g KV heads per query head. With a degree of W the traffic
     is that of Ulysses. Some tasks read only queries or only keys of a group (even W, causal); the
     prediction is for the device with the most traffic.
 
     Time: the sends of the first of S head chunks and the results of the last are exposed; all other
     communication overlaps with computation. In a forward pass a device also computes the pairs of
     its own shard, 1 / W^2 of all, during the exposed communication: those of the first head chunk
-    before the others, the rest after them. With a degree of W it computes its own queries last:
-    1 / W of a head chunk, or 1 / W^2 on the first device if causal. With gradients it does not,
-    which the prediction ignores.
+    before the others, the rest after them. If tasks have all keys of their queries, it computes its
+    own queries last: with a degree of W, 1 / W of a head chunk, or 1 / W^2 on the first device if
+    causal. With gradients it does not, which the prediction ignores.
 
     Memory: with a degree between 1 and W, the peak of a causal forward pass is an upper bound, up
     to 10 % too high.
@@ -220,17 +273,20 @@ def predict_quorums(
         head_parallel: Head-parallel degree.
         is_backward: Whether to predict the backward pass instead of the forward pass.
         num_chunks: Maximum number S of head chunks; ``None`` chooses it by the work.
+        kind: Kind of the plan of ``num_devices / head_parallel`` tasks.
     """
     num_tasks = num_devices // head_parallel
-    interest_set = load_interest_set(num_tasks)
-    holders = len(interest_set) * head_parallel
-    near = _near(interest_set, num_tasks, head_parallel, machine.devices_per_node)
-    is_near = (near - 1) / (holders - 1) if holders > 1 else 1.0
-    chunks = workload.num_chunks(num_devices, head_parallel, num_chunks, is_backward=is_backward)
+    kind = fit_kind(kind, num_tasks)
+    is_final = kind.is_final
+    near = _near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
+    chunks = workload.num_chunks(
+        num_devices, head_parallel, num_chunks, is_backward=is_backward, kind=kind
+    )
 
     queries, keys, results = workload.shard_bytes(num_devices, head_parallel)
-    merged = results if num_tasks > 1 else queries  # final rows are sent without their LSE
-    needs = group_needs(interest_set, num_tasks, workload.is_causal)
+    merged = queries if is_final else results  # final rows are sent without their LSE
+    with_gradients = queries + (0 if is_final else merged)
+    needs = kind.needs(num_tasks, is_causal=workload.is_causal)
     if head_parallel > 1:
         # A device owns a part of its token group; half of the group may be all of its queries.
         of_tasks = [
@@ -238,22 +294,23 @@ def predict_quorums(
             for each in needs
         ]
         of_devices = ([head_parallel * number for number in each] for each in of_tasks)
-        needs = tuple(GroupNeeds(*[*each, float(num_tasks > 1), 1]) for each in of_devices)
+        needs = tuple(GroupNeeds(*[*each, float(not is_final), 1]) for each in of_devices)
 
-    def bytes_of(needed: GroupNeeds) -> tuple[float, float]:
-        """Return the bytes of inputs and of results that a device sends or receives at most."""
-        there = (needed.queries - 1) * queries + (needed.keys - 1) * keys
+    def bytes_of(needed: GroupNeeds) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the bytes of inputs and of results that a device sends or receives at most.
+
+        Both are pairs: the bytes of rows of queries, and the bytes of keys.
+        """
+        there = (needed.queries - 1) * queries, (needed.keys - 1) * keys
         if not is_backward:
-            return there, (max(needed.queries, needed.query_results) - 1) * merged
-        back = (needed.query_results - 1) * queries + (needed.key_results - 1) * keys
-        with_gradients = queries + (merged if num_tasks > 1 else 0)
-        return (needed.queries - 1) * with_gradients, max(there, back)
+            return there, ((max(needed.queries, needed.query_results) - 1) * merged, 0.0)
+        back = (needed.query_results - 1) * queries, (needed.key_results - 1) * keys
+        return ((needed.queries - 1) * with_gradients, 0.0), max(there, back, key=sum)
 
     def packed() -> float:
         """Return the bytes of a send buffer, which has one size on all devices."""
         most = GroupNeeds(*map(max, zip(*needs, strict=True)))
-        for_queries = queries + (merged if num_tasks > 1 else 0) if is_backward else queries
-        there = (most.query_results - 1) * for_queries
+        there = (most.query_results - 1) * (with_gradients if is_backward else queries)
         back = (most.queries - 1) * (queries if is_backward else merged)
         of_keys = ((most.key_results - 1) * keys, (most.keys - 1) * keys)
         return max(there, back + of_keys[1]) if is_backward else max(there + of_keys[0], back)
@@ -264,37 +321,40 @@ def predict_quorums(
             copied = _copied(needed.queries, needed.query_results) * queries
             copied += _copied(needed.keys, needed.key_results) * keys
             held = needed.queries * queries + needed.keys * keys
-            held += answer if num_tasks == 1 else 0  # saved for backward besides the caller's
+            held += answer if is_final else 0  # saved for backward besides the caller's
             received = needed.query_results * queries + needed.key_results * keys
-            sums = queries * _SUM_ITEMSIZE / workload.shape.itemsize if num_tasks > 1 else 0.0
+            sums = 0.0 if is_final else queries * _SUM_ITEMSIZE / workload.shape.itemsize
             return held + answer + received + (copied + sums) / chunks + sum(tensors)
         if num_devices == 1:
             return answer
         fetched = (needed.queries - 1) * queries + (needed.keys - 1 + needed.own_keys) * keys
         returned = (needed.query_results - 1) * merged
-        own, home = (results, needed.home * results) if num_tasks > 1 else (0, 0)
+        own, home = (0, 0) if is_final else (results, needed.home * results)
         first = fetched + (own + home + returned) / chunks
         last = (fetched + own) / chunks + home + returned
         return answer + max(first, last, own + home + returned)
 
-    input_bytes, result_bytes = map(max, zip(*map(bytes_of, needs), strict=True))
+    inputs, outputs = (max(each, key=sum) for each in zip(*map(bytes_of, needs), strict=True))
     send, send_back = (
-        machine.exchange(is_near * each / chunks, (1 - is_near) * each / chunks)
-        for each in (input_bytes, result_bytes)
+        machine.exchange(
+            *(sum(a * b for a, b in zip(shares, each, strict=True)) / chunks for shares in near)
+        )
+        for each in (inputs, outputs)
     )
     calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / head_parallel
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
+    compute *= kind.busiest if workload.is_causal else 1.0
     before, after = 0.0, 0.0  # computation that overlaps the first sends, and the last results
-    if not is_backward and num_tasks > 1:
+    if not is_backward and not is_final:
         before = compute * num_tasks / num_devices**2 / chunks
         after = (chunks - 1) * before
     elif not is_backward:
-        after = compute / num_devices ** (2 if workload.is_causal else 1) / chunks
+        after = compute * num_tasks / num_devices ** (2 if workload.is_causal else 1) / chunks
     seconds = max(compute, (chunks - 1) * (send + send_back))
     seconds += max(send - before, 0.0) + max(send_back - after, 0.0)
     *tensors, answer = workload.shard_bytes(num_devices)
     peak = max(map(peak_of, needs)) + packed()
-    return Prediction(seconds, input_bytes + result_bytes, peak, head_parallel)
+    return Prediction(seconds, sum(inputs) + sum(outputs), peak, head_parallel, kind)
 
 
 def predict_ring(
@@ -404,13 +464,13 @@ class CostModel(NamedTuple):
 
 
 METHODS = {
-    "cqs quorums": CostModel(predict_quorums, lambda n, devices: n == 1),
-    "cqs": CostModel(predict_quorums, lambda n, devices: True),
+    "cqs quorums": CostModel(predict_plan, lambda n, devices: n == 1),
+    "cqs": CostModel(predict_plan, lambda n, devices: True),
     "ring": CostModel(predict_ring, lambda n, devices: n == 1),
     "all-gather": CostModel(predict_all_gather, lambda n, devices: n == 1),
     "ulysses": CostModel(predict_ring, lambda n, devices: n == devices),
     "ulysses in two": CostModel(
-        partial(predict_quorums, num_chunks=2), lambda n, devices: n == devices
+        partial(predict_plan, num_chunks=2), lambda n, devices: n == devices
     ),
     "2-D": CostModel(predict_ring, lambda n, devices: 1 < n < devices),
 }
@@ -424,8 +484,11 @@ def predict(
     machine: Machine,
     passes: str = "forward",
     slack: float = 0.0,
+    *,
+    plan: Kind | str | None = None,
+    head_parallel: int | str = "auto",
 ) -> Prediction | None:
-    """Predict the costs of a method, with the best head-parallel degree.
+    """Predict the costs of a method, with the best head-parallel degree and kind of plan.
 
     Args:
         method: One of :data:`METHODS`.
@@ -433,12 +496,17 @@ def predict(
         num_devices: Number of devices, W.
         machine: Throughput and links of the devices.
         passes: ``"forward"``, ``"backward"`` or ``"both"``.
-        slack: Relative time by which the chosen degree may exceed the fastest. Among these degrees
-            the one with the lowest peak memory is chosen. For ``"cqs"``, forward and up to 512K
+        slack: Relative time by which the choice may exceed the fastest. Among the choices within it
+            the one with the lowest peak memory is taken. For ``"cqs"``, forward and up to 512K
             keys, it is the lowest degree: kernels then read fewer keys, more of them from cache.
+        plan: Kinds to choose from for ``"cqs"``, see
+            :func:`cqs.scheduler.kinds.list_kinds`; ``None`` means quorums in one node, and any
+            kind in several.
+        head_parallel: Head-parallel degree, or ``"auto"`` for all that the method supports.
 
     Returns:
-        The prediction, or ``None`` if the method supports no degree for these heads.
+        The prediction, or ``None`` if the method supports no degree for these heads, or ``plan``
+        fits none.
 
     Example:
         >>> workload = Workload(2**20, AttentionShape(32, 128, num_kv_heads=8))
@@ -447,18 +515,34 @@ def predict(
         >>> predict("ulysses", workload, 256, Machine()) is None
         True
     """
-    chosen, shape = METHODS[method], workload.shape
+    chosen, shape, per_node = METHODS[method], workload.shape, machine.devices_per_node
+    if plan is None:
+        plan = "any" if per_node < num_devices else "quorums"
     found = []
-    for head_parallel in possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads):
-        if chosen.supports(head_parallel, num_devices):
+    degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
+    for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
+        if not chosen.supports(degree, num_devices):
+            continue
+        choices: list[dict[str, Any]] = [{}]
+        if method == "cqs":
+            kinds = list_kinds(plan, num_devices // degree, per_node / degree)
+            choices = [{"kind": kind} for kind in kinds]
+        for options in choices:
             each = [
                 chosen.predict(
-                    workload, num_devices, machine, head_parallel, is_backward=is_backward
+                    workload, num_devices, machine, degree, is_backward=is_backward, **options
                 )
                 for is_backward in _PASSES[passes]
             ]
-            seconds, received, peak, _ = zip(*map(astuple, each), strict=True)
-            found.append(Prediction(sum(seconds), sum(received), max(peak), head_parallel))
+            found.append(
+                Prediction(
+                    sum(one.seconds for one in each),
+                    sum(one.bytes_received for one in each),
+                    max(one.peak_bytes for one in each),
+                    degree,
+                    each[0].kind,
+                )
+            )
     if not found:
         return None
     fastest = min(found, key=lambda one: one.seconds)
@@ -466,7 +550,7 @@ def predict(
         return fastest
     nearly = [one for one in found if one.seconds <= (1 + slack) * fastest.seconds]
     if (method, passes) == ("cqs", "forward") and workload._keys <= _FEW_KEYS:
-        return min(nearly, key=lambda one: one.head_parallel)
+        return min(nearly, key=lambda one: (one.head_parallel, one.seconds))
     return min(nearly, key=lambda one: one.peak_bytes)
 
 
@@ -475,17 +559,23 @@ def _copied(needed: float, results: float) -> float:
     return needed if max(needed, results) > 1 else 0.0
 
 
-def _near(
-    interest_set: tuple[int, ...], num_tasks: int, head_parallel: int, devices_per_node: float
-) -> float:
-    """Return the mean number of devices with a shard that are in its own node, itself included.
+def _near_shares(
+    kind: Kind, num_tasks: int, head_parallel: int, per_node: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the parts of queries and of keys that are received from the own node, and the rest.
 
     Ranks of a node are consecutive, and so are the head groups of a task.
     """
-    if head_parallel * num_tasks <= devices_per_node:
-        return len(interest_set) * head_parallel
-    if head_parallel > devices_per_node:
-        return devices_per_node
-    workers = devices_per_node // head_parallel
-    distances = (min(offset, num_tasks - offset) for offset in interest_set)
-    return head_parallel * sum(max(workers - each, 0) for each in distances) / workers
+    if head_parallel * num_tasks <= per_node:
+        return (1.0, 1.0), (0.0, 0.0)
+    if head_parallel > per_node:
+        near = per_node, per_node
+    else:
+        of_queries, of_keys = kind.near(num_tasks, per_node // head_parallel)
+        near = of_queries * head_parallel, of_keys * head_parallel
+    holders = (number * head_parallel for number in kind.num_groups)
+    of_queries, of_keys = (
+        min((number - 1) / (all_ - 1), 1.0) if all_ > 1 else 1.0
+        for number, all_ in zip(near, holders, strict=True)
+    )
+    return (of_queries, of_keys), (1 - of_queries, 1 - of_keys)

@@ -1,26 +1,21 @@
 """Plans: the token groups and the W disjoint tasks of an attention problem."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from cqs.arguments import as_bool, as_integer
-from cqs.scheduler.balancing import balance_work
 from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
-from cqs.scheduler.interest_sets import (
-    MAX_NUM_TASKS,
-    check_interest_set,
-    load_interest_set,
-)
-from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
-from cqs.scheduler.strips import Count, Strip, join_strips
-from cqs.scheduler.task import Step, Task, join_ranges
-from cqs.scheduler.validate import validate_pattern_tasks, validate_tasks
+from cqs.scheduler.interest_sets import MAX_NUM_TASKS
+from cqs.scheduler.kinds import Kind, Quorums, fit_kind, read_kind
+from cqs.scheduler.task import Step, Task
+from cqs.scheduler.token_groups import TokenGroups
+from cqs.scheduler.validate import validate_pattern_tasks, validate_single_tasks, validate_tasks
 
-_JSON_VERSION = 2
-"""Version of the format of :meth:`Plan.to_json`; it changes with the names of the fields."""
+_JSON_VERSIONS = (2, 3)
+"""Versions of the format of :meth:`Plan.to_json`: of quorum plans, and of plans of other kinds."""
 _MAX_WITH_PATTERN = 1024
 """Largest number of tasks of a plan with a pattern: balancing examines all pairs of groups."""
 MAX_LISTED = 4096
@@ -34,7 +29,7 @@ def make_plan(
     *,
     num_tasks: int,
     is_causal: bool = False,
-    interest_set: Iterable[int] | None = None,
+    kind: Kind | str = "quorums",
     tile: int = 1,
     pattern: Any = None,
 ) -> "Plan":
@@ -48,35 +43,37 @@ def make_plan(
         seqlen_q: Number of queries, at least 0.
         seqlen_kv: Number of keys and values, at least 0; ``None`` means ``seqlen_q``.
         num_tasks: Number of tasks and of token groups, from 1 to 262,144, or to 1,024 with a
-            pattern. With 7, 13, 21, 31, 57, ... tasks, each task reads the fewest tokens for its
-            number.
+            pattern.
         is_causal: Whether query i sees only keys up to ``i + seqlen_kv - seqlen_q``: a causal mask
             aligned at the bottom right, as in FlashAttention.
-        interest_set: A difference cover of the integers modulo ``num_tasks`` that contains 0;
-            ``None`` means the best known one.
+        kind: Pairs of groups that a task computes: ``"quorums"``, ``"rows"``, ``"grid"``, or one
+            of :class:`Quorums`, :class:`Grid2D` and :class:`Hosts`.
         tile: Number of tokens at whose multiples groups are cut, if they have at least as many.
             Kernels that compute tiles of this size then get whole tiles, and group sizes differ by
             up to one tile.
         pattern: A :class:`cqs.patterns.Pattern`, the same for all heads. Only pairs that it allows
             are computed; with ``is_causal``, only pairs that the causal mask allows too. No task
-            exceeds the mean by more than 1 % or, if larger, one row or one tile of rows; tasks may
-            have less than the mean.
+            of a quorum or row plan exceeds the mean by more than 1 % or, if larger, one row or one
+            tile of rows; tasks may have less than the mean.
 
     Returns:
         The plan. Repeated calls with the same arguments may return the same object.
 
     Raises:
-        TypeError: A number is not an integer, ``is_causal`` is not a bool, or ``pattern`` is not a
-            pattern.
+        TypeError: A number is not an integer, ``is_causal`` is not a bool, ``kind`` is not a kind,
+            or ``pattern`` is not a pattern.
         ValueError: A length is negative, ``tile`` is less than 1, ``num_tasks`` is out of range,
-            ``interest_set`` is not a difference cover, or ``pattern`` does not fit the lengths or
-            differs between heads.
+            ``kind`` does not fit it, or ``pattern`` does not fit the lengths or differs between
+            heads.
         NotImplementedError: ``pattern & causal()`` has no exact representation.
 
     Example:
         >>> plan = make_plan(14, num_tasks=7)
-        >>> plan.interest_set, plan.task(0).held_groups, plan.task(0).live_pairs
-        ((0, 1, 3), (0, 1, 3), 28)
+        >>> plan.kind, plan.task(0).held_groups, plan.task(0).live_pairs
+        (Quorums(interest_set=(0, 1, 3)), (0, 1, 3), 28)
+        >>> plan = make_plan(8, num_tasks=2, is_causal=True, kind="rows")
+        >>> [task.live_pairs for task in plan.tasks]
+        [15, 21]
         >>> from cqs.patterns import sliding_window
         >>> plan = make_plan(7000, num_tasks=7, pattern=sliding_window(100))
         >>> plan.task(0).held_groups, plan.live_pairs, min(task.live_pairs for task in plan.tasks)
@@ -88,15 +85,12 @@ def make_plan(
     num_tasks = as_integer("num_tasks", num_tasks, 1, most)
     tile = as_integer("tile", tile, 1)
     is_causal = as_bool("is_causal", is_causal)
-    if interest_set is None:
-        chosen = load_interest_set(num_tasks)
-    else:
-        chosen = check_interest_set(interest_set, num_tasks)
+    kind = fit_kind(kind, num_tasks)
     if pattern is not None:
         pattern = _check_pattern(pattern, is_causal)
         pattern.bind(seqlen_q, seqlen_kv)
         is_causal = False
-    return _remembered_plan(seqlen_q, seqlen_kv, num_tasks, is_causal, chosen, tile, pattern)
+    return _remembered_plan(seqlen_q, seqlen_kv, num_tasks, is_causal, kind, tile, pattern)
 
 
 @dataclass(frozen=True)
@@ -104,8 +98,7 @@ class Plan:
     """Assignment of all live pairs to tasks, made by :func:`make_plan`.
 
     The fields define the plan; groups and tasks are computed from them. Token groups are
-    contiguous. Causal attention requires no zigzag order: of the group pairs (p, q) and (q, p)
-    exactly one is live, and the same task owns both.
+    contiguous; causal attention requires no zigzag order.
 
     With fewer queries than keys, causal queries are aligned with the last keys. The keys before
     them are visible to every query and are cut into W prefix groups, so that both parts are
@@ -116,11 +109,22 @@ class Plan:
     seqlen_kv: int
     num_tasks: int
     is_causal: bool
-    interest_set: tuple[int, ...]
+    kind: Kind
     tile: int = 1
     pattern: Any = None
     """A :class:`cqs.patterns.Pattern` or ``None``. Only pairs that it allows are computed. It
     includes the causal mask, so ``is_causal`` is False."""
+
+    @property
+    def interest_set(self) -> tuple[int, ...]:
+        """The interest set of a quorum plan.
+
+        Raises:
+            ValueError: The plan is of another kind.
+        """
+        if not isinstance(self.kind, Quorums):
+            raise ValueError(f"kind must be Quorums for an interest set, got {self.kind}")
+        return self.kind.elements
 
     @cached_property
     def token_groups(self) -> tuple[range, ...]:
@@ -129,7 +133,7 @@ class Plan:
         Sizes differ by at most one ``tile``. If ``seqlen_q > seqlen_kv``, the first causal queries
         see no key; they are added to group 0 and cause no work.
         """
-        first, *rest = self._live_queries
+        first, *rest = self._groups.queries
         return range(0, first.stop), *rest
 
     @cached_property
@@ -139,8 +143,7 @@ class Plan:
         There are ``num_tasks`` ranges, or ``2 * num_tasks`` for causal attention or a pattern with
         more keys than queries: the prefix groups, then the groups along the diagonal.
         """
-        prefix = self._cut(0, self._num_prefix) if self._num_prefix else ()
-        return *prefix, *self._cut(self._num_prefix, self.seqlen_kv)
+        return self._groups.keys
 
     def task(self, index: int) -> Task:
         """Return one task. Takes O(num_tasks): 10 ms for 10,000 tasks, 0.5 s for 262,144.
@@ -153,34 +156,16 @@ class Plan:
         """
         if not 0 <= index < self.num_tasks:
             raise ValueError(f"index must be in range({self.num_tasks}), got {index}")
-        if self.pattern is not None:
-            return self._levelled_task(index)
-        partners = pair_offsets(self.interest_set, self.num_tasks).partners
-        pair = shared_pair(index, self.interest_set, self.num_tasks)
-        steps: list[Step] = []
-        key_groups: set[int] = set()
-        for query_group in quorum(index, self.interest_set, self.num_tasks):
-            if not self._live_queries[query_group]:
-                continue
-            offset = (query_group - index) % self.num_tasks
-            alone = [(b + index) % self.num_tasks for b in partners.get(offset, ())]
-            if pair and not self.is_causal and query_group == pair[0]:
-                alone.append(pair[1])
-            seen = self._seen(query_group, alone)
-            seen_by_half: tuple[list[int], list[int]] = ([], [])
-            if pair and self.is_causal and query_group in pair:
-                half = pair.index(query_group)
-                # A group of one row has an empty first half.
-                if len(self._live_queries[query_group]) >= 2 - half:
-                    seen_by_half[half].extend(self._seen(query_group, [pair[1 - half]]))
-            has_diagonal = self.is_causal and query_group == index
-            new = self._make_steps(query_group, seen, seen_by_half, has_diagonal)
-            if new:
-                steps += new
-                key_groups.update(seen, *seen_by_half)
-                if has_diagonal:
-                    key_groups.add(self._on_diagonal(query_group))
-        return self._make_task(index, steps, key_groups)
+        steps, groups = self._steps_of_task(index), self._groups
+        query_groups = sorted({step.query_group for step in steps})
+        held_keys = groups.held_keys(steps)
+        return Task(
+            index=index,
+            held_groups=tuple(sorted({*query_groups, *(i % self.num_tasks for i in held_keys)})),
+            held_queries=tuple(groups.queries[group] for group in query_groups),
+            held_keys=tuple(groups.keys[i] for i in held_keys),
+            steps=tuple(steps),
+        )
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -199,12 +184,7 @@ class Plan:
     @cached_property
     def live_pairs(self) -> int:
         """Number of live (query, key) pairs of the whole problem."""
-        if self.pattern is not None:
-            return self._count(range(self.seqlen_q), range(self.seqlen_kv))
-        if not self.is_causal:
-            return self.seqlen_q * self.seqlen_kv
-        diagonal = min(self.seqlen_q, self.seqlen_kv)
-        return diagonal * self._num_prefix + diagonal * (diagonal + 1) // 2
+        return self._groups.count(range(self.seqlen_q), range(self.seqlen_kv))
 
     @cached_property
     def responsibility_ratio(self) -> float:
@@ -245,12 +225,16 @@ class Plan:
 
         Raises:
             ValueError: A live pair is computed never or twice, or a masked pair is computed (the
-                message gives the first rows); or ``num_tasks`` is more than 4,096.
+                message gives the first rows); a row of a plan without merges has two tasks; or
+                ``num_tasks`` is more than 4,096.
         """
+        lengths = self.seqlen_q, self.seqlen_kv
         if self.pattern is not None:
-            validate_pattern_tasks(self.tasks, self.seqlen_q, self.seqlen_kv, self._count)
-            return
-        validate_tasks(self.tasks, self.seqlen_q, self.seqlen_kv, self.is_causal)
+            validate_pattern_tasks(self.tasks, *lengths, self._groups.count)
+        else:
+            validate_tasks(self.tasks, *lengths, self.is_causal)
+        if self.kind.is_final:
+            validate_single_tasks(self.tasks)
 
     def to_json(self, *, list_tasks: bool = False) -> str:
         """Return the plan as the text of a JSON object, which :meth:`from_json` reads.
@@ -293,17 +277,15 @@ class Plan:
             pattern = _check_pattern(pattern)
         try:
             written = json.loads(text, object_pairs_hook=_as_dict)
-            if written["version"] != _JSON_VERSION:
-                raise ValueError(
-                    f"version must be {_JSON_VERSION}, got {written['version']!r}: plan again"
-                )
+            if written["version"] not in _JSON_VERSIONS:
+                raise ValueError(f"version must be 2 or 3, got {written['version']!r}: plan again")
             _compare_patterns(written["pattern"] if "pattern" in written else None, pattern)
             plan = make_plan(
                 written["seqlen_q"],
                 written["seqlen_kv"],
                 num_tasks=written["num_tasks"],
                 is_causal=written["is_causal"],
-                interest_set=written["interest_set"],
+                kind=read_kind(written),
                 tile=written.get("tile", 1),
                 pattern=pattern,
             )
@@ -318,23 +300,23 @@ class Plan:
 
     def __str__(self) -> str:
         """Describe the plan in one line."""
-        kind = "causal" if self.is_causal else "full"
+        mask = "causal" if self.is_causal else "full"
         if self.pattern is not None:
-            kind = repr(self.pattern)
+            mask = repr(self.pattern)
         return (
-            f"{self.num_tasks} tasks over {self.seqlen_q} x {self.seqlen_kv} {kind} attention, "
-            f"quorums of {len(self.interest_set)} groups (interest set {self.interest_set})"
+            f"{self.num_tasks} tasks over {self.seqlen_q} x {self.seqlen_kv} {mask} attention, "
+            f"{self.kind}"
         )
 
     def _numbers(self) -> dict[str, Any]:
         """Return the fields that define the plan, as JSON values."""
         return {
-            "version": _JSON_VERSION,
+            "version": _JSON_VERSIONS[not isinstance(self.kind, Quorums)],
             "num_tasks": self.num_tasks,
             "seqlen_q": self.seqlen_q,
             "seqlen_kv": self.seqlen_kv,
             "is_causal": self.is_causal,
-            "interest_set": list(self.interest_set),
+            **self.kind.to_json(),
             **({"tile": self.tile} if self.tile != 1 else {}),
             **({"pattern": repr(self.pattern)} if self.pattern is not None else {}),
         }
@@ -358,120 +340,17 @@ class Plan:
         """Return the responsibility ratio of tasks with these numbers of live pairs."""
         return self.live_pairs / max(live_pairs) if self.live_pairs else 1.0
 
-    @property
-    def _num_prefix(self) -> int:
-        """Number of keys before the first query's position, which every causal query sees."""
-        has_diagonal = self.is_causal or self.pattern is not None
-        return max(self.seqlen_kv - self.seqlen_q, 0) if has_diagonal else 0
-
-    @property
-    def _bound_pattern(self) -> Any:
-        """The pattern at these lengths, a :class:`cqs.patterns.BoundPattern`, or None."""
-        return None if self.pattern is None else self.pattern.bind(self.seqlen_q, self.seqlen_kv)
-
-    @property
-    def _count(self) -> Count:
-        """The function that counts live pairs of the bound pattern."""
-        count: Count = self._bound_pattern.count
-        return count
-
     @cached_property
-    def _shares(self) -> tuple[tuple[Strip, ...], ...]:
-        """The strips of every task of a plan with a pattern."""
-        groups = self._live_queries, self.key_groups
-        return balance_work(*groups, self.interest_set, self.tile, self._count)
-
-    def _levelled_task(self, index: int) -> Task:
-        """Return a task of a plan with a pattern."""
-        strips = list(join_strips(self._shares[index], self.key_groups, self._count))
-        steps = [
-            Step(group, queries, self._runs(list(keys)), None, live_pairs)
-            for group, queries, keys, live_pairs in strips
-        ]
-        return self._make_task(index, steps, {i for strip in strips for i in strip.key_groups})
-
-    def _make_task(self, index: int, steps: list[Step], key_groups: set[int]) -> Task:
-        """Return the task with these steps; ``key_groups`` are indices of their key groups."""
-        query_groups = sorted({step.query_group for step in steps})
-        held_keys = [i for i in sorted(key_groups) if self.key_groups[i]]
-        return Task(
-            index=index,
-            held_groups=tuple(sorted({*query_groups, *(i % self.num_tasks for i in held_keys)})),
-            held_queries=tuple(self._live_queries[group] for group in query_groups),
-            held_keys=tuple(self.key_groups[i] for i in held_keys),
-            steps=tuple(steps),
+    def _groups(self) -> TokenGroups:
+        bound = None if self.pattern is None else self.pattern.bind(self.seqlen_q, self.seqlen_kv)
+        return TokenGroups(
+            self.seqlen_q, self.seqlen_kv, self.num_tasks, self.is_causal, self.tile, bound
         )
 
     @cached_property
-    def _live_queries(self) -> tuple[range, ...]:
-        first = max(self.seqlen_q - self.seqlen_kv, 0) if self.is_causal else 0
-        return self._cut(first, self.seqlen_q)
-
-    def _on_diagonal(self, group: int) -> int:
-        """Return the index among ``key_groups`` of the keys aligned with the queries of a group."""
-        return len(self.key_groups) - self.num_tasks + group
-
-    def _cut(self, start: int, stop: int) -> tuple[range, ...]:
-        """Cut ``range(start, stop)`` into one range per group; sizes differ by at most a tile."""
-        length, parts = stop - start, self.num_tasks
-        tile = self.tile if length >= parts * self.tile else 1
-        num_tiles = -(-length // tile)
-        marks = [start + min(g * num_tiles // parts * tile, length) for g in range(parts + 1)]
-        return tuple(map(range, marks[:-1], marks[1:]))
-
-    def _seen(self, query_group: int, groups: list[int]) -> list[int]:
-        """Return the key groups of some token groups that every query of a token group sees.
-
-        Args:
-            query_group: Index of the token group of the queries.
-            groups: Indices of token groups.
-
-        Returns:
-            Indices into :attr:`key_groups`: all of ``groups`` if attention is non-causal, otherwise
-            their prefix groups, and their diagonal groups before that of ``query_group``.
-        """
-        if not self.is_causal:
-            return groups
-        prefix = groups if self._num_prefix else []
-        return prefix + [self._on_diagonal(group) for group in groups if group < query_group]
-
-    def _make_steps(
-        self,
-        query_group: int,
-        seen: list[int],
-        seen_by_half: tuple[list[int], list[int]],
-        has_diagonal: bool,
-    ) -> list[Step]:
-        """Return the steps of a query group: one, or one per half of its rows if these differ."""
-        queries = self._live_queries[query_group]
-        causal_keys = self.key_groups[self._on_diagonal(query_group)] if has_diagonal else range(0)
-        if any(seen_by_half):
-            tile = self.tile if len(queries) >= 2 * self.tile else 1
-            half = len(queries) // 2 // tile * tile
-            first, second = (self._runs(seen + extra) for extra in seen_by_half)
-            cuts = [
-                (queries[:half], first, causal_keys[:half]),
-                (queries[half:], join_ranges([*second, causal_keys[:half]]), causal_keys[half:]),
-            ]
-        else:
-            cuts = [(queries, self._runs(seen), causal_keys)]
-        return [
-            Step.of(query_group, rows, runs, causal or None)
-            for rows, runs, causal in cuts
-            if rows and (runs or causal)
-        ]
-
-    def _runs(self, indices: list[int]) -> tuple[range, ...]:
-        """Return the key groups with these indices, joined into as few ranges as possible."""
-        runs: list[range] = []
-        indices = sorted(indices)
-        first = 0
-        for last, index in enumerate(indices):
-            if last + 1 == len(indices) or indices[last + 1] != index + 1:
-                start = self.key_groups[indices[first]].start
-                runs.append(range(start, self.key_groups[index].stop))
-                first = last + 1
-        return join_ranges(runs)
+    def _steps_of_task(self) -> Callable[[int], list[Step]]:
+        """The function that lists the steps of a task, given its index."""
+        return self.kind.divide(self._groups)
 
 
 def _check_pattern(pattern: Any, is_causal: bool = False) -> Any:

@@ -80,6 +80,14 @@ def validate_pattern_tasks(
         _check_live_pairs(step, sum(live_pairs))
 
 
+def validate_single_tasks(tasks: Iterable[Task]) -> None:
+    """Raise ValueError if two steps of tasks have a common query row."""
+    rows = sorted((step.queries.start, step.queries.stop) for task in tasks for step in task.steps)
+    for (_, stop), (start, _) in pairwise(rows):
+        if start < stop:
+            raise ValueError(f"queries {start}..{stop} have keys in two steps")
+
+
 def _rows_and_blocks(
     blocks: list[Block], seqlen_q: int, cuts: Iterable[int] = ()
 ) -> Iterator[tuple[range, list[Block]]]:

@@ -14,7 +14,7 @@ from cqs.executors.verify import VerificationError
 from cqs.report.measurement import append_rows
 from cqs.report.passes import make_pass
 from cqs.report.settings import Settings
-from cqs.scheduler import make_plan
+from cqs.scheduler import Quorums, make_plan
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 SMALL = Settings("local", 300, num_heads=2, num_kv_heads=2, head_dim=16, dtype="float32", repeats=2)
@@ -54,7 +54,7 @@ def test_rows_say_what_the_plan_says(options):
         plan = make_plan(
             settings.tokens,
             num_tasks=number,
-            interest_set=row.interest_set,
+            kind=Quorums(row.interest_set),
             is_causal=settings.is_causal,
             pattern=settings.make_pattern(),
         )

@@ -14,6 +14,7 @@ from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.executors.verify import VerificationError
+from cqs.scheduler import Quorums
 from cqs.testing import assert_tracks_exact
 
 pytestmark = pytest.mark.ray
@@ -288,7 +289,7 @@ def test_bad_arguments_are_named_and_leave_no_actor(
     ("change", "error", "message"),
     [
         ({"num_tasks": 0}, ValueError, "num_tasks must be at least 1, got 0"),
-        ({"interest_set": [0, 1]}, ValueError, "no difference cover"),
+        ({"plan": Quorums([0, 1])}, ValueError, "no difference cover"),
         ({"backend": "warp"}, ValueError, "'warp'"),
         ({"progress": 3}, TypeError, "progress must be a bool or a function, got 3"),
         ({"scale": float("nan")}, ValueError, "nan"),

@@ -23,7 +23,7 @@ import cqs.distributed
 from benchmarks.cases import Case
 from cqs.executors.distributed import layout
 from cqs.executors.distributed.agreement import make_control_group, swap
-from cqs.executors.distributed.layout import choose_head_parallel
+from cqs.executors.distributed.layout import choose_plan
 from cqs.executors.distributed.transport import transports
 from cqs.integrations import masks
 from cqs.nn import gradients
@@ -84,6 +84,31 @@ def largest_error(group, case, cuts, options):
         (lse.nan_to_num(0, 0, 0), exact_lse.nan_to_num(0, 0, 0)),
     ]
     return max(float((a - b).abs().max()) for a, b in pairs if a.numel()) if lse.numel() else 0.0
+
+
+def largest_errors(group, problems):
+    return [largest_error(group, *problem) for problem in problems]
+
+
+def count_bytes(group, case, options):
+    """Return the bytes that this rank sends in a forward pass, and in a backward pass."""
+    num_ranks, post, sent = dist.get_world_size(group), dist.batch_isend_irecv, []
+
+    def post_and_count(messages):
+        sent[-1] += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        return post(messages)
+
+    marks = [case.seqlen_q * rank // num_ranks for rank in range(num_ranks + 1)]
+    tensors, *_ = shards_of(case.make(torch.float32), (marks, marks), dist.get_rank(group))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+        sent.append(0)
+        output = cqs.distributed.attention(
+            *tensors, group=group, is_causal=case.is_causal, return_lse=True, **options
+        ).output
+        sent.append(0)
+        output.sum().backward()
+    return sent
 
 
 def check_tracks_exact(group, case, dtype, cuts, options, device="cpu"):
@@ -232,19 +257,35 @@ def deviation_of_graphed_training(group, case, cuts):
     return worst
 
 
+def chosen_by_links(group, links):
+    """Return the kind of plan and the degree that this rank chooses for one KV head."""
+    found = []
+
+    def choose(*arguments, **options):
+        found.append(choose_plan(*arguments, **options))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "choose_plan", choose)
+        layout.lay_out.cache_clear()
+        tensors = [torch.randn(1, heads, 6000, 8) for heads in (4, 1, 1)]
+        cqs.distributed.attention(*tensors, group=group, links=links)
+    return found
+
+
 def seen_of_hosts(group, hosts):
     """Return what is known of neighbours on a host, by what layouts choose and by the
     transports."""
     rank, found = dist.get_rank(group), []
 
-    def choose(*arguments, ranks_per_host, **options):
-        found.append(ranks_per_host)
-        return choose_head_parallel(*arguments, ranks_per_host=ranks_per_host, **options)
+    def choose(workload, num_ranks, machine, **options):
+        found.append(machine.devices_per_node)
+        return choose_plan(workload, num_ranks, machine, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "_hosts", {})
         patch.setattr(transports, "_host", lambda: hosts[rank])
-        patch.setattr(layout, "choose_head_parallel", choose)
+        patch.setattr(layout, "choose_plan", choose)
         layout.lay_out.cache_clear()
         cqs.distributed.attention(*(torch.randn(1, 4, 3, 8) for _ in range(3)), group=group)
         return *found, transports.ranks_per_host(group)

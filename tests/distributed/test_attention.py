@@ -25,6 +25,7 @@ from sparse_cases import NAMES, with_pattern
 import cqs.distributed
 from benchmarks.cases import Case
 from cqs.patterns import block_sparse, documents, from_mask, sliding_window
+from cqs.scheduler import Grid2D, Quorums
 from cqs.scheduler.heads import possible_head_parallel
 
 pytestmark = pytest.mark.slow
@@ -195,9 +196,15 @@ TENSORS = {
         ({"tensors": TENSORS["batch"]}, "rank 2 of the group has batch 2"),
         ({"tensors": TENSORS["no_head_dim"]}, "rank 2 of the group has head_dim 0"),
         ({"seed": 3}, "rank 2 of the group has seed 3"),
-        ({"interest_set": range(10**6)}, "rank 2 of the group failed: ValueError"),
-        ({"interest_set": [0, 0.5]}, "rank 2 of the group failed: TypeError"),
-        ({"interest_set": [0, 1, 2]}, "rank 2 of the group has interest_set (0, 1, 2)"),
+        ({"plan": "ring"}, "rank 2 of the group failed: ValueError"),
+        ({"links": (1e9, 1e-5)}, "rank 2 of the group has links Links(bandwidth=1000000000.0"),
+        ({"links": (1e9,)}, "rank 2 of the group failed: TypeError"),
+        ({"links": (0, 1e-5)}, "rank 2 of the group failed: ValueError"),
+        ({"plan": (0, 1, 2)}, "rank 2 of the group failed: TypeError"),
+        (
+            {"plan": Quorums([0, 1, 2])},
+            "rank 2 of the group has plan Quorums(interest_set=(0, 1, 2))",
+        ),
         ({"tensors": TENSORS["dtype"]}, "rank 2 of the group has dtype torch.float64"),
         ({"tensors": TENSORS["gradient"]}, "rank 2 of the group has requires_grad True"),
         ({"tensors": TENSORS["shape"]}, "rank 2 of the group failed: ValueError"),
@@ -231,9 +238,9 @@ def test_what_differs_is_shown_in_part(ranks):
     [
         ({}, {"dropout_p": 0}),
         ({"dropout_p": 0.5, "seed": 3}, {"seed": np.int64(3)}),
-        ({"interest_set": [0, 1], "head_parallel": 1}, {"interest_set": np.array([0, 1])}),
+        ({"plan": Quorums([0, 1])}, {"plan": Quorums(np.array([0, 1]))}),
     ],
-    ids=["dropout_p", "seed", "interest_set"],
+    ids=["dropout_p", "seed", "plan"],
 )
 def test_equal_numbers_of_other_types_are_no_difference(ranks, options, changed):
     assert ranks.run(2, complaint, 1, changed, options) == [None] * 2
@@ -266,7 +273,8 @@ def test_ranks_that_have_sent_less_often_find_out(ranks):
     [
         ({"head_parallel": 3}, "it must divide the number of ranks, 4"),
         ({"head_parallel": "all"}, "an integer or 'auto'"),
-        ({"interest_set": [0, 1]}, "no difference cover modulo"),
+        ({"plan": Quorums([0, 1])}, "no difference cover modulo"),
+        ({"plan": Grid2D(2, 3)}, "the number of tasks, 4"),
         ({"pattern": from_mask(torch.ones(5, 5, dtype=torch.bool))}, "requires lengths"),
     ],
 )

@@ -1,15 +1,16 @@
 """Routes: every token that a rank needs comes once, from whom it belongs to."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.fitting import fit, read_rows
-from cqs.executors.distributed.layout import choose_head_parallel, cut_shards, lay_out
+from cqs.executors.distributed.layout import choose_plan, cut_shards, lay_out
 from cqs.patterns import sliding_window
-from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import Workload, predict_quorums
+from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums
+from cqs.scheduler.cost_model import MACHINES, Workload, predict_plan
 from cqs.scheduler.heads import FETCHED, possible_head_parallel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -40,7 +41,7 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
                 num_chunks=None,
                 is_causal=is_causal,
                 pattern=pattern,
-                interest_set=None,
+                plan="quorums",
                 tile=1,
                 chunk_rule=FETCHED,
                 with_gradients=False,
@@ -76,7 +77,7 @@ def check_places(routes):
 
 
 def test_heads_of_a_group_see_their_kv_heads():
-    options = {"is_causal": True, "pattern": None, "interest_set": None, "tile": 1, "head_dim": 16}
+    options = {"is_causal": True, "pattern": None, "plan": "quorums", "tile": 1, "head_dim": 16}
     options |= {"chunk_rule": FETCHED, "with_gradients": False}
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
         for rank in range(8):
@@ -110,7 +111,7 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
         num_chunks=4,
         is_causal=False,
         pattern=None,
-        interest_set=None,
+        plan="quorums",
         tile=1,
         chunk_rule=FETCHED,
         with_gradients=False,
@@ -138,7 +139,7 @@ def test_stages_are_as_many_as_pay():
             num_chunks=num_chunks,
             is_causal=False,
             pattern=None,
-            interest_set=None,
+            plan="quorums",
             tile=128,
             chunk_rule=FETCHED,
             with_gradients=False,
@@ -153,7 +154,7 @@ def test_stages_are_as_many_as_pay():
 
 def chosen(num_ranks, num_heads, num_kv_heads, tokens, *, with_gradients=False, **options):
     case = Workload(tokens, AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads), **options)
-    return choose_head_parallel(case, num_ranks, with_gradients=with_gradients)
+    return choose_plan(case, num_ranks, with_gradients=with_gradients)[1]
 
 
 @pytest.mark.parametrize("tokens", [1, 2**17, 2**20])
@@ -181,6 +182,37 @@ def test_short_forward_passes_have_a_low_head_parallel_degree():
     assert [chosen(4, 16, 16, 2**n, is_causal=True) for n in (14, 17, 19, 20)] == [4, 1, 1, 4]
 
 
+ONE_BY_ONE = replace(MACHINES["CPU"], devices_per_node=1, between=5e6)
+
+
+def test_between_hosts_the_kind_with_the_least_traffic_is_chosen():
+    """With links of 40 Mbit/s: rows for few KV heads and ranks."""
+
+    def kind(num_ranks, num_kv_heads, machine=ONE_BY_ONE, **options):
+        case = Workload(2**15, AttentionShape(17, 128, num_kv_heads=num_kv_heads))
+        return choose_plan(case, num_ranks, machine, with_gradients=False, **options)[0]
+
+    assert [kind(num_ranks, 1) for num_ranks in (4, 7, 13)] == [Grid2D(1, n) for n in (4, 7, 13)]
+    assert [len(kind(num_ranks, 17).interest_set) for num_ranks in (7, 13, 31)] == [3, 4, 6]
+    assert [kind(num_ranks, 17) for num_ranks in (4, 12, 16)] == [
+        Grid2D(2, 2), Grid2D(3, 4), Grid2D(4, 4)
+    ]  # fmt: skip
+    assert kind(7, 1, plan="quorums") == kind(7, 1, MACHINES["CPU"]) == Quorums((0, 1, 3))
+    assert kind(16, 17, plan="grid") == Grid2D(4, 4)
+    two_hosts = replace(ONE_BY_ONE, devices_per_node=4)
+    assert isinstance(kind(28, 2, two_hosts), Hosts | Grid2D)
+
+
+def test_a_kind_chooses_the_degree_that_it_fits():
+    case = Workload(2**15, AttentionShape(16, 128))
+    for plan, degree in ((Quorums((0, 1, 3)), 2), (Grid2D(2, 7), 1), (Grid2D(1, 1), 14)):
+        if degree == 14:
+            with pytest.raises(ValueError, match="number of tasks, 14"):
+                choose_plan(case, 14, with_gradients=True, plan=plan)
+        else:
+            assert choose_plan(case, 14, with_gradients=True, plan=plan) == (plan, degree)
+
+
 @pytest.fixture(scope="module")
 def machine():
     """The machine is the one whose predictions are nearest to the measurements."""
@@ -196,10 +228,10 @@ def test_heads_are_cut_so_that_no_split_is_much_faster(machine, num_heads, num_k
         for tokens in (2**14, 2**17, 2**20):
             case = Workload(tokens, shape, is_causal)
             seconds = {
-                n: predict_quorums(case, num_ranks, machine, n, is_backward=False).seconds
+                n: predict_plan(case, num_ranks, machine, n, is_backward=False).seconds
                 for n in possible_head_parallel(num_ranks, num_heads, num_kv_heads)
             }
-            number = choose_head_parallel(case, num_ranks, with_gradients=False)
+            _, number = choose_plan(case, num_ranks, with_gradients=False)
             assert seconds[number] <= 1.025 * min(seconds.values())
 
 
@@ -217,7 +249,7 @@ def test_all_ranks_choose_the_same_split():
             num_chunks=None,
             is_causal=False,
             pattern=None,
-            interest_set=None,
+            plan="quorums",
             tile=128,
             chunk_rule=FETCHED,
             with_gradients=False,
@@ -225,5 +257,5 @@ def test_all_ranks_choose_the_same_split():
         for rank in range(32)
     ]
     case = Workload(sum(lengths), AttentionShape(40, 128, num_kv_heads=8), num_keys=2**17)
-    number = choose_head_parallel(case, 32, with_gradients=False)
+    _, number = choose_plan(case, 32, with_gradients=False)
     assert {32 // layout.plan.num_tasks for layout in layouts} == {number}

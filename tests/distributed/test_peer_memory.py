@@ -157,6 +157,7 @@ def draw_calls(generator, num_ranks):
                 "heads": generator.choice([(4, 4), (4, 2), (8, 8)]),
                 "head_parallel": generator.choice([1, num_ranks if 4 % num_ranks == 0 else 1]),
                 "num_chunks": generator.choice([1, 2, 4, 8]),
+                "plan": generator.choice(["quorums", "rows", "grid"]),
                 "is_causal": generator.random() < 0.6,
                 "gradients": generator.random() < 0.7,
             }
@@ -177,7 +178,7 @@ def make_layout(call, rank):
         num_chunks=call["num_chunks"],
         is_causal=call["is_causal"],
         pattern=None,
-        interest_set=None,
+        plan=call["plan"],
         tile=1,
         chunk_rule=FETCHED,
         with_gradients=call["gradients"],

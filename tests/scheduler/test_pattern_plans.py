@@ -25,7 +25,7 @@ from cqs.patterns import (
     strided,
 )
 from cqs.scheduler import Plan, make_plan
-from cqs.scheduler import plan as plan_module
+from cqs.scheduler.kinds import quorums as quorums_module
 from cqs.scheduler.validate import validate_pattern_tasks
 
 NUM_TASKS = pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 8, 13])
@@ -290,8 +290,8 @@ def test_work_is_levelled_once_and_only_when_a_task_is_asked_for(monkeypatch):
         calls.append(arguments)
         return original(*arguments)
 
-    original = plan_module.balance_work
-    monkeypatch.setattr(plan_module, "balance_work", balance_work)
+    original = quorums_module.balance_work
+    monkeypatch.setattr(quorums_module, "balance_work", balance_work)
     plan = make_plan(61, num_tasks=7, pattern=strided(6))
     assert not calls
     assert plan.task(3) == plan.task(3) == plan.tasks[3]

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from cqs.patterns import causal
-from cqs.scheduler import Plan, load_interest_set, make_plan, quorum
+from cqs.scheduler import Plan, Quorums, load_interest_set, make_plan, quorum
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 SOME_NUM_TASKS = [1, 2, 3, 4, 7, 8, 12, 31, 64, 112, 133]
@@ -107,7 +107,7 @@ def test_a_task_holds_the_groups_of_its_quorum(num_tasks):
 
 
 def test_the_interest_set_of_the_caller_is_used():
-    plan = make_plan(70, num_tasks=7, interest_set=[2, 0, 3])
+    plan = make_plan(70, num_tasks=7, kind=Quorums([2, 0, 3]))
     assert plan.interest_set == (0, 2, 3)
     assert plan.task(1).held_groups == (1, 3, 4)
     plan.validate()
@@ -127,7 +127,7 @@ def test_a_task_of_no_worker_is_refused(index):
 
 def test_plans_are_values():
     plan = make_plan(70, num_tasks=7)
-    assert plan == make_plan(70, 70, num_tasks=7, interest_set=(0, 1, 3))
+    assert plan == make_plan(70, 70, num_tasks=7, kind=Quorums((0, 1, 3)))
     assert plan != make_plan(70, num_tasks=7, is_causal=True)
     assert len({plan, make_plan(70, num_tasks=7)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from cqs.scheduler import Plan, load_interest_set, make_plan
+from cqs.scheduler import Plan, Quorums, load_interest_set, make_plan
 
 PLANS = {
     "full": make_plan(60, num_tasks=7),
     "even-causal": make_plan(61, num_tasks=8, is_causal=True),
     "cross-causal": make_plan(40, 75, num_tasks=7, is_causal=True),
-    "other-set": make_plan(60, num_tasks=7, interest_set=(0, 2, 3)),
+    "other-set": make_plan(60, num_tasks=7, kind=Quorums((0, 2, 3))),
     "one-worker": make_plan(5, num_tasks=1),
     "nothing": make_plan(0, num_tasks=3),
     "long": make_plan(10**9, num_tasks=31, is_causal=True),

@@ -27,6 +27,8 @@ class Shards(NamedTuple):
     """Number of keys in every rank's shard."""
     seed: int
     """Random seed of rank 0, which all ranks use."""
+    machine: int
+    """Number of the machine of rank 0's device, which all ranks plan for."""
 
 
 def agree(
@@ -37,6 +39,7 @@ def agree(
     seqlen_q: int = 0,
     seqlen_kv: int = 0,
     seed: int = 0,
+    machine: int = 0,
 ) -> Shards:
     """Compare the requests of all ranks; every rank of the group must call this.
 
@@ -51,6 +54,7 @@ def agree(
         seqlen_q: Number of queries in this rank's shard.
         seqlen_kv: Number of keys in this rank's shard.
         seed: Random seed of this rank for dropout, less than 2^63.
+        machine: Number of the machine of this rank's device.
 
     Raises:
         Exception: This rank passed ``error``.
@@ -61,7 +65,9 @@ def agree(
     # Equal values have an equal repr, so ranks compare digests of text.
     request = {name: repr(value) for name, value in (request or {}).items()}
     with calls_on(group).call():
-        return _agree(group, request, error or calls_on(group).error, seqlen_q, seqlen_kv, seed)
+        return _agree(
+            group, request, error or calls_on(group).error, seqlen_q, seqlen_kv, seed, machine
+        )
 
 
 def _agree(
@@ -77,7 +83,7 @@ def _agree(
     table = [found[i : i + len(mine)] for i in range(0, len(found), len(mine))]
     if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
         _explain(control, num_ranks, request, error)
-    return Shards(tuple(row[2] for row in table), tuple(row[3] for row in table), table[0][4])
+    return Shards(tuple(row[2] for row in table), tuple(row[3] for row in table), *table[0][4:])
 
 
 def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:

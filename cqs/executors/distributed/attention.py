@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import agree
+from cqs.executors.distributed.agreement import Shards, agree
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.group_calls import GroupCalls, calls_on
 from cqs.executors.distributed.layout import lay_out
@@ -20,8 +20,9 @@ from cqs.executors.distributed.verify import verify_shards
 from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
+from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
 from cqs.scheduler.heads import why_not_head_parallel
-from cqs.scheduler.interest_sets import list_elements
+from cqs.scheduler.kinds import Kind, check_kind
 from cqs.uncompiled import uncompiled
 from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
@@ -43,7 +44,8 @@ def attention(
     seed: int | None = None,
     head_parallel: int | str = "auto",
     num_chunks: int | None = None,
-    interest_set: Iterable[int] | None = None,
+    plan: Kind | str | None = None,
+    links: Iterable[float] | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     verify: bool = False,
@@ -74,16 +76,22 @@ def attention(
             equals that of :func:`cqs.attention` with the same seed.
         seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
         head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
-            each computed by ``ranks / head_parallel`` ranks with a cyclic quorum set. A degree of 1
-            uses quorums alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
-            ``"auto"`` picks, among the degrees predicted within 2 % of the fastest, the one with
-            the lowest peak memory; without gradients and up to 512K keys, the smallest. The ranks
-            of a host should be consecutive.
+            each computed by ``ranks / head_parallel`` ranks with ``plan``. A degree of 1 uses the
+            plan alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
+            ``"auto"`` picks, among the degrees and plans predicted within 2 % of the fastest, those
+            with the lowest peak memory; without gradients and up to 512K keys, the smallest degree.
+            The ranks of a host should be consecutive.
         num_chunks: Maximum number of head chunks of a rank: one chunk is sent while another is
             computed. ``None`` chooses it by the work. The number used divides the KV heads of a
             rank.
-        interest_set: Interest set for ``ranks / head_parallel`` tasks; ``None`` takes the best
-            known. See :func:`cqs.make_plan`.
+        plan: Kind of the plan of ``ranks / head_parallel`` tasks: ``"quorums"``, ``"rows"`` (the
+            traffic of ring attention and all-gather), ``"grid"``, or a kind of
+            :func:`cqs.make_plan`. ``None`` means quorums on one host, and on several hosts or with
+            ``links`` the kind that is predicted to be the fastest, also within ``"grid"``.
+        links: ``(bandwidth, latency)`` of the links between hosts or, on one host, within it, for
+            the choice of ``plan`` and ``head_parallel``: bytes per second of a rank and direction,
+            and seconds. ``None`` means those of the machine that rank 0's device suggests, see
+            :data:`cqs.scheduler.cost_model.MACHINES`.
         backend: Name of the kernels, as in :func:`cqs.attention`; ``None`` takes the best that
             supports the tensors.
         return_lse: Whether to return the log-sum-exp of the scores too.
@@ -143,7 +151,8 @@ def attention(
             "head_parallel": _check_head_parallel(
                 head_parallel, dist.get_world_size(group), problem, pattern
             ),
-            "interest_set": None if interest_set is None else list_elements(interest_set),
+            "links": None if links is None else Links.check(links),
+            "plan": _check_plan(plan, links),
             "backend": backend,
             "return_lse": as_bool("return_lse", return_lse),
             "verify": as_bool("verify", verify),
@@ -187,11 +196,13 @@ def _attend(
         seqlen_q=0 if problem is None else problem.query.shape[2],
         seqlen_kv=0 if problem is None else problem.key.shape[2],
         seed=0 if problem is None or problem.dropout is None else problem.dropout.seed,
+        machine=0 if problem is None else _machine_of(problem.query.device),
     )
     assert problem is not None and request is not None
     calls.num_calls += 1
     rank, device, backend = dist.get_rank(group), problem.query.device, request["backend"]
-    transport, near = transport_of(group, device), ranks_per_host(group)
+    transport = transport_of(group, device)
+    machine = _plan_for(shards, ranks_per_host(group), request["links"])
     batch, num_heads, *_ = problem.query.shape
     lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
     is_causal, pattern = check_pattern(
@@ -216,10 +227,10 @@ def _attend(
             num_chunks=request["num_chunks"],
             is_causal=part.is_causal,
             pattern=part.pattern,
-            interest_set=request["interest_set"],
+            plan=request["plan"],
             tile=GPU_TILE if part.query.is_cuda else 1,
             chunk_rule=transport.chunk_rule,
-            ranks_per_host=near,
+            machine=machine,
             with_gradients=request["requires_grad"],
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
@@ -264,6 +275,34 @@ def _check_group(group: Any) -> None:
             f"group must be one that rank {dist.get_rank()}, this process, has joined and not "
             f"destroyed, got {group!r}: {unknown}"
         ) from unknown
+
+
+def _machine_of(device: torch.device) -> int:
+    """Return the index among ``MACHINES`` of the machine of a device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return list(MACHINES).index(machine_name(name))
+
+
+def _plan_for(shards: Shards, per_host: int, links: Links | None) -> Machine:
+    """Return the machine to plan for, which is the same on all ranks.
+
+    CPUs of one host plan as GPUs do, so that programs which are tried on CPUs run the same plans.
+    """
+    name, has_one_host = list(MACHINES)[shards.machine], per_host == len(shards.seqlens_q)
+    if name == "CPU" and has_one_host and links is None:
+        name = "H200"
+    machine = replace(MACHINES[name], devices_per_node=per_host)
+    if links is None:
+        return machine
+    side = "bandwidth" if has_one_host else "between"
+    return replace(machine, **{side: links.bandwidth, "latency": links.latency})
+
+
+def _check_plan(plan: Kind | str | None, links: object) -> Kind | str | None:
+    """Return the kinds to choose from, or raise TypeError or ValueError."""
+    if plan is None:
+        return None if links is None else "any"
+    return check_kind(plan, "plan")
 
 
 def _check_head_parallel(

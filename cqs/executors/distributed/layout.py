@@ -1,16 +1,15 @@
 """The work of every rank of a group, and the rows of each shard that it requires."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from math import inf
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.locality import SplitSteps, keys_of, see_only, split_steps
 from cqs.patterns import BoundPattern
-from cqs.scheduler import AttentionShape, Plan, Step, make_plan
-from cqs.scheduler.cost_model import Machine, Workload, predict
+from cqs.scheduler import AttentionShape, Kind, Plan, Step, make_plan
+from cqs.scheduler.cost_model import MACHINES, Machine, Workload, predict
 from cqs.scheduler.heads import ChunkRule, choose_num_chunks
 from cqs.scheduler.task import join_ranges
 
@@ -18,11 +17,8 @@ Lengths = tuple[int, ...]
 """Number of tokens in every rank's shard."""
 
 _SLACK = 0.02
-"""Relative predicted time by which the chosen head-parallel degree may exceed the fastest. The cost
-model is not more accurate than this."""
-_MACHINE = Machine(bandwidth=160e9, latency=160e-6, between=50e9)
-"""Machine of the predictions, in bytes/s and seconds. Bandwidth and latency are fitted to 4 x H200
-of one host; between hosts it assumes 400 Gb/s InfiniBand per GPU, which was not measured."""
+"""Relative predicted time by which the chosen plan may exceed the fastest. The cost model is not
+more accurate than this."""
 
 
 class PackOffsets(NamedTuple):
@@ -145,8 +141,8 @@ class Layout:
 
     @property
     def is_final(self) -> bool:
-        """Whether the plan has one task, so that results cover all keys and need no merge."""
-        return self.plan.num_tasks == 1
+        """Whether results cover all keys of their queries and need no merge."""
+        return self.plan.kind.is_final
 
 
 @lru_cache(maxsize=32)
@@ -162,11 +158,11 @@ def lay_out(
     num_chunks: int | None,
     is_causal: bool,
     pattern: Any,
-    interest_set: tuple[int, ...] | None,
+    plan: Kind | str | None,
     tile: int,
     chunk_rule: ChunkRule,
     with_gradients: bool,
-    ranks_per_host: float = inf,
+    machine: Machine = MACHINES["H200"],
 ) -> Layout:
     """Lay out attention over the shards of a group for one rank.
 
@@ -178,43 +174,46 @@ def lay_out(
         num_kv_heads: Number of KV heads.
         head_dim: Size of a query head.
         head_parallel: Head-parallel degree, see
-            :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` calls
-            :func:`choose_head_parallel`.
+            :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` chooses it.
         num_chunks: Maximum number of head chunks; ``None`` chooses it by the work.
         is_causal: Whether attention is causal over the whole sequence.
         pattern: Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`.
-        interest_set: Interest set for ``ranks / head_parallel`` tasks; ``None`` takes the best
-            known.
+        plan: Kinds of the plan of ``ranks / head_parallel`` tasks to choose from, see
+            :func:`choose_plan`.
         tile: Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`.
         chunk_rule: Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks`.
         with_gradients: Whether a backward pass will follow.
-        ranks_per_host: Number of consecutive ranks on one host.
+        machine: Throughput and links of the ranks' devices.
     """
     num_ranks = len(seqlens_q)
     bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
-    if isinstance(head_parallel, str):
-        workload = Workload(
-            sum(seqlens_q),
-            AttentionShape(num_heads, head_dim, num_kv_heads=num_kv_heads),
-            is_causal,
-            num_keys=sum(seqlens_kv),
-            num_pairs=None if bound is None else bound.num_pairs,
-        )
-        head_parallel = choose_head_parallel(
-            workload, num_ranks, with_gradients=with_gradients, ranks_per_host=ranks_per_host
-        )
-    plan = make_plan(
+    workload = Workload(
+        sum(seqlens_q),
+        AttentionShape(num_heads, head_dim, num_kv_heads=num_kv_heads),
+        is_causal,
+        num_keys=sum(seqlens_kv),
+        num_pairs=None if bound is None else bound.num_pairs,
+    )
+    kind, head_parallel = choose_plan(
+        workload,
+        num_ranks,
+        machine,
+        with_gradients=with_gradients,
+        plan=plan,
+        head_parallel=head_parallel,
+    )
+    plan_of_tasks = make_plan(
         sum(seqlens_q),
         sum(seqlens_kv),
         num_tasks=num_ranks // head_parallel,
         is_causal=is_causal,
-        interest_set=interest_set,
+        kind=kind,
         tile=tile,
         pattern=pattern,
     )
-    tasks = [plan.task(r // head_parallel) for r in range(num_ranks)]
+    tasks = [plan_of_tasks.task(r // head_parallel) for r in range(num_ranks)]
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
-    is_final = plan.num_tasks == 1
+    is_final = kind.is_final
     splits = [
         split_steps(task.steps, own_queries, range(0) if is_final else own_keys)
         for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
@@ -244,16 +243,16 @@ def lay_out(
         of_keys = of_queries
     number = choose_num_chunks(
         num_chunks,
-        flops=4.0 * plan.live_pairs * num_heads * head_dim / num_ranks,
+        flops=4.0 * plan_of_tasks.live_pairs * num_heads * head_dim / num_ranks,
         num_ranks=num_ranks,
         num_kv_heads=max(num_kv_heads // head_parallel, 1),
-        num_keys=sum(seqlens_kv) * len(plan.interest_set) // plan.num_tasks,
+        num_keys=sum(seqlens_kv) * kind.num_groups[1] // plan_of_tasks.num_tasks,
         with_gradients=with_gradients,
         rule=chunk_rule,
     )
     chunks = _make_chunks(number, num_ranks, head_parallel, num_heads, num_kv_heads)
     return Layout(
-        plan,
+        plan_of_tasks,
         *splits[rank],
         shards_q[rank],
         shards_kv[rank],
@@ -331,36 +330,53 @@ def _places(numbers: Sequence[Sequence[int]], rank: int) -> PackOffsets:
     return PackOffsets(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
 
 
-def choose_head_parallel(
-    workload: Workload, num_ranks: int, *, with_gradients: bool, ranks_per_host: float = inf
-) -> int:
-    """Return the head-parallel degree for a problem.
+def choose_plan(
+    workload: Workload,
+    num_ranks: int,
+    machine: Machine = MACHINES["H200"],
+    *,
+    with_gradients: bool,
+    plan: Kind | str | None = None,
+    head_parallel: int | str = "auto",
+) -> tuple[Kind, int]:
+    """Return the kind of plan and the head-parallel degree for a problem.
 
-    The candidates are the degrees that the cost model predicts within 2 % of the fastest, on H200s.
-    The one with the lowest peak memory is chosen; without gradients and up to 512K keys, the
-    smallest one. See ``slack`` of :func:`cqs.scheduler.cost_model.predict`. The choice is the same
-    on all ranks, because it depends on the arguments alone.
+    The candidates are those that the cost model predicts within 2 % of the fastest. The one with
+    the lowest peak memory is chosen; without gradients and up to 512K keys, the smallest degree.
+    See ``slack`` of :func:`cqs.scheduler.cost_model.predict`. The choice is the same on all ranks,
+    because it depends on the arguments alone.
 
     Args:
         workload: The attention problem.
         num_ranks: Number of ranks that compute it.
+        machine: Throughput and links of the ranks' devices.
         with_gradients: Whether to predict forward and backward pass together, or forward alone.
-        ranks_per_host: Number of consecutive ranks on one host.
+        plan: Kinds to choose from: ``"quorums"``, ``"rows"``, ``"grid"`` for all grids, ``"any"``,
+            or a kind. ``None`` means quorums on one host, and any kind on several.
+        head_parallel: The degree, or ``"auto"`` to choose it.
+
+    Raises:
+        ValueError: ``plan`` does not fit the number of ranks.
 
     Example:
         >>> workload = Workload(2**16, AttentionShape(16, 128), is_causal=True)
-        >>> [choose_head_parallel(workload, 4, with_gradients=both) for both in (False, True)]
+        >>> [choose_plan(workload, 4, with_gradients=both)[1] for both in (False, True)]
         [1, 4]
-        >>> workload = Workload(2**17, AttentionShape(32, 128), is_causal=True)
-        >>> options = {"with_gradients": True}
-        >>> [choose_head_parallel(workload, 64, ranks_per_host=n, **options) for n in (64, 8)]
-        [32, 16]
+        >>> from dataclasses import replace
+        >>> workload = Workload(2**16, AttentionShape(28, 128, num_kv_heads=4))
+        >>> hosts = replace(MACHINES["H100"], devices_per_node=1, between=1e9)
+        >>> choose_plan(workload, 7, hosts, with_gradients=False)
+        (Grid2D(query_groups=1, key_groups=7), 1)
     """
     passes = "both" if with_gradients else "forward"
-    machine = replace(_MACHINE, devices_per_node=ranks_per_host)
-    found = predict("cqs", workload, num_ranks, machine, passes, slack=_SLACK)
-    assert found is not None, "a head-parallel degree of 1 is always possible"
-    return found.head_parallel
+    options: dict[str, Any] = {"plan": plan, "head_parallel": head_parallel}
+    found = predict("cqs", workload, num_ranks, machine, passes, slack=_SLACK, **options)
+    if found is None:  # the kind fits no number of tasks: raise its error
+        assert plan is not None and not isinstance(plan, str), "other plans fit a degree of 1"
+        degree = 1 if isinstance(head_parallel, str) else head_parallel
+        return plan.fit(num_ranks // degree), degree
+    assert found.kind is not None, "cqs has a plan"
+    return found.kind, found.head_parallel
 
 
 def _head_group(num_heads: int, head_parallel: int, i: int) -> range:

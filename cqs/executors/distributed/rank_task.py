@@ -153,6 +153,7 @@ class RankTask:
                             [received[n] for n in chosen],
                             [chunk.heads[n] for n in chosen],
                             route,
+                            [n == 0 and layout.is_final for n in chosen],
                         )
         return gradients
 
@@ -358,11 +359,16 @@ def _place(
         heads: For each target, the heads of every rank.
         route: The route by which this rank sent the tokens out.
         nothing: Value for rows that no rank sent.
-        done: Rank whose heads are already complete in the targets, if any.
+        done: Rank whose heads are in the targets already, except the rows received, if any.
     """
     for target, of_ranks in zip(targets, heads, strict=True):
-        for rank, (of_heads, ranges) in enumerate(zip(of_ranks, route.sends, strict=True)):
-            if rank != done and sum(map(len, ranges)) < target.shape[2]:
+        num_rows = dict.fromkeys(of_ranks, 0)
+        for of_heads, ranges in zip(of_ranks, route.sends, strict=True):
+            num_rows[of_heads] += sum(map(len, ranges))
+        if done is not None:
+            del num_rows[of_ranks[done]]
+        for of_heads, number in num_rows.items():
+            if number < target.shape[2]:
                 target[:, of_heads.start : of_heads.stop].fill_(nothing)
     copy_rows(received, targets, schedule_back(route, tuple(heads)))
 
@@ -372,9 +378,22 @@ def _add_up(
     received: Sequence[Tensor],
     heads: Sequence[HeadsOfRanks],
     route: Route,
+    are_single: Sequence[bool],
 ) -> None:
-    """Write the sum of the received gradients of each row and head into ``targets``."""
-    once = [n for n, of_ranks in enumerate(heads) if len(set(of_ranks)) == len(of_ranks)]
+    """Write the sum of the received gradients of each row and head into ``targets``.
+
+    Args:
+        targets: This rank's gradients; written to.
+        received: Gradients that other ranks sent back.
+        heads: For each target, the heads of every rank.
+        route: The route by which this rank sent the tokens out.
+        are_single: For each target, whether one rank alone has a gradient of a row and head.
+    """
+    once = [
+        n
+        for n, of_ranks in enumerate(heads)
+        if are_single[n] or len(set(of_ranks)) == len(of_ranks)
+    ]
     if once:
         gradients = [received[n] for n in once]
         _place([targets[n] for n in once], gradients, [heads[n] for n in once], route, 0)

@@ -1,7 +1,7 @@
 """A cluster of Ray actors that compute attention."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Unpack, overload
 
@@ -26,8 +26,7 @@ from cqs.executors.streaming.budget import parse_budget
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
-from cqs.scheduler import Plan
-from cqs.scheduler.interest_sets import list_elements
+from cqs.scheduler import Kind, Plan
 from cqs.worker.backends import check_backend_name
 
 _PREDICTABLE = 0.95
@@ -37,7 +36,7 @@ _PREDICTABLE = 0.95
 class _Options(ProblemOptions, total=False):
     """Options of every call of attention on a cluster, see :meth:`Cluster.attention`."""
 
-    interest_set: Iterable[int] | None
+    plan: Kind | str | None
     backend: str | None
     return_lse: bool
     verify: bool
@@ -190,7 +189,7 @@ class Cluster:
         num_tasks: int | None = None,
         memory_budget: int | str | None = None,
         head_parallel: int | str = "auto",
-        interest_set: Iterable[int] | None = None,
+        plan: Kind | str | None = None,
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
@@ -220,8 +219,8 @@ class Cluster:
                 supported for sharded sequences.
             head_parallel: Head-parallel degree of a sharded sequence, see
                 :func:`cqs.distributed.attention`. Tensors support only ``"auto"``.
-            interest_set: Interest set of the quorums, see :func:`cqs.make_plan`; of a sharded
-                sequence, see :func:`cqs.distributed.attention`.
+            plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
+                Of a sharded sequence, see :func:`cqs.distributed.attention`.
             backend: Name of a backend; ``None`` lets each worker choose its fastest.
             return_lse: Also return the log-sum-exp of every query.
             verify: Recompute sampled rows in float64 and raise if they deviate: on the driver, or
@@ -265,7 +264,7 @@ class Cluster:
             distributed_options = {
                 **options,
                 "head_parallel": head_parallel,
-                "interest_set": None if interest_set is None else list_elements(interest_set),
+                "plan": plan,
                 "backend": backend,
                 "return_lse": return_lse,
                 "verify": verify,
@@ -288,7 +287,7 @@ class Cluster:
         answer = attend(
             self.make_executor(),
             problem,
-            self._planner(num_tasks, interest_set),
+            self._planner(num_tasks, plan),
             backend=backend,
             verify=verify,
             progress=progress,
@@ -365,7 +364,7 @@ class Cluster:
         dropout_p: float = 0.0,
         seed: int | None = None,
         num_tasks: int | None = None,
-        interest_set: Iterable[int] | None = None,
+        plan: Kind | str | None = None,
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
@@ -393,7 +392,7 @@ class Cluster:
             _check_needs_no_gradient(name, getattr(problem, name))
         check_backend_name(backend)
         check_progress(progress)
-        make_plan = self._planner(num_tasks, interest_set)
+        make_plan = self._planner(num_tasks, plan)
         for _, part in problem.parts():
             make_plan(part)  # reports wrong options at once
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
@@ -419,13 +418,10 @@ class Cluster:
             is_in_dispatcher=is_in_dispatcher,
         )
 
-    def _planner(
-        self, num_tasks: int | None, interest_set: Iterable[int] | None
-    ) -> Callable[[Problem], Plan]:
+    def _planner(self, num_tasks: int | None, plan: Kind | str | None) -> Callable[[Problem], Plan]:
         """Return the function that makes the plan of each part of a problem."""
         number = self._retry_policy.num_workers if num_tasks is None else num_tasks
-        elements = None if interest_set is None else list_elements(interest_set)
-        return lambda part: part.make_plan(number, elements)
+        return lambda part: part.make_plan(number, plan)
 
     def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
         """Return the fewest tasks for which the prediction of each is within a memory budget.

@@ -1,0 +1,102 @@
+"""The kinds of plans: which pairs of token groups a task computes."""
+
+from math import isqrt
+from typing import Any
+
+from cqs.scheduler.kinds.grid import Grid2D
+from cqs.scheduler.kinds.hosts import Hosts
+from cqs.scheduler.kinds.quorums import Quorums
+
+Kind = Quorums | Grid2D | Hosts
+
+__all__ = [
+    "Grid2D",
+    "Hosts",
+    "Kind",
+    "Quorums",
+    "check_kind",
+    "fit_kind",
+    "list_kinds",
+    "read_kind",
+]
+
+
+def check_kind(kind: Any, name: str = "kind") -> Kind | str:
+    """Return a kind or the name of one, or raise TypeError or ValueError."""
+    if not isinstance(kind, Kind) and kind not in ("quorums", "rows", "grid"):
+        error = ValueError if isinstance(kind, str) else TypeError
+        raise error(
+            f"{name} must be 'quorums', 'rows', 'grid', Quorums, Grid2D or Hosts, got {kind!r}"
+        )
+    checked: Kind | str = kind
+    return checked
+
+
+def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
+    """Return the kind for a number of tasks.
+
+    Args:
+        kind: ``"quorums"`` with the best known interest set, ``"rows"``, ``"grid"`` with the most
+            equal numbers of query and key groups, or a kind.
+        num_tasks: Number of tasks.
+
+    Raises:
+        TypeError: ``kind`` is neither a kind nor a string.
+        ValueError: ``kind`` is another string or does not fit the number of tasks.
+
+    Example:
+        >>> fit_kind("rows", 12), fit_kind("grid", 12)
+        (Grid2D(query_groups=1, key_groups=12), Grid2D(query_groups=3, key_groups=4))
+    """
+    kind = check_kind(kind)
+    if kind == "quorums":
+        kind = Quorums()
+    elif kind == "rows":
+        kind = Grid2D(1, num_tasks)
+    elif kind == "grid":
+        width = max(n for n in range(1, isqrt(num_tasks) + 1) if num_tasks % n == 0)
+        kind = Grid2D(width, num_tasks // width)
+    assert not isinstance(kind, str)
+    return kind.fit(num_tasks)
+
+
+def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
+    """List the kinds that ``plan`` stands for.
+
+    Args:
+        plan: ``"quorums"``, ``"rows"``, ``"grid"`` for all grids, ``"any"``, or a kind, which is
+            listed if it fits the number of tasks.
+        num_tasks: Number of tasks.
+        per_host: Number of consecutive tasks of a host; ``"any"`` includes plans of hosts with at
+            most so many tasks.
+
+    Example:
+        >>> len(list_kinds("any", 7, 7)), len(list_kinds("any", 6, 1)), len(list_kinds("any", 6, 3))
+        (3, 5, 11)
+    """
+    if isinstance(plan, str) and plan not in ("grid", "any"):
+        return [fit_kind(plan, num_tasks)]
+    if not isinstance(plan, str):
+        try:
+            return [plan.fit(num_tasks)]
+        except ValueError:
+            return []
+
+    def flat(number: int) -> list[Quorums | Grid2D]:
+        grids = [Grid2D(n, number // n) for n in range(1, number + 1) if number % n == 0]
+        return [*grids] if plan == "grid" else [Quorums().fit(number), *grids]
+
+    sizes = [n for n in range(2, num_tasks) if num_tasks % n == 0 and n <= per_host]
+    of_hosts = [Hosts(outer, size) for size in sizes for outer in flat(num_tasks // size)]
+    return [*flat(num_tasks), *(of_hosts if plan == "any" else ())]
+
+
+def read_kind(written: dict[str, Any]) -> Kind:
+    """Return the kind of a plan's JSON object, with one of the fields of ``to_json``."""
+    if "grid" in written:
+        return Grid2D(*written["grid"])
+    if "hosts" in written:
+        outer, size = written["hosts"]
+        kind: Any = read_kind(outer)
+        return Hosts(kind, size)
+    return Quorums(written["interest_set"])

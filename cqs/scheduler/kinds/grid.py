@@ -1,0 +1,194 @@
+"""Plans by rows and by 2-D grids."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from cqs.arguments import as_integer
+from cqs.scheduler.group_needs import GroupNeeds
+from cqs.scheduler.task import Step
+from cqs.scheduler.token_groups import Area, TokenGroups
+
+_TOLERANCE = 100
+"""A task gives rows away if it exceeds the mean by more than one part in this number."""
+
+
+@dataclass(frozen=True)
+class Grid2D:
+    """Each task reads the queries of ``query_groups`` groups and the keys of ``key_groups`` groups.
+
+    The product of the two numbers is ``num_tasks``. Query groups are consecutive, key groups are
+    spread over the sequence, and both include the group of the task's index. ``Grid2D(1, W)`` is
+    the plan of ring attention and all-gather: a task has all keys of its queries, and nothing is
+    merged.
+
+    Causal masks and patterns are balanced: of the tasks with the same keys, those above the mean
+    give rows to those below. Tasks with other keys are not compared. A causal grid is balanced
+    within 1 % or one row or tile of rows if ``query_groups`` is 1 or ``key_groups`` is even.
+    """
+
+    query_groups: int
+    key_groups: int
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError unless both numbers are positive integers."""
+        for name in ("query_groups", "key_groups"):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), 1))
+
+    def __str__(self) -> str:
+        """Describe the grid."""
+        return f"a grid of {self.query_groups} query groups x {self.key_groups} key groups"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether each query row has all its keys in one task."""
+        return self.query_groups == 1
+
+    @property
+    def num_groups(self) -> tuple[int, int]:
+        """Number of groups of which a task reads queries, and keys, without balancing."""
+        return self.query_groups, self.key_groups
+
+    @property
+    def busiest(self) -> float:
+        """Live pairs of the busiest task of a causal plan, relative to the mean."""
+        width, height = self.query_groups, self.key_groups
+        return 1 + (width - 1) / (width * height**2) if height % 2 else 1.0
+
+    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
+        """Return the group counts of all tasks that may differ, at most."""
+        width, height = self.query_groups, self.key_groups
+        home, own_keys = float(width > 1 < height), float(width > 1 < height)
+        # Of causal tasks, the last gives the most rows, this part of its own, to the first.
+        given = (height - 1) / (2 * height - 1) if is_causal else 0.0
+        return (
+            GroupNeeds(width * (1 + given), height, width, height, home, own_keys),
+            GroupNeeds(width - (width - 1) * given, height, width + given, height, home, own_keys),
+        )
+
+    def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
+        """Return how many groups of queries, and of keys, a task reads of its own host.
+
+        See :meth:`cqs.scheduler.kinds.Quorums.near`. The result is exact if ``query_groups``
+        divides ``per_host`` or is a multiple of it.
+        """
+        width = self.query_groups
+        return min(width, per_host), min(max(per_host / width, 1.0), self.key_groups)
+
+    def fit(self, num_tasks: int) -> "Grid2D":
+        """Return the grid, or raise ValueError if it has another number of tasks."""
+        if self.query_groups * self.key_groups != num_tasks:
+            raise ValueError(
+                f"query_groups * key_groups must be the number of tasks, {num_tasks}, got {self}"
+            )
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the field that defines the kind in a plan's JSON object."""
+        return {"grid": [self.query_groups, self.key_groups]}
+
+    def divide(self, groups: TokenGroups) -> Callable[[int], list[Step]]:
+        """Return the function that lists the steps of a task, given its index.
+
+        The first task of a column, which are the tasks with the same keys, balances the column.
+        """
+        columns = self._columns(groups)
+        column_of = {group: column for column in columns for group in column}
+        return partial(self._steps, groups, column_of, {})
+
+    def _columns(self, groups: TokenGroups) -> list[tuple[int, ...]]:
+        """Return the key groups of every column, which are also the indices of its tasks.
+
+        A column has one of every ``query_groups`` consecutive groups: of these, the one with the
+        most live pairs belongs to the column with the fewest so far. Causal columns are therefore
+        zigzag.
+        """
+        width, everything = self.query_groups, range(groups.seqlen_q)
+        if width == 1:
+            return [tuple(range(groups.number))]
+        columns: list[list[int]] = [[] for _ in range(width)]
+        loads = [0] * width
+        for first in range(0, groups.number, width):
+            block = range(first, first + width)
+            work = [groups.count_area(everything, groups.keys_of([group])) for group in block]
+            ranked = sorted(block, key=lambda group: -work[group - first])
+            for group, i in zip(ranked, sorted(range(width), key=loads.__getitem__), strict=True):
+                columns[i].append(group)
+                loads[i] += work[group - first]
+        return [tuple(column) for column in columns]
+
+    def _steps(
+        self,
+        groups: TokenGroups,
+        column_of: dict[int, tuple[int, ...]],
+        balanced: dict[tuple[int, ...], list[list[Area]]],
+        index: int,
+    ) -> list[Step]:
+        column, width = column_of[index], self.query_groups
+        if column not in balanced:
+            keys = groups.keys_of(column)
+            blocks = [groups.queries[i : i + width] for i in range(0, groups.number, width)]
+            rows = [range(block[0].start, block[-1].stop) for block in blocks]
+            balanced[column] = balance_rows([[Area(each, keys)] for each in rows], groups)
+        return groups.steps(balanced[column][index // width])
+
+
+def balance_rows(shares: list[list[Area]], groups: TokenGroups) -> list[list[Area]]:
+    """Move rows between tasks until none exceeds the mean by more than 1 %.
+
+    The tasks with the most live pairs give their first rows to those with the fewest. What remains
+    above the mean is less than one row, or one tile of rows.
+
+    Args:
+        shares: The areas of every task; changed in place.
+        groups: The token groups, which count live pairs.
+
+    Returns:
+        ``shares``.
+    """
+    work = [sum(groups.count_area(*area) for area in areas) for areas in shares]
+    mean = -(-sum(work) // len(work))
+    order = sorted(range(len(work)), key=work.__getitem__)
+    low, high = 0, len(order) - 1
+    while low < high:
+        receiver, giver = order[low], order[high]
+        excess, deficit = work[giver] - mean, mean - work[receiver]
+        if excess <= mean // _TOLERANCE:
+            high -= 1
+        elif moved := _take_rows(shares[giver], min(excess, deficit), groups):
+            number = sum(groups.count_area(*area) for area in moved)
+            work[giver] -= number
+            work[receiver] += number
+            shares[receiver] += moved
+        elif excess > deficit:
+            low += 1
+        else:
+            high -= 1
+    return shares
+
+
+def _take_rows(areas: list[Area], most: int, groups: TokenGroups) -> list[Area]:
+    """Remove the first rows of areas, with at most ``most`` live pairs, and return them."""
+    if most <= 0:
+        return []
+    taken = []
+    while areas:
+        queries, keys = areas[0]
+        live_pairs = groups.count_area(queries, keys)
+        if live_pairs <= most:
+            taken.append(areas.pop(0))
+            most -= live_pairs
+            continue
+        unit = groups.unit(queries)
+        cuts = range(queries.start + unit, queries.stop, unit)
+        number = bisect_right(
+            cuts, most, key=lambda cut: groups.count_area(range(queries.start, cut), keys)
+        )
+        if number:
+            middle = cuts[number - 1]
+            taken.append(Area(range(queries.start, middle), keys))
+            areas[0] = Area(range(middle, queries.stop), keys)
+        break
+    return taken

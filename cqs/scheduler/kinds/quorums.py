@@ -1,0 +1,135 @@
+"""Plans by cyclic quorum sets."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from cqs.scheduler.balancing import balance_work
+from cqs.scheduler.group_needs import GroupNeeds, group_needs
+from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
+from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
+from cqs.scheduler.strips import Strip
+from cqs.scheduler.task import Step
+from cqs.scheduler.token_groups import TokenGroups
+
+
+@dataclass(frozen=True)
+class Quorums:
+    """Each task reads the queries and keys of a cyclic quorum of about ``sqrt(num_tasks)`` groups.
+
+    Causal attention requires no zigzag order: of the group pairs (p, q) and (q, p) exactly one is
+    live, and the same task owns both.
+    """
+
+    interest_set: tuple[int, ...] | None = None
+    """A difference cover of the integers modulo ``num_tasks`` that contains 0; ``None`` means the
+    best known one. With 7, 13, 21, 31, 57, ... tasks, each task reads the fewest tokens for its
+    number."""
+
+    def __post_init__(self) -> None:
+        """Make the interest set a tuple; raise TypeError or ValueError if it holds no integers."""
+        if self.interest_set is not None:
+            object.__setattr__(self, "interest_set", list_elements(self.interest_set))
+
+    def __str__(self) -> str:
+        """Describe the quorums."""
+        if self.interest_set is None:
+            return "quorums"
+        return f"quorums of {len(self.interest_set)} groups (interest set {self.interest_set})"
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """The interest set of a plan."""
+        assert self.interest_set is not None, "plans have an interest set"
+        return self.interest_set
+
+    @property
+    def is_final(self) -> bool:
+        """Whether each query row has all its keys in one task."""
+        return len(self.elements) == 1
+
+    @property
+    def num_groups(self) -> tuple[int, int]:
+        """Largest number of groups of which a task reads queries, and keys."""
+        return len(self.elements), len(self.elements)
+
+    @property
+    def busiest(self) -> float:
+        """Live pairs of the busiest task of a causal plan, relative to the mean."""
+        return 1.0
+
+    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
+        """Return the group counts of all tasks that may differ."""
+        return group_needs(self.elements, num_tasks, is_causal)
+
+    def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
+        """Return how many groups of queries, and of keys, a task reads of its own host.
+
+        Args:
+            num_tasks: Number of tasks, at least ``per_host``.
+            per_host: Number of consecutive tasks of a host.
+
+        Returns:
+            The two numbers, including the task's own group, as a mean over all tasks.
+        """
+        distances = (min(offset, num_tasks - offset) for offset in self.elements)
+        number = sum(max(per_host - each, 0) for each in distances) / per_host
+        return number, number
+
+    def fit(self, num_tasks: int) -> "Quorums":
+        """Return the kind for a number of tasks, after checking the interest set."""
+        if self.interest_set is None:
+            return Quorums(load_interest_set(num_tasks))
+        return Quorums(check_interest_set(self.interest_set, num_tasks))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the field that defines the kind in a plan's JSON object."""
+        return {"interest_set": list(self.elements)}
+
+    def divide(self, groups: TokenGroups) -> Callable[[int], list[Step]]:
+        """Return the function that lists the steps of a task, given its index.
+
+        With a pattern, all tasks are counted and balanced at once, in O(num_tasks^2) counts.
+        """
+        if groups.pattern is None:
+            return partial(self._steps, groups)
+        shares = balance_work(groups.queries, groups.keys, self.elements, groups.tile, groups.count)
+        return partial(_join, groups, shares)
+
+    def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
+        return [
+            step
+            for group, queries, partners in self._pairs(groups, index)
+            for step in groups.steps_of_group(group, queries, groups.keys_of(partners))
+        ]
+
+    def _pairs(self, groups: TokenGroups, index: int) -> Iterator[tuple[int, range, list[int]]]:
+        """Yield the groups of a task, their rows, and the groups that these are paired with."""
+        num_tasks = groups.number
+        offsets = pair_offsets(self.elements, num_tasks).partners
+        pair = shared_pair(index, self.elements, num_tasks)
+        for group in quorum(index, self.elements, num_tasks):
+            rows = groups.queries[group]
+            partners = [
+                (b + index) % num_tasks for b in offsets.get((group - index) % num_tasks, ())
+            ]
+            if not pair or group not in pair:
+                yield group, rows, partners
+                continue
+            half = pair.index(group)
+            other = pair[1 - half]
+            if not groups.is_causal:
+                yield group, rows, partners + [other] * (half == 0)
+            # A group of one row has an empty first half.
+            elif (other < group or groups.num_prefix) and len(rows) >= 2 - half:
+                tile = groups.unit(rows)
+                middle = len(rows) // 2 // tile * tile
+                yield group, rows[:middle], partners + [other] * (half == 0)
+                yield group, rows[middle:], partners + [other] * (half == 1)
+            else:
+                yield group, rows, partners
+
+
+def _join(groups: TokenGroups, shares: tuple[tuple[Strip, ...], ...], index: int) -> list[Step]:
+    return groups.join(shares[index])

@@ -1,0 +1,172 @@
+"""Token groups of an attention problem, and the steps that compute parts of its scores."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from cqs.scheduler.strips import Strip, join_strips, live_strips
+from cqs.scheduler.task import Step, join_ranges
+
+
+class Area(NamedTuple):
+    """Query rows and key ranges; some of their pairs may be masked out."""
+
+    queries: range
+    keys: tuple[range, ...]
+    """Ranges of whole key groups."""
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """Contiguous ranges of queries and keys, and the live pairs between them."""
+
+    seqlen_q: int
+    seqlen_kv: int
+    number: int
+    """Number of groups."""
+    is_causal: bool
+    tile: int
+    """Number of tokens at whose multiples groups are cut, see :func:`cqs.make_plan`."""
+    pattern: Any = None
+    """A :class:`cqs.patterns.BoundPattern`, which includes the causal mask, or ``None``."""
+    parts: int = 1
+    """Number of consecutive groups of another division that each group consists of."""
+
+    @cached_property
+    def queries(self) -> tuple[range, ...]:
+        """The queries of each group, except those of which all keys are masked by causality."""
+        first = max(self.seqlen_q - self.seqlen_kv, 0) if self.is_causal else 0
+        return self._cut(first, self.seqlen_q)
+
+    @cached_property
+    def keys(self) -> tuple[range, ...]:
+        """Ranges that tile the keys; range i belongs to group ``i % number``."""
+        prefix = self._cut(0, self.num_prefix) if self.num_prefix else ()
+        return *prefix, *self._cut(self.num_prefix, self.seqlen_kv)
+
+    @property
+    def num_prefix(self) -> int:
+        """Number of keys before the first query's position, which every causal query sees."""
+        has_diagonal = self.is_causal or self.pattern is not None
+        return max(self.seqlen_kv - self.seqlen_q, 0) if has_diagonal else 0
+
+    def keys_of(self, groups: Iterable[int]) -> tuple[range, ...]:
+        """Return the keys of some groups in ascending ranges."""
+        laps = range(0, len(self.keys), self.number)
+        return join_ranges([self.keys[lap + group] for group in groups for lap in laps])
+
+    def count(self, queries: range, keys: range) -> int:
+        """Return the number of live pairs of a range of queries and a range of keys."""
+        if self.pattern is not None:
+            live_pairs: int = self.pattern.count(queries, keys)
+            return live_pairs
+        if not self.is_causal:
+            return len(queries) * len(keys)
+        above = self.seqlen_kv - self.seqlen_q - keys.start
+        # Row i sees the first i + 1 + above of the keys, at least none and at most all.
+        first, last = (max(row + above, 0) for row in (queries.start, queries.stop))
+        return _staircase(last, len(keys)) - _staircase(first, len(keys)) if queries else 0
+
+    def count_area(self, queries: range, keys: Iterable[range]) -> int:
+        """Return the number of live pairs of a range of queries and several ranges of keys."""
+        return sum(self.count(queries, each) for each in keys)
+
+    def unit(self, queries: range) -> int:
+        """Return the number of rows at whose multiples a range of queries is cut."""
+        return self.tile if len(queries) >= 2 * self.tile else 1
+
+    def steps(self, areas: Iterable[Area]) -> list[Step]:
+        """Return the steps that compute the live pairs of areas, ordered by row.
+
+        Args:
+            areas: Areas without a common row.
+        """
+        return [
+            step
+            for queries, keys in sorted(areas, key=lambda area: area.queries.start)
+            for group, rows in self.cut(queries)
+            for step in self.steps_of_group(group, rows, keys)
+        ]
+
+    def cut(self, queries: range) -> Iterator[tuple[int, range]]:
+        """Cut a range of queries at the ends of groups; yield the group and queries of each part.
+
+        Queries that see no key by causality are dropped.
+        """
+        for group in _overlapping(self.queries, self._query_stops, queries):
+            own = self.queries[group]
+            yield group, range(max(own.start, queries.start), min(own.stop, queries.stop))
+
+    def steps_of_group(self, group: int, queries: range, keys: Sequence[range]) -> list[Step]:
+        """Return the steps that compute the live pairs of rows of one group.
+
+        Args:
+            group: Index of the group.
+            queries: Some or all queries of the group.
+            keys: Disjoint ranges of whole key groups, in any order.
+        """
+        if self.pattern is not None:
+            return self.join(self._live_strips(group, queries, join_ranges(keys)))
+        square = None
+        if self.is_causal:
+            first = queries.start + self.seqlen_kv - self.seqlen_q
+            if any(each.start <= first < each.stop for each in keys):
+                square = range(first, first + len(queries))
+            keys = [range(each.start, min(each.stop, first)) for each in keys]
+        return [Step.of(group, queries, keys, square)] if queries and (square or any(keys)) else []
+
+    def join(self, strips: Iterable[Strip]) -> list[Step]:
+        """Join the strips of one task into steps; see :func:`cqs.scheduler.strips.join_strips`."""
+        return [
+            Step(group, queries, join_ranges(self.keys[i] for i in keys), None, live_pairs)
+            for group, queries, keys, live_pairs in join_strips(strips, self.keys, self.count)
+        ]
+
+    def held_keys(self, steps: Iterable[Step]) -> list[int]:
+        """Return the ascending indices among :attr:`keys` of the key groups that steps read."""
+        blocks = [block.keys for step in steps for block in step.blocks()]
+        stops = self._key_stops
+        return sorted({i for keys in set(blocks) for i in _overlapping(self.keys, stops, keys)})
+
+    def _live_strips(self, group: int, queries: range, keys: Iterable[range]) -> Iterator[Strip]:
+        for run in keys if queries else ():
+            indices = list(_overlapping(self.keys, self._key_stops, run))
+            columns = [self.keys[i] for i in indices]
+            for strip in live_strips([queries], columns, self.count) if columns else ():
+                yield strip._replace(query_group=group, key_groups=(indices[strip.key_groups[0]],))
+
+    def _cut(self, start: int, stop: int) -> tuple[range, ...]:
+        """Cut ``range(start, stop)`` into one range per group; sizes differ by at most a tile."""
+        length, parts = stop - start, self.number * self.parts
+        tile = self.tile if length >= parts * self.tile else 1
+        num_tiles = -(-length // tile)
+        marks = [
+            start + min(g * num_tiles // parts * tile, length)
+            for g in range(0, parts + 1, self.parts)
+        ]
+        return tuple(map(range, marks[:-1], marks[1:]))
+
+    @cached_property
+    def _query_stops(self) -> list[int]:
+        return [queries.stop for queries in self.queries]
+
+    @cached_property
+    def _key_stops(self) -> list[int]:
+        return [keys.stop for keys in self.keys]
+
+
+def _overlapping(groups: Sequence[range], stops: Sequence[int], tokens: range) -> Iterator[int]:
+    """Yield the indices of the groups that share a token with ``tokens``."""
+    for i in range(bisect_right(stops, tokens.start), len(groups)):
+        if groups[i].start >= tokens.stop:
+            break
+        if groups[i]:
+            yield i
+
+
+def _staircase(rows: int, width: int) -> int:
+    """Return the number of pairs of ``rows`` rows that see 1, 2, ..., at most ``width`` keys."""
+    short = min(rows, width)
+    return short * (short + 1) // 2 + (rows - short) * width

@@ -1,0 +1,60 @@
+"""Random problems for every kind of plan."""
+
+import random
+
+from sparse_cases import NAMES, with_pattern
+
+from benchmarks.cases import Case
+from cqs.scheduler import Grid2D, Hosts, Quorums
+from cqs.scheduler.heads import possible_head_parallel
+
+
+def divisors(number):
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def kinds_of(num_tasks):
+    """List all kinds of plans for a number of tasks, with the best known interest sets."""
+
+    def flat(number):
+        return [Quorums(), *(Grid2D(n, number // n) for n in divisors(number))]
+
+    two_levels = [
+        Hosts(outer, size) for size in divisors(num_tasks) for outer in flat(num_tasks // size)
+    ]
+    return [*flat(num_tasks), *two_levels]
+
+
+def random_case(generator):
+    """Return a case of up to 90 tokens: causal, sparse or dense, with lengths that may differ."""
+    seqlen_q = generator.choice([0, 1, 5, 40, 64, generator.randint(0, 90)])
+    seqlen_kv = generator.choice([seqlen_q, seqlen_q, generator.randint(0, 90)])
+    num_heads, num_kv_heads = generator.choice([(4, 4), (4, 2), (4, 1), (3, 3), (8, 2)])
+    case = Case("random", seqlen_q, seqlen_kv, num_heads, num_kv_heads, head_dim=8)
+    if min(seqlen_q, seqlen_kv) > 1 and generator.random() < 0.4:
+        return with_pattern(case, generator.choice(NAMES))
+    return Case(**{**vars(case), "is_causal": generator.random() < 0.6})
+
+
+def random_problem(generator, num_ranks):
+    """Return a case, random shards of it, and options of ``cqs.distributed.attention``."""
+    case = random_case(generator)
+    degree = generator.choice(possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads))
+    cuts = [
+        [0, *sorted(generator.randint(0, length) for _ in range(num_ranks - 1)), length]
+        for length in (case.seqlen_q, case.seqlen_kv)
+    ]
+    if generator.random() < 0.1:
+        links = 10 ** generator.uniform(3, 11), 10 ** generator.uniform(-6, -3)
+        return case, cuts, {"links": links}
+    plan = generator.choice(kinds_of(num_ranks // degree))
+    return (
+        case,
+        cuts,
+        {"head_parallel": degree, "plan": plan, "num_chunks": generator.randint(1, 3)},
+    )
+
+
+def random_problems(seed, number, num_ranks):
+    generator = random.Random(seed)
+    return [random_problem(generator, num_ranks) for _ in range(number)]

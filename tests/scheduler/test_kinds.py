@@ -1,0 +1,140 @@
+"""Plans by rows, grids and hosts, worked out by hand."""
+
+import time
+
+import pytest
+
+from cqs.patterns import causal, documents, sliding_window
+from cqs.scheduler import Grid2D, Hosts, Plan, Quorums, make_plan
+from cqs.scheduler.validate import validate_single_tasks
+
+
+def table(plan):
+    """List the (queries, keys) of every block of every task, as (first, last) tokens."""
+    return [
+        [(*_ends(block.queries), *_ends(block.keys)) for block in task.blocks]
+        for task in plan.tasks
+    ]
+
+
+def _ends(tokens):
+    return tokens.start, tokens.stop - 1
+
+
+def test_rows_are_queries_with_all_keys():
+    plan = make_plan(5, 7, num_tasks=3, kind="rows")
+    assert table(plan) == [[(0, 0, 0, 6)], [(1, 2, 0, 6)], [(3, 4, 0, 6)]]
+    assert plan.kind == Grid2D(1, 3) and plan.kind.is_final
+
+
+def test_the_last_task_of_causal_rows_gives_rows_to_the_first():
+    plan = make_plan(12, num_tasks=3, is_causal=True, kind="rows")
+    assert table(plan) == [
+        [(0, 3, 0, 3), (8, 8, 0, 7), (8, 8, 8, 8)],  # 10 pairs, and 9 of the 16 it lacks
+        [(4, 7, 0, 3), (4, 7, 4, 7)],
+        [(9, 11, 0, 8), (9, 11, 9, 11)],
+    ]
+    assert [task.live_pairs for task in plan.tasks] == [19, 26, 33]
+
+
+def test_a_grid_has_consecutive_queries_and_spread_keys():
+    plan = make_plan(12, num_tasks=6, kind=Grid2D(2, 3))
+    first, second = [(0, 1), (4, 5), (8, 9)], [(2, 3), (6, 7), (10, 11)]
+    blocks = [(0, 1), (2, 3)], [(4, 5), (6, 7)], [(8, 9), (10, 11)]
+    expected = [
+        [(*rows, *keys) for rows in block for keys in column]
+        for block in blocks
+        for column in (first, second)
+    ]
+    assert table(plan) == expected
+    assert [task.held_groups for task in plan.tasks][:2] == [(0, 1, 2, 4), (0, 1, 3, 5)]
+
+
+def test_causal_columns_are_zigzag_and_their_rows_balanced():
+    plan = make_plan(8, num_tasks=4, is_causal=True, kind=Grid2D(2, 2))
+    assert table(plan) == [
+        [(0, 1, 0, 1), (2, 3, 0, 1), (4, 4, 0, 1)],  # keys of groups 0 and 3; row 4 of task 3
+        [(2, 3, 2, 3), (4, 4, 2, 3), (4, 4, 4, 4)],  # keys of groups 1 and 2; row 4 of task 2
+        [(5, 5, 2, 4), (5, 5, 5, 5), (6, 7, 2, 5)],
+        [(5, 5, 0, 1), (6, 7, 0, 1), (6, 7, 6, 7)],
+    ]
+    assert [task.live_pairs for task in plan.tasks] == [9, 6, 12, 9]
+
+
+def test_ranks_of_a_host_share_the_rows_of_its_task():
+    plan = make_plan(12, num_tasks=6, kind=Hosts(Quorums((0, 1)), 2))
+    outer = make_plan(12, num_tasks=3, kind=Quorums((0, 1)))
+    assert table(outer)[1] == [(4, 7, 4, 11), (8, 11, 4, 7)]
+    assert table(plan)[2:4] == [
+        [(4, 5, 4, 11), (8, 9, 4, 7)],
+        [(6, 7, 4, 11), (10, 11, 4, 7)],
+    ]
+
+
+def test_rows_of_a_pattern_hold_its_live_keys_only():
+    pattern = documents([0, 10, 30], is_causal=False)
+    plan = make_plan(40, num_tasks=4, kind="rows", pattern=pattern)
+    assert table(plan) == [
+        [(0, 9, 0, 9)],
+        [(13, 19, 10, 29)],
+        [(23, 29, 10, 29)],
+        [(10, 12, 10, 29), (20, 22, 10, 29)],  # no own rows are live: it has 6 of the 6.25 it lacks
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Grid2D(1, 24), Grid2D(2, 12), Grid2D(6, 4), Hosts(Quorums(), 4), Hosts(Grid2D(3, 4), 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("pattern", [None, causal(), sliding_window(500)], ids=str)
+def test_causal_work_is_balanced(kind, pattern):
+    plan = make_plan(24_000, num_tasks=24, is_causal=pattern is None, kind=kind, pattern=pattern)
+    most = max(task.live_pairs for task in plan.tasks)
+    assert 24 * most <= 1.01 * plan.live_pairs + 24 * 24_000
+
+
+def test_a_pattern_that_includes_causality_has_the_tasks_of_a_causal_plan():
+    for kind in ("rows", "grid", Hosts(Quorums(), 2)):
+        one = make_plan(400, num_tasks=8, is_causal=True, kind=kind)
+        other = make_plan(400, num_tasks=8, pattern=causal(), kind=kind)
+        for ours, theirs in zip(one.tasks, other.tasks, strict=True):
+            assert ours.live_pairs == theirs.live_pairs
+            assert ours.held_queries == theirs.held_queries
+
+
+@pytest.mark.parametrize("kind", [Grid2D(2, 3), Hosts(Grid2D(3, 1), 2), Hosts(Quorums((0, 1)), 2)])
+def test_kinds_survive_json(kind):
+    plan = make_plan(50, num_tasks=6, is_causal=True, kind=kind)
+    for list_tasks in (False, True):
+        text = plan.to_json(list_tasks=list_tasks)
+        assert '"version": 3' in text
+        assert Plan.from_json(text) == plan
+    with pytest.raises(ValueError, match="must be the number of tasks, 4|8|modulo 4"):
+        Plan.from_json(text.replace('"num_tasks": 6', '"num_tasks": 8'))
+    for wrong in (
+        '"grid": 5',
+        '"grid": [1, 2, 3]',
+        '"hosts": [{"hosts": [{"grid": [1, 3]}, 1]}, 2]',
+    ):
+        with pytest.raises(ValueError, match="not a plan"):
+            Plan.from_json(
+                '{"version": 3, "seqlen_q": 5, "seqlen_kv": 5, "num_tasks": 6, "is_causal": false, '
+                + wrong
+                + "}"
+            )
+
+
+def test_a_row_with_two_tasks_is_noticed():
+    tasks = make_plan(20, num_tasks=4, kind=Grid2D(2, 2)).tasks
+    with pytest.raises(ValueError, match=r"queries 0..5 have keys in two steps"):
+        validate_single_tasks(tasks)
+
+
+@pytest.mark.slow
+def test_large_plans_take_a_second():
+    for kind in ("rows", "grid", Hosts(Grid2D(5, 25), 8)):
+        start = time.process_time()
+        plan = make_plan(10**9, num_tasks=1000, is_causal=True, kind=kind, tile=128)
+        assert max(plan.task(w).live_pairs for w in range(0, 1000, 37)) > 0
+        assert time.process_time() - start < 2
