@@ -36,13 +36,14 @@ VALUES: dict[str, dict[str, Any]] = {
     "dropout_p": {"dropout_p": 0.2, "seed": 3},
     "seed": {"dropout_p": 0.2, "seed": 3},
     "num_tasks": {"num_tasks": 5},
-    "interest_set": {"interest_set": (0, 1)},
+    "plan": {"plan": "rows"},
     "backend": {"backend": "reference"},
     "return_lse": {"return_lse": True},
     "verify": {"verify": True},
     "progress": {"progress": max},  # any function of two numbers
     "head_parallel": {"head_parallel": 1},
     "num_chunks": {"num_chunks": 2},
+    "links": {"links": (1e9, 1e-4)},
     "memory_budget": {"memory_budget": 200_000},
     "device": {"device": "cpu"},
     "gradients": {},
@@ -76,13 +77,14 @@ HOLES: dict[tuple[str, str], str] = {
         ("device", executor): "the workers' devices are chosen when the cluster starts"
         for executor in ("Ray tasks", "Ray tasks, `submit`", "Ray shards")
     },
-    **{(row, "streaming"): _PLANNED for row in ("num_tasks", "interest_set")},
+    **{(row, "streaming"): _PLANNED for row in ("num_tasks", "plan")},
     ("num_chunks", "Ray shards"): "the cluster chooses the number of chunks",
+    ("links", "Ray shards"): "the cluster takes the links of its devices' preset",
     ("gradients", "Ray tasks, `submit`"): "a future has no gradients: call `attention`",
     ("gradients", "Ray shards"): "shards on workers do not record gradients",
     **{
         (row, executor): _NO_RANKS
-        for row in ("head_parallel", "num_chunks")
+        for row in ("head_parallel", "num_chunks", "links")
         for executor in ("this process", "Ray tasks", "Ray tasks, `submit`", "streaming")
     },
 }

@@ -54,10 +54,6 @@ def on_rank(group, options, needs_grad):
 def compute(request, row, executor):
     """Return the output of a call, or the gradient of the query for the row ``gradients``."""
     options = dict(VALUES[row])
-    if row == "interest_set" and "num_tasks" in parameters(executor):
-        options["num_tasks"] = 3
-    if row == "interest_set" and executor == "Ray shards":
-        options |= {"interest_set": (0, 1, 2), "head_parallel": 1}  # four workers
     if executor == "ranks":
         ranks = request.getfixturevalue("ranks")
         return torch.cat(ranks.run(3, on_rank, options, row == "gradients"), dim=2)
