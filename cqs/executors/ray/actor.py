@@ -1,13 +1,12 @@
 """The class of the actors, which the pool makes remote."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
+from cqs.executors.ray.actor_info import ActorInfo, host_name
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
@@ -16,26 +15,6 @@ from cqs.executors.ray.tasks.report import TaskReport
 from cqs.scheduler import Task
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes, memory_of
-
-
-class ActorInfo(NamedTuple):
-    """Process, host and device of an actor."""
-
-    pid: int
-    """Process id on the actor's host."""
-    host: str
-    """Host and process namespace; processes with equal values can signal each other by pid."""
-    node: str
-    """Id of the actor's Ray node."""
-    device: str
-    """Device of the actor, ``"cuda"`` or ``"cpu"``."""
-
-
-def host_name() -> str:
-    """Return a name of this host and process namespace."""
-    namespace = "/proc/self/ns/pid"
-    inode = os.stat(namespace).st_ino if os.path.exists(namespace) else 0
-    return f"{socket.gethostname()}/{inode}"
 
 
 class TaskActor(ShardActor):

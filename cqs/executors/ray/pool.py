@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from cqs.executors.ray.actor import ActorInfo, host_name
+from cqs.executors.ray.actor_info import ActorInfo, host_name
 from cqs.executors.ray.closer import Closer
 from cqs.executors.ray.session import find_connection
 
