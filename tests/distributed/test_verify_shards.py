@@ -71,3 +71,16 @@ def test_one_wrong_rank_makes_all_ranks_raise(ranks, name, field, name_of_field)
     found = ranks.run(3, attend_verified, case, MARKS[0], torch.float32, options, wrong)
     start = f"rank 1 of the group: {name_of_field} of batch 1, head 3, row 30 deviates by 0.1"
     assert len(set(found)) == 1 and found[0].startswith(start), found
+
+
+def error_in_a_capture(group):
+    shard = torch.randn(1, 2, 4, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cqs.executors.distributed.attention.is_captured", lambda device: True)
+        with pytest.raises(ValueError, match="verify must be False while a CUDA graph") as raised:
+            cqs.distributed.attention(shard, shard, shard, group=group, verify=True)
+    return str(raised.value)
+
+
+def test_a_captured_call_cannot_be_verified(ranks):
+    assert len(ranks.run(2, error_in_a_capture)) == 2

@@ -158,6 +158,11 @@ def attention(
             "verify": as_bool("verify", verify),
             "is_captured": is_captured(query.device),
         }
+        if verify and request["is_captured"]:
+            raise ValueError(
+                "verify must be False while a CUDA graph is captured, got True: verify a call "
+                "before the capture"
+            )
     except Exception as wrong:
         error = wrong  # reported below, because the other ranks wait for this one
     calls = calls_on(group)
