@@ -53,7 +53,7 @@ class Axis(NamedTuple):
         """Cut some tokens of the axis into at most three products of cells and offsets.
 
         Args:
-            tokens: A part of :attr:`tokens`, not empty.
+            tokens: A part of ``tokens``, not empty.
 
         Yields:
             First cell, last cell + 1, first offset, last offset + 1. No product is empty.

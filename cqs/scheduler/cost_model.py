@@ -500,7 +500,7 @@ def predict(
             the one with the lowest peak memory is taken. For ``"cqs"``, forward and up to 512K
             keys, it is the lowest degree: kernels then read fewer keys, more of them from cache.
         plan: Kinds to choose from for ``"cqs"``, see
-            :func:`cqs.scheduler.kinds.list_kinds`; ``None`` means quorums in one node, and any
+            ``cqs.scheduler.kinds.list_kinds``; ``None`` means quorums in one node, and any
             kind in several.
         head_parallel: Head-parallel degree, or ``"auto"`` for all that the method supports.
 
