@@ -14,7 +14,7 @@ import time
 import venv
 from pathlib import Path
 
-from test_documents import ROOT, fences, joined
+from support.pages import ROOT, fences, joined
 
 TORCH = re.search(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.M)[0]
 """By its exact version: a range would take the newest build."""

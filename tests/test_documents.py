@@ -8,11 +8,10 @@ import runpy
 import shlex
 import tomllib
 from importlib import import_module
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from ranks import run_as_torchrun
+from support.pages import ROOT, fences, joined
 from torch.distributed.run import get_args_parser
 
 import benchmarks.__main__
@@ -20,28 +19,9 @@ from cqs.__main__ import main
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 PACKAGES = {"cqs": "cqs.commands", "benchmarks": "benchmarks"}
 CHECKER = doctest.OutputChecker()
-
-
-class Fence(NamedTuple):
-    language: str
-    code: str
-    file: str | None
-    """What the page says to save the code as."""
-    output: str | None
-    """What the page shows below."""
-
-
-def fences(page):
-    """The fenced code of a page; ``text`` that follows code at once is its output."""
-    text = (ROOT / page).read_text()
-    pattern = r"(?:`(?P<file>[\w.]+)`:\n\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```\n"
-    pattern += r"(?:\n*```text\n(?P<output>.*?)^```\n)?"
-    for found in re.finditer(pattern, text, re.M | re.S):
-        yield Fence(*(found[name] for name in Fence._fields))
 
 
 def with_marks(page):
@@ -81,11 +61,6 @@ def run_command(command, folder, is_shown):
 def run_script(folder, script):
     os.chdir(folder)
     runpy.run_path(script, run_name="__main__")
-
-
-def joined(code):
-    """The commands of a block, one a line, those that are continued in one."""
-    return code.replace("\\\n", " ").splitlines()
 
 
 @pytest.mark.parametrize("page", [with_marks(page) for page in PAGES])
