@@ -487,7 +487,7 @@ def unpack_frozen_run(version=3):
         os.utime(f"{name}.npy", (10**9, 10**9))
     with zipfile.ZipFile(Path(__file__).with_name("resume-format-3.zip")) as frozen:
         frozen.extractall()
-    content = Path("run/state").read_bytes().partition(b"\n")[2].replace(b"/tmp/frozen", folder)
+    content = Path("run/state").read_bytes().partition(b"\n")[2].replace(b"/frozen", folder)
     content = content.replace(b'"format": 3', b'"format": %d' % version)
     digest = xxhash.xxh3_128_hexdigest(content).encode()
     Path("run/state").write_bytes(digest + b"\n" + content)
