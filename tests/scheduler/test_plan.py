@@ -146,7 +146,7 @@ def test_six_numbers_and_a_pattern_make_a_plan():
         "seqlen_kv",
         "num_tasks",
         "is_causal",
-        "interest_set",
+        "kind",
         "tile",
         "pattern",
     ]
