@@ -3,7 +3,7 @@ VENV := .venv/bin
 DEMO_INSTALLED := .venv/demo-installed
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
-PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location --no-compile
+PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location
 
 .PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
 
