@@ -4,9 +4,8 @@ from cqs.patterns.acsr import acsr
 from cqs.patterns.bigbird import bigbird
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.deepspeed import from_deepspeed
 from cqs.patterns.grid import Grid
-from cqs.patterns.masks import block_sparse, from_block_mask, from_mask
+from cqs.patterns.masks import block_sparse, from_block_mask, from_deepspeed, from_mask
 from cqs.patterns.pattern import Pattern, per_head
 from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.regular import (

@@ -87,6 +87,33 @@ def block_sparse(layout: Any, block: int) -> Pattern:
 
 
 @uncompiled
+def from_deepspeed(config: Any, seqlen: int) -> Pattern:
+    """Return the pattern of a DeepSpeed ``SparsityConfig``, for self-attention of one length.
+
+    DeepSpeed makes the layout, so live blocks are its own, random blocks included: they depend on
+    the state of Python's ``random`` module. A "unidirectional" layout is causal by blocks: diagonal
+    blocks are full unless the pattern is combined with :func:`~cqs.patterns.causal`.
+
+    Args:
+        config: An object of one of DeepSpeed's classes: it has ``block``, the tokens per block, and
+            ``make_layout(seqlen)``, which returns ``[heads, blocks, blocks]``, nonzero where a
+            block is live.
+        seqlen: Number of queries and of keys; DeepSpeed requires a multiple of ``config.block``.
+
+    Returns:
+        The pattern of :func:`block_sparse`. It is one for all heads if their layouts are equal.
+
+    Raises:
+        TypeError: ``config`` does not make a layout.
+    """
+    if not hasattr(config, "make_layout"):
+        raise TypeError(f"config must be a SparsityConfig of DeepSpeed, got {config!r}")
+    layout = as_array(config.make_layout(seqlen)).astype(bool)
+    is_shared = (layout == layout[:1]).all()
+    return block_sparse(layout[:1] if is_shared else layout, config.block)
+
+
+@uncompiled
 def from_block_mask(block_mask: Any) -> Pattern:
     """Return the pattern of a FlexAttention ``BlockMask``, for sequences of its lengths.
 

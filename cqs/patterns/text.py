@@ -16,7 +16,7 @@ PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4
 _CALLS: dict[str, Callable[..., Any]] = {
     name: getattr(patterns, name)
     for name in patterns.__all__
-    if name.islower() and name not in ("from_block_mask", "views")
+    if name.islower() and name not in ("from_block_mask", "from_deepspeed", "views")
 } | {"range": range}
 """The functions that make patterns from literals, and ``range``."""
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -16,14 +16,6 @@ from cqs.scheduler import make_plan
         ("bigbird(block=1, random_blocks=1000000000)", 16384),
         ("bigbird(block=1)", 10**10),
         ("bigbird(block=1)", 2**62),
-        ("from_deepspeed({'mode': 'BigBirdSparsityConfig', 'num_random_blocks': 16384})", 2**18),
-        (
-            "from_deepspeed({'mode': 'fixed', 'block': 1, 'num_local_blocks': 1000000000, "
-            "'attention': 'unidirectional'})",
-            16384,
-        ),
-        (f"from_deepspeed({{'mode': 'variable', 'local_window_blocks': {[1] * 9999}}})", 2**40),
-        ("from_deepspeed({'different_layout_per_head': True}, num_heads=1000000000)", 16384),
         ("global_tokens([*range(0, 1000000, 2)])", 10**6),
         ("documents([*range(0, 1000000)])", 10**6),
         ("documents([*range(0, 10000)]) & documents([*range(0, 10000)])", 10**6),
@@ -35,7 +27,7 @@ from cqs.scheduler import make_plan
         ("sliding_window(None, None) - bigbird(block=1, window_blocks=0)", 10**18),
         ("[" + ",".join(["*range(0, 1000000)"] * 15) + "]", 100),
     ],
-    ids=range(17),
+    ids=range(13),
 )
 def test_what_would_take_too_much_is_refused_at_once(text, seqlen):
     start = time.process_time()
