@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.memory_samples import STATM, record_memory, record_resident
 from cqs.report.measurement import summarize
-from cqs.report.passes import Forward, MeasuredPass, make_pass
+from cqs.report.passes import MeasuredPass
 from cqs.report.rows import ReportRow, fields_of, read_kind
 from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
@@ -107,8 +107,7 @@ def measure(
     Raises:
         VerificationError: The merged result of all tasks is wrong.
     """
-    work, timer = make_pass(settings, "forward"), make_timer()
-    assert isinstance(work, Forward)
+    work, timer = MeasuredPass(settings, "forward"), make_timer()
     plans = {number: plan_case(settings, number) for number in sorted({1, *workers})}
     tasks = {number: longest_task(plan) for number, plan in plans.items()}
     recordings = {}
@@ -188,8 +187,9 @@ def _make_row(
     *,
     seconds: list[float],
     whole: list[float],
-    predicted_bytes: int,
+    predicted_bytes: int | None,
 ) -> CaseRow:
+    assert predicted_bytes is not None
     samples = _thin(recording.samples)
     return CaseRow(
         benchmark="memory",

@@ -88,7 +88,7 @@ def command(rows: Rows, out: str) -> str:
         "--seqlen": sorted({row.tokens for row in rows}),
     }
     lists = [word for name, each in numbers.items() for word in (name, ",".join(map(str, each)))]
-    options = rows[0].settings.options
+    options = rows[0].options
     return shlex.join(["python", "-m", "benchmarks", "case-study", *lists, *options, "--out", out])
 
 

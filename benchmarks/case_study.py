@@ -15,8 +15,6 @@ from cqs.report.measurement import append_rows
 from cqs.report.progress import progress_bar
 from cqs.report.settings import Settings
 
-_ON_CPU = report.Defaults(8, 64, "float32")
-_ON_GPU = report.Defaults(8, 64, "float16")
 _TOKENS_ON_CPU = (2500, 5000, 10_000)
 _KIND = report.Kind(
     case_measurement.read_rows, case_sections.describe, case_sections.summarize_rows
@@ -33,16 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seqlen", type=parse_integers, metavar="N,N,...",
         help="default: 2500,5000,10000, on a GPU as published, to 49000",
     )  # fmt: skip
-    report.add_problem(parser, _ON_CPU, _ON_GPU)
+    report.add_problem(parser, 8, 64, "float16" if torch.cuda.is_available() else "float32")
     report.add_out(parser, "cqs-report-memory")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the missing rows and write the report, of fewer rows if interrupted."""
-    has_gpu = torch.cuda.is_available()
-    tokens = case_measurement.TOKENS if has_gpu else _TOKENS_ON_CPU
+    tokens = case_measurement.TOKENS if torch.cuda.is_available() else _TOKENS_ON_CPU
     settings = {
-        number: report.read_settings(options, number, _ON_GPU if has_gpu else _ON_CPU)
+        number: report.read_settings(options, number)
         for number in sorted(set(options.seqlen or tokens))
     }
     every_num_tasks = report.check_num_tasks(options.tasks)

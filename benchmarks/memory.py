@@ -69,7 +69,7 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
         )
     )
     worker = Worker.of(problem, backend)
-    peak = measure_held(
+    _, peak = measure_held(
         lambda: worker.run_steps(task.steps, query, key, value), (query, key, value)
     )
     cost = predict_pattern_cost(task, problem.shape, backend, problem.bound_pattern)

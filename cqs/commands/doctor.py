@@ -7,7 +7,7 @@ import platform
 import torch
 
 import cqs
-from cqs.report.rows import installed_versions
+from cqs.report.measurement import installed_versions
 from cqs.scheduler import load_interest_set
 from cqs.worker import BACKENDS, choose_backend
 

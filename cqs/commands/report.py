@@ -1,9 +1,9 @@
 """Measure memory, time and speed-up of W tasks on this machine; write a report and rows."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,33 +15,17 @@ from cqs.commands.integers import parse_integer, parse_integers
 from cqs.files import lock_directory
 from cqs.patterns.text import PATTERN_HELP
 from cqs.plotting import check_picture
-from cqs.report import distributed, local, ray, sections
+from cqs.report import sections
 from cqs.report.content import Content
-from cqs.report.local import Measure
+from cqs.report.drivers import num_ranks, open_driver
 from cqs.report.measurement import append_rows, describe_device
 from cqs.report.page import check_directory, write_report
 from cqs.report.progress import progress_bar
 from cqs.report.rows import PASSES, ReportRow, read_rows
-from cqs.report.settings import Settings
+from cqs.report.settings import OPTIONS, Settings
 from cqs.scheduler.plan import MAX_LISTED
 
-_EXECUTORS = ("local", "ray", "distributed")
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
-_OUT = "cqs-report"
 _NUM_TASKS = (1, 2, 3, 4, 7, 8, 13, 31)
-
-
-class Defaults(NamedTuple):
-    """Heads and dtype that a report measures if its options do not state them."""
-
-    num_heads: int
-    head_dim: int
-    dtype: str
-
-
-_ON_CPU = Defaults(8, 64, "float32")
-_ON_GPU = Defaults(16, 128, "bfloat16")
-_TOKENS_ON_CPU, _TOKENS_ON_GPU = 8192, 65_536
 
 
 class Kind(NamedTuple):
@@ -60,44 +44,47 @@ _SCALING = Kind(read_rows, sections.describe, sections.summarize_rows)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs report``; some defaults depend on the machine."""
+    on_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--tasks", type=parse_integers, metavar="W,W,...",
         help=f"default: {','.join(map(str, _NUM_TASKS))}; distributed: as torchrun started",
     )  # fmt: skip
-    parser.add_argument("--executor", choices=_EXECUTORS, default="local")
+    parser.add_argument("--executor", choices=("local", "ray", "distributed"), default="local")
     parser.add_argument(
-        "--seqlen", type=parse_integer, metavar="N", help="default: 8K, on a GPU 64K"
-    )
-    add_problem(parser, _ON_CPU, _ON_GPU)
+        "--seqlen", type=parse_integer, default=2**16 if on_gpu else 2**13, metavar="N",
+        help="default: 8K, on a GPU 64K",
+    )  # fmt: skip
+    add_problem(parser, *((16, 128, "bfloat16") if on_gpu else (8, 64, "float32")))
     parser.add_argument("--backward", action="store_true", help="also measure the backward pass")
     parser.add_argument(
         "--actors", type=int, metavar="P", help="ray: default one per GPU, else per core"
     )
     parser.add_argument("--address", help="ray: of a running cluster; default: a private one")
-    add_out(parser, _OUT)
+    add_out(parser, "cqs-report")
 
 
-def add_problem(parser: argparse.ArgumentParser, on_cpu: Defaults, on_gpu: Defaults) -> None:
+def add_problem(parser: argparse.ArgumentParser, num_heads: int, head_dim: int, dtype: str) -> None:
     """Declare the options of the problem that a report measures, except its lengths.
 
     Args:
         parser: The parser of the command.
-        on_cpu: Defaults without a GPU, for the help text.
-        on_gpu: Defaults with a GPU, for the help text.
+        num_heads: Default number of query heads on this machine.
+        head_dim: Default size of a head on this machine.
+        dtype: Default dtype on this machine.
     """
 
-    def default(name: str) -> str:
-        small, large = getattr(on_cpu, name), getattr(on_gpu, name)
-        return f"default: {small}" if small == large else f"default: {small}, on a GPU {large}"
+    def add(option: str, default: Any = None, **declared: Any) -> None:
+        parser.add_argument(option, dest=OPTIONS[option], default=default, **declared)
 
-    parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--heads", type=int, metavar="H", help=default("num_heads"))
-    parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many as heads")
-    parser.add_argument("--head-dim", type=int, metavar="D", help=default("head_dim"))
-    parser.add_argument("--dtype", choices=_DTYPES, help=default("dtype"))
-    parser.add_argument("--repeats", type=int, default=5, metavar="R")
-    parser.add_argument("--seed", type=int, default=0)
+    dtypes = "float64", "float32", "bfloat16", "float16"
+    add("--pattern", metavar="CALL", help=PATTERN_HELP)
+    add("--causal", False, action="store_true")
+    add("--heads", num_heads, type=int, metavar="H", help=f"default here: {num_heads}")
+    add("--kv-heads", type=int, metavar="H", help="default: as many as heads")
+    add("--head-dim", head_dim, type=int, metavar="D", help=f"default here: {head_dim}")
+    add("--dtype", dtype, choices=dtypes, help=f"default here: {dtype}")
+    add("--repeats", 5, type=int, metavar="R", help="default: 5")
+    add("--seed", 0, type=int)
 
 
 def add_out(parser: argparse.ArgumentParser, default: str) -> None:
@@ -111,25 +98,18 @@ def add_out(parser: argparse.ArgumentParser, default: str) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure the missing rows and write the report, of fewer rows if interrupted."""
-    has_gpu = torch.cuda.is_available()
-    tokens = _TOKENS_ON_GPU if has_gpu else _TOKENS_ON_CPU
-    settings = read_settings(
-        options,
-        tokens if options.seqlen is None else options.seqlen,
-        _ON_GPU if has_gpu else _ON_CPU,
-        options.executor,
-    )
+    settings = read_settings(options, options.seqlen, options.executor)
     every_num_tasks = _read_num_tasks(options)
-    if options.executor == "distributed" and not distributed.is_first():
-        distributed.serve(settings)
+    measure = partial(_measure, options, settings)
+    if options.executor == "distributed" and os.environ["RANK"] != "0":
+        measure([], None)
         return
-    passes = PASSES if options.backward else PASSES[:1]
     write_missing(
         _SCALING,
         Path(options.out),
-        [(number, name) for number in every_num_tasks for name in passes],
+        [(number, name) for number in every_num_tasks for name in PASSES[: 1 + options.backward]],
         settings_of=lambda row: settings,
-        measure=partial(_measure, options, settings),
+        measure=measure,
     )
 
 
@@ -176,29 +156,19 @@ def write_missing(
         print(directory / "report.html")
 
 
-def read_settings(
-    options: argparse.Namespace, tokens: int, default: Defaults, executor: str = "local"
-) -> Settings:
+def read_settings(options: argparse.Namespace, tokens: int, executor: str = "local") -> Settings:
     """Return the settings of the options that :func:`add_problem` declares.
 
     Raises:
-        ValueError: if a number is too small.
+        ValueError: A number is too small.
     """
-    heads = default.num_heads if options.heads is None else options.heads
-    kv_heads = heads if options.kv_heads is None else options.kv_heads
-    head_dim = default.head_dim if options.head_dim is None else options.head_dim
-    return Settings(
-        executor=executor,
-        tokens=as_integer("--seqlen", tokens, 1),
-        num_heads=as_integer("--heads", heads, 1),
-        num_kv_heads=as_integer("--kv-heads", kv_heads, 1),
-        head_dim=as_integer("--head-dim", head_dim, 1),
-        dtype=options.dtype or default.dtype,
-        is_causal=options.causal,
-        pattern=options.pattern,
-        repeats=as_integer("--repeats", options.repeats, 1),
-        seed=as_integer("--seed", options.seed, 0),
-    )
+    values = {name: getattr(options, name) for name in OPTIONS.values()}
+    if values["num_kv_heads"] is None:
+        values["num_kv_heads"] = values["num_heads"]
+    for option in ("--heads", "--kv-heads", "--head-dim", "--repeats"):
+        as_integer(option, values[OPTIONS[option]], 1)
+    as_integer("--seed", options.seed, 0)
+    return Settings(executor, as_integer("--seqlen", tokens, 1), **values)
 
 
 def check_num_tasks(every_num_tasks: Sequence[int]) -> list[int]:
@@ -226,13 +196,13 @@ def _read_num_tasks(options: argparse.Namespace) -> list[int]:
             raise ValueError(
                 "--tasks must be left out with --executor distributed, which has one task per rank"
             )
-        return [distributed.num_ranks()]
+        return [num_ranks()]
     return check_num_tasks(_NUM_TASKS if options.tasks is None else options.tasks)
 
 
 def _check_same(row: ReportRow, settings: Settings, path: Path, *, is_complete: bool) -> None:
     """Raise ValueError unless rows with these settings may join those of a file."""
-    differences = row.settings.differences(settings)
+    differences = row.differences(settings)
     if not is_complete and row.device != describe_device():
         differences.append(f"machine {row.device}, not {describe_device()}")
     if differences:
@@ -246,23 +216,26 @@ def _measure(
     options: argparse.Namespace,
     settings: Settings,
     missing: Sequence[tuple[int, str]],
-    path: Path,
+    path: Path | None,
 ) -> None:
-    """Measure and append the rows; the bar counts the verification and repeats of each."""
+    """Measure the rows; the bar counts the verification and repeats of each.
+
+    Args:
+        options: The parsed options.
+        settings: The problem and the options of its measurement.
+        missing: Numbers of tasks and passes.
+        path: File to append the rows to; ``None`` on all ranks but the first, which measure what
+            the first rank requests.
+    """
+    if not missing and settings.executor != "distributed":
+        return
+    total = len(missing) * (1 + options.repeats)
     with (
-        _open(settings, options) as measure,
-        progress_bar(len(missing) * (1 + options.repeats)) as bar,
+        open_driver(settings, options.actors, options.address) as driver,
+        progress_bar(total, is_shown=path is not None) as bar,
     ):
-        for num_tasks, name in missing:
+        for num_tasks, name in driver.agree(missing):
             bar.set_description(f"W = {num_tasks}, {name}")
-            append_rows([measure(num_tasks, name, bar.update)], str(path))
-
-
-def _open(settings: Settings, options: argparse.Namespace) -> AbstractContextManager[Measure]:
-    match settings.executor:
-        case "ray":
-            return ray.opened(settings, options.actors, options.address)
-        case "distributed":
-            return distributed.opened(settings)
-        case _:
-            return local.opened(settings)
+            row = driver.measure(num_tasks, name, bar.update)
+            if path is not None:
+                append_rows([row], str(path))

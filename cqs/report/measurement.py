@@ -8,8 +8,10 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,6 +163,21 @@ def _rename(row: Any) -> Any:
     if not isinstance(row, dict):
         raise TypeError(f"a row must be an object, got {row!r:.40}")
     return {_RENAMED.get(name, name): value for name, value in row.items()}
+
+
+def installed_versions(
+    packages: Sequence[str] = ("numpy", "ray", "triton", "flash-attn-4"),
+) -> dict[str, str]:
+    """Return the versions of Python and of packages, without packages that are not installed.
+
+    Args:
+        packages: Their names; by default the packages that affect results.
+    """
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def describe_device() -> str:

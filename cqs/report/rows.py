@@ -1,24 +1,19 @@
 """Rows of reports: plan, predictions and measurements of one number of tasks and one pass."""
 
-import platform
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cqs.report import measurement
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement, installed_versions, summarize
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, make_plan
 
 PASSES = ("forward", "backward")
 _BENCHMARK = "scaling"
-_PACKAGES = ("numpy", "ray", "triton", "flash-attn-4")
-"""Packages that affect results."""
 
 RowKind = TypeVar("RowKind", bound="ReportRow")
 
@@ -53,28 +48,10 @@ class TaskBytes(NamedTuple):
     """Bytes of the results."""
 
 
-def installed_versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of packages, without packages that are not installed."""
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
-class ReportRow(Measurement, ABC):
-    """A row of a report: one measurement of one problem."""
+class ReportRow(Measurement, Settings, ABC):
+    """A row of a report: one measurement of the problem of its settings."""
 
-    tokens: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    is_causal: bool
-    pattern: str | None
-    seed: int
     tile: int
     """Number of tokens at whose multiples the plan's groups end."""
     held_tokens: int
@@ -85,11 +62,6 @@ class ReportRow(Measurement, ABC):
     @abstractmethod
     def key(self) -> tuple[Hashable, ...]:
         """Key that is unique among the rows of a report."""
-
-    @cached_property
-    def settings(self) -> Settings:
-        """The settings of the measurement."""
-        return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +135,7 @@ class ScalingRow(ReportRow):
             self.tokens,
             num_tasks=self.num_tasks,
             is_causal=self.is_causal,
-            pattern=self.settings.make_pattern(),
+            pattern=self.make_pattern(),
             tile=self.tile,
         )
 
@@ -195,6 +167,10 @@ def make_row(
     live_pairs = [task.live_pairs for task in plan.tasks]
     seconds_of_tasks = median_seconds([turn.tasks for turn in turns])
 
+    def milliseconds(name: str) -> float | None:
+        found = [getattr(turn, name) for turn in turns]
+        return None if None in found else 1e3 * statistics.median(found)
+
     return ScalingRow(
         benchmark=f"{_BENCHMARK} {passes}",
         baseline="one dense call",
@@ -211,11 +187,8 @@ def make_row(
         bytes_out=max(each.returned for each in held),
         slowest_ms=1e3 * max(seconds_of_tasks),
         mean_ms=1e3 * sum(seconds_of_tasks) / plan.num_tasks,
-        merge_ms=_milliseconds([turn.merge for turn in turns]),
-        transfer_ms=_milliseconds([turn.transfer for turn in turns]),
-        one_ms=1e3 * statistics.median(turn.one for turn in turns),
-        dense_ms=1e3 * statistics.median(turn.dense for turn in turns),
         speedup=statistics.median(turn.one / turn.whole for turn in turns),
+        **{f"{name}_ms": milliseconds(name) for name in ("merge", "transfer", "one", "dense")},
         **fields_of(settings, plan),
         **summarize([turn.whole for turn in turns]),  # type: ignore[arg-type]
     )
@@ -253,18 +226,13 @@ def read_kind(kind: type[RowKind], path: Path) -> list[RowKind]:
     return list({row.key: row for row in rows}.values())
 
 
-def _milliseconds(seconds: Sequence[float | None]) -> float | None:
-    found = [each for each in seconds if each is not None]
-    return 1e3 * statistics.median(found) if found else None
-
-
 def fields_of(settings: Settings, plan: Plan) -> dict[str, Any]:
     """Return the fields of a row that follow from settings and plan, by name."""
     kind = "causal" if settings.is_causal else "full"
     shape = f"h{settings.num_heads}-kv{settings.num_kv_heads}-d{settings.head_dim}"
     pattern = "" if settings.pattern is None else f" {settings.pattern}"
     return {
-        **{each.name: getattr(settings, each.name) for each in fields(Settings)},
+        **asdict(settings),
         "case": f"{kind}-{settings.tokens}-{shape}{pattern}",
         "num_tasks": plan.num_tasks,
         "tile": plan.tile,

@@ -124,7 +124,7 @@ def command(rows: Rows, out: str) -> str:
         out: Directory of the new report.
     """
     options = ["--seqlen", str(rows[0].tokens), "--executor", rows[0].executor]
-    options += rows[0].settings.options
+    options += rows[0].options
     workers = sorted({row.num_tasks for row in rows})
     if "actors" in rows[0].details:
         options += ["--actors", f"{rows[-1].details['actors']:.0f}"]

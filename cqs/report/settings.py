@@ -1,6 +1,6 @@
 """The settings of a report: the problem and the options of its measurement."""
 
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -8,6 +8,18 @@ from torch import Tensor
 from cqs.patterns import Pattern
 from cqs.patterns.text import parse_pattern
 from cqs.problem import Problem, check_problem
+
+OPTIONS = {
+    "--heads": "num_heads",
+    "--kv-heads": "num_kv_heads",
+    "--head-dim": "head_dim",
+    "--dtype": "dtype",
+    "--repeats": "repeats",
+    "--seed": "seed",
+    "--causal": "is_causal",
+    "--pattern": "pattern",
+}
+"""Options of ``cqs report``, and the settings that they state."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,7 @@ class Settings:
     """Size of a head."""
     dtype: str
     """Name of a PyTorch dtype, such as ``"bfloat16"``."""
+    _: KW_ONLY
     is_causal: bool = False
     """Whether attention is causal."""
     pattern: str | None = None
@@ -77,19 +90,19 @@ class Settings:
     @property
     def options(self) -> list[str]:
         """The problem as options of ``cqs report``, except lengths and executor."""
-        found = [
-            "--heads", str(self.num_heads),
-            "--kv-heads", str(self.num_kv_heads),
-            "--head-dim", str(self.head_dim),
-            "--dtype", self.dtype,
-            "--repeats", str(self.repeats),
-            "--seed", str(self.seed),
-        ]  # fmt: skip
-        if self.is_causal:
-            found.append("--causal")
-        return found if self.pattern is None else [*found, "--pattern", self.pattern]
+        words: list[str] = []
+        for option, name in OPTIONS.items():
+            match getattr(self, name):
+                case True:
+                    words.append(option)
+                case False | None:
+                    pass
+                case value:
+                    words += [option, str(value)]
+        return words
 
     def differences(self, other: "Settings") -> list[str]:
         """Return the differences from other settings, such as ``tokens 8192, not 4096``."""
-        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        names = [field.name for field in fields(Settings)]
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in names)
         return [f"{name} {ours}, not {theirs}" for name, ours, theirs in pairs if ours != theirs]

@@ -12,7 +12,7 @@ from benchmarks.case_measurement import longest_task, measure, plan_case, read_r
 from benchmarks.memory_samples import record_resident
 from cqs.executors.verify import VerificationError
 from cqs.report.measurement import append_rows
-from cqs.report.passes import make_pass
+from cqs.report.passes import MeasuredPass
 from cqs.report.settings import Settings
 from cqs.scheduler import Quorums, make_plan
 
@@ -49,7 +49,7 @@ def test_rows_say_what_the_plan_says(options):
     settings, ticks = replace(SMALL, **options), []
     rows = measure(settings, (1, 4, 7), lambda: ticks.append(1))
     assert len(ticks) == 3 + settings.repeats
-    work = make_pass(settings, "forward")
+    work = MeasuredPass(settings, "forward")
     for row, number in zip(rows, (1, 4, 7), strict=True):
         plan = make_plan(
             settings.tokens,
@@ -59,7 +59,7 @@ def test_rows_say_what_the_plan_says(options):
             pattern=settings.make_pattern(),
         )
         task = longest_task(plan)
-        assert row.settings == settings and row.key == (300, number) and row.tile == plan.tile
+        assert not row.differences(settings) and row.key == (300, number) and row.tile == plan.tile
         assert row.held_tokens == max(each.held_tokens for each in plan.tasks)
         assert row.predicted_bytes == work.predict_bytes(task, work.backend)
         assert row.peak_bytes == max(row.sample_bytes) and row.samples[0] == (0, 0)

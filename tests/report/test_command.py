@@ -70,21 +70,21 @@ def test_an_interrupted_report_goes_on(tmp_path, monkeypatch, written, capsys):
     assert main(options) == 0
     assert path.read_text().startswith(kept) and written == [[1, 2], [1, 2, 3, 7]]
     with monkeypatch.context() as patch:
-        patch.setattr("cqs.report.local.make_pass", lambda *_: pytest.fail("it was measured"))
+        patch.setattr("cqs.report.drivers.MeasuredPass", lambda *_: pytest.fail("it was measured"))
         assert main(options) == 0 and len(written) == 3
 
 
 def test_what_fails_keeps_what_was_measured(tmp_path, monkeypatch, written, capsys):
-    from cqs.report.passes import Forward
+    from cqs.report.passes import MeasuredPass
 
-    verify = Forward.verify
+    verify = MeasuredPass.verify
 
     def fail_at_three(work, result):
         if read_rows(tmp_path / "rows.jsonl"):
             raise VerificationError("it is wrong")
         verify(work, result)
 
-    monkeypatch.setattr(Forward, "verify", fail_at_three)
+    monkeypatch.setattr(MeasuredPass, "verify", fail_at_three)
     assert main([*TINY, "--tasks", "2,3", "--out", str(tmp_path)]) == 1
     assert "cqs report: it is wrong" in capsys.readouterr().err and written == [[2]]
 
@@ -149,7 +149,9 @@ def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name
     else:
         os.mkfifo(path)
     before = os.stat(path)
-    monkeypatch.setattr("cqs.report.local.make_pass", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(
+        "cqs.report.drivers.MeasuredPass", lambda *_: pytest.fail("it was measured")
+    )
     assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 2
     assert str(path) in capsys.readouterr().err.splitlines()[-1]
     after = os.stat(path)

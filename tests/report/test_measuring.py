@@ -14,9 +14,9 @@ from scaling_rows import make_rows
 from cqs.__main__ import main
 from cqs.executors.verify import VerificationError
 from cqs.partial import Gradients
-from cqs.report import local, ray
+from cqs.report.drivers import _PARTS, LocalDriver, RayDriver, open_driver
 from cqs.report.exact import verify_gradients
-from cqs.report.passes import make_pass
+from cqs.report.passes import MeasuredPass
 from cqs.report.rows import PASSES, read_rows
 from cqs.report.settings import Settings
 
@@ -47,12 +47,12 @@ KINDS = {
 def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
     settings = replace(SMALL, **KINDS[kind])
     ticks = []
-    with local.opened(settings) as measure:
-        found = [measure(7, name, lambda: ticks.append(1)) for name in PASSES]
+    driver = LocalDriver(settings)
+    found = [driver.measure(7, name, lambda: ticks.append(1)) for name in PASSES]
     assert len(ticks) == 2 * (1 + settings.repeats)
     for row, name in zip(found, PASSES, strict=True):
-        plan = make_pass(settings, name).problem.make_plan(7)
-        assert row.settings == settings and row.key == (7, name) and row.make_plan() == plan
+        plan = MeasuredPass(settings, name).problem.make_plan(7)
+        assert not row.differences(settings) and row.key == (7, name) and row.make_plan() == plan
         assert row.held_tokens == max(task.held_tokens for task in plan.tasks)
         assert row.responsibility_ratio == plan.responsibility_ratio
         assert row.balance == pytest.approx(7 / plan.responsibility_ratio)
@@ -61,7 +61,7 @@ def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
         assert row.num_devices == 7 and row.efficiency == row.speedup / 7
         assert row.transfer_ms is None
     forward, backward = found
-    costs = [plan.predict_cost(task.index, make_pass(settings, "forward").problem.shape)
+    costs = [plan.predict_cost(task.index, MeasuredPass(settings, "forward").problem.shape)
              for task in plan.tasks]  # fmt: skip
     assert forward.bytes_in == max(cost.bytes_in for cost in costs)
     assert forward.bytes_out == max(cost.bytes_out for cost in costs)
@@ -73,18 +73,18 @@ def test_measured_memory_is_within_a_twentieth_of_the_predicted(pattern):
     settings = replace(
         SMALL, tokens=4096, num_heads=8, num_kv_heads=8, head_dim=64, repeats=1, pattern=pattern
     )
-    with local.opened(settings) as measure:
-        for num_tasks in (1, 8, 31):
-            row = measure(num_tasks, "forward", lambda: None)
-            assert row.peak_ratio == pytest.approx(1, abs=0.05), num_tasks
-            assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05)
-            assert row.responsibility_ratio == pytest.approx(num_tasks, rel=0.015)
+    driver = LocalDriver(settings)
+    for num_tasks in (1, 8, 31):
+        row = driver.measure(num_tasks, "forward")
+        assert row.peak_ratio == pytest.approx(1, abs=0.05), num_tasks
+        assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05)
+        assert row.responsibility_ratio == pytest.approx(num_tasks, rel=0.015)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrong", [None, *Gradients._fields])
 def test_wrong_gradients_are_found(kind, wrong):
-    work = make_pass(replace(SMALL, **KINDS[kind]), "backward")
+    work = MeasuredPass(replace(SMALL, **KINDS[kind]), "backward")
     problem = work.problem
     plan = problem.make_plan(7)
     results = [work.compute(task, work.hold(task)) for task in plan.tasks]
@@ -110,16 +110,16 @@ def test_what_is_wrong_is_not_timed(monkeypatch, name):
 
     for function in ("attend_task", "differentiate_task"):
         monkeypatch.setattr(passes, function, forget_a_task(getattr(passes, function)))
-    monkeypatch.setattr(local, "_time_tasks", lambda *arguments: pytest.fail("it was timed"))
-    with local.opened(SMALL) as measure, pytest.raises(VerificationError):
-        measure(7, name, lambda: None)
+    monkeypatch.setattr(LocalDriver, "_time_tasks", lambda *arguments: pytest.fail("it was timed"))
+    with pytest.raises(VerificationError):
+        LocalDriver(SMALL).measure(7, name)
 
 
 def test_what_sees_nothing_and_what_differs_by_head_is_refused():
     with pytest.raises(ValueError, match="pattern must have live pairs, .* 200 tokens"):
-        make_pass(replace(SMALL, pattern="block_sparse([[0, 0], [0, 0]], 100)"), "forward")
+        MeasuredPass(replace(SMALL, pattern="block_sparse([[0, 0], [0, 0]], 100)"), "forward")
     with pytest.raises(NotImplementedError, match="pattern must be the same for all heads"):
-        make_pass(
+        MeasuredPass(
             replace(SMALL, pattern="per_head([[causal(), causal(), strided(2), causal()]])"),
             "forward",
         )
@@ -140,15 +140,16 @@ def test_rows_are_read_as_they_were_written(tmp_path):
 @pytest.mark.ray
 def test_runs_on_a_cluster_are_measured(ray_session):
     settings = replace(SMALL, executor="ray", repeats=1, **KINDS["causal-pattern"])
-    with ray.opened(settings, 2) as measure:
+    with open_driver(settings, 2) as driver:
+        assert isinstance(driver, RayDriver)
         for name in PASSES:
-            row = measure(3, name, lambda: None)
-            parts = [1e3 * row.details[part] for part in ray.PARTS]
+            row = driver.measure(3, name)
+            parts = [1e3 * row.details[part] for part in _PARTS]
             assert row.details["actors"] == row.num_devices == 2
             assert all(part > -1e-3 for part in parts)
             assert 0 < row.transfer_ms < row.median_ms and row.merge_ms > 0
             assert (row.peak_ratio is None) == (name == "backward")
-            here = make_pass(replace(settings, executor="local"), name)
+            here = MeasuredPass(replace(settings, executor="local"), name)
             plan = here.problem.make_plan(3)
             assert row.bytes_in == max(
                 sum(tokens.joined().nbytes for side in here.hold(task) for tokens in side)
