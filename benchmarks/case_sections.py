@@ -9,8 +9,8 @@ from benchmarks.case_measurement import RESIDENT, TENSORS, CaseRow
 from benchmarks.plots import case_study as plots
 from cqs.report.content import NOTHING, Chapter, Content, Picture, RowAxis, Section, Show, span
 from cqs.report.measurement import format_rows
-from cqs.report.sections import digits, facts
-from cqs.report.table import mebibytes
+from cqs.report.sections import facts
+from cqs.report.table import digits, mebibytes
 
 Rows = Sequence[CaseRow]
 

@@ -34,6 +34,7 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
             whole=1.4 / number,
             merge=None if executor == "distributed" else 1e-3 * number,
             transfer=None if executor == "local" else 2e-3 * number,
+            details=details,
         )
         held = TaskBytes(size if passes == "forward" else None, size + 2**20, size // 2, size // 5)
         rows.append(
@@ -49,7 +50,6 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
                 turns=[turn, turn],
                 held=[held] * number,
                 num_devices=min(number, 2) if executor == "ray" else number,
-                details=details,
             )
         )
     return rows

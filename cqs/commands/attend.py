@@ -2,18 +2,21 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 import cqs.streaming
 from cqs.api import open_executor
 from cqs.commands.integers import parse_integer
-from cqs.commands.tensor_files import create_file, create_tensor, load_tensor, path_of
+from cqs.commands.tensor_files import create_file, create_tensor, map_tensor
 from cqs.commands.written_files import check_written
 from cqs.executors.contract import attend
 from cqs.executors.streaming.checkpoint import WorkingDirectory
+from cqs.executors.streaming.sources import InFile, Shape
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.problem import check_problem
@@ -51,24 +54,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Attend from mapped files to mapped files; an output appears only if all went well."""
-    inputs = [path_of(source) for source in (options.query, options.key, options.value)]
-    check_written("OUTPUT", options.output, [*inputs, options.resume])
+    """Attend from files to files; an output appears only if all went well."""
+    inputs = [
+        cqs.streaming.open_tensor(getattr(options, name), name)
+        for name in ("query", "key", "value")
+    ]
+    paths = [str(each.path) for each in inputs]
+    check_written("OUTPUT", options.output, [*paths, options.resume])
     if options.lse:
-        check_written("--lse", options.lse, [*inputs, options.output])
-    if options.budget is not None:
-        _attend_within_budget(options)
-        return
+        check_written("--lse", options.lse, [*paths, options.output])
+    shape, dtype = (*inputs[0].shape[:3], inputs[2].shape[3]), inputs[0].dtype
+    attend_to = _attend_mapped if options.budget is None else _attend_within_budget
+    attend_to(options, inputs, shape, dtype)
+    print(f"{options.output}: {list(shape)} {dtype}")
+
+
+def _attend_mapped(
+    options: argparse.Namespace, inputs: Sequence[InFile], shape: Shape, dtype: torch.dtype
+) -> None:
+    """Attend from files to files that are mapped into memory."""
     if options.device is not None or options.resume is not None:
         raise ValueError("--device and --resume go with --budget")
-    problem = check_problem(
-        *(load_tensor(getattr(options, name), name) for name in ("query", "key", "value")),
-        is_causal=options.is_causal,
-        pattern=None if options.pattern is None else parse_pattern(options.pattern),
-        scale=options.scale,
-    )
-    shape = (*problem.query.shape[:3], problem.value.shape[3])
-    dtype = problem.query.dtype
+    mapped = (map_tensor(each.path, each.offset, each.shape, each.dtype, "c") for each in inputs)
+    problem = check_problem(*mapped, **_problem_options(options))
     with ExitStack() as files:
         output = files.enter_context(create_tensor(options.output, "output", shape, dtype))
         lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
@@ -85,18 +93,14 @@ def run(options: argparse.Namespace) -> None:
             progress=sys.stderr.isatty(),
             into=Partial(output, lse),
         )
-    print(f"{options.output}: {list(shape)} {dtype}")
 
 
-def _attend_within_budget(options: argparse.Namespace) -> None:
-    """Attend from files to files that are not mapped: no more memory is taken than the budget."""
+def _attend_within_budget(
+    options: argparse.Namespace, inputs: Sequence[InFile], shape: Shape, dtype: torch.dtype
+) -> None:
+    """Attend from files to files that are not mapped, within a memory budget."""
     if options.num_tasks is not None or options.executor != "local" or options.lse:
         raise ValueError("--budget goes neither with --tasks and --executor nor with --lse")
-    query, key, value = (
-        cqs.streaming.open_tensor(getattr(options, name), name)
-        for name in ("query", "key", "value")
-    )
-    shape, dtype = (*query.shape[:3], value.shape[3]), query.dtype
     with ExitStack() as stack:
         directory = None
         if options.resume is not None:
@@ -104,23 +108,23 @@ def _attend_within_budget(options: argparse.Namespace) -> None:
         path = stack.enter_context(create_file(options.output, "output", shape, dtype, directory))
         try:
             cqs.streaming.attention(
-                query,
-                key,
-                value,
+                *inputs,
                 memory_budget=options.budget,
                 device=options.device,
                 out=replace(cqs.streaming.open_tensor(path, "output"), is_writable=True),
                 resume=directory,
                 progress=True,
-                is_causal=options.is_causal,
-                pattern=None if options.pattern is None else parse_pattern(options.pattern),
-                scale=options.scale,
                 backend=options.backend,
                 verify=options.verify,
+                **_problem_options(options),
             )
         except BaseException:
             if directory is not None and directory.output is not None:
                 kept = f"'{directory.path}' and '{path}'"
                 print(f"The same command goes on with {kept}, which stay.", file=sys.stderr)
             raise
-    print(f"{options.output}: {list(shape)} {dtype}")
+
+
+def _problem_options(options: argparse.Namespace) -> dict[str, Any]:
+    pattern = None if options.pattern is None else parse_pattern(options.pattern)
+    return {"is_causal": options.is_causal, "pattern": pattern, "scale": options.scale}

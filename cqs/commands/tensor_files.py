@@ -1,6 +1,5 @@
 """Tensors in .npy and .safetensors files, mapped into memory rather than read or written whole."""
 
-import io
 import json
 import math
 import os
@@ -9,52 +8,35 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cqs.executors.streaming.checkpoint import WorkingDirectory
-from cqs.executors.streaming.sources import SAFETENSORS_DTYPES, map_array
-from cqs.files import check_input_file
+from cqs.executors.streaming.sources import SAFETENSORS_DTYPES
 
-_NUMPY_DTYPES = {
-    torch.float64: np.float64,
-    torch.float32: np.float32,
-    torch.float16: np.float16,
-}
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
-def load_tensor(source: str, name: str) -> Tensor:
+def map_tensor(
+    path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype, mode: Literal["c", "r+"]
+) -> Tensor:
     """Map a tensor of a file into memory.
 
     Args:
-        source: ``FILE.npy``, ``FILE.safetensors`` or ``FILE.safetensors:NAME``.
-        name: Name of the tensor in a safetensors file, where ``source`` gives none.
-
-    Raises:
-        ValueError: if the file cannot be read, is of neither kind or holds no such tensor.
+        path: The file.
+        offset: Position of the first element in the file, in bytes.
+        shape: Shape of the tensor, in C order.
+        dtype: Its dtype.
+        mode: ``"c"`` copies on write (changes do not reach the file), ``"r+"`` writes to the file.
     """
-    path = path_of(source)
-    try:
-        if path.endswith(".safetensors"):
-            check_input_file(path)
-            with safe_open(path, framework="pt") as file:
-                found: Tensor = file.get_tensor(source[len(path) + 1 :] or name)
-                return found
-        if path.endswith(".npy"):
-            return torch.from_numpy(map_array(path, name, "c"))
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise ValueError(f"cannot read {name} from {source!r}: {error}") from error
-    raise ValueError(f"{name} must be a .npy or .safetensors file, got {source!r}")
-
-
-def path_of(source: str) -> str:
-    """Return the path of a file, without the name of a tensor in it."""
-    path, found, _ = source.partition(".safetensors:")
-    return f"{path}.safetensors" if found else path
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:  # an empty range cannot be mapped
+        return torch.empty(shape, dtype=dtype)
+    mapped = np.memmap(path, np.uint8, mode, offset, (num_bytes,))
+    return torch.from_numpy(mapped).view(dtype).reshape(shape)
 
 
 @contextmanager
@@ -62,15 +44,12 @@ def create_tensor(
     target: str, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """Give a tensor to fill that is mapped to a new file; see :func:`create_file`."""
-    num_bytes = math.prod(shape) * dtype.itemsize
     with create_file(target, name, shape, dtype) as path:
-        if not num_bytes:  # an empty range cannot be mapped
-            yield torch.empty(shape, dtype=dtype)
-            return
-        offset = os.path.getsize(path) - num_bytes  # files of both kinds end with the data
-        mapped = np.memmap(path, np.uint8, "r+", offset=offset, shape=(num_bytes,))
-        yield torch.from_numpy(mapped).view(dtype).reshape(shape)
-        mapped.flush()
+        # Files of both kinds end with the data.
+        offset = os.path.getsize(path) - math.prod(shape) * dtype.itemsize
+        yield map_tensor(path, offset, shape, dtype, "r+")
+        with open(path) as file:
+            os.fsync(file.fileno())
 
 
 @contextmanager
@@ -100,7 +79,7 @@ def create_file(
     suffix = Path(target).suffix
     if suffix not in (".npy", ".safetensors"):
         raise ValueError(f"cannot write {name} to {target!r}: not a .npy or .safetensors file")
-    if suffix == ".npy" and dtype not in _NUMPY_DTYPES:
+    if suffix == ".npy" and dtype == torch.bfloat16:
         raise ValueError(
             f"cannot write {name} to {target!r}: numpy has no {dtype}: write a .safetensors file"
         )
@@ -151,20 +130,14 @@ def _make_file(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype
     Later, a full disk would end a process that has mapped the file by a signal.
     """
     if path.suffix == ".npy":
-        header = io.BytesIO()
-        descr = np.lib.format.dtype_to_descr(np.dtype(_NUMPY_DTYPES[dtype]))
-        np.lib.format.write_array_header_1_0(
-            header, {"descr": descr, "fortran_order": False, "shape": shape}
-        )
-        content = header.getvalue()
+        np.lib.format.open_memmap(path, "w+", torch.empty(0, dtype=dtype).numpy().dtype, shape)
     else:
-        content = _safetensors_header(name, shape, dtype)
-    size = len(content) + math.prod(shape) * dtype.itemsize
-    with open(path, "xb") as file:
-        file.write(content)
-        file.truncate(size)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
+        header = _safetensors_header(name, shape, dtype)
+        path.write_bytes(header)
+        os.truncate(path, len(header) + math.prod(shape) * dtype.itemsize)
+    if hasattr(os, "posix_fallocate"):
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
 
 
 def _safetensors_header(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:

@@ -1,11 +1,11 @@
 """Drivers of measurements: tasks in this process, on a Ray cluster and on torchrun's ranks."""
 
 import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -17,23 +17,24 @@ import cqs.distributed
 from cqs.executors.ray import RunReport
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.report.passes import MeasuredPass
-from cqs.report.rows import RepeatTimes, ScalingRow, TaskBytes, make_row, median_seconds
+from cqs.report.rows import RepeatTimes, ScalingRow, TaskBytes, make_row
 from cqs.report.settings import Settings
-from cqs.report.timing import make_timer, run_in_turn
+from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan
 from cqs.worker.memory import measure_peak_bytes
 
 Item = TypeVar("Item")
 Compute = Callable[[], Any]
-Rounds = Sequence[Mapping[str, Any]]
-"""What each computation returned, by name, in every repeat."""
 
-_PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
-"""Attributes of :class:`cqs.executors.ray.RunReport` whose medians are reported."""
+PARTS = ("before_seconds", "slowest_seconds", "between_seconds", "after_seconds")
+"""Attributes of :class:`cqs.executors.ray.RunReport` that are details of rows."""
 
 
 class Driver(ABC):
     """Measures the tasks of one problem."""
+
+    max_devices = sys.maxsize
+    """Most devices that compute at the same time."""
 
     def __init__(self, settings: Settings):
         """Prepare the measurements.
@@ -63,55 +64,39 @@ class Driver(ABC):
         held = self._check(work, plan)
         tick()
         computations = {
-            "one": lambda: self._seconds(work.one),
+            "one": lambda: self._time_one(work),
             "dense": lambda: self._seconds(work.dense),
-            **self._computations(work, plan),
+            "all": lambda: self._time_all(work, plan),
         }
-        rounds = list(run_in_turn(computations, self.settings.repeats, tick))
-        return make_row(
-            self.settings,
-            name,
-            plan,
-            turns=self._turns(plan, rounds),
-            held=held,
-            num_devices=self._num_devices(plan),
-            details=self._details(rounds),
-        )
+        turns = [
+            RepeatTimes(one=found["one"], dense=found["dense"], **found["all"])
+            for found in run_in_turn(computations, self.settings.repeats, tick)
+        ]
+        num_devices = min(self.max_devices, num_tasks)
+        return make_row(self.settings, name, plan, turns=turns, held=held, num_devices=num_devices)
+
+    def agree(self, keys: Sequence[Item]) -> Sequence[Item]:
+        """Return the keys of the rows to measure, which the first of several ranks decides."""
+        return keys
 
     @abstractmethod
     def _check(self, work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
         """Verify the merged result of all tasks, and measure the memory of each task."""
 
     @abstractmethod
-    def _computations(self, work: MeasuredPass, plan: Plan) -> dict[str, Compute]:
-        """Return the timed computations by name, besides or instead of ``one`` and ``dense``."""
+    def _time_all(self, work: MeasuredPass, plan: Plan) -> dict[str, Any]:
+        """Return the fields of RepeatTimes except ``one`` and ``dense``."""
 
-    @abstractmethod
-    def _turns(self, plan: Plan, rounds: Rounds) -> list[RepeatTimes]:
-        """Return the times of every repeat."""
-
-    def agree(self, keys: Sequence[Item]) -> Sequence[Item]:
-        """Return the keys of the rows to measure, which the first of several ranks decides."""
-        return keys
-
-    def _num_devices(self, plan: Plan) -> int:
-        """Return the number of devices that compute at the same time."""
-        return plan.num_tasks
-
-    def _details(self, rounds: Rounds) -> dict[str, float]:
-        """Return further measurements by name."""
-        return {}
+    def _time_one(self, work: MeasuredPass) -> float:
+        """Return the seconds of one worker."""
+        return self._seconds(work.one)
 
     def _seconds(self, compute: Compute) -> float:
         return self._timer.time(compute)[0]
 
 
 class LocalDriver(Driver):
-    """Times each task alone on the device of this process.
-
-    The time of all workers is that of the slowest task plus 1/W of the merge, which W devices would
-    share. There is no communication.
-    """
+    """Times each task alone on the device of this process, without communication."""
 
     def _check(self, work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
         results = [work.compute(task, work.hold(task)) for task in plan.tasks]
@@ -119,26 +104,12 @@ class LocalDriver(Driver):
         del results
         return [work.weigh(task) for task in plan.tasks]
 
-    def _computations(self, work: MeasuredPass, plan: Plan) -> dict[str, Compute]:
-        return {"tasks": lambda: self._time_tasks(work, plan)}
-
-    def _time_tasks(self, work: MeasuredPass, plan: Plan) -> tuple[list[float], float]:
-        """Return the seconds of every task, and of the merge of their results."""
+    def _time_all(self, work: MeasuredPass, plan: Plan) -> dict[str, Any]:
         timed = [
             self._timer.time(partial(work.compute, task, work.hold(task))) for task in plan.tasks
         ]
         seconds, results = zip(*timed, strict=True)
-        return list(seconds), self._seconds(work.merger(plan, results))
-
-    def _turns(self, plan: Plan, rounds: Rounds) -> list[RepeatTimes]:
-        medians = median_seconds([found["tasks"][0] for found in rounds])
-        slowest = medians.index(max(medians))
-        turns = []
-        for found in rounds:
-            seconds, merge = found["tasks"]
-            whole = seconds[slowest] + merge / plan.num_tasks
-            turns.append(RepeatTimes(seconds, found["one"], found["dense"], whole, merge))
-        return turns
+        return {"tasks": seconds, "merge": self._seconds(work.merger(plan, results))}
 
 
 class RayDriver(Driver):
@@ -150,10 +121,10 @@ class RayDriver(Driver):
     def __init__(self, settings: Settings, cluster: cqs.Cluster):
         """Prepare measurements on a cluster."""
         super().__init__(settings)
-        self._executor, self._num_actors = cluster.make_executor, len(cluster.pids)
+        self._make_executor, self.max_devices = cluster.make_executor, len(cluster.pids)
 
     def _run(self, work: MeasuredPass, plan: Plan) -> tuple[Any, RunReport]:
-        executor = self._executor()
+        executor = self._make_executor()
         return work.run(executor, plan), executor.reports[0]
 
     def _check(self, work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
@@ -169,32 +140,21 @@ class RayDriver(Driver):
             for task in report.tasks
         ]
 
-    def _computations(self, work: MeasuredPass, plan: Plan) -> dict[str, Compute]:
+    def _time_all(self, work: MeasuredPass, plan: Plan) -> dict[str, Any]:
+        report = self._run(work, plan)[1]
         return {
-            "all": lambda: self._run(work, plan)[1],
-            "one": lambda: self._run(work, work.plan_of_one)[1].seconds,
+            "tasks": [task.seconds for task in report.tasks],
+            "whole": report.seconds,
+            "merge": report.merge_seconds,
+            "transfer": report.seconds - report.slowest_seconds,
+            "details": {
+                "actors": self.max_devices,
+                **{part: getattr(report, part) for part in PARTS},
+            },
         }
 
-    def _turns(self, plan: Plan, rounds: Rounds) -> list[RepeatTimes]:
-        return [
-            RepeatTimes(
-                [task.seconds for task in found["all"].tasks],
-                one=found["one"],
-                dense=found["dense"],
-                whole=found["all"].seconds,
-                merge=found["all"].merge_seconds,
-                transfer=found["all"].seconds - found["all"].slowest_seconds,
-            )
-            for found in rounds
-        ]
-
-    def _num_devices(self, plan: Plan) -> int:
-        return min(self._num_actors, plan.num_tasks)
-
-    def _details(self, rounds: Rounds) -> dict[str, float]:
-        parts = {part: [getattr(found["all"], part) for found in rounds] for part in _PARTS}
-        medians = {part: median(seconds) for part, seconds in parts.items()}
-        return {"actors": self._num_actors, **medians}
+    def _time_one(self, work: MeasuredPass) -> float:
+        return self._run(work, work.plan_of_one)[1].seconds
 
 
 class RankDriver(Driver):
@@ -225,27 +185,17 @@ class RankDriver(Driver):
         self._call_bytes = float(max(_gather(call_bytes)))
         return held
 
-    def _computations(self, work: MeasuredPass, plan: Plan) -> dict[str, Compute]:
+    def _time_all(self, work: MeasuredPass, plan: Plan) -> dict[str, Any]:
         task = plan.task(self._rank)
-        compute = partial(work.compute, task, work.hold(task))
+        tasks = self._time_ranks(self._timer, partial(work.compute, task, work.hold(task)))
+        whole = max(self._time_ranks(self._timer_of_calls, self._call))
+        details = {"call_bytes": self._call_bytes}
+        return {"tasks": tasks, "whole": whole, "transfer": whole - max(tasks), "details": details}
 
-        def seconds(timer: Any, compute: Compute) -> list[float]:
-            """Return the seconds of every rank, measured from a barrier."""
-            dist.barrier()
-            return _gather(timer.time(compute)[0])
-
-        return {
-            "tasks": lambda: seconds(self._timer, compute),
-            "whole": lambda: max(seconds(self._timer_of_calls, self._call)),
-        }
-
-    def _turns(self, plan: Plan, rounds: Rounds) -> list[RepeatTimes]:
-        return [
-            RepeatTimes(**found, transfer=found["whole"] - max(found["tasks"])) for found in rounds
-        ]
-
-    def _details(self, rounds: Rounds) -> dict[str, float]:
-        return {"call_bytes": self._call_bytes}
+    def _time_ranks(self, timer: Timer, compute: Compute) -> list[float]:
+        """Return the seconds of every rank, measured from a barrier."""
+        dist.barrier()
+        return _gather(timer.time(compute)[0])
 
     def _seconds(self, compute: Compute) -> float:
         """Return the seconds of the first rank while the others wait."""

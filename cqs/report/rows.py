@@ -4,6 +4,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import truediv
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,18 +22,21 @@ RowKind = TypeVar("RowKind", bound="ReportRow")
 class RepeatTimes(NamedTuple):
     """Times of one repeat, in seconds."""
 
-    tasks: list[float]
+    tasks: Sequence[float]
     """Computation of each task."""
     one: float
     """The whole problem as one task."""
     dense: float
     """One PyTorch call over all pairs, including masked ones."""
-    whole: float
-    """The whole problem by all workers."""
+    whole: float | None = None
+    """The whole problem by all workers; ``None`` if each task was timed alone. Then it is the time
+    of the slowest task plus 1/W of the merge, which W devices would share."""
     merge: float | None = None
     """Merge of the tasks' results; ``None`` if it is not timed separately."""
     transfer: float | None = None
     """Time in which the slowest device does not compute; ``None`` without communication."""
+    details: dict[str, float] = {}
+    """Further measurements of the executor, by name."""
 
 
 class TaskBytes(NamedTuple):
@@ -148,7 +152,6 @@ def make_row(
     turns: Sequence[RepeatTimes],
     held: Sequence[TaskBytes],
     num_devices: int,
-    details: dict[str, float] | None = None,
 ) -> ScalingRow:
     """Summarise the measurements of one number of tasks.
 
@@ -160,12 +163,18 @@ def make_row(
         held: Memory and traffic of every task, in the order of the times; tasks without work may
             be omitted.
         num_devices: Number of devices that computed at the same time.
-        details: Further measurements of the executor, by name.
     """
     predicted = [(each.predicted, each.peak) for each in held if each.predicted]
     ratios = [peak / expected for expected, peak in predicted]
     live_pairs = [task.live_pairs for task in plan.tasks]
-    seconds_of_tasks = median_seconds([turn.tasks for turn in turns])
+    tasks = [statistics.median(each) for each in zip(*(t.tasks for t in turns), strict=True)]
+    slowest = tasks.index(max(tasks))
+    wholes = [
+        turn.tasks[slowest] + (turn.merge or 0) / plan.num_tasks
+        if turn.whole is None
+        else turn.whole
+        for turn in turns
+    ]
 
     def milliseconds(name: str) -> float | None:
         found = [getattr(turn, name) for turn in turns]
@@ -174,8 +183,11 @@ def make_row(
     return ScalingRow(
         benchmark=f"{_BENCHMARK} {passes}",
         baseline="one dense call",
-        ratio=statistics.median(turn.whole / turn.dense for turn in turns),
-        details=details or {},
+        ratio=_median_ratio(wholes, [turn.dense for turn in turns]),
+        details={
+            name: statistics.median(turn.details[name] for turn in turns)
+            for name in turns[0].details
+        },
         num_devices=num_devices,
         held_tokens=max(task.held_tokens for task in plan.tasks),
         responsibility_ratio=plan.responsibility_ratio,
@@ -185,22 +197,17 @@ def make_row(
         peak_ratio=max(ratios, key=lambda ratio: abs(ratio - 1), default=None),
         bytes_in=max(each.received for each in held),
         bytes_out=max(each.returned for each in held),
-        slowest_ms=1e3 * max(seconds_of_tasks),
-        mean_ms=1e3 * sum(seconds_of_tasks) / plan.num_tasks,
-        speedup=statistics.median(turn.one / turn.whole for turn in turns),
+        slowest_ms=1e3 * tasks[slowest],
+        mean_ms=1e3 * sum(tasks) / plan.num_tasks,
+        speedup=_median_ratio([turn.one for turn in turns], wholes),
         **{f"{name}_ms": milliseconds(name) for name in ("merge", "transfer", "one", "dense")},
         **fields_of(settings, plan),
-        **summarize([turn.whole for turn in turns]),  # type: ignore[arg-type]
+        **summarize(wholes),  # type: ignore[arg-type]
     )
 
 
-def median_seconds(turns: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median time of each task.
-
-    Args:
-        turns: Times of all tasks in every repeat, in seconds.
-    """
-    return [statistics.median(seconds) for seconds in zip(*turns, strict=True)]
+def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    return statistics.median(map(truediv, numerators, denominators))
 
 
 def read_rows(path: Path) -> list[ScalingRow]:

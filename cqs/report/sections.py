@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Iterable, Sequence
 
-from cqs.report import scaling
-from cqs.report.content import NOTHING, Chapter, Content, Picture, RowAxis, Section, span
+from cqs.report import charts
+from cqs.report.charts import QUANTITIES, Chart
+from cqs.report.content import Chapter, Content, RowAxis, Section, span
 from cqs.report.measurement import format_rows
 from cqs.report.rows import PASSES, ReportRow, ScalingRow
-from cqs.report.table import mebibytes, percent
 
 Rows = Sequence[ScalingRow]
 
@@ -67,6 +67,10 @@ def _chapters(rows: Rows) -> list[Chapter]:
 
 def facts(rows: Sequence[ReportRow]) -> dict[str, str]:
     """Return problem, machine, versions and other facts of a report's rows, by name."""
+
+    def distinct(texts: Iterable[str], between: str = ", ") -> str:
+        return between.join(sorted({*texts} - {""}))
+
     row = rows[0]
     heads = f"{row.num_heads} heads of {row.head_dim}"
     if row.num_kv_heads != row.num_heads:
@@ -74,33 +78,23 @@ def facts(rows: Sequence[ReportRow]) -> dict[str, str]:
     kind = "causal" if row.is_causal else "full"
     if row.pattern is not None:
         kind = f"{row.pattern}{' & causal()' if row.is_causal else ''}"
-    versions = sorted(
-        {
-            f"{name} {version}"
-            for each in rows
-            for name, version in {
-                "cqs": each.cqs_version,
-                "torch": each.torch_version,
-                **each.versions,
-            }.items()
-        }
-    )
-    executor = row.executor
-    if "actors" in row.details:
-        executor += f", {_numbers(each.details['actors'] for each in rows)} actors"
-    warnings = sorted({each.warning for each in rows} - {""})
-    return {
-        **({"Warning": "; ".join(warnings)} if warnings else {}),
+    versions = [
+        {"cqs": each.cqs_version, "torch": each.torch_version} | each.versions for each in rows
+    ]
+    actors = sorted({int(each.details["actors"]) for each in rows if "actors" in each.details})
+    found = {
+        "Warning": distinct((each.warning for each in rows), "; "),
         "Problem": f"{span([each.tokens for each in rows])} tokens, {heads}, {row.dtype}",
         "Attention": kind,
-        "Executor": executor,
-        "Machine": ", ".join(sorted({each.device for each in rows})),
-        "Versions": ", ".join(versions),
-        "Commit": ", ".join(sorted({each.commit for each in rows})) or "unknown",
+        "Executor": row.executor + (f", {' or '.join(map(str, actors))} actors" if actors else ""),
+        "Machine": distinct(each.device for each in rows),
+        "Versions": distinct(f"{name} {each[name]}" for each in versions for name in each),
+        "Commit": distinct(each.commit for each in rows) or "unknown",
         "Seed": str(row.seed),
         "Repeats": f"{row.repeats}; medians are shown",
-        "Measured": " to ".join(sorted({min(r.utc for r in rows), max(r.utc for r in rows)})),
+        "Measured": distinct((min(r.utc for r in rows), max(r.utc for r in rows)), " to "),
     }
+    return {name: fact for name, fact in found.items() if fact}
 
 
 def summarize_rows(rows: Rows) -> str:
@@ -108,8 +102,8 @@ def summarize_rows(rows: Rows) -> str:
     columns = {
         "W": lambda row: str(row.num_tasks),
         "pass": lambda row: row.passes,
-        "tokens": lambda row: percent(row.held_share),
-        "ratio": lambda row: f"{row.responsibility_ratio:.4g}",
+        "tokens": QUANTITIES["share"],
+        "ratio": QUANTITIES["responsibility ratio"],
         **_MEMORY.columns,
         **_SPEEDUP.columns,
     }
@@ -139,114 +133,57 @@ def command(rows: Rows, out: str) -> str:
     )
 
 
-def _numbers(numbers: Iterable[float]) -> str:
-    return " or ".join(f"{number:.0f}" for number in sorted(set(numbers)))
-
-
-def digits(number: float | None) -> str:
-    """Return a number with three significant digits as text, or a dash for None.
-
-    Example:
-        >>> [digits(number) for number in (0.0123, 1.5, 2345.6, None)]
-        ['0.0123', '1.50', '2,346', '-']
-    """
-    if number is None:
-        return NOTHING
-    size = abs(number)
-    if size < 1e-4:
-        return "0"
-    decimals = next((n for n, least in enumerate((100, 10, 1, 0.1)) if size >= least), 4)
-    return f"{number:,.{decimals}f}"
-
-
-def _mebibytes(number: int | None) -> str:
-    return NOTHING if number is None else mebibytes(number)
+def _section(title: str, text: str, names: Sequence[str], *pictures: Chart) -> Section:
+    return Section(title, text, {name: QUANTITIES[name] for name in names}, pictures)
 
 
 _WORKERS = RowAxis("W", "number of workers W", lambda row: str(row.num_tasks))
-_SHARES = Section(
+_SHARES = _section(
     "Longest subsequence and balance",
     "Tokens that the largest task reads, and their share of the sequence; the responsibility ratio "
     "(live pairs of the whole problem divided by those of the busiest task, W if balanced); and "
     "the live pairs of the busiest task divided by the mean.",
-    {
-        "tokens": lambda row: f"{row.held_tokens:,}",
-        "share": lambda row: percent(row.held_share),
-        "responsibility ratio": lambda row: f"{row.responsibility_ratio:.4g}",
-        "busiest / mean": lambda row: f"{row.balance:.3f}",
-    },
-    (
-        Picture(scaling.plot_held_tokens, "Longest subsequence, compared with 1 / sqrt(W)"),
-        Picture(scaling.plot_responsibility, "Responsibility ratio, compared with W"),
-    ),
+    ("tokens", "share", "responsibility ratio", "busiest / mean"),
+    charts.HELD_TOKENS,
+    charts.RESPONSIBILITY,
 )
-_MEMORY = Section(
+_MEMORY = _section(
     "Memory",
     "Largest peak memory of a task, including its inputs. Predictions exist for forward passes, "
     "and count tensors without the scratch of kernels (up to 0.6 MiB per thread for PyTorch on "
     "CPUs). Measured / predicted is that of the task with the largest deviation from 1.",
-    {
-        "predicted MiB": lambda row: _mebibytes(row.predicted_bytes),
-        "measured MiB": lambda row: _mebibytes(row.peak_bytes),
-        "measured / predicted": lambda row: (
-            NOTHING if row.peak_ratio is None else f"{row.peak_ratio:.3f}"
-        ),
-    },
-    (Picture(scaling.plot_peak_bytes, "Peak memory of a task"),),
+    ("predicted MiB", "measured MiB", "measured / predicted"),
+    charts.PEAK_BYTES,
 )
-_TRAFFIC = Section(
+_TRAFFIC = _section(
     "Traffic",
     "Most bytes that a task receives and returns, including its own shard.",
-    {
-        "MiB in": lambda row: _mebibytes(row.bytes_in),
-        "MiB out": lambda row: _mebibytes(row.bytes_out),
-    },
-    (Picture(scaling.plot_traffic, "Bytes that a task receives and returns"),),
+    ("MiB in", "MiB out"),
+    charts.TRAFFIC,
 )
-_TIME = Section(
+_TIME = _section(
     "Time",
     "Time in milliseconds of the slowest task, the mean task and the merge. Transfer is the time "
     "of a call in which the slowest device does not compute. Missing values were not timed "
     "separately.",
-    {
-        "slowest": lambda row: digits(row.slowest_ms),
-        "mean": lambda row: digits(row.mean_ms),
-        "slowest / mean": lambda row: f"{row.time_balance:.2f}",
-        "merge": lambda row: digits(row.merge_ms),
-        "transfer": lambda row: digits(row.transfer_ms),
-    },
-    (
-        Picture(scaling.plot_times, "Time of tasks, merge and transfer"),
-        Picture(scaling.plot_balance, "Busiest task divided by the mean, in pairs and in time"),
-    ),
+    ("slowest", "mean", "slowest / mean", "merge", "transfer"),
+    charts.TIMES,
+    charts.BALANCE,
 )
-_SPEEDUP = Section(
+_SPEEDUP = _section(
     "Speed-up",
     "Time of all workers in milliseconds; speed-up compared with one task and with one dense call "
     "of PyTorch's scaled_dot_product_attention, which also computes masked pairs; and parallel "
     "efficiency, the speed-up over one task divided by the number of devices.",
-    {
-        "ms": lambda row: digits(row.median_ms),
-        "over one task": lambda row: digits(row.speedup),
-        "over dense": lambda row: digits(row.speedup_over_dense),
-        "devices": lambda row: str(row.num_devices),
-        "efficiency": lambda row: percent(row.efficiency),
-    },
-    (
-        Picture(scaling.plot_speedup, "Speed-up, compared with the number of devices"),
-        Picture(scaling.plot_efficiency, "Parallel efficiency"),
-    ),
+    ("ms", "over one task", "over dense", "devices", "efficiency"),
+    charts.SPEEDUP,
+    charts.EFFICIENCY,
 )
-_RUN = Section(
+_RUN = _section(
     "Parts of a run",
     "Time in milliseconds before the slowest actor's first task (planning, put, fetch), of its "
     "computation, between its tasks (fetch, return), and after its last task (return, other "
     "actors, last merges).",
-    {
-        "before": lambda row: digits(1e3 * row.details["before_seconds"]),
-        "computing": lambda row: digits(1e3 * row.details["slowest_seconds"]),
-        "between": lambda row: digits(1e3 * row.details["between_seconds"]),
-        "after": lambda row: digits(1e3 * row.details["after_seconds"]),
-    },
-    (Picture(scaling.plot_run_parts, "Parts of a run on the slowest actor"),),
+    ("before", "computing", "between", "after"),
+    charts.RUN_PARTS,
 )

@@ -29,3 +29,17 @@ def percent(share: float) -> str:
 def mebibytes(number: float) -> str:
     """Write bytes in MiB: ``13.9``."""
     return f"{number / 2**20:.1f}"
+
+
+def digits(number: float) -> str:
+    """Return a number with three significant digits as text.
+
+    Example:
+        >>> [digits(number) for number in (0.0123, 1.5, 2345.6)]
+        ['0.0123', '1.50', '2,346']
+    """
+    size = abs(number)
+    if size < 1e-4:
+        return "0"
+    decimals = next((n for n, least in enumerate((100, 10, 1, 0.1)) if size >= least), 4)
+    return f"{number:,.{decimals}f}"

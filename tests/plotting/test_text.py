@@ -19,7 +19,8 @@ from cqs.plotting import (
     plot_timeline,
     plot_wheel,
 )
-from cqs.report import scaling
+from cqs.report import charts
+from cqs.report.charts import Chart
 
 pytestmark = pytest.mark.slow
 
@@ -115,9 +116,11 @@ def test_memory(check_text, size):
 
 
 @pytest.mark.parametrize("workers", [(7,), MANY], ids=["one", "many"])
-@pytest.mark.parametrize("name", [name for name in vars(scaling) if name.startswith("plot_")])
+@pytest.mark.parametrize(
+    "name", [name for name, value in vars(charts).items() if isinstance(value, Chart)]
+)
 def test_scaling(check_text, name, workers):
-    check_text(getattr(scaling, name)(make_rows(workers, executor="ray")))
+    check_text(getattr(charts, name).plot(make_rows(workers, executor="ray")))
 
 
 @pytest.mark.sample(4)

@@ -14,7 +14,7 @@ from scaling_rows import make_rows
 from cqs.__main__ import main
 from cqs.executors.verify import VerificationError
 from cqs.partial import Gradients
-from cqs.report.drivers import _PARTS, LocalDriver, RayDriver, open_driver
+from cqs.report.drivers import PARTS, LocalDriver, RayDriver, open_driver
 from cqs.report.exact import verify_gradients
 from cqs.report.passes import MeasuredPass
 from cqs.report.rows import PASSES, read_rows
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch, name):
 
     for function in ("attend_task", "differentiate_task"):
         monkeypatch.setattr(passes, function, forget_a_task(getattr(passes, function)))
-    monkeypatch.setattr(LocalDriver, "_time_tasks", lambda *arguments: pytest.fail("it was timed"))
+    monkeypatch.setattr(LocalDriver, "_time_all", lambda *arguments: pytest.fail("it was timed"))
     with pytest.raises(VerificationError):
         LocalDriver(SMALL).measure(7, name)
 
@@ -144,7 +144,7 @@ def test_runs_on_a_cluster_are_measured(ray_session):
         assert isinstance(driver, RayDriver)
         for name in PASSES:
             row = driver.measure(3, name)
-            parts = [1e3 * row.details[part] for part in _PARTS]
+            parts = [1e3 * row.details[part] for part in PARTS]
             assert row.details["actors"] == row.num_devices == 2
             assert all(part > -1e-3 for part in parts)
             assert 0 < row.transfer_ms < row.median_ms and row.merge_ms > 0

@@ -4,7 +4,8 @@ import matplotlib.pyplot as plt
 import pytest
 from scaling_rows import MANY, make_rows
 
-from cqs.report import scaling
+from cqs.report import charts
+from cqs.report.charts import Chart
 
 ROWS = make_rows(executor="ray")
 
@@ -19,46 +20,50 @@ def lines_of(axes):
 
 
 @pytest.mark.parametrize(
-    ("plot", "label", "quantity"),
+    ("chart", "label", "quantity"),
     [
-        (scaling.plot_held_tokens, "longest subsequence", lambda row: 100 * row.held_share),
-        (scaling.plot_responsibility, "responsibility ratio", lambda row: row.responsibility_ratio),
-        (scaling.plot_balance, "time", lambda row: row.slowest_ms / row.mean_ms),
-        (scaling.plot_balance, "live pairs", lambda row: row.balance),
-        (scaling.plot_peak_bytes, "measured", lambda row: row.peak_bytes / 2**20),
-        (scaling.plot_peak_bytes, "predicted", lambda row: row.predicted_bytes / 2**20),
-        (scaling.plot_traffic, "received", lambda row: row.bytes_in / 2**20),
-        (scaling.plot_traffic, "returned", lambda row: row.bytes_out / 2**20),
-        (scaling.plot_times, "slowest task", lambda row: row.slowest_ms),
-        (scaling.plot_times, "mean task", lambda row: row.mean_ms),
-        (scaling.plot_times, "merge", lambda row: row.merge_ms),
-        (scaling.plot_times, "transfer, waiting", lambda row: row.transfer_ms),
-        (scaling.plot_speedup, "over one task", lambda row: row.speedup),
-        (scaling.plot_speedup, "over one dense call", lambda row: 1 / row.ratio),
-        (scaling.plot_speedup, "devices", lambda row: min(row.num_tasks, 2)),
-        (scaling.plot_efficiency, "efficiency", lambda row: 100 * row.speedup / row.num_devices),
+        (charts.HELD_TOKENS, "share", lambda row: 100 * row.held_share),
+        (charts.RESPONSIBILITY, "responsibility ratio", lambda row: row.responsibility_ratio),
+        (charts.BALANCE, "slowest / mean", lambda row: row.slowest_ms / row.mean_ms),
+        (charts.BALANCE, "busiest / mean", lambda row: row.balance),
+        (charts.PEAK_BYTES, "measured MiB", lambda row: row.peak_bytes / 2**20),
+        (charts.PEAK_BYTES, "predicted MiB", lambda row: row.predicted_bytes / 2**20),
+        (charts.TRAFFIC, "MiB in", lambda row: row.bytes_in / 2**20),
+        (charts.TRAFFIC, "MiB out", lambda row: row.bytes_out / 2**20),
+        (charts.TIMES, "slowest", lambda row: row.slowest_ms),
+        (charts.TIMES, "mean", lambda row: row.mean_ms),
+        (charts.TIMES, "merge", lambda row: row.merge_ms),
+        (charts.TIMES, "transfer", lambda row: row.transfer_ms),
+        (charts.SPEEDUP, "over one task", lambda row: row.speedup),
+        (charts.SPEEDUP, "over dense", lambda row: 1 / row.ratio),
+        (charts.SPEEDUP, "devices", lambda row: min(row.num_tasks, 2)),
+        (charts.EFFICIENCY, "efficiency", lambda row: 100 * row.speedup / row.num_devices),
+        *((charts.RUN_PARTS, part, lambda row: 10.0) for part in charts.RUN_PARTS.lines),
     ],
 )
-def test_a_line_has_the_numbers_of_the_rows(plot, label, quantity):
+def test_a_line_has_the_numbers_of_the_rows(chart, label, quantity):
     _, axes = plt.subplots()
-    assert plot(ROWS, axes) is axes
+    assert chart.plot(ROWS, axes) is axes
     expected = {row.num_tasks: pytest.approx(quantity(row)) for row in ROWS}
     assert lines_of(axes)[label] == expected
 
 
+def test_every_chart_is_tested():
+    marks = test_a_line_has_the_numbers_of_the_rows.pytestmark
+    (tested,) = (mark.args[1] for mark in marks if mark.name == "parametrize")
+    every = {chart for chart in vars(charts).values() if isinstance(chart, Chart)}
+    assert {(chart, name) for chart, name, _ in tested} == {
+        (chart, name) for chart in every for name in chart.lines
+    }
+
+
 def test_what_no_row_has_is_not_drawn():
     backward = make_rows(passes="backward")
-    assert set(lines_of(scaling.plot_peak_bytes(backward))) == {"measured"}
-    assert set(lines_of(scaling.plot_times(backward))) == {"slowest task", "mean task", "merge"}
+    assert set(lines_of(charts.PEAK_BYTES.plot(backward))) == {"measured MiB"}
+    assert set(lines_of(charts.TIMES.plot(backward))) == {"slowest", "mean", "merge"}
 
 
 def test_references_are_what_they_are_called():
-    curve = lines_of(scaling.plot_held_tokens(ROWS))[r"$1/\sqrt{W}$"]
+    curve = lines_of(charts.HELD_TOKENS.plot(ROWS))[r"$1/\sqrt{W}$"]
     assert curve == {workers: pytest.approx(100 * workers**-0.5) for workers in curve}
     assert min(curve) == 1 and max(curve) == MANY[-1]
-
-
-def test_bars_add_up_to_a_run():
-    axes = scaling.plot_run_parts(ROWS)
-    tops = [bar.get_y() + bar.get_height() for bar in axes.containers[-1]]
-    assert tops == [pytest.approx(1e3 * 4 * 0.01)] * len(ROWS)
