@@ -1,12 +1,14 @@
 """Show the tasks of a plan as a table, JSON or a picture."""
 
 import argparse
+from collections.abc import Callable
+from functools import cache, partial
 
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
-from cqs.report.table import format_table, mebibytes, percent
-from cqs.scheduler import AttentionShape, Plan, Quorums, make_plan
+from cqs.report.table import mebibytes, percent, tabulate
+from cqs.scheduler import AttentionShape, Plan, Quorums, Task, make_plan
 
 _MAX_TABULATED = 2**20
 """Most pairs of token groups in the table, W per task; they take about 2 s."""
@@ -88,22 +90,25 @@ def _print_tasks(plan: Plan, shape: AttentionShape) -> None:
         print(f"... and {plan.num_tasks - num_rows} tasks more")
 
 
+def task_columns(plan: Plan) -> dict[str, Callable[[Task], object]]:
+    """Return columns about the inputs and the work of a plan's tasks."""
+    tokens, live_pairs = max(plan.seqlen_q, plan.seqlen_kv, 1), max(plan.live_pairs, 1)
+    return {
+        "task": lambda task: task.index,
+        "groups": lambda task: " ".join(map(str, task.held_groups)),
+        "tokens": lambda task: percent(task.held_tokens / tokens),
+        "pairs": lambda task: percent(task.live_pairs / live_pairs),
+    }
+
+
 def plan_table(plan: Plan, shape: AttentionShape, num_rows: int) -> str:
     """Return a text table of the first ``num_rows`` tasks with their predicted costs."""
-    rows = []
-    for task in map(plan.task, range(num_rows)):
-        cost = plan.predict_cost(task.index, shape)
-        rows.append(
-            [
-                task.index,
-                " ".join(map(str, task.held_groups)),
-                percent(task.held_tokens / max(plan.seqlen_q, plan.seqlen_kv, 1)),
-                percent(task.live_pairs / max(plan.live_pairs, 1)),
-                f"{cost.flops / 1e9:.4g}",
-                mebibytes(cost.bytes_in),
-                mebibytes(cost.bytes_out),
-                mebibytes(cost.peak_bytes),
-            ]
-        )
-    header = ["task", "groups", "tokens", "pairs", "GFLOP", "MiB in", "MiB out", "peak MiB"]
-    return format_table(header, rows)
+    cost = cache(partial(plan.predict_cost, shape=shape))
+    columns: dict[str, Callable[[Task], object]] = {
+        **task_columns(plan),
+        "GFLOP": lambda task: f"{cost(task.index).flops / 1e9:.4g}",
+        "MiB in": lambda task: mebibytes(cost(task.index).bytes_in),
+        "MiB out": lambda task: mebibytes(cost(task.index).bytes_out),
+        "peak MiB": lambda task: mebibytes(cost(task.index).peak_bytes),
+    }
+    return tabulate(map(plan.task, range(num_rows)), columns)

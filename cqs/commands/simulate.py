@@ -16,6 +16,37 @@ _LINKS = {"nvlink": 300.0, "ib": 50.0}
 """GB/s per device and direction: NVLink 4 as NCCL uses it (of 450), and 400 Gb/s InfiniBand."""
 
 
+def _link(text: str) -> float:
+    try:
+        return _LINKS[text] if text in _LINKS else float(text)
+    except ValueError:
+        names = ", ".join(_LINKS)
+        raise argparse.ArgumentTypeError(
+            f"must be {names} or a number of GB/s, got {text!r}"
+        ) from None
+
+
+_MACHINE = {
+    "bandwidth": (
+        "--link", _link, 1e9, "LINK",
+        "nvlink, ib or a number of GB/s per device and direction; default: nvlink",
+    ),
+    "latency": ("--latency", float, 1e-6, "MICROSECONDS", "of a collective or hop; default: 20"),
+    "rate": ("--rate", float, 1e12, "TFLOPS", "forward; default: 600"),
+    "backward_rate": ("--backward-rate", float, 1e12, "TFLOPS", "default: 0.7 of the other"),
+    "per_row": (
+        "--per-row", float, 1e-9, "NANOSECONDS",
+        "of a forward kernel for each query row and head, besides its matrix products; "
+        "default: 0.7",
+    ),
+    "devices_per_node": (
+        "--devices-per-node", int, 1, "D", "--link then applies within a node"
+    ),
+    "between": ("--between", _link, 1e9, "LINK", "link of nodes; default: ib"),
+}  # fmt: skip
+"""Attributes of a machine: option, type, value of one unit, unit and help text."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs simulate``."""
     parser.add_argument(
@@ -35,26 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="among the degrees so much slower than the fastest, choose as head_parallel=\"auto\"",
     )  # fmt: skip
     machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--link", type=_link, metavar="LINK",
-        help="nvlink, ib or a number of GB/s per device and direction; default: nvlink",
-    )  # fmt: skip
-    machine.add_argument(
-        "--latency", type=float, metavar="MICROSECONDS", help="of a collective or hop; default: 20"
-    )
-    machine.add_argument("--rate", type=float, metavar="TFLOPS", help="forward; default: 600")
-    machine.add_argument(
-        "--backward-rate", type=float, metavar="TFLOPS", help="default: 0.7 of the other"
-    )
-    machine.add_argument(
-        "--per-row", type=float, metavar="NANOSECONDS",
-        help="of a forward kernel for each query row and head, besides its matrix products; "
-        "default: 0.7",
-    )  # fmt: skip
-    machine.add_argument(
-        "--devices-per-node", type=int, metavar="D", help="--link then applies within a node"
-    )
-    machine.add_argument("--between", type=_link, metavar="LINK", help="link of nodes; default: ib")
+    for name, (option, kind, _, metavar, text) in _MACHINE.items():
+        machine.add_argument(option, dest=name, type=kind, metavar=metavar, help=text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -160,16 +173,11 @@ def read_machine(options: argparse.Namespace, machine: Machine) -> Machine:
         options: The parsed options.
         machine: Values for options that are not given.
     """
-    numbers = {
-        "rate": (options.rate, 1e12),
-        "backward_rate": (options.backward_rate, 1e12),
-        "per_row": (options.per_row, 1e-9),
-        "bandwidth": (options.link, 1e9),
-        "latency": (options.latency, 1e-6),
-        "devices_per_node": (options.devices_per_node, 1),
-        "between": (options.between, 1e9),
+    given = {
+        name: getattr(options, name) * unit
+        for name, (_, _, unit, _, _) in _MACHINE.items()
+        if getattr(options, name) is not None
     }
-    given = {name: number * unit for name, (number, unit) in numbers.items() if number is not None}
     if options.rate and options.backward_rate is None:
         given["backward_rate"] = 0.7 * given["rate"]
     if options.between is not None and options.devices_per_node is None:
@@ -177,13 +185,3 @@ def read_machine(options: argparse.Namespace, machine: Machine) -> Machine:
     if options.devices_per_node is not None and options.between is None:
         given["between"] = 1e9 * _LINKS["ib"]
     return replace(machine, **given)
-
-
-def _link(text: str) -> float:
-    try:
-        return _LINKS[text] if text in _LINKS else float(text)
-    except ValueError:
-        names = ", ".join(_LINKS)
-        raise argparse.ArgumentTypeError(
-            f"must be {names} or a number of GB/s, got {text!r}"
-        ) from None

@@ -19,7 +19,7 @@ import torch
 
 import cqs
 from cqs.files import read_lines
-from cqs.report.table import format_table
+from cqs.report.table import tabulate
 
 _RENAMED = {"num_workers": "num_tasks"}
 """Names of fields in rows of earlier commits, and their names today."""
@@ -89,13 +89,9 @@ def format_rows(rows: Sequence[RowKind], columns: Mapping[str, Callable[[RowKind
         rows: The rows.
         columns: Header of a column, and what it shows of a row.
     """
-    header = list(columns)
-    cells = [[show(row) for show in columns.values()] for row in rows]
-    warnings = [row.warning for row in rows]
-    if any(warnings):
-        header.append("")
-        cells = [[*each, warning] for each, warning in zip(cells, warnings, strict=True)]
-    return format_table(header, cells)
+    if any(row.warning for row in rows):
+        columns = {**columns, "": lambda row: row.warning}
+    return tabulate(rows, columns)
 
 
 def append_rows(rows: list[Measurement], out: str | None) -> None:

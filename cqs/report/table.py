@@ -1,6 +1,9 @@
-"""Right-aligned text tables."""
+"""Right-aligned text tables, and texts of numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -19,6 +22,18 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
         for row in cells
     ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def tabulate(items: Iterable[Item], columns: Mapping[str, Callable[[Item], object]]) -> str:
+    """Lay out a table with a line for each item.
+
+    Args:
+        items: The items.
+        columns: Header of each column, and a function that returns an item's cell.
+    """
+    return format_table(
+        list(columns), [[show(item) for show in columns.values()] for item in items]
+    )
 
 
 def percent(share: float) -> str:
