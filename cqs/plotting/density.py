@@ -1,12 +1,13 @@
 """Plot of the live pairs of a pattern over the score matrix."""
 
+from collections.abc import Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from cqs.plotting.figures import label_tokens, new_axes, points_across
 
 if TYPE_CHECKING:
-    from cqs.patterns import Pattern
+    from cqs.patterns import BoundPattern, Pattern
 
 _EXACT = 512
 """Longest sequence that is drawn pair by pair."""
@@ -40,10 +41,9 @@ def plot_density(
     if max(seqlen_q, seqlen_kv) <= _EXACT:
         shares = bound.to_mask().astype(float)
     else:
-        rows, columns = (_cut(length) for length in (seqlen_q, seqlen_kv))
-        shares = np.array(
-            [[bound.count(q, k) / max(len(q) * len(k), 1) for k in columns] for q in rows]
-        )
+        rows, columns = (cut([range(length)], _TILES) for length in (seqlen_q, seqlen_kv))
+        sizes = np.outer(np.diff(rows), np.diff(columns))
+        shares = count_cells(bound, rows, columns) / np.maximum(sizes, 1)
     least = shares.min(where=shares > 0, initial=0.1)
     image = axes.imshow(
         shares.reshape(len(shares), -1) if shares.size else np.zeros((1, 1)),
@@ -68,7 +68,38 @@ def plot_density(
     return axes
 
 
-def _cut(length: int) -> list[range]:
-    """Cut a sequence into tiles whose lengths differ by at most one; fewer if it is short."""
-    tiles = max(min(_TILES, length), 1)
-    return [range(length * i // tiles, length * (i + 1) // tiles) for i in range(tiles)]
+def cut(groups: Sequence[range], most: int) -> list[int]:
+    """Return the edges of the cells of a sequence, each within one group if there are few groups.
+
+    Args:
+        groups: Consecutive ranges of the whole sequence.
+        most: Most cells of a sequence longer than twice this number; of a shorter sequence, every
+            token is a cell.
+    """
+    length = groups[-1].stop
+    if length <= 2 * most:
+        return list(range(max(length, 1) + 1))
+    if len(groups) > most:
+        groups = [range(length)]
+    parts = most // len(groups)
+    starts = {group.start + len(group) * i // parts for group in groups for i in range(parts)}
+    return [*sorted(starts), length]
+
+
+def count_cells(bound: "BoundPattern", rows: list[int], columns: list[int]) -> Any:
+    """Count the live pairs in every cell of a grid, int64 ``[len(rows) - 1, len(columns) - 1]``.
+
+    Args:
+        bound: A bound pattern.
+        rows: Edges of the cells' queries, ascending.
+        columns: Edges of the cells' keys, ascending.
+    """
+    import numpy as np
+
+    counts = np.zeros((len(rows) - 1, len(columns) - 1), int)
+    for i in np.flatnonzero(np.diff(rows)):
+        in_row = range(*rows[i : i + 2])
+        if bound.count(in_row, range(columns[0], columns[-1])):
+            for j in np.flatnonzero(np.diff(columns)):
+                counts[i, j] = bound.count(in_row, range(*columns[j : j + 2]))
+    return counts

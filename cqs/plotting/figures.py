@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Sequence
 from math import ceil, floor, log2
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,37 @@ def _number(axis: Any, length: int, room: float) -> None:
     else:
         axis.set_major_locator(MaxNLocator(max(min(int(room) - 1, 5), 1), integer=True))
         axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def draw_key(
+    axes: Any, colors: Sequence[str], first: int, label: str, location: str = "right"
+) -> Any:
+    """Draw a bar that numbers colours beside the axes; return it.
+
+    Args:
+        axes: Matplotlib axes.
+        colors: The colours of consecutive integers.
+        first: The integer of the first colour.
+        label: Name of the integers.
+        location: ``"right"`` or ``"bottom"`` of the axes.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    width, height = points_across(axes)
+    most = min(_FEW, int(height / 20 if location == "right" else width / 30))
+    edges = [first + i - 0.5 for i in range(len(colors) + 1)]
+    bar = axes.figure.colorbar(
+        ScalarMappable(BoundaryNorm(edges, len(colors)), ListedColormap(colors)),
+        ax=axes,
+        location=location,
+        aspect=30,
+        ticks=MaxNLocator(most, integer=True, steps=[1, 2, 5, 10]),
+        label=label,
+    )
+    bar.minorticks_off()
+    return bar
 
 
 def write_plainly(axis: Any) -> None:

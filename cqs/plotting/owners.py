@@ -1,20 +1,19 @@
 """Plot of the score matrix of a plan, coloured by owner."""
 
-from bisect import bisect, bisect_left
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cqs.plotting.colors import letter_color, task_colors
+from cqs.plotting.density import count_cells, cut
 from cqs.plotting.figures import (
     check_picture,
+    draw_key,
     label_tokens,
     new_axes,
     points_across,
     save_figure,
     write_centred,
 )
-from cqs.ranges import overlap
 from cqs.scheduler import Block, Plan
 
 _SIZE = (7, 7)
@@ -25,10 +24,8 @@ _NAMED = 16
 """Most tasks whose blocks are numbered, in a plan without a pattern."""
 _NAME_POINTS = 8
 """Height of a number in points; its digits are narrower."""
-_EXACT = 256
-"""Longest sequence that is drawn pair by pair with a pattern."""
 _CELLS = 128
-"""Most cells per axis in which longer sequences are drawn; each is part of a group."""
+"""Most cells per axis in which long sequences are drawn with a pattern; see :func:`cut`."""
 _PALEST = 0.6
 """Opacity of cells with almost no live pairs."""
 _OTHERS = "#e8e8e8"
@@ -70,7 +67,7 @@ def plot_owners(plan: Plan, axes: Any = None, *, index: int | None = None) -> An
     else:
         _draw_live_pairs(plan, axes, colors)
     if index is None and (plan.num_tasks > _NAMED or plan.pattern is not None):
-        _draw_key(axes, colors)
+        draw_key(axes, colors, 0, "task").ax.invert_yaxis()
     return axes
 
 
@@ -136,14 +133,16 @@ def _draw_live_pairs(plan: Plan, axes: Any, colors: list[str]) -> None:
     import numpy as np
     from matplotlib.colors import to_rgba
 
-    rows, columns = _cut(plan.token_groups), _cut(plan.key_groups)
+    bound = plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
+    rows, columns = (cut(groups, _CELLS) for groups in (plan.token_groups, plan.key_groups))
     sizes = np.outer(np.diff(rows), np.diff(columns))
     total, most = np.zeros(sizes.shape, int), np.zeros(sizes.shape, int)
     image = np.zeros((*sizes.shape, 4))
     for task, color in zip(plan.tasks, colors, strict=True):
         counts = np.zeros(sizes.shape, int)
-        for block in task.blocks:
-            counts += _count_live(plan, block, rows, columns)
+        for queries, keys, _ in task.blocks:
+            edges = np.clip(rows, queries.start, queries.stop).tolist()
+            counts += count_cells(bound, edges, np.clip(columns, keys.start, keys.stop).tolist())
         image[counts > most] = to_rgba(color)
         total, most = total + counts, np.maximum(most, counts)
     image[..., 3] = np.where(total, _PALEST + (1 - _PALEST) * total / np.maximum(sizes, 1), 0)
@@ -152,51 +151,3 @@ def _draw_live_pairs(plan: Plan, axes: Any, colors: list[str]) -> None:
         for draw, groups in ((axes.axhline, plan.token_groups), (axes.axvline, plan.key_groups)):
             for group in groups[1:]:
                 draw(group.start, color="black", linewidth=0.3, alpha=0.5)
-
-
-def _count_live(plan: Plan, block: Block, rows: list[int], columns: list[int]) -> Any:
-    """Count the live pairs of a block in every cell of a grid ``[rows, columns]``."""
-    import numpy as np
-
-    bound = plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
-    queries, keys, _ = block
-    counts = np.zeros((len(rows) - 1, len(columns) - 1), int)
-    for i in range(bisect(rows, queries.start) - 1, bisect_left(rows, queries.stop)):
-        in_row = overlap(range(rows[i], rows[i + 1]), queries)
-        if not bound.count(in_row, keys):
-            continue
-        for j in range(bisect(columns, keys.start) - 1, bisect_left(columns, keys.stop)):
-            in_column = overlap(range(columns[j], columns[j + 1]), keys)
-            counts[i, j] = bound.count(in_row, in_column)
-    return counts
-
-
-def _cut(groups: Sequence[range]) -> list[int]:
-    """Return the edges of the cells of a sequence, each within one group."""
-    length = groups[-1].stop
-    if length <= _EXACT:
-        return list(range(max(length, 1) + 1))
-    if len(groups) > _CELLS:
-        groups = [range(length)]
-    parts = _CELLS // len(groups)
-    starts = {group.start + len(group) * i // parts for group in groups for i in range(parts)}
-    return [*sorted(starts), length]
-
-
-def _draw_key(axes: Any, colors: list[str]) -> None:
-    """Draw a bar of all tasks' colours beside the matrix."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import BoundaryNorm, ListedColormap
-    from matplotlib.ticker import MaxNLocator
-
-    most = min(_NAMED, int(points_across(axes)[1] / 20))
-    edges = [index - 0.5 for index in range(len(colors) + 1)]
-    bar = axes.figure.colorbar(
-        ScalarMappable(BoundaryNorm(edges, len(colors)), ListedColormap(colors)),
-        ax=axes,
-        aspect=30,
-        ticks=MaxNLocator(most, integer=True, steps=[1, 2, 5, 10]),
-        label="task",
-    )
-    bar.minorticks_off()
-    bar.ax.invert_yaxis()
