@@ -44,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _load(name: str) -> Command:
     module = import_module(f"benchmarks.{name.replace('-', '_')}")
-    if name in _OTHERS:
-        return Command.of(module)
-    return Command(module.__doc__, module.add_arguments, partial(_run, module))
+    return module, module.run if name in _OTHERS else partial(_run, module)
 
 
 def _run(module: ModuleType, options: argparse.Namespace) -> None:

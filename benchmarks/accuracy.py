@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cqs
 from benchmarks.cases import Case, visible_mask
+from benchmarks.errors import relative_error
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import track
 from cqs.problem import Problem
-from cqs.report.exact import relative_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.worker import BACKENDS

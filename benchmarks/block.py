@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from benchmarks.errors import verify_close
 from benchmarks.layer_parts import PARTS, time_communication, time_parts
 from benchmarks.options import add_common, add_heads
 from benchmarks.peers import peak_bytes, time_together, verify_together
@@ -23,7 +24,6 @@ from cqs.nn import HybridTransformerBlock, reduce_gradients
 from cqs.nn.mesh import AXES
 from cqs.patterns import Pattern, sliding_window
 from cqs.problem import check_problem
-from cqs.report.exact import verify_close
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.testing import exact_rows
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import cqs
+from benchmarks.errors import relative_error
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.streaming_files import measure_files
@@ -17,7 +18,7 @@ from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.engine import Side, stream
 from cqs.executors.streaming.plan import HeldBlock, Position
 from cqs.executors.streaming.sources import InMemory, Source
-from cqs.report.exact import check_error, relative_error
+from cqs.report.exact import check_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.scheduler import AttentionShape

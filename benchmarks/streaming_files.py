@@ -9,9 +9,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from benchmarks.errors import relative_error
 from cqs.executors.streaming.plan import CPU
 from cqs.problem import check_problem
-from cqs.report.exact import check_error, relative_error
+from cqs.report.exact import check_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.scheduler import AttentionShape
 from cqs.streaming import make_stream_plan

@@ -22,7 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _load(name: str) -> Command:
-    return Command.of(import_module(f"cqs.commands.{name}"))
+    module = import_module(f"cqs.commands.{name}")
+    return module, module.run
 
 
 if __name__ == "__main__":

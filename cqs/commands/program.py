@@ -7,25 +7,11 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import NamedTuple, Self
 
 import cqs
 
-
-class Command(NamedTuple):
-    """One command of a program."""
-
-    description: str | None
-    """Description for ``--help``."""
-    add_arguments: Callable[[argparse.ArgumentParser], object]
-    """Declares the options."""
-    run: Callable[[argparse.Namespace], object]
-    """Executes the command with its parsed options."""
-
-    @classmethod
-    def of(cls, module: ModuleType) -> Self:
-        """Return the command of a module with a docstring, ``add_arguments`` and ``run``."""
-        return cls(module.__doc__, module.add_arguments, module.run)
+Command = tuple[ModuleType, Callable[[argparse.Namespace], object]]
+"""A module with a docstring and ``add_arguments``, and a function that takes its options."""
 
 
 def run_program(
@@ -77,11 +63,11 @@ def _run_command(
 ) -> int:
     """Run one command; return its exit status unless the reader of the output has closed it."""
     chosen = parser.parse_args(arguments)
-    command, name = load(chosen.command), f"{parser.prog} {chosen.command}"
-    parser = argparse.ArgumentParser(prog=name, description=command.description)
-    command.add_arguments(parser)
+    (module, run), name = load(chosen.command), f"{parser.prog} {chosen.command}"
+    parser = argparse.ArgumentParser(prog=name, description=module.__doc__)
+    module.add_arguments(parser)
     try:
-        command.run(parser.parse_args(chosen.options))
+        run(parser.parse_args(chosen.options))
     except BrokenPipeError:
         raise
     except (ValueError, TypeError, NotImplementedError, OSError, MemoryError) as error:

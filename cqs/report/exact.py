@@ -1,14 +1,17 @@
 """The check that precedes every measurement: sampled rows against float64, by relative error."""
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
 from cqs.executors.verify import VerificationError, verify_rows, visible_rows
-from cqs.partial import Gradients, Partial, lse_dtype
+from cqs.partial import Gradients, Partial
+from cqs.patterns import sliding_window
 from cqs.problem import Problem
 from cqs.testing import exact_rows
 
-_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative errors in the Frobenius norm, about twice those of the CPU kernels."""
 
 
@@ -18,19 +21,6 @@ def check_error(name: str, error: float, tolerance: float) -> None:
         raise VerificationError(
             f"relative error of {name} must be at most {tolerance:.2g}, got {error:.2g}"
         )
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the Frobenius norm of the difference divided by that of ``expected``."""
-    if not expected.numel():
-        return 0.0
-    found, expected = (tensor.to(lse_dtype(tensor.dtype)) for tensor in (found, expected))
-    return float((found - expected).norm() / expected.norm())
-
-
-def verify_close(name: str, found: Tensor, expected: Tensor) -> None:
-    """Raise VerificationError unless a tensor is that of another computation, within its dtype."""
-    check_error(name, relative_error(found, expected), _TOLERANCES[found.dtype])
 
 
 @torch.no_grad()
@@ -57,7 +47,7 @@ def verify_output(
     exact = exact_rows(problem, rows[sample])
     distances = (output[:, :, sample].double() - exact).norm(dim=-1)
     errors = (distances / exact.norm(dim=-1)).masked_fill(distances == 0, 0)  # rows of zeros: 0 / 0
-    check_error(name, float(errors.max()), _TOLERANCES[output.dtype])
+    check_error(name, float(errors.max()), TOLERANCES[output.dtype])
 
 
 def verify_answer(problem: Problem, answer: Partial) -> None:
@@ -99,7 +89,7 @@ def verify_gradients(
     sample = _sample(problem.query.shape[2], 32, problem.query.device)
     exact = _exact_gradients(problem, answer, grad_output, sample)
     size = max(float(each.norm()) for each in exact)
-    tolerance = _TOLERANCES[problem.query.dtype]
+    tolerance = TOLERANCES[problem.query.dtype]
     for side, found, right in zip(Gradients._fields, gradients, exact, strict=True):
         error = float((found[:, :, sample].double() - right).norm()) / size
         check_error(f"{name} gradient of the {side}".lstrip(), error, tolerance)
@@ -116,40 +106,45 @@ def _sample(number: int, most: int, device: torch.device) -> Tensor:
 def _exact_gradients(
     problem: Problem, answer: Partial, grad_output: Tensor, sample: Tensor
 ) -> Gradients:
-    """Compute the gradients of the sampled queries, keys and values in float64."""
-    group_size = problem.query.shape[1] // problem.key.shape[1]
-    sees, is_seen = visible_rows(problem, sample), _visible_columns(problem, sample)
-    every = torch.arange(problem.query.shape[2], device=sample.device)
+    """Compute the gradients of the sampled queries, keys and values in float64.
+
+    They are derivatives of ``sum(P * (grad_output value^T - D))`` with constant LSE and D. Those of
+    queries need the sampled rows of P only, those of keys and values the sampled columns.
+    """
     tensors = problem.query, problem.key, problem.value
+    group_size = problem.query.shape[1] // problem.key.shape[1]
     found = Gradients(*(torch.zeros_like(tensor[:, :, sample]).double() for tensor in tensors))
-    for head in range(problem.query.shape[1]):
+    every = torch.arange(problem.query.shape[2], device=sample.device)
+    parts = (
+        (sample, every, visible_rows(problem, sample)),
+        (every, sample, _visible_columns(problem, sample)),
+    )
+    for head, (rows, columns, visible) in product(range(problem.query.shape[1]), parts):
         of_keys = head // group_size
-        query, output, grad = (
-            tensor[:, head].double() for tensor in (problem.query, answer.output, grad_output)
+        query, output, grad, lse = (
+            tensor[:, head, rows].double()
+            for tensor in (problem.query, answer.output, grad_output, answer.lse)
         )
-        key, value = (tensor[:, of_keys].double() for tensor in (problem.key, problem.value))
-        lse = answer.lse[:, head].double()
-        row_sums = (grad * output).sum(dim=-1)
-        for rows, columns, visible in ((sample, every, sees), (every, sample, is_seen)):
-            scores = problem.scale * query[:, rows] @ key[:, columns].mT
-            weights = (scores - lse[:, rows, None]).exp().masked_fill(~visible, 0)
-            slopes = grad[:, rows] @ value[:, columns].mT - row_sums[:, rows, None]
-            of_scores = problem.scale * weights * slopes
-            if rows is sample:
-                found.query[:, head] = of_scores @ key
-            else:
-                found.key[:, of_keys] += of_scores.mT @ query
-                found.value[:, of_keys] += weights.mT @ grad
+        key, value = (tensor[:, of_keys, columns].double() for tensor in tensors[1:])
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        with torch.enable_grad():
+            exponents = problem.scale * query @ key.mT - lse[..., None]
+            weights = exponents.masked_fill(~visible, -torch.inf).exp()
+            row_sums = (grad * output).sum(dim=-1, keepdim=True)
+            total = (weights * (grad @ value.mT - row_sums)).sum()
+        slopes = torch.autograd.grad(total, leaves)
+        if rows is sample:
+            found.query[:, head] = slopes[0]
+        else:
+            found.key[:, of_keys] += slopes[1]
+            found.value[:, of_keys] += slopes[2]
     return found
 
 
 def _visible_columns(problem: Problem, keys: Tensor) -> Tensor:
     """Return the mask of some keys, bool ``[seqlen, len(keys)]``, True where a query sees one."""
-    if problem.bound_pattern is not None:
-        turned = problem.bound_pattern.transposed()
-        masks = [torch.from_numpy(turned.to_mask(range(key, key + 1))) for key in keys.tolist()]
-        return torch.cat(masks).T.to(keys.device)
-    queries = torch.arange(problem.query.shape[2], device=keys.device)
-    if problem.is_causal:
-        return queries[:, None] >= keys
-    return torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device)
+    seqlen = problem.query.shape[2]
+    plain = sliding_window(None, 0 if problem.is_causal else None)
+    turned = (problem.bound_pattern or plain.bind(seqlen)).transposed()
+    masks = [torch.from_numpy(turned.to_mask(range(key, key + 1))) for key in keys.tolist()]
+    return torch.cat(masks).T.to(keys.device)
