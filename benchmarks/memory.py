@@ -11,7 +11,7 @@ from benchmarks.publish import publish
 from benchmarks.timing import track
 from cqs.problem import Problem
 from cqs.report.measurement import Measurement, summarize
-from cqs.report.memory import hold, measure_held
+from cqs.report.passes import hold, measure_held
 from cqs.report.timing import Timer
 from cqs.scheduler import Task
 from cqs.worker import BACKENDS, Worker

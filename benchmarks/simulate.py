@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     if options.check:
         print(check_table(options.check, machine))
         return
-    case, passes = simulate.read_case(options), simulate.read_passes(options)
+    case, passes = simulate.read_case(options), options.passes
     if options.mtbf:
         simulate_failures(options, case, machine, passes)
         return

@@ -1,9 +1,9 @@
 """Attend to a real text on a private Ray cluster, checked and tabulated."""
 
 import argparse
-import pydoc_data.topics
 import time
 from collections.abc import Callable
+from pydoc_data import topics
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from cqs.executors.ray import RunReport
 from cqs.files import check_input_file
 from cqs.problem import Problem, check_problem
 from cqs.report.exact import verify_output
-from cqs.report.table import format_table, mebibytes, percent, tabulate
+from cqs.report.table import mebibytes, percent, tabulate
 from cqs.scheduler import Plan, Task, TaskCost
 
 _NUM_HEADS, _HEAD_DIM = 8, 64
@@ -48,10 +48,12 @@ def run(options: argparse.Namespace) -> None:
 
         check_picture(options.picture)
         check_written("--picture", options.picture, [options.text])
-    as_integer("--seqlen", options.seqlen, 1)
-    text = read_text(options.text, options.seqlen)
+    path, length = options.text or topics.__file__, as_integer("--seqlen", options.seqlen, 1)
+    check_input_file(path)
+    with open(path, "rb") as file:
+        text = file.read(length)
     if not text:
-        raise ValueError(f"there is nothing to read in {options.text!r}, {options.seqlen} tokens")
+        raise ValueError(f"--text must not be empty, got {path!r}")
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     tensors = project_text(text, options.seed, dtype)
     problem = check_problem(*tensors, is_causal=options.is_causal)
@@ -63,62 +65,34 @@ def run(options: argparse.Namespace) -> None:
     with cqs.Cluster(options.actors) as cluster:
         print(f"{len(cluster.pids)} actors in {time.perf_counter() - start:.1f} s")
         future = cluster.submit(
-            problem.query,
-            problem.key,
-            problem.value,
-            is_causal=problem.is_causal,
-            num_tasks=plan.num_tasks,
-            progress=True,
+            *tensors, is_causal=options.is_causal, num_tasks=plan.num_tasks, progress=True
         )
         output, report = future.result(), future.report
     assert isinstance(output, Tensor)
     start = time.perf_counter()
-    dense = F.scaled_dot_product_attention(
-        problem.query, problem.key, problem.value, is_causal=problem.is_causal
-    )
+    dense = F.scaled_dot_product_attention(*tensors, is_causal=options.is_causal)
     dense_seconds = time.perf_counter() - start
 
     print(tasks_table(problem, plan, report))
     print(run_table(report, dense_seconds))
     verify_output(problem, output)
-    difference = (output - dense).abs().max()
-    print(
-        f"largest difference from one dense call {difference:.2g}; float64 on sampled rows: correct"
-    )
+    difference = float((output - dense).abs().max())
+    print(f"float64 on sampled rows: correct; largest difference from dense: {difference:.2g}")
     if options.picture:
         save_owners(plan, options.picture)
         print(f"score matrix by owner: {options.picture}")
 
 
-def read_text(path: str | None, num_bytes: int) -> bytes:
-    """Return the first bytes of a file, or of the help topics that every Python ships.
-
-    Raises:
-        ValueError: if it is no regular file.
-        OSError: if it cannot be read.
-    """
-    if path is None:
-        return "\n".join(pydoc_data.topics.topics.values()).encode()[:num_bytes]
-    check_input_file(path)
-    with open(path, "rb") as file:
-        return file.read(num_bytes)
-
-
-def project_text(
-    text: bytes, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def project_text(text: bytes, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Make query, key and value, ``[1, 8, len(text), 64]``, from bytes by seeded projections."""
     generator = torch.Generator().manual_seed(seed)
     width = _NUM_HEADS * _HEAD_DIM
     embedding = torch.randn(256, width, generator=generator)
+    weights = torch.randn(3, width, width, generator=generator) * width**-0.5
     tokens = embedding[torch.frombuffer(bytearray(text), dtype=torch.uint8).int()]
-
-    def project() -> Tensor:
-        weight = torch.randn(width, width, generator=generator) * width**-0.5
-        heads: Tensor = (tokens @ weight).view(1, len(text), _NUM_HEADS, _HEAD_DIM)
-        return heads.transpose(1, 2).to(dtype).contiguous()
-
-    return project(), project(), project()
+    heads = (tokens @ weights).view(3, 1, len(text), _NUM_HEADS, _HEAD_DIM)
+    query, key, value = heads.transpose(2, 3).to(dtype).contiguous()
+    return query, key, value
 
 
 def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> str:
@@ -151,5 +125,9 @@ def run_table(report: RunReport, dense_seconds: float) -> str:
         "merge": report.merge_seconds,
         "for comparison: one dense call on all cores": dense_seconds,
     }
-    rows = [[name, f"{s:.3f}", percent(s / report.seconds)] for name, s in parts.items()]
-    return format_table(["part", "s", "of the run"], rows)
+    columns: dict[str, Callable[[str], object]] = {
+        "part": str,
+        "s": lambda name: f"{parts[name]:.3f}",
+        "of the run": lambda name: percent(parts[name] / report.seconds),
+    }
+    return tabulate(parts, columns)

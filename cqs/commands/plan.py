@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from cqs.arguments import as_integer
-from cqs.commands.integers import parse_integer
+from cqs.commands.integers import parse_integer, parse_integers
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.report.table import mebibytes, percent, tabulate
 from cqs.scheduler import AttentionShape, Plan, Quorums, Task, make_plan
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--is-causal", "--causal", action="store_true")
     parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
     parser.add_argument(
-        "--interest-set", metavar="A,B,...", help="default: the best known; integers with commas"
+        "--interest-set", type=parse_integers, metavar="A,B,...", help="default: the best known"
     )
     parser.add_argument(
         "--kind", choices=("quorums", "rows", "grid"), default="quorums", help="default: quorums"
@@ -53,21 +53,12 @@ def run(options: argparse.Namespace) -> None:
         from cqs.plotting import check_picture, save_owners
 
         check_picture(options.picture)
-    kind = options.kind
-    if options.interest_set is not None:
-        try:
-            elements = [int(part) for part in options.interest_set.split(",")]
-        except ValueError:
-            raise ValueError(
-                f"--interest-set must be integers with commas, got {options.interest_set!r}"
-            ) from None
-        kind = Quorums(tuple(elements))
     plan = make_plan(
         options.seqlen_q,
         options.seqlen_kv,
         num_tasks=options.num_tasks,
         is_causal=options.is_causal,
-        kind=kind,
+        kind=Quorums(tuple(options.interest_set)) if options.interest_set else options.kind,
         pattern=None if options.pattern is None else parse_pattern(options.pattern),
     )
     shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
@@ -80,10 +71,18 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _print_tasks(plan: Plan, shape: AttentionShape) -> None:
-    """Print the plan, its first tasks, and the responsibility ratio if all tasks are printed."""
-    print(plan)
+    """Print the plan, its first tasks with their predicted costs, and what is not tabulated."""
+    cost = cache(partial(plan.predict_cost, shape=shape))
+    columns: dict[str, Callable[[Task], object]] = {
+        **task_columns(plan),
+        "GFLOP": lambda task: f"{cost(task.index).flops / 1e9:.4g}",
+        "MiB in": lambda task: mebibytes(cost(task.index).bytes_in),
+        "MiB out": lambda task: mebibytes(cost(task.index).bytes_out),
+        "peak MiB": lambda task: mebibytes(cost(task.index).peak_bytes),
+    }
     num_rows = max(1, min(plan.num_tasks, _MAX_TABULATED // plan.num_tasks))
-    print(plan_table(plan, shape, num_rows))
+    print(plan)
+    print(tabulate(map(plan.task, range(num_rows)), columns))
     if num_rows == plan.num_tasks:
         print(f"responsibility ratio {plan.responsibility_ratio:.4g}")
     else:
@@ -99,16 +98,3 @@ def task_columns(plan: Plan) -> dict[str, Callable[[Task], object]]:
         "tokens": lambda task: percent(task.held_tokens / tokens),
         "pairs": lambda task: percent(task.live_pairs / live_pairs),
     }
-
-
-def plan_table(plan: Plan, shape: AttentionShape, num_rows: int) -> str:
-    """Return a text table of the first ``num_rows`` tasks with their predicted costs."""
-    cost = cache(partial(plan.predict_cost, shape=shape))
-    columns: dict[str, Callable[[Task], object]] = {
-        **task_columns(plan),
-        "GFLOP": lambda task: f"{cost(task.index).flops / 1e9:.4g}",
-        "MiB in": lambda task: mebibytes(cost(task.index).bytes_in),
-        "MiB out": lambda task: mebibytes(cost(task.index).bytes_out),
-        "peak MiB": lambda task: mebibytes(cost(task.index).peak_bytes),
-    }
-    return tabulate(map(plan.task, range(num_rows)), columns)

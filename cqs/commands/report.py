@@ -17,7 +17,7 @@ from cqs.patterns.text import PATTERN_HELP
 from cqs.plotting import check_picture
 from cqs.report import sections
 from cqs.report.content import Content
-from cqs.report.drivers import num_ranks, open_driver
+from cqs.report.drivers import open_driver
 from cqs.report.measurement import append_rows, describe_device
 from cqs.report.page import check_directory, write_report
 from cqs.report.progress import progress_bar
@@ -184,20 +184,25 @@ def _read_num_tasks(options: argparse.Namespace) -> list[int]:
     """Return the numbers of tasks, ascending.
 
     Raises:
-        ValueError: if one is less than 1 or more than 4,096, or if options do not go with the
-            executor.
+        ValueError: A number is less than 1 or more than 4,096, an option does not go with the
+            executor, or torchrun did not start this process.
     """
     if options.executor != "ray" and not (options.actors is options.address is None):
         raise ValueError(
             f"--executor must be ray with --actors or --address, got {options.executor}"
         )
-    if options.executor == "distributed":
-        if options.tasks is not None:
-            raise ValueError(
-                "--tasks must be left out with --executor distributed, which has one task per rank"
-            )
-        return [num_ranks()]
-    return check_num_tasks(_NUM_TASKS if options.tasks is None else options.tasks)
+    if options.executor != "distributed":
+        return check_num_tasks(_NUM_TASKS if options.tasks is None else options.tasks)
+    if options.tasks is not None:
+        raise ValueError(
+            "--tasks must be left out with --executor distributed, which has one task per rank"
+        )
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "executor 'distributed' must be started by torchrun, one process per GPU: "
+            "torchrun --nproc-per-node 4 -m cqs report --executor distributed"
+        )
+    return [int(os.environ["WORLD_SIZE"])]
 
 
 def _check_same(row: ReportRow, settings: Settings, path: Path, *, is_complete: bool) -> None:

@@ -1,6 +1,7 @@
 """Predict time, traffic and memory of context-parallel methods on many devices."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 
@@ -26,7 +27,7 @@ def _link(text: str) -> float:
         ) from None
 
 
-_MACHINE = {
+_MACHINE: dict[str, tuple[str, Callable[[str], float], float, str, str]] = {
     "bandwidth": (
         "--link", _link, 1e9, "LINK",
         "nvlink, ib or a number of GB/s per device and direction; default: nvlink",
@@ -60,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--causal", choices=("yes", "no"), default="yes")
-    parser.add_argument("--backward", action="store_true", help="forward and backward together")
+    parser.add_argument(
+        "--backward", dest="passes", action="store_const", const="both", default="forward",
+        help="forward and backward together",
+    )  # fmt: skip
     parser.add_argument(
         "--slack", type=float, default=0.0, metavar="PERCENT",
         help="among the degrees so much slower than the fastest, choose as head_parallel=\"auto\"",
@@ -90,16 +94,11 @@ def read_case(options: argparse.Namespace) -> Workload:
     return Workload(as_integer("--seqlen", options.seqlen, 1), shape, options.causal == "yes")
 
 
-def read_passes(options: argparse.Namespace) -> str:
-    """Return the passes of the options, ``"forward"`` or ``"both"``."""
-    return "both" if options.backward else "forward"
-
-
 def show_predictions(
     options: argparse.Namespace, machine: Machine
 ) -> dict[int, dict[str, Prediction]]:
     """Print a table of the predictions; return them by number of devices, then by method."""
-    case, passes = read_case(options), read_passes(options)
+    case, passes = read_case(options), options.passes
     found = {
         num_devices: {
             method: each

@@ -2,6 +2,8 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,8 @@ from cqs.plotting.figures import new_axes, points_across, write_centred
 if TYPE_CHECKING:
     from cqs.executors.ray.tasks.report import RunReport, TaskReport
 
+_Span = tuple[str, float, float, dict[str, Any]]
+"""Name, start and duration in seconds since the call, and details."""
 _NAME_POINTS = 7
 """Height of a number in points."""
 _NAMED = 32
@@ -66,7 +70,7 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
     """Write a run as a trace for https://ui.perfetto.dev and chrome://tracing.
 
     The format is the "Trace Event Format" of Chrome: JSON with microseconds since the start of the
-    call. Each process has its tasks, with backend, peak memory and traffic, and between them its
+    call. Each process has its tasks, with the fields of their reports, and between them its
     waiting times, as in :func:`plot_timeline`. The driver's row is the whole call.
 
     Args:
@@ -79,22 +83,32 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
     """
     names = "put_seconds", "get_seconds", "merge_seconds", "failures", "reruns"
     driver = {name: getattr(report, name) for name in names}
-    events = [_name(0, "driver"), _event(0, "call", 0, report.seconds, driver)]
-    for row, tasks in enumerate(_tasks_by_process(report), 1):
-        events.append(_name(row, f"process {tasks[0].pid}, {tasks[0].device}"))
-        free = 0.0
-        for task in tasks:
-            start = task.started - report.started
-            if start > free:
-                events.append(_event(row, "waiting", free, start - free))
-            measured = "backend", "peak_bytes", "bytes_in", "bytes_out"
-            costs = {name: getattr(task, name) for name in measured}
-            events.append(_event(row, f"task {task.index}", start, task.seconds, costs))
-            free = start + task.seconds
-        if report.seconds > free:
-            events.append(_event(row, "waiting", free, report.seconds - free))
+    rows: dict[str, Iterable[_Span]] = {"driver": [("call", 0.0, report.seconds, driver)]}
+    for tasks in _tasks_by_process(report):
+        rows[f"process {tasks[0].pid}, {tasks[0].device}"] = _spans(report, tasks)
+    events: list[dict[str, Any]] = []
+    for row, (title, spans) in enumerate(rows.items()):
+        place = {"pid": row, "tid": 0}
+        events.append({"ph": "M", "name": "process_name", "args": {"name": title}, **place})
+        for name, start, seconds, details in spans:
+            times = {"ts": 1e6 * start, "dur": 1e6 * seconds}
+            kind = {"ph": "X", "name": name, "cat": name.split()[0]}
+            events.append({**kind, **times, "args": details, **place})
     with replace_file(path) as partial:
         partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _spans(report: "RunReport", tasks: "list[TaskReport]") -> Iterator[_Span]:
+    """Yield the tasks of a process, and its waiting times before, between and after them."""
+    free = 0.0
+    for task in tasks:
+        start = task.started - report.started
+        if start > free:
+            yield "waiting", free, start - free, {}
+        yield f"task {task.index}", start, task.seconds, asdict(task)
+        free = start + task.seconds
+    if report.seconds > free:
+        yield "waiting", free, report.seconds - free, {}
 
 
 def _tasks_by_process(report: "RunReport") -> "list[list[TaskReport]]":
@@ -115,24 +129,3 @@ def _summary(report: "RunReport", num_processes: int) -> str:
     if report.failures:
         text += f"\nfailed workers: {report.failures}, re-executed tasks: {report.reruns}"
     return text
-
-
-def _name(row: int, name: str) -> dict[str, Any]:
-    """Return the event that gives a row of a trace its name."""
-    return {"ph": "M", "name": "process_name", "pid": row, "tid": 0, "args": {"name": name}}
-
-
-def _event(
-    row: int, name: str, start: float, seconds: float, details: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return an event of a trace that begins ``start`` seconds after the call."""
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": name.partition(" ")[0],
-        "pid": row,
-        "tid": 0,
-        "ts": 1e6 * start,
-        "dur": 1e6 * seconds,
-        "args": details or {},
-    }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from cqs.plotting.figures import add_legend, make_logarithmic, new_axes, write_plainly
 from cqs.report.content import NOTHING
@@ -19,7 +19,8 @@ _SMOOTH = 64
 _MIB = 2**20
 
 
-class Quantity(NamedTuple):
+@dataclass(frozen=True)
+class Quantity:
     """A number of a row, and its text in tables."""
 
     of: Callable[[ScalingRow], float | None]

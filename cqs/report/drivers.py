@@ -201,7 +201,7 @@ class RankDriver(Driver):
         """Return the seconds of the first rank while the others wait."""
         return _broadcast(super()._seconds(compute) if self._rank == 0 else 0.0)
 
-    def _make_call(self, work: MeasuredPass) -> Callable[[], tuple[Tensor, ...]]:
+    def _make_call(self, work: MeasuredPass) -> Compute:
         """Return a function that computes the pass for this rank's shard."""
         problem = work.problem
         shards = [
@@ -209,15 +209,14 @@ class RankDriver(Driver):
             for tensor in (problem.query, problem.key, problem.value)
         ]
 
-        def attend() -> Any:
-            return cqs.distributed.attention(
-                *shards,
-                is_causal=problem.is_causal,
-                pattern=problem.pattern,
-                head_parallel=1,
-                return_lse=True,
-            )
-
+        attend = partial(
+            cqs.distributed.attention,
+            *shards,
+            is_causal=problem.is_causal,
+            pattern=problem.pattern,
+            head_parallel=1,
+            return_lse=True,
+        )
         if not work.is_backward:
             return attend
         output, grad_output = attend()[0], work.grad_output[:, :, self._rows]
@@ -263,20 +262,6 @@ def open_driver(
                 dist.destroy_process_group()
         case _:
             yield LocalDriver(settings)
-
-
-def num_ranks() -> int:
-    """Return the number of ranks that torchrun started.
-
-    Raises:
-        ValueError: torchrun did not start this process.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            "executor 'distributed' must be started by torchrun, one process per GPU: "
-            "torchrun --nproc-per-node 4 -m cqs report --executor distributed"
-        )
-    return int(os.environ["WORLD_SIZE"])
 
 
 def _broadcast(item: Item) -> Item:

@@ -102,8 +102,7 @@ def append_rows(rows: list[Measurement], out: str | None) -> None:
         OSError: The file cannot be written.
     """
     if out is not None:
-        if Path(out).exists() and not Path(out).is_file():
-            check_rows(out)  # to open a pipe may wait forever
+        check_rows(out)  # to open a pipe may wait forever
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         content = b"".join(json.dumps(asdict(row)).encode() + b"\n" for row in rows)
         with open(out, "a+b", buffering=0) as file:

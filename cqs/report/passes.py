@@ -1,7 +1,8 @@
 """The measured pass of one problem: computed by tasks, as one task, and by PyTorch."""
 
+import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +12,14 @@ from cqs.executors.local import LocalExecutor
 from cqs.executors.ray.tasks.job import attend_task, differentiate_task
 from cqs.partial import Gradients, Partial
 from cqs.report.exact import verify_answer, verify_gradients
-from cqs.report.memory import hold, measure_held
 from cqs.report.rows import TaskBytes
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, Task
 from cqs.tiler import GradientSum, Tiler
 from cqs.worker import HeldTokens, Worker
-from cqs.worker.memory import predict_pattern_cost
+from cqs.worker.memory import measure_peak_bytes, predict_pattern_cost
 
+Result = TypeVar("Result")
 Sides = tuple[list[HeldTokens], list[HeldTokens]]
 """Inputs of a task: the tensors with query rows, and the tensors with key rows."""
 Results = Sequence[tuple[Tensor, ...]]
@@ -143,3 +144,30 @@ class MeasuredPass:
             query, key, value, is_causal=self._is_causal, enable_gqa=True
         )
         return output
+
+
+def hold(tensor: Tensor, ranges: Sequence[range]) -> HeldTokens:
+    """Copy tokens of ``[batch, heads, seqlen, dim]``, as a worker receives them."""
+    parts = [tensor[:, :, r.start : r.stop] for r in ranges]
+    return HeldTokens.packed(torch.cat([tensor[:, :, :0], *parts], dim=2), ranges)
+
+
+def measure_held(compute: Callable[[], Result], held: Sequence[HeldTokens]) -> tuple[Result, int]:
+    """Return the result of a computation, and its peak memory in bytes including its inputs.
+
+    Args:
+        compute: The computation. It runs twice: the first run compiles, and allocates what stays.
+        held: The inputs.
+    """
+    device = held[0].joined().device
+    compute()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # a cached block may be up to a megabyte larger than requested
+    collects = gc.isenabled()
+    gc.disable()  # no other object may be freed during the measurement
+    try:
+        result, peak = measure_peak_bytes(compute, device)
+    finally:
+        if collects:
+            gc.enable()
+    return result, peak + sum(tokens.joined().nbytes for tokens in held)

@@ -176,7 +176,7 @@ def make_row(
         for turn in turns
     ]
 
-    def milliseconds(name: str) -> float | None:
+    def milliseconds(name: str) -> Any:
         found = [getattr(turn, name) for turn in turns]
         return None if None in found else 1e3 * statistics.median(found)
 
@@ -207,7 +207,7 @@ def make_row(
 
 
 def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    return statistics.median(map(truediv, numerators, denominators))
+    return float(statistics.median(map(truediv, numerators, denominators)))
 
 
 def read_rows(path: Path) -> list[ScalingRow]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from cqs.report import charts
 from cqs.report.charts import QUANTITIES, Chart
-from cqs.report.content import Chapter, Content, RowAxis, Section, span
+from cqs.report.content import Chapter, Content, Picture, RowAxis, Section, Show, span
 from cqs.report.measurement import format_rows
 from cqs.report.rows import PASSES, ReportRow, ScalingRow
 
@@ -33,36 +33,23 @@ def describe(rows: Rows, out: str) -> Content:
         rows: At least one row, all with equal settings.
         out: Directory of the report, for the command that reproduces it.
     """
-    plans = {row.num_tasks: row.make_plan() for row in rows}
+    by_workers = [row for _, row in sorted({row.num_tasks: row for row in rows}.items())]
+    chapters = [Chapter("Distribution of the work", _WORKERS, by_workers, (_SHARES,))]
+    for name in PASSES:
+        if of_pass := [row for row in rows if row.passes == name]:
+            has_parts = all("actors" in row.details for row in of_pass)
+            sections = (_MEMORY, _TRAFFIC, _TIME, _SPEEDUP, *[_RUN] * has_parts)
+            chapters.append(Chapter(f"{name.capitalize()} pass", _WORKERS, of_pass, sections))
+    workers = [row.num_tasks for row in by_workers]
+    noun = "worker" if workers[-1] == 1 else "workers"
     return Content(
-        title=_title(rows),
+        title=f"Attention over {rows[0].tokens:,} tokens by {span(workers)} {noun}",
         method=METHODS[rows[0].executor],
         facts=facts(rows),
         command=command(rows, out),
-        chapters=_chapters(rows),
-        plans=[plan for _, plan in sorted(plans.items())],
+        chapters=chapters,
+        plans=[row.make_plan() for row in by_workers],
     )
-
-
-def _title(rows: Rows) -> str:
-    workers = [row.num_tasks for row in rows]
-    noun = "worker" if max(workers) == 1 else "workers"
-    return f"Attention over {rows[0].tokens:,} tokens by {span(workers)} {noun}"
-
-
-def _chapters(rows: Rows) -> list[Chapter]:
-    plans = {row.num_tasks: row for row in rows}
-    by_workers = [plans[number] for number in sorted(plans)]
-    found = [Chapter("Distribution of the work", _WORKERS, by_workers, (_SHARES,))]
-    for name in PASSES:
-        of_pass = [row for row in rows if row.passes == name]
-        if not of_pass:
-            continue
-        sections = [_MEMORY, _TRAFFIC, _TIME, _SPEEDUP]
-        if all("actors" in row.details for row in of_pass):
-            sections.append(_RUN)
-        found.append(Chapter(f"{name.capitalize()} pass", _WORKERS, of_pass, tuple(sections)))
-    return found
 
 
 def facts(rows: Sequence[ReportRow]) -> dict[str, str]:
@@ -99,7 +86,7 @@ def facts(rows: Sequence[ReportRow]) -> dict[str, str]:
 
 def summarize_rows(rows: Rows) -> str:
     """Return a text table of the main quantities, for the terminal."""
-    columns = {
+    columns: dict[str, Show] = {
         "W": lambda row: str(row.num_tasks),
         "pass": lambda row: row.passes,
         "tokens": QUANTITIES["share"],
@@ -133,8 +120,10 @@ def command(rows: Rows, out: str) -> str:
     )
 
 
-def _section(title: str, text: str, names: Sequence[str], *pictures: Chart) -> Section:
-    return Section(title, text, {name: QUANTITIES[name] for name in names}, pictures)
+def _section(title: str, text: str, names: Sequence[str], *drawn: Chart) -> Section:
+    columns: dict[str, Show] = {name: QUANTITIES[name] for name in names}
+    pictures = tuple(Picture(chart.plot, chart.caption) for chart in drawn)
+    return Section(title, text, columns, pictures)
 
 
 _WORKERS = RowAxis("W", "number of workers W", lambda row: str(row.num_tasks))
