@@ -213,15 +213,13 @@ def test_directories_of_killed_processes_are_removed_and_no_others(short_folder,
     with holder_of_folder(short_folder) as (killed, abandoned):
         open(os.path.join(abandoned, "rendezvous"), "w").close()
         killed.kill()
-    names = ("baseline", "elsewhere", "cqs-ray-baseline", "cqs-ray-abcdefgh0", "cqs-ray-ABCDEFGH")
-    others = [short_folder / name for name in (*names, "cqs-ray-otherpc1")]
+    ours, other_host = session._LOCKED, f"cqs-ray-{(int(session._HOST, 16) + 1) % 2**16:04x}"
+    names = ("baseline", "elsewhere", "cqs-ray-baseline", f"{ours}abcdefgh0", f"{ours}ABCDEFGH")
+    others = [short_folder / name for name in (*names, f"{other_host}abcdefgh")]
     for other in others:
         other.mkdir(mode=0o700)
         (other / "data").touch()
-    for other in others[1], others[3], others[4]:
-        shutil.copy(os.path.join(abandoned, session._LOCK_FILE), other)
-    (others[5] / session._LOCK_FILE).write_text("of another host")
-    link, file = short_folder / "cqs-ray-linklink", short_folder / "cqs-ray-filefile"
+    link, file = short_folder / f"{ours}linklink", short_folder / f"{ours}filefile"
     link.symlink_to(others[1])
     file.touch(mode=0o700)
     kept = {*others, link, file}

@@ -6,12 +6,11 @@ restarts no actor and retries no task (``max_restarts=0``, ``max_task_retries=0`
 replaces failed actors.
 """
 
-from cqs.executors.ray.cluster import Cluster
-from cqs.executors.ray.failures import TaskFailedError, WorkersFailedError
+from cqs.executors.ray.cluster import Cluster, TemporaryCluster
 from cqs.executors.ray.future import AttentionFuture
+from cqs.executors.ray.pool import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.report import RunReport, TaskReport
-from cqs.executors.ray.temporary import TemporaryCluster
 
 __all__ = [
     "AttentionFuture",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cqs.executors.ray.actor_info import ActorInfo, host_name
 from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.pool import ActorInfo
 from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
 from cqs.executors.ray.tasks.job import TensorGroups
@@ -33,9 +33,9 @@ class TaskActor(ShardActor):
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
-        """Return process, host and device; answers as soon as the actor has started."""
+        """Return process, node and device; answers as soon as the actor has started."""
         node = import_ray().get_runtime_context().get_node_id()
-        return ActorInfo(os.getpid(), host_name(), node, str(self._device))
+        return ActorInfo(os.getpid(), node, str(self._device))
 
     def run(
         self,

@@ -3,7 +3,8 @@
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Unpack, overload
+from functools import partial
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -12,18 +13,16 @@ from cqs.arguments import as_bool, as_integer, to_float, to_integer, with_advice
 from cqs.executors.contract import Report, attend, check_progress
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
-from cqs.executors.ray.closer import Closer
-from cqs.executors.ray.dispatcher import Dispatcher
-from cqs.executors.ray.failures import RetryPolicy
+from cqs.executors.ray.dispatcher import Dispatcher, run_to_end
 from cqs.executors.ray.future import AttentionFuture
-from cqs.executors.ray.pool import start_pool
+from cqs.executors.ray.pool import ActorPool, RetryPolicy
 from cqs.executors.ray.shards.group import WorkerGroup
-from cqs.executors.ray.shards.producer import AttendShards, LoadShard, MakeShard
+from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, load_shard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.executors.shortage import fewest_tasks
 from cqs.executors.streaming.budget import parse_budget
-from cqs.partial import AttentionOutput
+from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Kind, Plan
@@ -31,29 +30,6 @@ from cqs.worker.backends import check_backend_name
 
 _PREDICTABLE = 0.95
 """Fraction of a memory budget that the prediction may fill, which leaves room for its error."""
-
-
-class _Options(ProblemOptions, total=False):
-    """Options of every call of attention on a cluster, see :meth:`Cluster.attention`."""
-
-    plan: Kind | str | None
-    backend: str | None
-    return_lse: bool
-    verify: bool
-
-
-class _TensorOptions(_Options, total=False):
-    """Options of attention on tensors of this process."""
-
-    num_tasks: int | None
-    memory_budget: int | str | None
-    progress: Report
-
-
-class _ShardedOptions(_Options, total=False):
-    """Options of attention on a sharded sequence."""
-
-    head_parallel: int | str
 
 
 class Cluster:
@@ -114,9 +90,11 @@ class Cluster:
         num_workers = _positive_or_none("num_workers", num_workers)
         cpus_per_worker = _positive_or_none("cpus_per_worker", cpus_per_worker)
         object_store_memory = _positive_or_none("object_store_memory", object_store_memory)
-        max_attempts = as_integer("max_attempts", max_attempts, 1)
-        stall_timeout = _as_seconds("stall_timeout", stall_timeout)
-        start_timeout = _as_seconds("start_timeout", start_timeout)
+        retry_policy = RetryPolicy(
+            _as_seconds("stall_timeout", stall_timeout),
+            _as_seconds("start_timeout", start_timeout),
+            as_integer("max_attempts", max_attempts, 1),
+        )
         if use_gpus is not None:
             use_gpus = as_bool("use_gpus", use_gpus, "a bool or None")
         if address is not None and not isinstance(address, str):
@@ -132,21 +110,17 @@ class Cluster:
                     )
                 else:
                     ray, disconnect = session.connect(address)
-                stack.callback(Closer(disconnect).close)
-            self._pool, num_workers = start_pool(
-                ray,
-                self.actor_class,
-                num_workers,
-                use_gpus,
-                cpus_per_worker or 1,
-                start_timeout,
+                stack.callback(run_to_end, disconnect)
+            self._pool = ActorPool(
+                ray, self.actor_class, num_workers, use_gpus, cpus_per_worker or 1, retry_policy
             )
+            stack.callback(run_to_end, self._pool.close)
+            self._pool.start()
             self._dispatcher = Dispatcher(self._pool, disconnect)
             stack.pop_all()
-        self._retry_policy = RetryPolicy(num_workers, stall_timeout, start_timeout, max_attempts)
-        self._group = WorkerGroup(self._dispatcher, self._retry_policy)
+        self._group = WorkerGroup(self._dispatcher)
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -168,11 +142,11 @@ class Cluster:
 
     @overload
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_TensorOptions]
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Tensor | AttentionOutput: ...
 
     @overload
-    def attention(self, query: Sharded, **options: Unpack[_ShardedOptions]) -> Sharded: ...
+    def attention(self, query: Sharded, **options: Any) -> Sharded: ...
 
     @with_advice
     def attention(
@@ -269,7 +243,16 @@ class Cluster:
                 "return_lse": return_lse,
                 "verify": verify,
             }
-            return Sharded.make(self._group, AttendShards(distributed_options), [query])
+            return Sharded.make(
+                self._group,
+                ShardProducer(
+                    "attention",
+                    partial(attend_shards, distributed_options),
+                    is_collective=True,
+                    is_early=not verify,
+                ),
+                [query],
+            )
         if head_parallel != "auto":
             raise TypeError(
                 f"head_parallel must be 'auto' for tensors, got {head_parallel!r}: pass a sharded "
@@ -326,7 +309,8 @@ class Cluster:
                     f"{tuple(tensor.shape)}, got {dim}"
                 )
         parts = [tensor.tensor_split(self._group.num_ranks, dim) for tensor in tensors]
-        return Sharded.make(self._group, LoadShard(), parts=tuple(zip(*parts, strict=True)))
+        producer = ShardProducer("shard", load_shard)
+        return Sharded.make(self._group, producer, parts=tuple(zip(*parts, strict=True)))
 
     def make_sharded(self, function: Callable[[int, int], Any]) -> Sharded:
         """Make a sharded sequence on the workers; no tensor passes through this process.
@@ -349,7 +333,7 @@ class Cluster:
         """
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
-        return Sharded.make(self._group, MakeShard(function))
+        return Sharded.make(self._group, ShardProducer("make_sharded", function))
 
     @with_advice
     def submit(
@@ -411,16 +395,11 @@ class Cluster:
 
     def make_executor(self, *, is_in_dispatcher: bool = False) -> TaskExecutor:
         """Return an executor of one call; see :class:`cqs.executors.contract.Executor`."""
-        return TaskExecutor(
-            self._dispatcher,
-            self._retry_policy,
-            self._group.rest,
-            is_in_dispatcher=is_in_dispatcher,
-        )
+        return TaskExecutor(self._dispatcher, self._group.rest, is_in_dispatcher=is_in_dispatcher)
 
     def _planner(self, num_tasks: int | None, plan: Kind | str | None) -> Callable[[Problem], Plan]:
         """Return the function that makes the plan of each part of a problem."""
-        number = self._retry_policy.num_workers if num_tasks is None else num_tasks
+        number = self._pool.num_workers if num_tasks is None else num_tasks
         return lambda part: part.make_plan(number, plan)
 
     def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
@@ -435,23 +414,44 @@ class Cluster:
                 "workers may differ"
             )
         num_bytes = parse_budget(budget, torch.device("cpu"))
-        infos = (actor.info for actor in list(self._pool.actors.values()))
-        on_gpus = any(info is not None and info.device.startswith("cuda") for info in infos)
-        most = 1
-        for _, part in problem.parts():
-            found = fewest_tasks(
-                part,
-                backend or ("triton" if on_gpus else "cpu"),
-                _PREDICTABLE * num_bytes,
-                at_least=self._retry_policy.num_workers,
+        devices = [actor.info.device for actor in list(self._pool.actors.values()) if actor.info]
+        name = backend or ("cpu" if all(device == "cpu" for device in devices) else "triton")
+        limit, least = _PREDICTABLE * num_bytes, self._pool.num_workers
+        parts = [part for _, part in problem.parts()]
+        found = [fewest_tasks(part, name, limit, at_least=least) for part in parts]
+        if None in found:
+            raise ValueError(
+                "memory_budget must hold the smallest possible task, "
+                f"got {num_bytes} bytes: raise it"
             )
-            if found is None:
-                raise ValueError(
-                    "memory_budget must hold the smallest possible task, "
-                    f"got {num_bytes} bytes: raise it"
-                )
-            most = max(most, found[0])
-        return most
+        return max(num_tasks for num_tasks, _ in filter(None, found))
+
+
+class TemporaryCluster:
+    """Computes tasks on a cluster of a ``with`` block; each backward pass starts another one.
+
+    An executor, see :class:`cqs.executors.contract.Executor`.
+    """
+
+    num_tasks: int
+
+    def __enter__(self) -> Self:
+        """Start a cluster, for which :class:`cqs.Cluster` chooses the workers."""
+        self._cluster = Cluster()
+        self.num_tasks = len(self._cluster.pids)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cluster.close()
+
+    def run(self, *arguments: Any) -> Partial:
+        """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`."""
+        return self._cluster.make_executor().run(*arguments)
+
+    def run_backward(self, *arguments: Any) -> Gradients:
+        """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
+        with Cluster() as cluster:
+            return cluster.make_executor().run_backward(*arguments)
 
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:

@@ -1,15 +1,14 @@
-"""The thread in which the calls of a cluster execute, and interruptible waits for it."""
+"""The thread in which the calls of a cluster execute, and waits that may be interrupted."""
 
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from cqs.executors.ray.closer import Closer
 from cqs.executors.ray.pool import ActorPool
 
 _Found = TypeVar("_Found")
@@ -33,21 +32,21 @@ class Dispatcher:
             disconnect: Disconnects from Ray, or shuts down a private Ray.
         """
         self.pool = pool
-        self.closing = threading.Event()
-        """Set when the cluster closes: calls then raise CancelledError."""
         self._pid = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
-        self._close = weakref.finalize(
-            self, _close, self._pid, self.closing, self._thread, pool, disconnect
-        )
-        self._closer = Closer(self._close)
+        self._close = weakref.finalize(self, _close, self._pid, self._thread, pool, disconnect)
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Close the cluster; see :meth:`cqs.Cluster.close`."""
         if _is_dispatcher():  # the call of this thread must end first
             self._close()
         else:
-            self._closer.close()
+            run_to_end(self._close_once)
+
+    def _close_once(self) -> None:
+        with self._lock:  # all callers wait until the first has closed the cluster
+            self._close()
 
     def check_open(self) -> None:
         """Raise ValueError if the cluster is closed, disconnected or of another process."""
@@ -87,9 +86,26 @@ class Dispatcher:
             RuntimeError: The caller is a progress function of a cluster, which would wait forever.
             Exception: The work raised.
         """
-        self.check_open()
         check_may_wait()
         return wait_or_cancel(self.submit(work), cancelled)
+
+
+def run_to_end(function: Callable[[], object]) -> None:
+    """Call a function on a new thread, which KeyboardInterrupt does not reach, and wait for it.
+
+    The function ends also if an exception interrupts the wait.
+
+    Raises:
+        Exception: The function raised.
+    """
+    thread = ThreadPoolExecutor(1)
+    try:
+        future = thread.submit(function)
+    except RuntimeError:  # no thread can start while the interpreter shuts down
+        function()
+    else:
+        with thread:
+            future.result()
 
 
 def wait_or_cancel(future: "Future[_Found]", cancelled: threading.Event) -> _Found:
@@ -114,15 +130,16 @@ def _is_dispatcher() -> bool:
     return threading.current_thread().name.startswith(_THREAD)
 
 
-def _close(pid: int, closing: threading.Event, thread: ThreadPoolExecutor, *rest: Any) -> None:
+def _close(
+    pid: int, thread: ThreadPoolExecutor, pool: ActorPool, disconnect: Callable[[], None]
+) -> None:
     """End the calls of a cluster, its actors and a private Ray; a forked process closes nothing."""
     if os.getpid() != pid:
         return
-    closing.set()
+    pool.closing.set()
     if _is_dispatcher():  # closed by a progress function: the call must end first
-        threading.Thread(target=_close, args=(pid, closing, thread, *rest)).start()
+        threading.Thread(target=_close, args=(pid, thread, pool, disconnect)).start()
         return
-    pool, disconnect = rest
     thread.shutdown(wait=True, cancel_futures=True)
     try:
         pool.close()

@@ -1,20 +1,54 @@
-"""The actors of a cluster: their start, replacement and end."""
+"""The actors of a cluster: their start, their calls, and the detection of failed and hung ones."""
 
-import contextlib
-import os
-import signal
+import itertools
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Self
 
-from cqs.executors.ray.actor_info import ActorInfo, host_name
-from cqs.executors.ray.closer import Closer
 from cqs.executors.ray.session import find_connection
 
 CONTROL = "control"
 """Concurrency group of calls that an actor answers while it computes."""
 _RELEASE_SECONDS = 5.0
 """Seconds that Ray may take to release the resources of actors that have ended."""
+_POLL_SECONDS = 0.1
+"""Longest wait for answers before the caller checks for cancellation and timeouts."""
+
+
+class WorkersFailedError(RuntimeError):
+    """No worker is left to compute the remaining tasks."""
+
+
+class TaskFailedError(RuntimeError):
+    """As many workers as ``max_attempts`` failed on the same task or shard operation."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """After how many failures, and after how long a silence, a call gives up."""
+
+    stall_timeout: float
+    """Seconds after which an actor that has work and returns no result counts as hung."""
+    start_timeout: float
+    """Seconds that a new actor may take until it answers."""
+    max_attempts: int
+    """Number of actors that may fail on one task or operation before the call raises."""
+
+
+class ActorInfo(NamedTuple):
+    """Where an actor runs."""
+
+    pid: int
+    """Process id on the actor's host."""
+    node: str
+    """Id of the actor's Ray node."""
+    device: str
+    """Device of the actor, ``"cuda"`` or ``"cpu"``."""
 
 
 @dataclass
@@ -26,11 +60,7 @@ class Actor:
     handle: Any
     """Ray handle of the actor; None after its removal."""
     info: ActorInfo | None = None
-    """Process, host and device of the actor; None until it has answered."""
-
-    def ping(self) -> Any:
-        """Return a Ray reference to the actor's :attr:`info`, ready when it has started."""
-        return self.handle.describe.remote()
+    """Process, node and device of the actor; None until it has answered."""
 
 
 class ActorPool:
@@ -40,29 +70,50 @@ class ActorPool:
         self,
         ray: Any,
         actor_class: type,
-        num_workers: int,
-        *,
-        use_gpus: bool,
+        num_workers: int | None,
+        use_gpus: bool | None,
         cpus_per_worker: int,
+        retry_policy: RetryPolicy,
     ):
         """Reserve resources for the actors and their replacements, and start none.
 
         Args:
             ray: The ray module, connected to a cluster.
             actor_class: Class of the actors, not decorated by ``ray.remote``.
-            num_workers: Number of actors that run at the same time.
-            use_gpus: Reserve one GPU for each actor instead of CPU cores.
+            num_workers: Number of actors that run at the same time; ``None`` means as many as the
+                cluster has GPUs or cores for.
+            use_gpus: Reserve one GPU for each actor instead of CPU cores; ``None`` means true if
+                the cluster has GPUs.
             cpus_per_worker: CPU cores of each actor without a GPU, and threads of every actor.
+            retry_policy: Timeouts and the number of attempts per task.
+
+        Raises:
+            ValueError: The cluster has too few free GPUs or cores.
         """
-        self.ray = ray
-        self._connection = find_connection()
-        room = {"GPU": 1} if use_gpus else {"CPU": cpus_per_worker}
-        self._room = ray.util.placement_group([room] * num_workers, strategy="PACK")
+        total = ray.cluster_resources()
+        if use_gpus is None:
+            use_gpus = total.get("GPU", 0) >= 1
+        kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
+        if num_workers is None:
+            num_workers = max(int(total.get(kind, 0)) // each, 1)
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while (free := ray.available_resources().get(kind, 0)) < num_workers * each:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"num_workers must be at most the workers that fit the free {kind}s, "
+                    f"got {num_workers}, which require {num_workers * each}: the cluster has "
+                    f"{free:g} free of {total.get(kind, 0):g}"
+                )
+            time.sleep(0.1)
+        self.ray, self.num_workers, self.retry_policy = ray, num_workers, retry_policy
         self.actors: dict[int, Actor] = {}
-        self._num_started = 0
+        self.closing = threading.Event()
+        """Set when the cluster closes: calls then raise CancelledError."""
+        self._connection = find_connection()
+        self._room = ray.util.placement_group([{kind: each}] * num_workers, strategy="PACK")
+        self._numbers = itertools.count()
         self._abandoned: list[Any] = []
-        self._arguments = use_gpus, cpus_per_worker
-        self._remote_class = ray.remote(
+        remote_class = ray.remote(
             num_cpus=0 if use_gpus else cpus_per_worker,
             num_gpus=int(use_gpus),
             max_restarts=0,
@@ -72,6 +123,26 @@ class ActorPool:
                 self._room
             ),
         )(actor_class)
+        self._start_actor = partial(remote_class.remote, use_gpus, cpus_per_worker)
+
+    def start(self) -> None:
+        """Start all actors and wait until they answer.
+
+        Raises:
+            ValueError: An actor did not answer within ``start_timeout``.
+            ray.exceptions.RayError: An actor failed.
+        """
+        with Calls(self, threading.Event()) as calls:
+            calls.refill()
+            while calls:
+                for answer in calls.collect():
+                    if isinstance(answer.failure, TimeoutError):
+                        raise ValueError(
+                            "a worker did not start within start_timeout="
+                            f"{self.retry_policy.start_timeout:g} s: raise start_timeout"
+                        )
+                    if error := answer.failure or answer.error:
+                        raise error
 
     @property
     def is_connected(self) -> bool:
@@ -88,29 +159,17 @@ class ActorPool:
                 "another cqs.Cluster"
             )
 
-    def start(self, number: int) -> list[Actor]:
-        """Start actors without waiting; calls on them are queued until they have started."""
-        started = []
-        for _ in range(number):
-            actor = Actor(self._num_started, self._remote_class.remote(*self._arguments))
+    def refill(self) -> None:
+        """Start missing actors without waiting; they execute calls when they have started."""
+        while len(self.actors) < self.num_workers:
+            actor = Actor(next(self._numbers), self._start_actor())
             self.actors[actor.index] = actor
-            self._num_started += 1
-            started.append(actor)
-        return started
 
-    def remove(self, actor: Actor, *, is_hung: bool) -> None:
-        """Kill an actor and remove it from the pool.
-
-        Args:
-            actor: Actor of this pool.
-            is_hung: Send SIGKILL to its process too, if that runs on the host of the driver.
-        """
+    def remove(self, actor: Actor) -> None:
+        """Kill an actor, also one that hangs, and remove it from the pool."""
         del self.actors[actor.index]
         self.ray.kill(actor.handle, no_restart=True)
         actor.handle = None  # a handle keeps a connection of Ray open
-        if is_hung and actor.info is not None and actor.info.host == host_name():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(actor.info.pid, signal.SIGKILL)
 
     def abandon(self, refs: list[Any]) -> None:
         """Discard results that are no longer needed.
@@ -119,77 +178,153 @@ class ActorPool:
         references, and reads them in a later call.
         """
         self._abandoned += refs
-        if not self._abandoned:
+        if not self._abandoned or not self.is_connected:
             return
         ready, self._abandoned = self.ray.wait(
             self._abandoned, num_returns=len(self._abandoned), timeout=0
         )
         for ref in ready:
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 self.ray.get(ref)
 
     def close(self) -> None:
         """Kill all actors and release their resources, if the connection to Ray still exists."""
-        if not self.is_connected:
-            return
-        self.abandon([])
-        for actor in list(self.actors.values()):
-            self.remove(actor, is_hung=False)
-        self.ray.util.remove_placement_group(self._room)
+        if self.is_connected:
+            self.abandon([])
+            for actor in list(self.actors.values()):
+                self.remove(actor)
+            self.ray.util.remove_placement_group(self._room)
 
 
-def start_pool(
-    ray: Any,
-    actor_class: type,
-    num_workers: int | None,
-    use_gpus: bool | None,
-    cpus_per_worker: int,
-    start_timeout: float,
-) -> tuple[ActorPool, int]:
-    """Start all actors and wait until they answer; if one fails, end all.
+class Answer(NamedTuple):
+    """The end of a call, or of all calls on an actor that has failed."""
 
-    Args:
-        ray: The ray module, connected to a cluster.
-        actor_class: Class of the actors, not decorated by ``ray.remote``.
-        num_workers: Number of actors; ``None`` means as many as the cluster has GPUs or cores for.
-        use_gpus: Reserve one GPU for each actor; ``None`` means true if the cluster has GPUs.
-        cpus_per_worker: CPU cores of each actor without a GPU.
-        start_timeout: Seconds to wait for the answer of an actor.
+    actor: Actor
+    keys: list[Any]
+    """Key of the call; of a failed actor, the keys of all its calls in their order."""
+    value: Any = None
+    """Return value of the method."""
+    error: Exception | None = None
+    """Exception that the method raised; its cause has the remote traceback."""
+    failure: Exception | None = None
+    """Failure of the actor, which has been removed from the pool; TimeoutError if it hung."""
+    seconds: float = 0.0
+    """Time to get the value."""
 
-    Returns:
-        The pool and the number of its actors.
 
-    Raises:
-        ValueError: The cluster has too few free GPUs or cores, or an actor did not answer in time.
+class Calls:
+    """Pending calls on actors, in a ``with`` block at whose end they are cancelled.
+
+    An actor executes its calls one after another.
     """
-    total = ray.cluster_resources()
-    if use_gpus is None:
-        use_gpus = total.get("GPU", 0) >= 1
-    kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
-    if num_workers is None:
-        num_workers = max(int(total.get(kind, 0)) // each, 1)
-    deadline = time.monotonic() + _RELEASE_SECONDS
-    while (free := ray.available_resources().get(kind, 0)) < num_workers * each:
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"num_workers must be at most the workers that fit the free {kind}s, "
-                f"got {num_workers}, which require {num_workers * each}: the cluster has "
-                f"{free:g} free of {total.get(kind, 0):g}"
-            )
-        time.sleep(0.1)
-    pool = ActorPool(
-        ray, actor_class, num_workers, use_gpus=use_gpus, cpus_per_worker=cpus_per_worker
-    )
-    try:
-        pings = [(actor, actor.ping()) for actor in pool.start(num_workers)]
-        for actor, ping in pings:
-            actor.info = ray.get(ping, timeout=start_timeout)
-    except ray.exceptions.GetTimeoutError:
-        Closer(pool.close).close()
-        raise ValueError(
-            f"a worker did not start within start_timeout={start_timeout:g} s: raise start_timeout"
-        ) from None
-    except BaseException:
-        Closer(pool.close).close()
-        raise
-    return pool, num_workers
+
+    def __init__(self, pool: ActorPool, cancelled: threading.Event):
+        """Start without calls.
+
+        Args:
+            pool: The pool of the actors.
+            cancelled: Event that makes waits end with CancelledError, as the closing of the cluster
+                does.
+        """
+        self._pool, self._ray, self.cancelled = pool, pool.ray, cancelled
+        self.start = time.monotonic()
+        self.timeout = pool.retry_policy.stall_timeout
+        """Seconds after which an actor that has started and does not answer counts as hung."""
+        self.queues: dict[int, dict[Any, Any]] = {}
+        """By actor index, the keys of pending calls by their Ray references, in order."""
+        self._actors: dict[Any, Actor] = {}
+        self._last_sign: dict[int, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pool.is_connected:
+            for ref in self._actors:
+                self._ray.cancel(ref, force=False)
+            self._pool.abandon(list(self._actors))
+
+    def __bool__(self) -> bool:
+        """Return whether calls are pending."""
+        return bool(self._actors)
+
+    def add(self, actor: Actor, key: Any, method: str, *arguments: Any) -> None:
+        """Call a method of an actor; ``key`` identifies the call in its answer."""
+        queue = self.queues.setdefault(actor.index, {})
+        if not queue:
+            self._last_sign[actor.index] = time.monotonic()
+        ref = getattr(actor.handle, method).remote(*arguments)
+        queue[ref] = key
+        self._actors[ref] = actor
+
+    def refill(self) -> None:
+        """Start missing actors; call ``describe`` with key None on all that had no calls here."""
+        self._pool.refill()
+        for actor in self._pool.actors.values():
+            if actor.index not in self.queues:
+                self.add(actor, None, "describe")
+
+    def check(self) -> None:
+        """Raise CancelledError or ValueError if the call must end; Ray may then be shut down."""
+        if self.cancelled.is_set() or self._pool.closing.is_set():
+            raise CancelledError
+        self._pool.check_connected()
+
+    def collect(self) -> Iterator[Answer]:
+        """Wait at most 0.1 s for an answer; yield all that have arrived, failures and hung actors.
+
+        Raises:
+            CancelledError: The call was cancelled, or the cluster closed.
+            ValueError: This process lost its connection to Ray.
+        """
+        self.check()
+        refs = list(self._actors)
+        ready, _ = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)
+        if ready and len(refs) > 1:
+            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
+        for ref in ready:
+            self.check()  # the caller of the previous answer may have run user code
+            if ref in self._actors:
+                yield self._get(ref)
+        now, start_timeout = time.monotonic(), self._pool.retry_policy.start_timeout
+        for actor in {actor.index: actor for actor in self._actors.values()}.values():
+            limit = start_timeout if actor.info is None else self.timeout
+            if now - self._last_sign[actor.index] > limit:
+                yield self.fail(actor, TimeoutError(f"no answer for {limit:g} s"))
+
+    def _get(self, ref: Any) -> Answer:
+        actor, start, errors = self._actors[ref], time.perf_counter(), self._ray.exceptions
+        value: Any = None
+        raised: Exception | None = None
+        try:
+            value = self._ray.get(ref)
+        except errors.RayTaskError as error:
+            raised = error.cause
+            with suppress(Exception):  # some exceptions have read-only attributes
+                raised.__cause__ = error
+        except errors.UnserializableException as error:
+            raised = error
+        except (
+            errors.RayActorError,
+            errors.OutOfMemoryError,
+            errors.ObjectLostError,
+            errors.NodeDiedError,
+            errors.WorkerCrashedError,
+        ) as error:
+            return self.fail(actor, error)
+        del self._actors[ref]
+        self._last_sign[actor.index] = time.monotonic()
+        key = self.queues[actor.index].pop(ref)
+        if isinstance(value, ActorInfo):
+            actor.info = value
+        return Answer(actor, [key], value, raised, seconds=time.perf_counter() - start)
+
+    def fail(self, actor: Actor, failure: Exception) -> Answer:
+        """Remove a failed or hung actor from the pool, and its calls."""
+        queue = self.queues.pop(actor.index, {})
+        for ref in queue:
+            del self._actors[ref]
+        if actor.index in self._pool.actors:
+            self._pool.remove(actor)
+        self._pool.abandon(list(queue))
+        return Answer(actor, list(queue.values()), failure=failure)

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +19,10 @@ _CONNECT_SECONDS = 10.0
 """Seconds to wait for a TCP connection to the address of a cluster."""
 _SESSION = "session_2026-01-31_12-34-56_123456"
 """Example of Ray's name of a session directory, without the process id; it gives the length."""
-_PREFIX, _RAY_FOLDER, _LOCK_FILE = "cqs-ray-", "ray", "cqs-ray.lock"
+_HOST = f"{zlib.crc32(socket.gethostname().encode()) % 2**16:04x}"
+"""Hash of this host's name: its locks may be invisible on other hosts that share a directory."""
+_UNLOCKED, _LOCKED, _RAY_FOLDER = f"cqs-ray.{_HOST}", f"cqs-ray-{_HOST}", "ray"
+"""Prefixes of the names of private directories, and the name of Ray's own directory in them."""
 _CONFIG = {
     # Metrics and events are not used, and their senders leak a socket after ray.shutdown.
     "enable_metrics_collection": False,
@@ -133,17 +137,13 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
     is_port = found and 0 < int(found[2]) < 2**16  # the resolver reduces ports modulo 2^16
     if not is_port and address != "auto":
         raise ValueError(f"address must be 'auto', HOST:PORT or ray://HOST:PORT, got {address!r}")
+    if address.startswith("ray://") and find_spec("grpc") is None:
+        raise NotImplementedError(f"address {address!r} requires grpcio: pip install 'ray[client]'")
     try:
         if found:  # fails within seconds; Ray retries for minutes
             host, port = found[1].strip("[]"), int(found[2])
             socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
-        if address.startswith("ray://") and find_spec("grpc") is None:
-            raise NotImplementedError(
-                f"address {address!r} requires grpcio: pip install 'ray[client]'"
-            )
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-    except NotImplementedError:
-        raise
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"address must be that of a running Ray cluster, got {address!r}: {error}"
@@ -183,19 +183,24 @@ def start_private_ray(
         folder = stack.enter_context(private_folder())
         stack.callback(_end_processes_in, folder)
         stack.callback(shutdown)
-        with _loopback_only(ray):
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                logging_level="ERROR",
-                log_to_driver=False,
-                object_store_memory=object_store_memory,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=os.path.join(folder, _RAY_FOLDER),
-                _system_config=dict(_CONFIG),  # a copy, because Ray modifies it
-            )
+        # Ray's servers listen only on the loopback interface if the address of the node is
+        # 127.0.0.1. On Linux, Ray replaces that address by one of the network unless
+        # ENABLE_RAY_CLUSTER is false, its default on macOS.
+        constants = ray._private.ray_constants
+        stack.callback(setattr, constants, "ENABLE_RAY_CLUSTER", constants.ENABLE_RAY_CLUSTER)
+        constants.ENABLE_RAY_CLUSTER = False
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=False,
+            object_store_memory=object_store_memory,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=os.path.join(folder, _RAY_FOLDER),
+            _system_config=dict(_CONFIG),  # a copy, because Ray modifies it
+        )
         ours = find_connection()
         undo = stack.pop_all()
 
@@ -260,101 +265,55 @@ def private_folder() -> Iterator[str]:
     within the limit of the operating system.
     """
     parent = tempfile.gettempdir()
-    name = f"{_PREFIX}12345678/{_RAY_FOLDER}/{_SESSION}_{os.getpid()}/sockets/plasma_store"
+    name = f"{_LOCKED}12345678/{_RAY_FOLDER}/{_SESSION}_{os.getpid()}/sockets/plasma_store"
     if len(os.fsencode(os.path.join(parent, name))) > _LONGEST_SOCKET_PATH:
         parent = "/tmp"
-    _remove_abandoned(parent)
+    with contextlib.suppress(OSError):  # this user cannot list the directory
+        for name in os.listdir(parent):
+            if re.fullmatch(re.escape(_LOCKED) + "[a-z0-9_]{8}", name):
+                _remove_abandoned(os.path.join(parent, name))
+    folder = tempfile.mkdtemp(prefix=_UNLOCKED, dir=parent)
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-        stack.callback(_remove, folder)
-        _lock(folder, stack)
+        stack.callback(lambda: shutil.rmtree(folder, ignore_errors=True))
+        # Renamed when locked, so no process finds an unlocked directory of a running process. On a
+        # file system without locks it keeps its name, and other processes never remove it.
+        with contextlib.suppress(OSError):
+            _lock(folder, stack)
+            locked = os.path.join(parent, os.path.basename(folder).replace(_UNLOCKED, _LOCKED))
+            os.rename(folder, locked)
+            folder = locked
         yield folder
 
 
-def _lock(folder: str, stack: contextlib.ExitStack) -> None:
-    """Lock a private directory until the stack is closed or this process ends.
+def _remove_abandoned(folder: str) -> None:
+    """Remove the private directory of a killed process of this user.
 
-    The lock file gets its name after it is locked, so no process finds an unlocked file of a
-    running process. On a file system without locks the file keeps its temporary name, and other
-    processes never remove the directory.
+    The Ray of a killed process runs for a moment longer and may still write files. The directory
+    then remains, and a later start removes it.
     """
-    import fcntl
-
-    unnamed = os.path.join(folder, "unlocked")
-    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    stack.callback(os.close, descriptor)
-    os.write(descriptor, _host())
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(unnamed, os.path.join(folder, _LOCK_FILE))
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        _lock(folder, stack)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_abandoned(parent: str) -> None:
-    """Remove the private directories in ``parent`` whose processes were killed."""
-    with contextlib.suppress(OSError):  # this user cannot list the directory
-        for name in os.listdir(parent):
-            if re.fullmatch(re.escape(_PREFIX) + "[a-z0-9_]{8}", name):
-                with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-                    if _lock_abandoned(folder := os.path.join(parent, name), stack):
-                        _remove(folder)
-
-
-def _lock_abandoned(folder: str, stack: contextlib.ExitStack) -> bool:
-    """Return whether a directory belongs to a killed process of this user and host.
-
-    The directory stays locked until the stack is closed, so that no other process removes it too.
+def _lock(folder: str, stack: contextlib.ExitStack) -> None:
+    """Lock a directory of this user until the stack is closed or this process ends.
 
     Raises:
-        OSError: The directory is not private, locked, already removed, a link, or not accessible.
+        OSError: The directory is locked, removed, a link, a file or another user's, or its file
+            system has no locks.
     """
     import fcntl
 
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     stack.callback(os.close, opened)
-    lock_file = os.open(_LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
-    stack.callback(os.close, lock_file)
-    if not os.stat(opened).st_uid == os.stat(lock_file).st_uid == os.geteuid():
-        return False
-    if os.read(lock_file, len(_host()) + 1) != _host():
-        return False  # locks of other hosts may be invisible here
-    fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return os.path.samestat(os.stat(opened), os.lstat(folder))
-
-
-def _remove(folder: str) -> None:
-    """Remove a private directory; its lock file is removed last.
-
-    The Ray of a killed process runs for a moment longer and may still write files. The directory
-    then keeps its lock file, and a later start removes it.
-    """
-    of_ray = os.path.join(folder, _RAY_FOLDER)
-    shutil.rmtree(of_ray, ignore_errors=True)
-    if not os.path.lexists(of_ray):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _host() -> bytes:
-    return os.fsencode(socket.gethostname())
+    if os.stat(opened).st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def find_private_folder() -> str | None:
     """Return the directory of the private Ray to which this process is connected, or None."""
     folder, name = os.path.split(import_ray()._private.worker._global_node.get_temp_dir_path())
-    is_ours = name == _RAY_FOLDER and os.path.basename(folder).startswith(_PREFIX)
+    is_ours = name == _RAY_FOLDER and os.path.basename(folder).startswith((_UNLOCKED, _LOCKED))
     return folder if is_ours else None
-
-
-@contextlib.contextmanager
-def _loopback_only(ray: Any) -> Iterator[None]:
-    """Restrict a Ray that starts in the block to the loopback interface.
-
-    Ray's servers listen only there if the address of the node is 127.0.0.1. On Linux, Ray replaces
-    that address by one of the network unless ENABLE_RAY_CLUSTER is false, its default on macOS.
-    """
-    constants = ray._private.ray_constants
-    is_cluster = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = is_cluster

@@ -3,13 +3,10 @@
 import os
 import pickle
 import socket
-import struct
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +17,8 @@ from torch import Tensor
 from cqs.executors.distributed.transport.transports import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import find_private_folder, import_ray
-from cqs.executors.ray.shards.producer import ShardProducer
+from cqs.executors.ray.shards.operation import Shapes, ShardProducer
 
-Shapes = tuple[tuple[int, ...], ...]
-"""Shapes of the tensors of a shard."""
 Address = str | tuple[str, int]
 """Path of a file store, or host and port of a TCP store."""
 
@@ -195,7 +190,7 @@ class ShardActor:
         tensors += [blob.tensor().to(self._device, copy=True) for blob in blobs]
         try:
             with torch.no_grad():
-                shard = self._as_shard(producer.name, producer(*place, *tensors))
+                shard = self._as_shard(producer, producer.function(*place, *tensors))
             made = torch.cuda.current_stream().record_event() if self._is_on_gpu else None
             self.settle()
             self._made = made
@@ -234,16 +229,14 @@ class ShardActor:
     def _is_on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
-    def _as_shard(self, name: str, found: Any) -> tuple[Tensor, ...]:
+    def _as_shard(self, producer: ShardProducer, found: Any) -> tuple[Tensor, ...]:
         several = found if isinstance(found, (tuple, list)) else (found,)
-        if not several:
-            raise TypeError(f"the function of {name} must return a tensor or several, got none")
-        for tensor in several:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"the function of {name} must return a tensor or several, "
-                    f"got {type(tensor).__name__}"
-                )
+        wrong = [type(each).__name__ for each in several if not isinstance(each, Tensor)]
+        if wrong or not several:
+            raise TypeError(
+                f"the function of {producer.name} must return a tensor or several, got "
+                f"{wrong[0] if wrong else 'none'}"
+            )
         return tuple(tensor.detach().to(self._device) for tensor in several)
 
     def _leave(self) -> None:
@@ -255,16 +248,10 @@ class ShardActor:
 
 
 def _interface_of(host: str) -> str | None:
-    """Return the name of the network interface with an IPv4 address; None if there is none."""
-    if sys.platform != "linux":
-        return None
-    import fcntl
+    """Return the name of the network interface with an IP address; None if there is none."""
+    import psutil  # comes with Ray
 
-    get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no IPv4 address
-                found = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == host:
-                    return name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == host for each in addresses):
+            return str(name)
     return None

@@ -1,9 +1,43 @@
 """The definition of a sharded sequence, from which lost shards are made again."""
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cqs.executors.ray.shards.actor import Shapes
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.executors.distributed.attention import attention
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Shapes of the tensors of a shard."""
+
+
+@dataclass(frozen=True)
+class ShardProducer:
+    """Makes the shard of one rank.
+
+    A cluster calls the producer again if a shard is lost. The second shard must be bitwise
+    identical to the first.
+    """
+
+    name: str
+    """Name of the producer in error messages."""
+    function: Callable[..., Any]
+    """Returns one tensor, or a tuple or list of tensors.
+
+    Its arguments are the rank, the number of ranks, the tensors of the source shards, and the
+    tensors from the object store. All tensors are on the device of the actor.
+    """
+    is_collective: bool = False
+    """Whether all ranks must call the function together."""
+    is_early: bool = False
+    """Whether a call may begin before other ranks have finished the previous exchange.
+
+    If a rank fails in that time, the input tensors may be invalid; the cluster then discards the
+    output and calls the function again.
+    """
 
 
 @dataclass(eq=False)
@@ -15,26 +49,38 @@ class ShardOperation:
 
     number: int
     """Sequence number of the operation, greater than those of its sources."""
-    name: str
-    """Name of the operation in error messages."""
-    producer: Any
+    producer: ShardProducer
+    """Makes the shards."""
+    pickled: Any
     """The pickled producer, or a Ray reference to it."""
-    is_collective: bool
-    """Whether all ranks must call the producer together."""
-    is_early: bool
-    """Whether a call may begin before other ranks have finished the previous exchange."""
-    num_ranks: int
-    """Number of shards."""
-    sources: "tuple[ShardOperation, ...]" = ()
+    sources: "tuple[ShardOperation, ...]"
     """Operations whose shards are inputs of the producer."""
-    stored: tuple[tuple[Any, ...], ...] = ()
+    stored: list[tuple[Any, ...]]
     """For each rank, references to input tensors in the object store."""
-    holders: list[int | None] = field(init=False)
+    holders: list[int | None]
     """For each rank, the index of the actor that received its shard; None without a shard."""
     shapes: dict[int, Shapes] = field(default_factory=dict)
     """For each rank, the shapes of the tensors of its shard."""
-    is_wanted: bool = False
-    """Whether a :class:`Sharded` refers to the operation."""
+    owner: "weakref.ref[Any] | None" = None
+    """The :class:`Sharded` that was made by the operation."""
 
-    def __post_init__(self) -> None:
-        self.holders = [None] * self.num_ranks
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the :class:`Sharded` exists."""
+        return self.owner is not None and self.owner() is not None
+
+
+def load_shard(rank: int, num_ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that the driver put into the object store."""
+    return tensors
+
+
+def map_shard(function: Callable[..., Any], rank: int, num_ranks: int, *tensors: Tensor) -> Any:
+    """Return the result of a user function of the tensors of a shard."""
+    return function(*tensors)
+
+
+def attend_shards(options: dict[str, Any], rank: int, num_ranks: int, *tensors: Tensor) -> Any:
+    """Compute attention with all other ranks by :func:`cqs.distributed.attention`."""
+    query, key, value = tensors
+    return attention(query, key, value, group=dist.group.WORLD, **options)

@@ -2,16 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cqs.arguments import as_bool
-from cqs.executors.ray.shards.actor import Shapes
 from cqs.executors.ray.shards.group import WorkerGroup
-from cqs.executors.ray.shards.operation import ShardOperation
-from cqs.executors.ray.shards.producer import MapShard, ShardProducer
+from cqs.executors.ray.shards.operation import Shapes, ShardOperation, ShardProducer, map_shard
 
 
 class Sharded:
@@ -29,11 +28,10 @@ class Sharded:
     def __init__(self, group: WorkerGroup, operation: ShardOperation):
         """Wrap the shards of an operation, which are freed when nothing refers to this object."""
         self._group, self._operation = group, operation
-        operation.is_wanted = True
-        weakref.finalize(self, group.forget, operation).atexit = False
+        operation.owner = weakref.ref(self)
 
     def __repr__(self) -> str:
-        return f"Sharded({self._operation.name}, shapes={list(self.shapes)})"
+        return f"Sharded({self._operation.producer.name}, shapes={list(self.shapes)})"
 
     @classmethod
     def make(
@@ -81,7 +79,7 @@ class Sharded:
     @property
     def shapes(self) -> tuple[Shapes, ...]:
         """For each rank, the shapes of its tensors."""
-        return tuple(self._operation.shapes[rank] for rank in range(self._operation.num_ranks))
+        return tuple(self._operation.shapes[rank] for rank in range(self._group.num_ranks))
 
     def wait(self) -> None:
         """Wait until the GPUs have computed all shards, for example before measuring time.
@@ -143,7 +141,8 @@ class Sharded:
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
         is_collective = as_bool("is_collective", is_collective)
-        return Sharded.make(self._group, MapShard(function, is_collective), (self, *others))
+        producer = ShardProducer("map", partial(map_shard, function), is_collective)
+        return Sharded.make(self._group, producer, (self, *others))
 
     def replicate(self) -> None:
         """Copy the shards to the object store, from which lost shards are then restored.

@@ -27,24 +27,23 @@ class Attend:
             into: Tensors for output and LSE; ``None`` allocates them. Results are merged on the
                 CPU, and :meth:`finish` copies them to tensors on another device.
         """
-        self.problem = problem
+        self.problem, self.plan = problem, plan
         self._into = self._answer = into or problem.empty_answer()
         if not self._into.output.is_cpu:
             self._answer = Partial(*(torch.empty_like(t, device="cpu") for t in self._into))
         self.is_empty = not self._answer.output.numel()
-        self._tiler = None if self.is_empty else Tiler(plan, *self._answer)
+        self._tiler = Tiler(plan, *self._answer)
         self.of_queries = (problem.query,)
         self.of_keys = problem.key, problem.value
         self.compute: Callable[..., TensorGroups] = attend_task
 
     def accept(self, task: Task, results: TensorGroups) -> None:
         """Merge the results of a task."""
-        assert self._tiler is not None
         self._tiler.add(task.index, [Partial(*tensors) for tensors in results])
 
     def finish(self) -> Partial:
         """Return output and LSE after all tasks were accepted."""
-        if self._tiler is not None:
+        if not self.is_empty:
             self._tiler.finish()
         if self._answer is self._into:
             return self._into
@@ -63,7 +62,7 @@ class Differentiate:
             answer: Output and LSE of the forward pass.
             grad_output: Gradient of the output, of the same shape.
         """
-        self.problem = problem
+        self.problem, self.plan = problem, plan
         tensors = problem.query, problem.key, problem.value
         self.is_empty = not (answer.output.numel() and problem.key.numel())
         self._gradients = Gradients.zeros(*tensors, device="cpu")
