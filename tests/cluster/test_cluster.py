@@ -97,7 +97,7 @@ def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session, short_wait):
 
     problem = CASES[0].make()
     with Spies() as cluster:
-        actors = cluster._pool.actors.values()
+        actors = cluster._pool.actors
         seen = ray_session.get([actor.handle.visible.remote() for actor in actors])
         assert sorted(seen) == ["0", "1", "2", "3"]
         cluster.attention(*tensors(problem), num_tasks=7, verify=True)

@@ -60,18 +60,13 @@ class TaskActor(ShardActor):
             torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
                 message, the backend (None if not yet chosen) and the GPU's memory in bytes.
         """
-        sides = [
-            (task.held_queries, groups[: len(task.held_queries)]),
-            (task.held_keys, groups[len(task.held_queries) :]),
-        ]
-        bytes_in = sum(blob.nbytes for group in groups for blob in group)
-        held_bytes = sum(
-            blob.nbytes
-            for ranges, blobs_of_ranges in sides
-            if self._stay_in_store(ranges, worker)
-            for group in blobs_of_ranges
-            for blob in group
-        )
+        number = len(task.held_queries)
+        sides = [(task.held_queries, groups[:number]), (task.held_keys, groups[number:])]
+        bytes_in = mapped_bytes = 0
+        for ranges, blobs_of_ranges in sides:
+            size = sum(blob.nbytes for group in blobs_of_ranges for blob in group)
+            bytes_in += size
+            mapped_bytes += size * self._stay_in_store(ranges, worker)
         started = seconds = 0.0
         backend = worker.backend
 
@@ -95,7 +90,6 @@ class TaskActor(ShardActor):
             tensors, peak_bytes = measure_peak_bytes(computed, self._device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(str(error), backend, memory_of(self._device)) from error
-        peak_bytes += held_bytes  # shared memory is mapped, so the profiler does not count it
         results = [tuple(map(Blob, group)) for group in tensors]
         report = TaskReport(
             index=task.index,
@@ -104,7 +98,7 @@ class TaskActor(ShardActor):
             backend=str(backend),
             started=started,
             seconds=seconds,
-            peak_bytes=peak_bytes,
+            peak_bytes=peak_bytes + mapped_bytes,  # the profiler does not count shared memory
             bytes_in=bytes_in,
             bytes_out=sum(blob.nbytes for group in results for blob in group),
         )
@@ -120,14 +114,13 @@ class TaskActor(ShardActor):
         if self._stay_in_store(ranges, worker):
             return HeldTokens(zip(ranges, tensors, strict=True))
         batch, heads, _, *dim = tensors[0].shape
-        rows = sum(map(len, ranges))
-        packed = torch.empty(
-            (batch, heads, rows, *dim), dtype=tensors[0].dtype, device=self._device
-        )
-        for part, tensor in zip(packed.split(list(map(len, ranges)), dim=2), tensors, strict=True):
+        lengths = list(map(len, ranges))
+        shape = batch, heads, sum(lengths), *dim
+        packed = torch.empty(shape, dtype=tensors[0].dtype, device=self._device)
+        for part, tensor in zip(packed.split(lengths, dim=2), tensors, strict=True):
             part.copy_(tensor)
         return HeldTokens.packed(packed, ranges)
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self._is_on_gpu:
             torch.cuda.synchronize(self._device)

@@ -1,9 +1,7 @@
 """CPU tensors as flat buffers that Ray's object store maps instead of copying."""
 
 import warnings
-from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +22,6 @@ class Blob:
         self._dtype = tensor.dtype
         self._shape = tuple(tensor.shape)
 
-    def __reduce__(self) -> tuple[Callable[..., "Blob"], tuple]:
-        return _restore, (self._bytes, self._dtype, self._shape)
-
     @property
     def nbytes(self) -> int:
         """Size of the tensor in bytes."""
@@ -40,9 +35,3 @@ class Blob:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(self._bytes).view(self._dtype).reshape(self._shape)
-
-
-def _restore(flat: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Blob:
-    blob = object.__new__(Blob)
-    blob._bytes, blob._dtype, blob._shape = flat, dtype, shape
-    return blob

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from cqs.arguments import as_bool, as_integer, to_float, to_integer, with_advice
 from cqs.executors.contract import Report, attend, check_progress
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
-from cqs.executors.ray.dispatcher import Dispatcher, run_to_end
+from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.future import AttentionFuture
 from cqs.executors.ray.pool import ActorPool, RetryPolicy
 from cqs.executors.ray.shards.group import WorkerGroup
@@ -22,7 +22,7 @@ from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.executors.shortage import fewest_tasks
 from cqs.executors.streaming.budget import parse_budget
-from cqs.partial import AttentionOutput, Gradients, Partial
+from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Kind, Plan
@@ -100,23 +100,21 @@ class Cluster:
         if address is not None and not isinstance(address, str):
             raise TypeError(f"address must be a string, got {address!r}")
         with ExitStack() as stack:
-            with session.interrupts_deferred(), session.LOCK:
+            with session.interrupts_deferred(), session.LOCK, ExitStack() as connection:
                 if address is None and not session.is_connected():
                     num_gpus = 0 if use_gpus is False else torch.cuda.device_count()
                     num_workers = num_workers or num_gpus or session.num_cores()
                     cpus_per_worker = cpus_per_worker or max(session.num_cores() // num_workers, 1)
-                    ray, disconnect = session.start_private_ray(
-                        num_workers * cpus_per_worker, num_gpus, object_store_memory
+                    num_cpus = num_workers * cpus_per_worker
+                    ray = session.start_private_ray(
+                        num_cpus, num_gpus, object_store_memory, connection
                     )
                 else:
-                    ray, disconnect = session.connect(address)
-                stack.callback(run_to_end, disconnect)
-            self._pool = ActorPool(
-                ray, self.actor_class, num_workers, use_gpus, cpus_per_worker or 1, retry_policy
-            )
-            stack.callback(run_to_end, self._pool.close)
-            self._pool.start()
-            self._dispatcher = Dispatcher(self._pool, disconnect)
+                    ray = session.connect(address, connection)
+                self._pool = ActorPool(ray, retry_policy)
+                self._dispatcher = Dispatcher(self._pool, connection.pop_all())
+                stack.callback(self._dispatcher.close)
+            self._pool.start(self.actor_class, num_workers, use_gpus, cpus_per_worker or 1)
             stack.pop_all()
         self._group = WorkerGroup(self._dispatcher)
 
@@ -136,17 +134,8 @@ class Cluster:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that have started, in order of their start."""
-        actors = list(self._pool.actors.values())
-        return tuple(actor.info.pid for actor in actors if actor.info is not None)
-
-    @overload
-    def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
-    ) -> Tensor | AttentionOutput: ...
-
-    @overload
-    def attention(self, query: Sharded, **options: Any) -> Sharded: ...
+        """Process ids of the workers that have started; ranks of a sharded sequence in order."""
+        return tuple(info.pid for info in self._pool.infos)
 
     @with_advice
     def attention(
@@ -168,7 +157,7 @@ class Cluster:
         return_lse: bool = False,
         verify: bool = False,
         progress: Report = False,
-    ) -> Tensor | AttentionOutput | Sharded:
+    ) -> Any:
         """Compute exact attention on the workers; see :func:`cqs.attention`.
 
         Tensors are sent to the workers through the object store, and the result is returned to this
@@ -267,13 +256,9 @@ class Cluster:
                     f"num_tasks must be None if memory_budget chooses it, got {num_tasks}"
                 )
             num_tasks = self._tasks_within(problem, backend, memory_budget)
+        executor, make_plan = self.make_executor(), self._planner(num_tasks, plan)
         answer = attend(
-            self.make_executor(),
-            problem,
-            self._planner(num_tasks, plan),
-            backend=backend,
-            verify=verify,
-            progress=progress,
+            executor, problem, make_plan, backend=backend, verify=verify, progress=progress
         )
         return answer.to_result(return_lse)
 
@@ -399,7 +384,7 @@ class Cluster:
 
     def _planner(self, num_tasks: int | None, plan: Kind | str | None) -> Callable[[Problem], Plan]:
         """Return the function that makes the plan of each part of a problem."""
-        number = self._pool.num_workers if num_tasks is None else num_tasks
+        number = len(self._pool.actors) if num_tasks is None else num_tasks
         return lambda part: part.make_plan(number, plan)
 
     def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
@@ -414,9 +399,9 @@ class Cluster:
                 "workers may differ"
             )
         num_bytes = parse_budget(budget, torch.device("cpu"))
-        devices = [actor.info.device for actor in list(self._pool.actors.values()) if actor.info]
-        name = backend or ("cpu" if all(device == "cpu" for device in devices) else "triton")
-        limit, least = _PREDICTABLE * num_bytes, self._pool.num_workers
+        on_gpus = any(info.device.startswith("cuda") for info in self._pool.infos)
+        name = backend or ("triton" if on_gpus else "cpu")
+        limit, least = _PREDICTABLE * num_bytes, len(self._pool.actors)
         parts = [part for _, part in problem.parts()]
         found = [fewest_tasks(part, name, limit, at_least=least) for part in parts]
         if None in found:

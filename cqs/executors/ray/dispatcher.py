@@ -4,12 +4,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 
 from cqs.executors.ray.pool import ActorPool
+from cqs.executors.ray.session import LOCK
 
 _Found = TypeVar("_Found")
 
@@ -24,33 +26,36 @@ class Dispatcher:
     with :meth:`close`, or when nothing refers to the dispatcher.
     """
 
-    def __init__(self, pool: ActorPool, disconnect: Callable[[], None]):
+    def __init__(self, pool: ActorPool, connection: ExitStack):
         """Start without calls.
 
         Args:
-            pool: Started actors.
-            disconnect: Disconnects from Ray, or shuts down a private Ray.
+            pool: Actors, which may start later.
+            connection: Disconnects from Ray, or shuts down a private Ray, when it is closed.
         """
         self.pool = pool
         self._pid = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
-        self._close = weakref.finalize(self, _close, self._pid, self._thread, pool, disconnect)
-        self._lock = threading.Lock()
+        # Called when no call is left: calls refer to the dispatcher, and threads end before exit.
+        self._end = weakref.finalize(self, _end, self._pid, self._thread, pool, connection)
 
     def close(self) -> None:
-        """Close the cluster; see :meth:`cqs.Cluster.close`."""
-        if _is_dispatcher():  # the call of this thread must end first
-            self._close()
+        """Close the cluster; see :meth:`cqs.Cluster.close`. A forked process closes nothing."""
+        if os.getpid() != self._pid:
+            return
+        self.pool.closing.set()
+        try:
+            ended = self._thread.submit(self._end)  # KeyboardInterrupt does not reach the thread
+        except RuntimeError:  # the cluster is closing already, or the interpreter shuts down
+            self._thread.shutdown(wait=not _is_dispatcher())
+            self._end()
         else:
-            run_to_end(self._close_once)
-
-    def _close_once(self) -> None:
-        with self._lock:  # all callers wait until the first has closed the cluster
-            self._close()
+            if not _is_dispatcher():  # the call of this thread must end first
+                ended.result()
 
     def check_open(self) -> None:
         """Raise ValueError if the cluster is closed, disconnected or of another process."""
-        if not self._close.alive:
+        if self.pool.closing.is_set():
             raise ValueError("this cluster is closed: open another cqs.Cluster")
         if os.getpid() != self._pid:
             raise ValueError(
@@ -62,9 +67,11 @@ class Dispatcher:
     def submit(self, work: Callable[[], _Found]) -> "Future[_Found]":
         """Execute ``work`` in the dispatcher thread, without gradients; do not wait for it."""
         self.check_open()
-        in_inference_mode = torch.is_inference_mode_enabled()
+        in_inference_mode, closing = torch.is_inference_mode_enabled(), self.pool.closing
 
         def execute() -> _Found:
+            if closing.is_set():
+                raise CancelledError
             with torch.inference_mode(in_inference_mode), torch.no_grad():  # modes of this thread
                 return work()
 
@@ -90,24 +97,6 @@ class Dispatcher:
         return wait_or_cancel(self.submit(work), cancelled)
 
 
-def run_to_end(function: Callable[[], object]) -> None:
-    """Call a function on a new thread, which KeyboardInterrupt does not reach, and wait for it.
-
-    The function ends also if an exception interrupts the wait.
-
-    Raises:
-        Exception: The function raised.
-    """
-    thread = ThreadPoolExecutor(1)
-    try:
-        future = thread.submit(function)
-    except RuntimeError:  # no thread can start while the interpreter shuts down
-        function()
-    else:
-        with thread:
-            future.result()
-
-
 def wait_or_cancel(future: "Future[_Found]", cancelled: threading.Event) -> _Found:
     """Wait for a result; if an exception interrupts the wait, set ``cancelled``."""
     try:
@@ -130,18 +119,13 @@ def _is_dispatcher() -> bool:
     return threading.current_thread().name.startswith(_THREAD)
 
 
-def _close(
-    pid: int, thread: ThreadPoolExecutor, pool: ActorPool, disconnect: Callable[[], None]
-) -> None:
-    """End the calls of a cluster, its actors and a private Ray; a forked process closes nothing."""
-    if os.getpid() != pid:
-        return
-    pool.closing.set()
-    if _is_dispatcher():  # closed by a progress function: the call must end first
-        threading.Thread(target=_close, args=(pid, thread, pool, disconnect)).start()
-        return
-    thread.shutdown(wait=True, cancel_futures=True)
-    try:
-        pool.close()
-    finally:
-        disconnect()
+def _end(pid: int, thread: ThreadPoolExecutor, pool: ActorPool, connection: ExitStack) -> None:
+    """End the actors and a private Ray; a forked process ends nothing."""
+    if os.getpid() == pid:
+        pool.closing.set()
+        thread.shutdown(wait=False)
+        try:
+            pool.close()
+        finally:
+            with LOCK:
+                connection.close()

@@ -1,6 +1,5 @@
 """The actors of a cluster: their start, their calls, and the detection of failed and hung ones."""
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -51,98 +50,111 @@ class ActorInfo(NamedTuple):
     """Device of the actor, ``"cuda"`` or ``"cpu"``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Actor:
     """The driver's record of an actor."""
 
-    index: int
-    """Index of the actor, unique among all actors that the pool has started."""
-    handle: Any
-    """Ray handle of the actor; None after its removal."""
+    handle: Any = None
+    """Ray handle of the actor; None before its start and after its removal."""
     info: ActorInfo | None = None
-    """Process, node and device of the actor; None until it has answered."""
+    """Where the actor runs; None until it has answered, and after its removal."""
 
 
 class ActorPool:
     """Equal actors on a Ray cluster, packed on as few nodes as possible."""
 
-    def __init__(
+    actors: list[Actor]
+    """One actor for each place in the pool. Places of adjacent numbers are on one node."""
+
+    def __init__(self, ray: Any, retry_policy: RetryPolicy):
+        """Start without actors.
+
+        Args:
+            ray: The ray module, connected to a cluster.
+            retry_policy: Timeouts and the number of attempts per task.
+        """
+        self.ray, self.retry_policy = ray, retry_policy
+        self.actors = []
+        self.closing = threading.Event()
+        """Set when the cluster closes: calls then raise CancelledError."""
+        self._connection = find_connection()
+        self._room: Any = None
+        self._abandoned: list[Any] = []
+
+    def start(
         self,
-        ray: Any,
         actor_class: type,
         num_workers: int | None,
         use_gpus: bool | None,
         cpus_per_worker: int,
-        retry_policy: RetryPolicy,
-    ):
-        """Reserve resources for the actors and their replacements, and start none.
+    ) -> None:
+        """Reserve resources for the actors and their replacements, and start the actors.
 
         Args:
-            ray: The ray module, connected to a cluster.
             actor_class: Class of the actors, not decorated by ``ray.remote``.
             num_workers: Number of actors that run at the same time; ``None`` means as many as the
                 cluster has GPUs or cores for.
             use_gpus: Reserve one GPU for each actor instead of CPU cores; ``None`` means true if
                 the cluster has GPUs.
             cpus_per_worker: CPU cores of each actor without a GPU, and threads of every actor.
-            retry_policy: Timeouts and the number of attempts per task.
 
         Raises:
-            ValueError: The cluster has too few free GPUs or cores.
+            ValueError: The cluster has too few free GPUs or cores, or an actor did not answer
+                within ``start_timeout``.
+            ray.exceptions.RayError: An actor failed.
         """
-        total = ray.cluster_resources()
+        ray, total = self.ray, self.ray.cluster_resources()
         if use_gpus is None:
             use_gpus = total.get("GPU", 0) >= 1
         kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
-        if num_workers is None:
-            num_workers = max(int(total.get(kind, 0)) // each, 1)
-        deadline = time.monotonic() + _RELEASE_SECONDS
-        while (free := ray.available_resources().get(kind, 0)) < num_workers * each:
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"num_workers must be at most the workers that fit the free {kind}s, "
-                    f"got {num_workers}, which require {num_workers * each}: the cluster has "
-                    f"{free:g} free of {total.get(kind, 0):g}"
-                )
-            time.sleep(0.1)
-        self.ray, self.num_workers, self.retry_policy = ray, num_workers, retry_policy
-        self.actors: dict[int, Actor] = {}
-        self.closing = threading.Event()
-        """Set when the cluster closes: calls then raise CancelledError."""
-        self._connection = find_connection()
+        num_workers = num_workers or max(int(total.get(kind, 0)) // each, 1)
         self._room = ray.util.placement_group([{kind: each}] * num_workers, strategy="PACK")
-        self._numbers = itertools.count()
-        self._abandoned: list[Any] = []
+        if not self._room.wait(_RELEASE_SECONDS):
+            raise ValueError(
+                f"num_workers must be at most the workers that fit the free {kind}s, "
+                f"got {num_workers}, which require {num_workers * each}: the cluster has "
+                f"{ray.available_resources().get(kind, 0):g} free of {total.get(kind, 0):g}"
+            )
+        strategies = ray.util.scheduling_strategies
         remote_class = ray.remote(
             num_cpus=0 if use_gpus else cpus_per_worker,
             num_gpus=int(use_gpus),
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={CONTROL: 1},
-            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                self._room
-            ),
+            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._room),
         )(actor_class)
-        self._start_actor = partial(remote_class.remote, use_gpus, cpus_per_worker)
+        self.start_actor = partial(remote_class.remote, use_gpus, cpus_per_worker)
+        """Starts an actor without waiting; it executes calls when it has started."""
+        self.actors = [Actor() for _ in range(num_workers)]
+        failure = self.fill(threading.Event())
+        if isinstance(failure, TimeoutError):
+            raise ValueError(
+                "a worker did not start within start_timeout="
+                f"{self.retry_policy.start_timeout:g} s: raise start_timeout"
+            )
+        if failure is not None:
+            raise failure
+        self.actors.sort(key=lambda actor: actor.info.node if actor.info else "")
 
-    def start(self) -> None:
-        """Start all actors and wait until they answer.
+    def fill(self, cancelled: threading.Event) -> Exception | None:
+        """Start missing actors and wait until all actors answer; return a failure of one of them.
 
         Raises:
-            ValueError: An actor did not answer within ``start_timeout``.
-            ray.exceptions.RayError: An actor failed.
+            CancelledError: ``cancelled`` was set, or the cluster closes.
         """
-        with Calls(self, threading.Event()) as calls:
+        failure: Exception | None = None
+        with Calls(self, cancelled) as calls:
             calls.refill()
             while calls:
                 for answer in calls.collect():
-                    if isinstance(answer.failure, TimeoutError):
-                        raise ValueError(
-                            "a worker did not start within start_timeout="
-                            f"{self.retry_policy.start_timeout:g} s: raise start_timeout"
-                        )
-                    if error := answer.failure or answer.error:
-                        raise error
+                    failure = answer.failure or answer.error or failure
+        return failure
+
+    @property
+    def infos(self) -> list[ActorInfo]:
+        """Where the actors run that have started."""
+        return [info for actor in self.actors if (info := actor.info) is not None]
 
     @property
     def is_connected(self) -> bool:
@@ -152,24 +164,19 @@ class ActorPool:
     def check_connected(self) -> None:
         """Raise ValueError if Ray is disconnected: its next call would start another Ray."""
         if not self.is_connected:
-            self.actors.clear()
+            for actor in self.actors:
+                actor.handle = actor.info = None
             self._abandoned.clear()
             raise ValueError(
                 "this cluster has lost its connection to Ray, as after ray.shutdown(): open "
                 "another cqs.Cluster"
             )
 
-    def refill(self) -> None:
-        """Start missing actors without waiting; they execute calls when they have started."""
-        while len(self.actors) < self.num_workers:
-            actor = Actor(next(self._numbers), self._start_actor())
-            self.actors[actor.index] = actor
-
     def remove(self, actor: Actor) -> None:
-        """Kill an actor, also one that hangs, and remove it from the pool."""
-        del self.actors[actor.index]
-        self.ray.kill(actor.handle, no_restart=True)
-        actor.handle = None  # a handle keeps a connection of Ray open
+        """Kill an actor, also one that hangs; do nothing if it was removed before."""
+        if actor.handle is not None:
+            self.ray.kill(actor.handle, no_restart=True)
+        actor.handle = actor.info = None  # a handle keeps a connection of Ray open
 
     def abandon(self, refs: list[Any]) -> None:
         """Discard results that are no longer needed.
@@ -191,9 +198,10 @@ class ActorPool:
         """Kill all actors and release their resources, if the connection to Ray still exists."""
         if self.is_connected:
             self.abandon([])
-            for actor in list(self.actors.values()):
+            for actor in self.actors:
                 self.remove(actor)
-            self.ray.util.remove_placement_group(self._room)
+            if self._room is not None:
+                self.ray.util.remove_placement_group(self._room)
 
 
 class Answer(NamedTuple):
@@ -230,10 +238,10 @@ class Calls:
         self.start = time.monotonic()
         self.timeout = pool.retry_policy.stall_timeout
         """Seconds after which an actor that has started and does not answer counts as hung."""
-        self.queues: dict[int, dict[Any, Any]] = {}
-        """By actor index, the keys of pending calls by their Ray references, in order."""
+        self.queues: dict[Actor, dict[Any, Any]] = {}
+        """For each actor, the keys of pending calls by their Ray references, in order."""
         self._actors: dict[Any, Actor] = {}
-        self._last_sign: dict[int, float] = {}
+        self._last_sign: dict[Actor, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -250,18 +258,21 @@ class Calls:
 
     def add(self, actor: Actor, key: Any, method: str, *arguments: Any) -> None:
         """Call a method of an actor; ``key`` identifies the call in its answer."""
-        queue = self.queues.setdefault(actor.index, {})
+        queue = self.queues.setdefault(actor, {})
         if not queue:
-            self._last_sign[actor.index] = time.monotonic()
+            self._last_sign[actor] = time.monotonic()
         ref = getattr(actor.handle, method).remote(*arguments)
         queue[ref] = key
         self._actors[ref] = actor
 
     def refill(self) -> None:
         """Start missing actors; call ``describe`` with key None on all that had no calls here."""
-        self._pool.refill()
-        for actor in self._pool.actors.values():
-            if actor.index not in self.queues:
+        pool = self._pool
+        pool.actors[:] = [
+            Actor(pool.start_actor()) if actor.handle is None else actor for actor in pool.actors
+        ]
+        for actor in pool.actors:
+            if actor not in self.queues:
                 self.add(actor, None, "describe")
 
     def check(self) -> None:
@@ -287,9 +298,9 @@ class Calls:
             if ref in self._actors:
                 yield self._get(ref)
         now, start_timeout = time.monotonic(), self._pool.retry_policy.start_timeout
-        for actor in {actor.index: actor for actor in self._actors.values()}.values():
+        for actor in set(self._actors.values()):
             limit = start_timeout if actor.info is None else self.timeout
-            if now - self._last_sign[actor.index] > limit:
+            if now - self._last_sign[actor] > limit:
                 yield self.fail(actor, TimeoutError(f"no answer for {limit:g} s"))
 
     def _get(self, ref: Any) -> Answer:
@@ -304,27 +315,20 @@ class Calls:
                 raised.__cause__ = error
         except errors.UnserializableException as error:
             raised = error
-        except (
-            errors.RayActorError,
-            errors.OutOfMemoryError,
-            errors.ObjectLostError,
-            errors.NodeDiedError,
-            errors.WorkerCrashedError,
-        ) as error:
+        except errors.RayError as error:  # the actor, its host or the result is lost
             return self.fail(actor, error)
         del self._actors[ref]
-        self._last_sign[actor.index] = time.monotonic()
-        key = self.queues[actor.index].pop(ref)
+        self._last_sign[actor] = time.monotonic()
+        key = self.queues[actor].pop(ref)
         if isinstance(value, ActorInfo):
             actor.info = value
         return Answer(actor, [key], value, raised, seconds=time.perf_counter() - start)
 
     def fail(self, actor: Actor, failure: Exception) -> Answer:
         """Remove a failed or hung actor from the pool, and its calls."""
-        queue = self.queues.pop(actor.index, {})
+        queue = self.queues.pop(actor, {})
         for ref in queue:
             del self._actors[ref]
-        if actor.index in self._pool.actors:
-            self._pool.remove(actor)
+        self._pool.remove(actor)
         self._pool.abandon(list(queue))
         return Answer(actor, list(queue.values()), failure=failure)

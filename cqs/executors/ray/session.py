@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -87,17 +87,13 @@ def interrupts_deferred() -> Iterator[None]:
     ``ray.init`` must not be interrupted: the next ``ray.init`` would end the process without an
     exception. Python runs handlers on the main thread only, so other threads defer nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    is_main = threading.current_thread() is threading.main_thread()
     caught: list[tuple[int, Any]] = []
     handlers: dict[int, Any] = {
-        each: handler
+        each: signal.signal(each, lambda number, frame: caught.append((number, frame)))
         for each in (signal.SIGINT, signal.SIGALRM)
-        if callable(handler := signal.getsignal(each))
+        if is_main and callable(signal.getsignal(each))
     }
-    for each in handlers:
-        signal.signal(each, lambda number, frame: caught.append((number, frame)))
     try:
         yield
     finally:
@@ -107,16 +103,16 @@ def interrupts_deferred() -> Iterator[None]:
             handlers[number](number, frame)
 
 
-def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
+def connect(address: str | None, stack: contextlib.ExitStack) -> Any:
     """Connect to a running cluster, or use the connection that this process has.
 
     Args:
         address: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``; ``None`` uses the existing
             connection.
+        stack: Disconnects when it is closed, unless the connection existed before.
 
     Returns:
-        The ray module, and a function that disconnects. The function does nothing if the connection
-        existed before.
+        The ray module.
 
     Raises:
         ValueError: The address is malformed, no cluster answers there, a connection exists already,
@@ -131,7 +127,7 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
             raise ValueError(
                 f"address must be left out because Ray is connected already, got {address!r}"
             )
-        return ray, lambda: None
+        return ray
     address = address or ""
     found = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):(\d+)", address)
     is_port = found and 0 < int(found[2]) < 2**16  # the resolver reduces ports modulo 2^16
@@ -149,21 +145,23 @@ def connect(address: str | None) -> tuple[Any, Callable[[], None]]:
             f"address must be that of a running Ray cluster, got {address!r}: {error}"
         ) from error
     ours = find_connection()
-    return ray, lambda: ray.shutdown() if find_connection() is ours else None
+    stack.callback(lambda: ray.shutdown() if find_connection() is ours else None)
+    return ray
 
 
 def start_private_ray(
-    num_cpus: int, num_gpus: int, object_store_memory: int | None
-) -> tuple[Any, Callable[[], None]]:
+    num_cpus: int, num_gpus: int, object_store_memory: int | None, stack: contextlib.ExitStack
+) -> Any:
     """Start a Ray on this machine for this process alone.
 
     Args:
         num_cpus: CPU cores that Ray may assign to actors.
         num_gpus: GPUs that Ray may assign to actors.
         object_store_memory: Size of the object store in bytes; ``None`` lets Ray choose.
+        stack: Shuts Ray down when it is closed, which must be done with :data:`LOCK` held.
 
     Returns:
-        The ray module, and a function that shuts Ray down.
+        The ray module.
 
     Raises:
         ValueError: This process has started a private Ray and not closed its Cluster.
@@ -178,37 +176,30 @@ def start_private_ray(
         if ours is None or find_connection() is ours:  # else the user has called ray.shutdown()
             ray.shutdown(wait_for_processes=True)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_private_environment(ray))
-        folder = stack.enter_context(private_folder())
-        stack.callback(_end_processes_in, folder)
-        stack.callback(shutdown)
-        # Ray's servers listen only on the loopback interface if the address of the node is
-        # 127.0.0.1. On Linux, Ray replaces that address by one of the network unless
-        # ENABLE_RAY_CLUSTER is false, its default on macOS.
-        constants = ray._private.ray_constants
-        stack.callback(setattr, constants, "ENABLE_RAY_CLUSTER", constants.ENABLE_RAY_CLUSTER)
-        constants.ENABLE_RAY_CLUSTER = False
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            logging_level="ERROR",
-            log_to_driver=False,
-            object_store_memory=object_store_memory,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=os.path.join(folder, _RAY_FOLDER),
-            _system_config=dict(_CONFIG),  # a copy, because Ray modifies it
-        )
-        ours = find_connection()
-        undo = stack.pop_all()
-
-    def stop() -> None:
-        with LOCK:
-            undo.close()
-
-    return ray, stop
+    stack.enter_context(_private_environment(ray))
+    folder = stack.enter_context(private_folder())
+    stack.callback(_end_processes_in, folder)
+    stack.callback(shutdown)
+    # Ray's servers listen only on the loopback interface if the address of the node is 127.0.0.1.
+    # On Linux, Ray replaces that address by one of the network unless ENABLE_RAY_CLUSTER is false,
+    # its default on macOS.
+    constants = ray._private.ray_constants
+    stack.callback(setattr, constants, "ENABLE_RAY_CLUSTER", constants.ENABLE_RAY_CLUSTER)
+    constants.ENABLE_RAY_CLUSTER = False
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        object_store_memory=object_store_memory,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=os.path.join(folder, _RAY_FOLDER),
+        _system_config=dict(_CONFIG),  # a copy, because Ray modifies it
+    )
+    ours = find_connection()
+    return ray
 
 
 def _end_processes_in(folder: str) -> None:

@@ -17,10 +17,7 @@ from torch import Tensor
 from cqs.executors.distributed.transport.transports import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import find_private_folder, import_ray
-from cqs.executors.ray.shards.operation import Shapes, ShardProducer
-
-Address = str | tuple[str, int]
-"""Path of a file store, or host and port of a TCP store."""
+from cqs.executors.ray.shards.operation import Address, Rendezvous, Shapes, ShardProducer
 
 _CONNECT_SECONDS = 10.0
 """Seconds for the connection to a store, which rank 0 has opened before."""
@@ -80,28 +77,17 @@ class ShardActor:
         )
         return host, port
 
-    def join(
-        self,
-        generation: int,
-        rank: int,
-        num_ranks: int,
-        address: Address,
-        timeout: float,
-        call_timeout: float,
-    ) -> None:
+    def join(self, rendezvous: Rendezvous, rank: int) -> None:
         """Leave the current process group, if any, and join a new one.
 
         Args:
-            generation: Number of the group, greater than those of earlier groups.
-            rank: Rank of this process; rank 0 has opened the store.
-            num_ranks: Number of ranks of the group.
-            address: Address of the store, as returned by :meth:`bind`.
-            timeout: Seconds for the rendezvous.
-            call_timeout: Seconds after which a collective fails.
+            rendezvous: Number, size, store and timeouts of the group.
+            rank: Rank of this process.
 
         Raises:
             RuntimeError: The rendezvous timed out or was aborted.
         """
+        generation, num_ranks, address, timeout, call_timeout = rendezvous
         self._leave()
         timeout = min(timeout, call_timeout)
         seconds = timedelta(seconds=min(timeout, _CONNECT_SECONDS))
@@ -111,7 +97,17 @@ class ShardActor:
             opened = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
         opened.set_timeout(timedelta(seconds=timeout))
         store = dist.PrefixStore(f"{generation}/", opened)
-        self._wait_for_ranks(store, generation, rank, num_ranks, time.monotonic() + timeout)
+        names = [f"joined/{each}" for each in range(num_ranks)]
+        store.set(names[rank], "")
+        end = time.monotonic() + timeout
+        while not store.check(names):  # PyTorch's own wait for a failed rank cannot be aborted
+            if self._aborted >= generation or time.monotonic() > end:
+                missing = [each for each in range(num_ranks) if not store.check([names[each]])]
+                raise RuntimeError(
+                    f"rendezvous of rank {rank} was aborted or timed out: ranks {missing} did not "
+                    "join"
+                )
+            time.sleep(_POLL_SECONDS)
         if interface := _interface_of(import_ray().util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -128,24 +124,6 @@ class ShardActor:
             device_id=gpu,
         )
         self._generation = generation
-
-    def _wait_for_ranks(
-        self, store: dist.Store, generation: int, rank: int, num_ranks: int, end: float
-    ) -> None:
-        """Wait until all ranks have joined the rendezvous, or until ``end`` (``time.monotonic``).
-
-        The rendezvous of PyTorch cannot be aborted while it waits for a failed rank.
-        """
-        names = [f"joined/{each}" for each in range(num_ranks)]
-        store.set(names[rank], "")
-        while not store.check(names):
-            if self._aborted >= generation or time.monotonic() > end:
-                missing = [each for each in range(num_ranks) if not store.check([names[each]])]
-                raise RuntimeError(
-                    f"rendezvous of rank {rank} was aborted or timed out: ranks {missing} did not "
-                    "join"
-                )
-            time.sleep(_POLL_SECONDS)
 
     def abort(self, generation: int) -> None:
         """Abort a process group, so that calls that wait for its other ranks end.

@@ -17,13 +17,18 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import (
     CONTROL,
-    Actor,
     Answer,
     Calls,
     TaskFailedError,
     WorkersFailedError,
 )
-from cqs.executors.ray.shards.operation import Shapes, ShardOperation, ShardProducer, load_shard
+from cqs.executors.ray.shards.operation import (
+    Rendezvous,
+    Shapes,
+    ShardOperation,
+    ShardProducer,
+    load_shard,
+)
 
 _Found = TypeVar("_Found")
 
@@ -38,12 +43,9 @@ _ABORT_SECONDS = 5.0
 class _BrokenError(Exception):
     """A call must be repeated: an actor failed or hung, or connections between ranks broke."""
 
-    operation: ShardOperation | None = None
-    """The operation whose shards were lost, if it is not the requested one."""
-
 
 class WorkerGroup:
-    """Maps ranks 0 to n - 1 to actors, and makes the shards of sequences on them.
+    """Makes the shards of sequences on the actors of a pool, whose places are ranks 0 to n - 1.
 
     The methods run in the dispatcher thread of the cluster, except :meth:`call`.
     No failure leaves an actor in the middle of a call. Each actor has answered, or it is removed
@@ -51,16 +53,15 @@ class WorkerGroup:
     """
 
     def __init__(self, dispatcher: Dispatcher):
-        """Assign ranks to the actors of the pool; actors of one node get adjacent ranks.
+        """Start without shards and without a process group.
 
         Args:
             dispatcher: Thread that talks to the actors.
         """
         self._dispatcher, self._pool = dispatcher, dispatcher.pool
         self._ray, self._retry_policy = self._pool.ray, self._pool.retry_policy
-        actors = self._pool.actors
-        places = sorted((actor.info.node, actor.index) for actor in actors.values() if actor.info)
-        self._members: list[Actor] = [actors[index] for _, index in places]
+        self._members = self._pool.actors
+        """The actor of each rank."""
         self._numbers = itertools.count()
         self._generation = 0
         self._is_formed = False
@@ -90,13 +91,13 @@ class WorkerGroup:
 
         return self._dispatcher.wait_for(sweep_and_work, cancelled)
 
-    def begin(
+    def make(
         self,
         producer: ShardProducer,
-        sources: tuple[ShardOperation, ...] = (),
-        parts: tuple[tuple[Tensor, ...], ...] = (),
+        sources: tuple[ShardOperation, ...],
+        parts: tuple[tuple[Tensor, ...], ...],
     ) -> ShardOperation:
-        """Define an operation, which :meth:`make` will execute.
+        """Make the shards of a new operation; raises as :meth:`restore` does.
 
         Args:
             producer: Makes the shard of each rank.
@@ -107,7 +108,7 @@ class WorkerGroup:
             The operation, with a number above those of all earlier operations.
         """
         stored = [tuple(self._ray.put(Blob(tensor)) for tensor in part) for part in parts]
-        return ShardOperation(
+        operation = ShardOperation(
             next(self._numbers),
             producer,
             self._pickle(producer),
@@ -115,12 +116,14 @@ class WorkerGroup:
             stored or [()] * self.num_ranks,
             holders=[None] * self.num_ranks,
         )
+        self.restore(operation, lambda: None)
+        return operation
 
     def _sweep(self, *needed: ShardOperation) -> None:
         """Free the shards of all operations that are neither wanted nor needed."""
         self._free([each for each in self._held.difference(needed) if not each.is_wanted])
 
-    def make(self, operation: ShardOperation, use: Callable[[], _Found] = lambda: None) -> _Found:
+    def restore(self, operation: ShardOperation, use: Callable[[], _Found]) -> _Found:
         """Make the missing shards of an operation, and first the missing shards of its sources.
 
         Args:
@@ -138,7 +141,6 @@ class WorkerGroup:
             Exception: A producer raised; a note on the exception names the rank.
         """
         attempts: Counter[ShardOperation] = Counter()
-        most = self._retry_policy.max_attempts
         try:
             while True:
                 current = operation
@@ -153,29 +155,28 @@ class WorkerGroup:
                         )
                     return use()
                 except _BrokenError as error:
-                    failed = error.operation or current
-                    attempts[failed] += 1
-                    if attempts[failed] == most:
-                        raise TaskFailedError(
-                            f"{failed.producer.name} failed {most} times; the last failure: {error}"
-                        ) from error
+                    name, most = current.producer.name, self._retry_policy.max_attempts
+                    attempts[current] += 1
+                    if attempts[current] == most:
+                        message = f"{name} failed {most} times; the last failure: {error}"
+                        raise TaskFailedError(message) from error
         except BaseException:
             self._sweep()
             raise
 
     def finish(self, operation: ShardOperation) -> None:
-        """Make the shards and wait until all GPUs have finished; raises as :meth:`make` does."""
-        self.make(operation, lambda: self._call_settled("settle"))
+        """Make the shards and wait until all GPUs have finished; raises as :meth:`restore` does."""
+        self.restore(operation, lambda: self._call_settled("settle"))
 
     def fetch(self, operation: ShardOperation) -> list[tuple[Blob, ...]]:
-        """Return the shards as blobs, in rank order; raises as :meth:`make` does."""
-        found = self.make(operation, lambda: self._call_settled("fetch", operation.number))
+        """Return the shards as blobs, in rank order; raises as :meth:`restore` does."""
+        found = self.restore(operation, lambda: self._call_settled("fetch", operation.number))
         return [found[rank] for rank in range(self.num_ranks)]
 
     def replicate(self, operation: ShardOperation) -> None:
         """Copy the shards into the object store, and restore lost shards from there.
 
-        The operation no longer refers to its sources. Raises as :meth:`make` does.
+        The operation no longer refers to its sources. Raises as :meth:`restore` does.
         """
         shards = self.fetch(operation)
         operation.stored = [tuple(map(self._ray.put, shard)) for shard in shards]
@@ -219,7 +220,7 @@ class WorkerGroup:
         return todo[::-1]
 
     def _has(self, rank: int, operation: ShardOperation) -> bool:
-        return operation.holders[rank] == self._members[rank].index
+        return operation.holders[rank] is self._members[rank]
 
     def _compute(self, operation: ShardOperation, ranks: list[int]) -> None:
         """Make the shards of an operation on some ranks; all of its source shards must exist."""
@@ -236,48 +237,37 @@ class WorkerGroup:
 
         self._held.add(operation)
         for rank in ranks:
-            operation.holders[rank] = self._members[rank].index
+            operation.holders[rank] = self._members[rank]
         try:
-            if producer.is_collective:
-                found = self._call_together("compute", arguments, self._retry_policy.stall_timeout)
-            else:
-                found = self._call("compute", arguments, ranks)
-            _check_shapes(operation, {rank: found[rank] for rank in ranks})
+            on = None if producer.is_collective else ranks
+            found = self._call("compute", arguments, on, is_collective=producer.is_collective)
+            _add_shapes(operation, {rank: found[rank] for rank in ranks})
         except BaseException:
             self._free([operation], ranks)  # they may hold invalid data
             raise
-        operation.shapes.update((rank, found[rank]) for rank in ranks)
         if producer.is_collective:
             self._unsettled = operation
 
     def _settle(self) -> None:
         """Wait until all GPUs have finished the last collective operation."""
         if self._unsettled is not None and self._is_formed:
-            try:
-                self._call_together("settle", lambda rank: (), self._retry_policy.stall_timeout)
-            except _BrokenError as error:
-                error.operation = self._unsettled
-                raise
+            self._call("settle", is_collective=True)
             self._unsettled = None
 
     def _call_settled(self, method: str, *arguments: Any) -> dict[int, Any]:
         """Call a method with equal arguments on all ranks when all shards are valid."""
         self._settle()
-        return self._call(method, lambda rank: arguments, range(self.num_ranks))
+        return self._call(method, lambda rank: arguments)
 
     def _form(self) -> None:
         """Initialise a process group of all ranks, under a new generation number."""
         self._generation += 1
-        # Waits for tasks of a cancelled run.
-        self._call("describe", lambda rank: (), range(self.num_ranks))
+        self._call("describe")  # waits for tasks of a cancelled run
         timeout = self._retry_policy.start_timeout
         call_timeout = 2 * self._retry_policy.stall_timeout
         address = self._call("bind", lambda rank: (timeout,), [0])[0]
-
-        def arguments(rank: int) -> tuple[Any, ...]:
-            return self._generation, rank, self.num_ranks, address, timeout, call_timeout
-
-        self._call_together("join", arguments, timeout)
+        where = Rendezvous(self._generation, self.num_ranks, address, timeout, call_timeout)
+        self._call("join", lambda rank: (where, rank), is_collective=True, timeout=timeout)
 
     def _mend(self) -> None:
         """Replace failed actors, and free shards that a broken group has made.
@@ -288,11 +278,11 @@ class WorkerGroup:
         """
         failure: Exception | None = None
         for _ in range(self._retry_policy.max_attempts):
-            if all(map(self._is_started, self._members)) or isinstance(failure, TimeoutError):
+            if all(actor.info for actor in self._members) or isinstance(failure, TimeoutError):
                 break
             self._is_formed = False
-            failure = self._take_places()
-        if vacant := [rank for rank, a in enumerate(self._members) if not self._is_started(a)]:
+            failure = self._pool.fill(self._cancelled)
+        if vacant := [rank for rank, actor in enumerate(self._members) if actor.info is None]:
             raise WorkersFailedError(
                 f"rank {', '.join(map(str, vacant))} failed, and no replacement started within "
                 f"start_timeout={self._retry_policy.start_timeout:g} s: {failure}"
@@ -301,106 +291,62 @@ class WorkerGroup:
             self._free([self._unsettled])
             self._unsettled = None
 
-    def _take_places(self) -> Exception | None:
-        """Replace failed actors, and wait for the replacements; return a failure of one of them."""
-        failure: Exception | None = None
-        with Calls(self._pool, self._cancelled) as calls:
-            calls.refill()
-            spare = [each for each in self._pool.actors.values() if each not in self._members]
-            for rank, actor in enumerate(self._members):
-                if actor.index not in self._pool.actors:
-                    self._members[rank] = spare.pop(0)
-            while calls:
-                for answer in calls.collect():
-                    failure = answer.failure or failure
-        return failure
-
-    def _is_started(self, actor: Actor) -> bool:
-        return actor.index in self._pool.actors and actor.info is not None
-
-    def _begin_calls(
-        self, method: str, arguments: Callable[[int], tuple[Any, ...]], ranks: Iterable[int]
-    ) -> Calls:
-        calls = Calls(self._pool, self._cancelled)
-        for rank in ranks:
-            calls.add(self._members[rank], rank, method, *arguments(rank))
-        return calls
-
     def _call(
-        self, method: str, arguments: Callable[[int], tuple[Any, ...]], ranks: Iterable[int]
-    ) -> dict[int, Any]:
-        """Call a method on ranks that do not wait for each other.
-
-        Args:
-            method: Name of a method of the actor.
-            arguments: Returns the arguments of a rank.
-            ranks: Ranks to call. Those that do not answer within ``stall_timeout`` are killed.
-
-        Returns:
-            The return values by rank.
-
-        Raises:
-            _BrokenError: An actor failed or hung, and the method raised on no other.
-            Exception: The method raised on a rank.
-        """
-        answers: list[Answer] = []
-        with self._begin_calls(method, arguments, ranks) as calls:
-            while calls:
-                answers += self._collect(calls)
-        self._raise_first({answer.keys[0]: answer.error for answer in answers})
-        return _values(answers)
-
-    def _call_together(
         self,
         method: str,
-        arguments: Callable[[int], tuple[Any, ...]],
-        timeout: float,
+        arguments: Callable[[int], tuple[Any, ...]] = lambda rank: (),
+        ranks: Iterable[int] | None = None,
+        *,
+        is_collective: bool = False,
+        timeout: float | None = None,
     ) -> dict[int, Any]:
-        """Call a method on all ranks, which wait for each other.
+        """Call a method on ranks, and kill ranks that do not answer in time.
 
-        After any failure the process group is aborted, and all return values are discarded.
+        In a collective call, ranks wait for each other. After any failure, or after ``timeout``,
+        the process group is aborted and all return values are discarded; only ranks that still do
+        not answer are killed.
 
         Args:
             method: Name of a method of the actor.
             arguments: Returns the arguments of a rank.
-            timeout: Seconds for the whole call.
+            ranks: Ranks to call; ``None`` means all.
+            is_collective: Whether the ranks wait for each other.
+            timeout: Seconds for the whole call; ``None`` means ``stall_timeout``.
 
         Returns:
             The return values by rank.
 
         Raises:
             _BrokenError: An actor failed, connections between ranks broke, or ``timeout`` passed.
-            Exception: The method raised on a rank, and no actor failed before that.
+            Exception: The method raised on a rank. Failures of actors have precedence over errors
+                of a collective call, which may be consequences.
         """
-        self._is_formed = False
+        timeout = timeout or self._retry_policy.stall_timeout
         answers: list[Answer] = []
-        with self._begin_calls(method, arguments, range(self.num_ranks)) as calls:
-            calls.timeout = math.inf  # no rank is to blame that waits for another
+        with Calls(self._pool, self._cancelled) as calls:
+            for rank in range(self.num_ranks) if ranks is None else ranks:
+                calls.add(self._members[rank], rank, method, *arguments(rank))
             end = calls.start + timeout
-            while calls and time.monotonic() < end and not any(each.failure for each in answers):
-                answers += self._collect(calls)
-                if any(answer.error for answer in answers):
-                    end = min(end, time.monotonic() + _GRACE_SECONDS)
-            if calls or any(answer.failure or answer.error for answer in answers):
+            if is_collective:
+                self._is_formed, calls.timeout = False, math.inf
+            try:
+                while calls and not (is_collective and time.monotonic() > end):
+                    answers += calls.collect()
+                    if any(answer.failure for answer in answers):
+                        end = 0.0
+                    elif any(answer.error for answer in answers):
+                        end = min(end, time.monotonic() + _GRACE_SECONDS)
+            except CancelledError:
+                self._is_formed = False
+                if not self._pool.closing.is_set():
+                    self._abort(calls, time.monotonic() + self._retry_policy.stall_timeout)
+                raise
+            if is_collective and (calls or any(a.failure or a.error for a in answers)):
                 self._abort(calls, calls.start + timeout if method == "compute" else 0.0)
-                if not any(answer.failure for answer in answers):
-                    self._raise_first(
-                        {a.keys[0]: a.error for a in answers if not _is_of_connections(a.error)}
-                    )
-                _values(answers)
+                self._conclude(answers, is_collective=True)
                 raise _BrokenError(f"{method} took more than {timeout:g} s")
-        self._is_formed = True
-        return _values(answers)
-
-    def _collect(self, calls: Calls) -> list[Answer]:
-        """Return the answers that have arrived; abort calls that are cancelled."""
-        try:
-            return list(calls.collect())
-        except CancelledError:
-            self._is_formed = False
-            if not self._pool.closing.is_set():
-                self._abort(calls, time.monotonic() + self._retry_policy.stall_timeout)
-            raise
+        self._is_formed |= is_collective
+        return self._conclude(answers, is_collective=False)
 
     def _abort(self, calls: Calls, end: float) -> None:
         """Abort the process group on all actors, and wait for the calls to end.
@@ -411,7 +357,8 @@ class WorkerGroup:
         """
         aborts = {
             actor.handle.abort.options(concurrency_group=CONTROL).remote(self._generation): actor
-            for actor in filter(self._is_started, self._members)
+            for actor in self._members
+            if actor.info is not None
         }
         ready, silent = self._ray.wait(
             list(aborts), num_returns=len(aborts), timeout=_ABORT_SECONDS
@@ -424,19 +371,33 @@ class WorkerGroup:
         while calls:
             list(calls.collect())
 
-    def _raise_first(self, errors: dict[int, Exception | None]) -> None:
-        """Raise the error of the lowest rank that has one, with a note that names the rank."""
-        for rank, error in sorted(errors.items()):
+    def _conclude(self, answers: list[Answer], *, is_collective: bool) -> dict[int, Any]:
+        """Return values by rank; raise an error of the method, or _BrokenError if ranks failed.
+
+        The errors of a collective call may be consequences of the failure of another rank.
+        """
+        answers.sort(key=lambda answer: (answer.failure is None, answer.keys))
+        if not (is_collective and any(answer.failure for answer in answers)):
+            for answer in answers:
+                error = answer.error
+                is_of_connections = type(error) is RuntimeError or isinstance(error, dist.DistError)
+                if error is not None and not (is_collective and is_of_connections):
+                    with suppress(Exception):  # some exceptions do not accept notes
+                        error.add_note(f"raised on rank {answer.keys[0]} of {self.num_ranks}")
+                    raise error
+        for _, (rank, *_), _, error, failure, _ in answers:
+            if failure is not None:
+                self._is_formed = False
+                raise _BrokenError(f"rank {rank} failed or hung") from failure
             if error is not None:
-                with suppress(Exception):  # some exceptions do not accept notes
-                    error.add_note(f"raised on rank {rank} of {self.num_ranks}")
-                raise error
+                raise _BrokenError(f"rank {rank}: {error}") from error
+        return {answer.keys[0]: answer.value for answer in answers}
 
     def _free(self, operations: list[ShardOperation], ranks: Iterable[int] | None = None) -> None:
         """Free the shards of some operations on some ranks; ``None`` means all ranks."""
         for rank in range(self.num_ranks) if ranks is None else ranks:
             held = [each.number for each in operations if self._has(rank, each)]
-            if held and self._members[rank].index in self._pool.actors:
+            if held and self._members[rank].handle is not None:
                 self._pool.abandon([self._members[rank].handle.free.remote(held)])
             for operation in operations:
                 operation.holders[rank] = None
@@ -444,33 +405,22 @@ class WorkerGroup:
             self._held.difference_update(operations)
 
 
-def _values(answers: list[Answer]) -> dict[int, Any]:
-    """Return the values by rank; raise _BrokenError if an actor failed or a method raised."""
-    for answer in sorted(answers, key=lambda answer: (answer.failure is None, answer.keys[0])):
-        if answer.failure is not None:
-            raise _BrokenError(f"rank {answer.keys[0]} failed or hung") from answer.failure
-        if answer.error is not None:
-            raise _BrokenError(f"rank {answer.keys[0]}: {answer.error}") from answer.error
-    return {answer.keys[0]: answer.value for answer in answers}
+def _add_shapes(operation: ShardOperation, found: dict[int, Shapes]) -> None:
+    """Store the shapes of shards.
 
-
-def _is_of_connections(error: Exception | None) -> bool:
-    """Return whether an error may be a consequence of the failure of another rank."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
-
-
-def _check_shapes(operation: ShardOperation, found: dict[int, Shapes]) -> None:
-    """Raise ValueError if ranks differ in the number of tensors, or a repeated shard in shape."""
-    name = operation.producer.name
-    for rank, shapes in found.items():
-        before = operation.shapes.get(rank, shapes)
-        if shapes != before:
+    Raises:
+        ValueError: Ranks differ in the number of tensors, or a repeated shard in its shapes.
+    """
+    name, shapes = operation.producer.name, operation.shapes
+    for rank, made in found.items():
+        if made != shapes.setdefault(rank, made):
             raise ValueError(
-                f"{name} must repeat the shapes of rank {rank}'s shard, {before}, "
-                f"got {shapes} when it made the lost shard again"
+                f"{name} must repeat the shapes of rank {rank}'s shard, {shapes[rank]}, "
+                f"got {made} when it made the lost shard again"
             )
-        if len(shapes) != (number := len((found | operation.shapes)[0])):
+    for rank in found:
+        if len(shapes[rank]) != len(shapes[0]):
             raise ValueError(
                 f"{name} must make the same number of tensors on every rank, "
-                f"got {len(shapes)} on rank {rank} and {number} on rank 0"
+                f"got {len(shapes[rank])} on rank {rank} and {len(shapes[0])} on rank 0"
             )

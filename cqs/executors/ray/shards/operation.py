@@ -3,15 +3,33 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.distributed.attention import attention
+from cqs.executors.ray.pool import Actor
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of the tensors of a shard."""
+Address = str | tuple[str, int]
+"""Path of a file store, or host and port of a TCP store."""
+
+
+class Rendezvous(NamedTuple):
+    """Where and how the ranks of a process group meet."""
+
+    generation: int
+    """Number of the group, greater than those of earlier groups."""
+    num_ranks: int
+    """Number of ranks of the group."""
+    address: Address
+    """Address of the store that rank 0 has opened."""
+    timeout: float
+    """Seconds for the rendezvous."""
+    call_timeout: float
+    """Seconds after which a collective fails."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +75,8 @@ class ShardOperation:
     """Operations whose shards are inputs of the producer."""
     stored: list[tuple[Any, ...]]
     """For each rank, references to input tensors in the object store."""
-    holders: list[int | None]
-    """For each rank, the index of the actor that received its shard; None without a shard."""
+    holders: list[Actor | None]
+    """For each rank, the actor that received its shard; None without a shard."""
     shapes: dict[int, Shapes] = field(default_factory=dict)
     """For each rank, the shapes of the tensors of its shard."""
     owner: "weakref.ref[Any] | None" = None

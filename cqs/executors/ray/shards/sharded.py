@@ -69,12 +69,8 @@ class Sharded:
                     f"sharded sequences must belong to this cluster, got {source!r} of another"
                 )
 
-        def make() -> "Sharded":
-            operation = group.begin(producer, tuple(source._operation for source in sources), parts)
-            group.make(operation)
-            return cls(group, operation)
-
-        return group.call(make)
+        inputs = tuple(source._operation for source in sources)
+        return group.call(lambda: cls(group, group.make(producer, inputs, parts)))
 
     @property
     def shapes(self) -> tuple[Shapes, ...]:

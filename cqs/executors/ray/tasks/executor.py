@@ -13,7 +13,14 @@ from torch import Tensor
 from cqs.executors.contract import NO_HOOKS, Hooks
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
-from cqs.executors.ray.pool import ActorPool, Answer, Calls, TaskFailedError, WorkersFailedError
+from cqs.executors.ray.pool import (
+    Actor,
+    ActorPool,
+    Answer,
+    Calls,
+    TaskFailedError,
+    WorkersFailedError,
+)
 from cqs.executors.ray.tasks.job import Attend, Differentiate
 from cqs.executors.ray.tasks.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
@@ -50,7 +57,7 @@ class TaskExecutor:
         """
         self._dispatcher, self._rest = dispatcher, rest
         self._is_in_dispatcher = is_in_dispatcher
-        self.num_tasks = dispatcher.pool.num_workers
+        self.num_tasks = len(dispatcher.pool.actors)
         self.reports: list[RunReport] = []
         """Measurements of each run, in order."""
 
@@ -123,13 +130,11 @@ class _Run:
         self._todo = deque(sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs))
         self._stored: dict[Any, Any] = {}
         """References to token groups in the object store, by side and range; None to the worker."""
-        self._ready: set[int] = set()
-        """Indices of actors that have answered, to which tasks are assigned."""
-        self._awaited: set[int] = set()
-        """Indices of actors without which the run fails: one of them must be left."""
+        self._awaited: set[Actor] = set()
+        """Actors for whose start the run waits if no other actor is left."""
         self._attempts: Counter[int] = Counter()
         self._reports: dict[int, TaskReport] = {}
-        self._seconds = {"put": 0.0, "get": 0.0, "merge": 0.0}
+        self._seconds = {"put_seconds": 0.0, "get_seconds": 0.0, "merge_seconds": 0.0}
         self._failures = self._reruns = 0
 
     def __call__(self) -> tuple[Any, RunReport]:
@@ -156,12 +161,10 @@ class _Run:
         return result, RunReport(
             started=self._started,
             seconds=time.perf_counter() - self._start,
-            put_seconds=self._seconds["put"],
-            get_seconds=self._seconds["get"],
-            merge_seconds=self._seconds["merge"],
             tasks=tuple(self._reports[index] for index in sorted(self._reports)),
             failures=self._failures,
             reruns=self._reruns,
+            **self._seconds,
         )
 
     def _compute(self) -> None:
@@ -175,7 +178,7 @@ class _Run:
                 self._job.accept(task, [])
         self._calls.refill()
         self._awaited.update(self._pool.actors)
-        with self._clock("put"):
+        with self._clock("put_seconds"):
             self._stored[None] = self._pool.ray.put(self._worker)
         while len(self._reports) < len(self._tasks):
             self._calls.check()
@@ -185,26 +188,27 @@ class _Run:
 
     def _feed(self) -> None:
         """Assign the next tasks to the actors with the shortest queues."""
-        if not self._awaited:
-            message = f"all {self._pool.num_workers} workers failed; tasks "
+        queues = self._calls.queues
+        ready = [actor for actor, queue in queues.items() if None not in queue.values()]
+        if not ready and self._awaited.isdisjoint(queues):
+            message = f"all {len(self._pool.actors)} workers failed; tasks "
             message += f"{sorted(set(self._tasks) - set(self._reports))} are not computed"
             for index, failures in self._attempts.most_common(1):
                 message += f"; task {index} was running on {failures} of them when they failed"
             raise WorkersFailedError(message)
-        queues = self._calls.queues
-        while self._todo and self._ready:
-            shortest = min(self._ready, key=lambda index: len(queues[index]))
-            if len(queues[shortest]) >= _TASKS_IN_FLIGHT:
+        while self._todo and ready:
+            actor = min(ready, key=lambda actor: len(queues[actor]))
+            if len(queues[actor]) >= _TASKS_IN_FLIGHT:
                 return
             task = self._tasks[self._todo.popleft()]
             inputs = self._job.compute, self._stored[None], *self._put_groups(task)
-            self._calls.add(self._pool.actors[shortest], task.index, "run", task, *inputs)
+            self._calls.add(actor, task.index, "run", task, *inputs)
 
     def _put_groups(self, task: Task) -> list[Any]:
         """Return references to the token groups of a task; put new groups into the object store."""
         found = []
         sides = (self._job.of_queries, task.held_queries), (self._job.of_keys, task.held_keys)
-        with self._clock("put"):
+        with self._clock("put_seconds"):
             for side, (tensors, ranges) in enumerate(sides):
                 for tokens in ranges:
                     if (side, tokens) not in self._stored:
@@ -221,25 +225,20 @@ class _Run:
             return
         (index,) = answer.keys
         if answer.error is not None:
-            raise self._explain(answer.error, index) from answer.error.__cause__
+            if isinstance(answer.error, torch.OutOfMemoryError):
+                _, backend, capacity = answer.error.args
+                plan = self._job.plan
+                message = explain_shortage(self._job.problem, plan, backend, capacity, index)
+                raise torch.OutOfMemoryError(message) from answer.error.__cause__
+            raise answer.error
         if index is None:
-            self._ready.add(answer.actor.index)
-            self._awaited.add(answer.actor.index)
             return
-        self._seconds["get"] += answer.seconds
+        self._seconds["get_seconds"] += answer.seconds
         results, self._reports[index] = answer.value
-        with self._clock("merge"):
+        with self._clock("merge_seconds"):
             tensors = [tuple(blob.tensor() for blob in group) for group in results]
             self._job.accept(self._tasks[index], tensors)
         self._progress(self._job.problem, self._tasks[index].live_pairs)
-
-    def _explain(self, error: Exception, index: int) -> Exception:
-        """Add the problem, plan and predicted memory to an out-of-memory error of an actor."""
-        if not isinstance(error, torch.OutOfMemoryError):
-            return error
-        _, backend, capacity = error.args
-        problem, plan = self._job.problem, self._job.plan
-        return torch.OutOfMemoryError(explain_shortage(problem, plan, backend, capacity, index))
 
     def _replace(self, answer: Answer) -> None:
         """Reassign the tasks of a failed actor and start a replacement.
@@ -248,8 +247,6 @@ class _Run:
         that, so the run waits for the replacements even if no other actor is left. It starts none
         after ``max_attempts * num_workers`` failures.
         """
-        self._ready.discard(answer.actor.index)
-        self._awaited.discard(answer.actor.index)
         taken_back = [index for index in answer.keys if index is not None]
         self._failures += 1
         self._reruns += len(taken_back)
@@ -260,16 +257,16 @@ class _Run:
             if self._attempts[taken_back[0]] == most:
                 raise TaskFailedError(
                     f"task {taken_back[0]} was running on {most} workers when they failed or hung"
-                )
-        if self._failures < most * self._pool.num_workers:
+                ) from answer.failure
+        if self._failures < most * len(self._pool.actors):
             before = set(self._pool.actors)
             self._calls.refill()
             if isinstance(answer.failure, self._pool.ray.exceptions.OutOfMemoryError):
-                self._awaited.update(self._pool.actors.keys() - before)
+                self._awaited.update(set(self._pool.actors) - before)
 
     @contextlib.contextmanager
     def _clock(self, part: str) -> Iterator[None]:
-        """Add the wall-clock time of the block to the seconds of ``part`` in the report."""
+        """Add the wall-clock time of the block to the field ``part`` of the report."""
         start = time.perf_counter()
         yield
         self._seconds[part] += time.perf_counter() - start
