@@ -84,7 +84,7 @@ def test_numbers_of_numpy_are_numbers(ray_session):
 @pytest.fixture
 def short_wait(monkeypatch):
     """For room that nobody will give back."""
-    monkeypatch.setattr(pool, "_RELEASE_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "_RELEASE_SECONDS", 1)
 
 
 def test_each_actor_is_pinned_to_a_gpu_of_its_own(ray_session, short_wait):

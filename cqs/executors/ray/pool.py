@@ -13,8 +13,8 @@ from cqs.executors.ray.session import find_connection
 
 CONTROL = "control"
 """Concurrency group of calls that an actor answers while it computes."""
-_RELEASE_SECONDS = 5.0
-"""Seconds that Ray may take to release the resources of actors that have ended."""
+_RELEASE_SECONDS = 5
+"""Seconds, an integer, that Ray may take to release the resources of actors that have ended."""
 _POLL_SECONDS = 0.1
 """Longest wait for answers before the caller checks for cancellation and timeouts."""
 

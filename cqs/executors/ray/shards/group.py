@@ -15,20 +15,8 @@ from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
-from cqs.executors.ray.pool import (
-    CONTROL,
-    Answer,
-    Calls,
-    TaskFailedError,
-    WorkersFailedError,
-)
-from cqs.executors.ray.shards.operation import (
-    Rendezvous,
-    Shapes,
-    ShardOperation,
-    ShardProducer,
-    load_shard,
-)
+from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError
+from cqs.executors.ray.shards.operation import Rendezvous, ShardOperation, ShardProducer, load_shard
 
 _Found = TypeVar("_Found")
 
@@ -241,7 +229,7 @@ class WorkerGroup:
         try:
             on = None if producer.is_collective else ranks
             found = self._call("compute", arguments, on, is_collective=producer.is_collective)
-            _add_shapes(operation, {rank: found[rank] for rank in ranks})
+            operation.add_shapes({rank: found[rank] for rank in ranks})
         except BaseException:
             self._free([operation], ranks)  # they may hold invalid data
             raise
@@ -403,24 +391,3 @@ class WorkerGroup:
                 operation.holders[rank] = None
         if ranks is None:
             self._held.difference_update(operations)
-
-
-def _add_shapes(operation: ShardOperation, found: dict[int, Shapes]) -> None:
-    """Store the shapes of shards.
-
-    Raises:
-        ValueError: Ranks differ in the number of tensors, or a repeated shard in its shapes.
-    """
-    name, shapes = operation.producer.name, operation.shapes
-    for rank, made in found.items():
-        if made != shapes.setdefault(rank, made):
-            raise ValueError(
-                f"{name} must repeat the shapes of rank {rank}'s shard, {shapes[rank]}, "
-                f"got {made} when it made the lost shard again"
-            )
-    for rank in found:
-        if len(shapes[rank]) != len(shapes[0]):
-            raise ValueError(
-                f"{name} must make the same number of tensors on every rank, "
-                f"got {len(shapes[rank])} on rank {rank} and {len(shapes[0])} on rank 0"
-            )

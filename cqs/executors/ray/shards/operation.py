@@ -87,6 +87,26 @@ class ShardOperation:
         """Whether the :class:`Sharded` exists."""
         return self.owner is not None and self.owner() is not None
 
+    def add_shapes(self, made: dict[int, Shapes]) -> None:
+        """Store the shapes of shards, by rank.
+
+        Raises:
+            ValueError: Ranks differ in the number of tensors, or a repeated shard in its shapes.
+        """
+        name = self.producer.name
+        for rank, shapes in made.items():
+            if shapes != self.shapes.setdefault(rank, shapes):
+                raise ValueError(
+                    f"{name} must repeat the shapes of rank {rank}'s shard, {self.shapes[rank]}, "
+                    f"got {shapes} when it made the lost shard again"
+                )
+        for rank, shapes in made.items():
+            if (number := len(shapes)) != len(self.shapes[0]):
+                raise ValueError(
+                    f"{name} must make the same number of tensors on every rank, "
+                    f"got {number} on rank {rank} and {len(self.shapes[0])} on rank 0"
+                )
+
 
 def load_shard(rank: int, num_ranks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors that the driver put into the object store."""

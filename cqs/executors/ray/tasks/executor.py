@@ -13,14 +13,7 @@ from torch import Tensor
 from cqs.executors.contract import NO_HOOKS, Hooks
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
-from cqs.executors.ray.pool import (
-    Actor,
-    ActorPool,
-    Answer,
-    Calls,
-    TaskFailedError,
-    WorkersFailedError,
-)
+from cqs.executors.ray.pool import ActorPool, Answer, Calls, TaskFailedError, WorkersFailedError
 from cqs.executors.ray.tasks.job import Attend, Differentiate
 from cqs.executors.ray.tasks.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
@@ -130,7 +123,7 @@ class _Run:
         self._todo = deque(sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs))
         self._stored: dict[Any, Any] = {}
         """References to token groups in the object store, by side and range; None to the worker."""
-        self._awaited: set[Actor] = set()
+        self._awaited = set(pool.actors)
         """Actors for whose start the run waits if no other actor is left."""
         self._attempts: Counter[int] = Counter()
         self._reports: dict[int, TaskReport] = {}
