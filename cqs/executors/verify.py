@@ -1,7 +1,7 @@
 """Verification of a result: sampled rows are recomputed in float64."""
 
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, product
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -122,132 +122,108 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
 
 @torch.no_grad()
 def verify_heads(
-    problem: Problem, heads: Sequence[Head], *, num_rows: int = 32, seed: int = 0
+    problem: Problem,
+    heads: Sequence[Head],
+    *,
+    queries: range | None = None,
+    num_rows: int = 32,
+    seed: int = 0,
 ) -> None:
     """Verify like :func:`verify_rows`, with one KV head and one of its query heads at a time.
 
     Args:
         problem: The attention problem, whose tensors are not read.
-        heads: Functions that return heads of query, key, value, output and LSE.
+        heads: Functions that return heads of query, key, value, output and LSE. Those of key and
+            value are called in turn, once for each element of :func:`kv_places`.
+        queries: Positions of the queries whose rows the functions return; ``None`` means all.
         num_rows: Number of rows to sample, with replacement; the first and last rows are added.
         seed: Random seed of the sample.
 
     Raises:
         VerificationError: A row deviates by more than its bound.
     """
-    for ((batches, query_heads), (_, kv_heads)), (_, part) in zip(
-        problem.cuts(), problem.parts(), strict=True
-    ):
-        first = batches.start or 0, query_heads.start or 0, kv_heads.start or 0
-        _verify_part(part, first, heads, num_rows, seed)
-
-
-def _verify_part(
-    problem: Problem,
-    first: tuple[int, int, int],
-    heads: Sequence[Head],
-    num_rows: int,
-    seed: int,
-) -> None:
-    """Verify a part with a single pattern, whose first batch, head and KV head are ``first``."""
-    rows = sample_rows(problem.query.shape[2], num_rows, seed)
+    queries = range(problem.query.shape[2]) if queries is None else queries
+    rows = [queries[row] for row in _sample_rows(len(queries), num_rows, seed)]
     if not rows:
         return
-    check = RowCheck(problem, rows, first[:2])
-    index = torch.tensor(rows, device=problem.query.device)
+    positions = torch.tensor(rows, device=problem.query.device)
     group_size = problem.query.shape[1] // problem.key.shape[1]
-    for batch, kv_head in product(range(problem.key.shape[0]), range(problem.key.shape[1])):
-        key, value = (read((first[0] + batch, first[2] + kv_head)) for read in heads[1:3])
-        for head in range(kv_head * group_size, (kv_head + 1) * group_size):
-            place = first[0] + batch, first[1] + head
-            query, output, lse = (heads[i](place)[index] for i in (0, 3, 4))
-            check(batch, head, query, output, lse, key, value)
+    cuts = zip(problem.cuts(), problem.parts(), strict=True)
+    for (_, kv_cut), ((_, query_heads), part) in cuts:
+        visible = visible_rows(part, positions)
+        for batch, kv_head in _places(problem.key, kv_cut):
+            key, value = (read((batch, kv_head)) for read in heads[1:3])
+            for head in range(problem.query.shape[1])[query_heads]:
+                if head // group_size == kv_head:
+                    place = batch, head
+                    of_rows = (heads[i](place)[positions - queries.start] for i in (0, 3, 4))
+                    _verify_head(problem, place, rows, visible, *of_rows, key, value)
 
 
-def sample_rows(seqlen_q: int, num_rows: int = 32, seed: int = 0) -> list[int]:
+def kv_places(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Yield batch element and KV head of the keys in the order in which they are verified."""
+    return chain.from_iterable(_places(problem.key, kv_cut) for _, kv_cut in problem.cuts())
+
+
+def _places(key: Tensor, kv_cut: tuple[slice, slice]) -> Iterator[tuple[int, int]]:
+    row, kv_heads = kv_cut
+    return product(range(key.shape[0])[row], range(key.shape[1])[kv_heads])
+
+
+def _sample_rows(seqlen_q: int, num_rows: int, seed: int) -> list[int]:
     """Return the first, the last and ``num_rows`` random rows, ascending, without repetition."""
     generator = torch.Generator().manual_seed(seed)
     sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator, device="cpu")
     return sorted({0, seqlen_q - 1, *sample.tolist()} & set(range(seqlen_q)))
 
 
-class RowCheck:
-    """Compares rows of one head after the other with float64 attention."""
+def _verify_head(
+    problem: Problem,
+    place: tuple[int, int],
+    rows: Sequence[int],
+    visible: Tensor,
+    *tensors: Tensor,
+) -> None:
+    """Verify rows of a head.
 
-    def __init__(self, problem: Problem, rows: Sequence[int], first: tuple[int, int] = (0, 0)):
-        """Compute the attention mask and the dropout mask of the rows.
+    Args:
+        problem: The attention problem, whose tensors are not read.
+        place: Batch element and query head.
+        rows: Positions of the queries, ascending.
+        visible: The attention mask, bool ``[rows, seqlen_kv]``.
+        *tensors: Query, output and LSE of the rows, then all keys and values of the head.
 
-        Args:
-            problem: The attention problem, without per-head patterns. Only its options, and the
-                shapes, dtype and device of its tensors are used.
-            rows: Positions of the queries, ascending.
-            first: Batch element and head, of the whole, of the problem's first ones.
-        """
-        self._problem, self._rows, self._first = problem, rows, first
-        self._visible = visible_rows(problem, torch.tensor(rows, device=problem.query.device))
-        if problem.dropout is not None:
-            sampled = [range(row, row + 1) for row in rows]
-            keys = [range(problem.key.shape[2])]
-            self._bits = problem.dropout.random_bits(problem.query, sampled, keys)
-
-    def __call__(
-        self,
-        batch: int,
-        head: int,
-        query: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> None:
-        """Check the rows of a head.
-
-        Args:
-            batch: Index of the batch element in the problem.
-            head: Index of the query head in the problem.
-            query: Queries of the rows, ``[rows, head_dim]``.
-            output: Output to check, ``[rows, value_dim]``.
-            lse: LSE to check, ``[rows]``.
-            key: All keys of the head, ``[seqlen_kv, head_dim]``.
-            value: All values of the head, ``[seqlen_kv, value_dim]``.
-
-        Raises:
-            VerificationError: A row deviates by more than its bound.
-        """
-        problem, visible = self._problem, self._visible
-        query, output, found_lse, key, value = (
-            tensor.double() for tensor in (query, output, lse, key, value)
-        )
-        scores = problem.scale * (query @ key.T)
-        masked = scores.masked_fill(~visible, -torch.inf)
-        lse = masked.logsumexp(dim=-1)
-        log_weights = masked - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-        weights = log_weights.exp()
-        factors: Tensor | float = 1.0
-        magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
-        magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
-        errors = _Errors.of(problem, log_weights, magnitudes, visible)
-        finite = value.masked_fill(~value.isfinite(), 0)
-        if problem.dropout is not None:
-            of_head = self._bits._replace(
-                multiplier=self._bits.multiplier[batch, head],
-                increment=self._bits.increment[batch, head],
-            )
-            factors = problem.dropout.kept(of_head).double() * problem.dropout.scale
-            weights = weights * factors
-        exact = weighted_sum(weights, finite)
-        if not value.isfinite().all():
-            exact = exact + _sum_of_infinite(weights, value - finite, visible)
-            # Kernels may flush a subnormal weight to 0, and 0 * inf is NaN.
-            faint = weights.masked_fill(weights < torch.finfo(problem.query.dtype).tiny, 0)
-            may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
-            exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
-        note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
-        bound = errors.bound_output(weights, factors, finite.abs(), visible)
-        found, exact_lse, bound_lse = (each.unsqueeze(-1) for each in (found_lse, lse, errors.lse))
-        place = self._first[0] + batch, self._first[1] + head
-        _compare_rows("output", place, self._rows, output, exact, bound, note)
-        _compare_rows("lse", place, self._rows, found, exact_lse, bound_lse, note)
+    Raises:
+        VerificationError: A row deviates by more than its bound.
+    """
+    query, output, found_lse, key, value = (tensor.double() for tensor in tensors)
+    scores = problem.scale * (query @ key.T)
+    masked = scores.masked_fill(~visible, -torch.inf)
+    lse = masked.logsumexp(dim=-1)
+    log_weights = masked - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+    weights = log_weights.exp()
+    factors: Tensor | float = 1.0
+    magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
+    magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
+    errors = _Errors.of(problem, log_weights, magnitudes, visible)
+    finite = value.masked_fill(~value.isfinite(), 0)
+    if problem.dropout is not None:
+        dropout, sampled = problem.dropout.moved(*place), [range(row, row + 1) for row in rows]
+        bits = dropout.random_bits(query[None, None], sampled, [range(len(key))])
+        factors = dropout.kept(bits)[0, 0].double() * dropout.scale
+        weights = weights * factors
+    exact = weighted_sum(weights, finite)
+    if not value.isfinite().all():
+        exact = exact + _sum_of_infinite(weights, value - finite, visible)
+        # Kernels may flush a subnormal weight to 0, and 0 * inf is NaN.
+        faint = weights.masked_fill(weights < torch.finfo(problem.query.dtype).tiny, 0)
+        may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
+        exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
+    note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
+    bound = errors.bound_output(weights, factors, finite.abs(), visible)
+    found, exact_lse, bound_lse = (each.unsqueeze(-1) for each in (found_lse, lse, errors.lse))
+    _compare_rows("output", place, rows, output, exact, bound, note)
+    _compare_rows("lse", place, rows, found, exact_lse, bound_lse, note)
 
 
 def visible_rows(problem: Problem, rows: Tensor) -> Tensor:

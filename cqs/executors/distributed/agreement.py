@@ -109,6 +109,14 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return found.tolist()
 
 
+def swap_texts(control: Any, own: str) -> list[str]:
+    """Gather a text from all ranks, in rank order; every rank must call this."""
+    text = own.encode()
+    lengths = swap(control, [len(text)], [1] * control.size())
+    found = iter(swap(control, text, lengths))
+    return [bytes(islice(found, length)).decode() for length in lengths]
+
+
 def barrier(control: Any) -> None:
     """Block until all ranks have called this; raises RuntimeError if one has failed."""
     swap(control, [0], [1] * control.size())
@@ -145,15 +153,11 @@ def _explain(
     control: Any, num_ranks: int, request: dict[str, str], error: Exception | None
 ) -> None:
     """Gather all requests and raise the error that names the rank which differs."""
-    text = json.dumps([request, None if error is None else repr(error)]).encode()
+    text = json.dumps([request, None if error is None else repr(error)])
     try:
-        lengths = swap(control, [len(text)], [1] * num_ranks)
-        texts = iter(swap(control, text, lengths))
+        found = list(map(json.loads, swap_texts(control, text)))
     except RuntimeError as lost:
-        if error is not None:
-            raise error from lost
-        raise
-    found = [json.loads(bytes(islice(texts, length))) for length in lengths]
+        raise error or lost from lost
     if error is not None:
         raise error
     for rank, (_, message) in enumerate(found):
