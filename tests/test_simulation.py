@@ -261,9 +261,9 @@ def most_held_forward(case, layout, head_parallel):
         peaks.append(held)
         held -= came / chunks
     peaks.append(held + own * (chunks - 1) / chunks)
-    there = part.query_bytes(layout.of_queries.offsets_out.most)
-    there += part.key_bytes(layout.of_keys.offsets_out.most)
-    return max(peaks) + max(there, of_result(layout.of_results.offsets_home.most))
+    there = part.query_bytes(layout.of_queries.offsets[0].most)
+    there += part.key_bytes(layout.of_keys.offsets[0].most)
+    return max(peaks) + max(there, of_result(layout.of_results.offsets[1].most))
 
 
 @pytest.mark.sample(4)

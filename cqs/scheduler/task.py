@@ -103,7 +103,7 @@ class Task:
 
 
 def join_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
-    """Sort disjoint ranges, join adjacent ones and drop empty ones.
+    """Sort ranges, join adjacent and overlapping ones and drop empty ones.
 
     Example:
         >>> join_ranges([range(6, 9), range(0, 2), range(2, 4), range(5, 5)])
@@ -111,8 +111,8 @@ def join_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
     """
     runs: list[range] = []
     for piece in sorted(filter(len, ranges), key=lambda piece: piece.start):
-        if runs and runs[-1].stop == piece.start:
-            runs[-1] = range(runs[-1].start, piece.stop)
+        if runs and piece.start <= runs[-1].stop:
+            runs[-1] = range(runs[-1].start, max(runs[-1].stop, piece.stop))
         else:
             runs.append(piece)
     return tuple(runs)

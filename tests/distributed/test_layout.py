@@ -70,10 +70,9 @@ def check_places(routes):
         back = [0 if other == rank else number for other, number in enumerate(route.receives)]
         assert route.stays == (not any(sent) and not any(back))
         for other, receiver in enumerate(routes):
-            assert receiver.offsets_out.firsts[rank] == sum(sent[:other])
-            assert receiver.offsets_home.firsts[rank] == sum(back[:other])
-            assert receiver.offsets_out.most >= sum(sent)
-            assert receiver.offsets_home.most >= sum(back)
+            for offsets, numbers in zip(receiver.offsets, (sent, back), strict=True):
+                assert offsets.firsts[rank] == sum(numbers[:other])
+                assert offsets.most >= sum(numbers)
 
 
 def test_heads_of_a_group_see_their_kv_heads():

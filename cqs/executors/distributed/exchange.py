@@ -84,25 +84,22 @@ class Exchange:
         Returns:
             The transfer of one tensor ``[batch, heads of a rank, tokens held, ...]`` per shard.
         """
-        received: list[Tensor] = []
         packets = []
         for route, chosen in by_route(shards, routes):
             sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
-            widths = [len(of_ranks[0]) for of_ranks in together]
-            own = route.sends[route.rank]
-            if self._in_place and route.stays and len(own) == 1:
-                packets.append(Packet(route, sources, widths, (), is_home=False))
-                received += [
-                    source[:, of_rank.start : of_rank.stop, own[0].start : own[0].stop]
-                    for source, of_rank in zip(
-                        sources, (of_ranks[route.rank] for of_ranks in together), strict=True
-                    )
+            own_rows, own_heads = route.sends[route.rank], [each[route.rank] for each in together]
+            schedule, views = (), None
+            if self._in_place and route.stays and len(own_rows) == 1:
+                (rows,) = own_rows
+                views = [
+                    source[:, of_rank.start : of_rank.stop, rows.start : rows.stop]
+                    for source, of_rank in zip(sources, own_heads, strict=True)
                 ]
-                continue
-            schedule = _schedule_out(route, together)
-            packets.append(Packet(route, sources, widths, schedule, is_home=False))
-            received += packets[-1].received_by_source
-        return self._pack_and_send(chunk, packets, received)
+            else:
+                schedule = _schedule_out(route, together)
+            widths = list(map(len, own_heads))
+            packets.append(Packet(route, sources, widths, schedule, views, is_home=False))
+        return self._send(chunk, packets)
 
     def send_back(self, chunk: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Send results for the tokens held to the ranks that own the tokens.
@@ -115,15 +112,14 @@ class Exchange:
         Returns:
             The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
         """
-        received: list[Tensor] = []
         packets = []
         for route, chosen in by_route(held, routes):
             sources = [held[i] for i in chosen]
             widths = tuple(source.shape[1] for source in sources)
             schedule = () if route.stays else _schedule_home(route, widths)
-            packets.append(Packet(route, sources, widths, schedule, is_home=True))
-            received += sources if route.stays else packets[-1].received_by_source
-        return self._pack_and_send(chunk, packets, received)
+            views = sources if route.stays else None
+            packets.append(Packet(route, sources, widths, schedule, views, is_home=True))
+        return self._send(chunk, packets)
 
     def send_computed(
         self, chunk: int, like: Sequence[Tensor], route: Route, make: Callable[[list[Tensor]], None]
@@ -141,30 +137,21 @@ class Exchange:
         Returns:
             The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
         """
-        packets = [Packet(route, [each], [each.shape[1]], (), is_home=True) for each in like]
-        received = [tensor for packet in packets for tensor in packet.received_by_source]
+        packets = [Packet(route, [each], [each.shape[1]], is_home=True) for each in like]
+        return self._send(chunk, packets, lambda rows: make([each.movedim(0, 2) for each in rows]))
 
-        def fill(rows: list[Tensor]) -> None:
-            make([each.movedim(0, 2) for each in rows])
+    def _send(self, chunk: int, packets: Sequence[Packet], fill: Fill | None = None) -> Transfer:
+        """Send packets, whose rows ``fill`` writes or each packet copies from its sources."""
 
-        return self._send(chunk, packets, received, fill)
-
-    def _pack_and_send(
-        self, chunk: int, packets: Sequence[Packet], received: list[Tensor]
-    ) -> Transfer:
-        def fill(rows: list[Tensor]) -> None:
+        def pack(rows: list[Tensor]) -> None:
             for packet, packed in zip(packets, rows, strict=True):
                 packet.pack(packed)
 
-        return self._send(chunk, packets, received, fill)
-
-    def _send(
-        self, chunk: int, packets: Sequence[Packet], received: list[Tensor], fill: Fill
-    ) -> Transfer:
+        received = [tensor for packet in packets for tensor in packet.received_by_source]
         # Chunks share the transport's buffers in turns: a send waits only for the one before it in
         # the same turn, while those of the other turns are in transit.
         turn = chunk % self._num_turns
-        pending = self._transport.send(packets, fill, turn, self._num_turns)
+        pending = self._transport.send(packets, fill or pack, turn, self._num_turns)
         self._transfers.append(Transfer(received, pending))
         return self._transfers[-1]
 

@@ -1,13 +1,14 @@
 """The work of every rank of a group, and the rows of each shard that it requires."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.locality import SplitSteps, keys_of, see_only, split_steps
 from cqs.patterns import BoundPattern
+from cqs.ranges import moved, overlap
 from cqs.scheduler import AttentionShape, Kind, Plan, Step, make_plan
 from cqs.scheduler.cost_model import MACHINES, Machine, Workload, predict
 from cqs.scheduler.heads import ChunkRule, choose_num_chunks
@@ -30,43 +31,37 @@ class PackOffsets(NamedTuple):
     """Number of rows in the largest send buffer of any rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
-    """Routing table of one rank for queries or keys: the rows that it sends and receives."""
+    """Routing table of one rank for queries or keys: the rows that it sends and receives.
 
-    sends: tuple[tuple[range, ...], ...]
-    """For every rank, ascending ranges of the rows of this rank's shard that are sent to it."""
-    receives: tuple[int, ...]
-    """Number of rows that this rank receives from every rank, itself included."""
-    held: tuple[range, ...]
-    """Positions of the received tokens: ascending ranges, in the order of the ranks."""
-    rank: int = field(repr=False)
-    """The rank that this routing table belongs to."""
-    shards: Sequence[range] = field(compare=False, repr=False)
+    Example:
+        >>> shards = [range(0, 4), range(4, 8)]
+        >>> route = Route(shards, [(range(0, 2), range(6, 8)), (range(2, 8),)], 1)
+        >>> route.sends, route.receives, route.held
+        (((range(2, 4),), (range(0, 4),)), (2, 4), (range(2, 8),))
+    """
+
+    shards: Sequence[range]
     """For every rank, the token positions of its shard."""
-    wanted: Sequence[tuple[range, ...]] = field(compare=False, repr=False)
+    wanted: Sequence[tuple[range, ...]]
     """For every rank, the token positions that it requires, in ascending ranges."""
+    rank: int
+    """The rank that this routing table belongs to."""
+
+    @property
+    def held(self) -> tuple[range, ...]:
+        """Positions of the received tokens: ascending ranges, in the order of the ranks."""
+        return self.wanted[self.rank]
 
     @cached_property
-    def offsets_out(self) -> PackOffsets:
-        """Send buffer offsets of shard rows."""
-        return _places(self._numbers, self.rank)
-
-    @cached_property
-    def offsets_home(self) -> PackOffsets:
-        """Send buffer offsets of results, which are sent in reverse."""
-        return _places(list(zip(*self._numbers, strict=True)), self.rank)
-
-    @cached_property
-    def _numbers(self) -> list[list[int]]:
-        """Matrix [owner][receiver] of the number of rows sent, with a zero diagonal."""
-        return [
-            [
-                0 if owner == other else sum(map(len, _common(shard, ranges)))
-                for other, ranges in enumerate(self.wanted)
-            ]
-            for owner, shard in enumerate(self.shards)
-        ]
+    def sends(self) -> tuple[tuple[range, ...], ...]:
+        """For every rank, ascending ranges of the rows of this rank's shard that are sent to it."""
+        own = self.shards[self.rank]
+        return tuple(
+            tuple(moved(tokens, -own.start) for tokens in _common(own, ranges))
+            for ranges in self.wanted
+        )
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -74,13 +69,31 @@ class Route:
         return tuple(sum(map(len, ranges)) for ranges in self.sends)
 
     @cached_property
+    def receives(self) -> tuple[int, ...]:
+        """Number of rows that this rank receives from every rank, itself included."""
+        return tuple(sum(map(len, _common(shard, self.held))) for shard in self.shards)
+
+    @cached_property
+    def offsets(self) -> tuple[PackOffsets, PackOffsets]:
+        """Send buffer offsets of shard rows, and of results, which are sent in reverse."""
+        numbers = [
+            [
+                0 if owner == other else sum(map(len, _common(shard, ranges)))
+                for other, ranges in enumerate(self.wanted)
+            ]
+            for owner, shard in enumerate(self.shards)
+        ]
+        out, home = (
+            PackOffsets(tuple(sum(row[: self.rank]) for row in each), max(map(sum, each)))
+            for each in (numbers, list(zip(*numbers, strict=True)))
+        )
+        return out, home
+
+    @cached_property
     def stays(self) -> bool:
         """Whether this rank neither sends rows to nor receives rows from other ranks."""
-        return not any(
-            sent or received
-            for other, (sent, received) in enumerate(zip(self.lengths, self.receives, strict=True))
-            if other != self.rank
-        )
+        own = self.lengths[self.rank]  # as many as it receives from itself
+        return sum(self.lengths) == own == sum(self.receives)
 
 
 @dataclass(frozen=True)
@@ -213,32 +226,29 @@ def lay_out(
     )
     tasks = [plan_of_tasks.task(r // head_parallel) for r in range(num_ranks)]
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
-    is_final = kind.is_final
-    splits = [
-        split_steps(task.steps, own_queries, range(0) if is_final else own_keys)
-        for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
-    ]
-    if bound is not None:
+    if kind.is_final and with_gradients:
+        splits = [SplitSteps((), (), task.steps) for task in tasks]
+    else:
         splits = [
-            SplitSteps(*(tuple(step for step in part if _sees_any(step, bound)) for part in split))
-            for split in splits
+            split_steps(task.steps, own_queries, range(0) if kind.is_final else own_keys)
+            for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
         ]
-    wanted_queries = [join_ranges(step.queries for step in split.away) for split in splits]
-    of_results = make_route(shards_q, wanted_queries, rank)
-    of_queries = of_results
+        if bound is not None:
+            splits = [SplitSteps(*(_live(part, bound) for part in split)) for split in splits]
+    wanted_results = [join_ranges(step.queries for step in split.away) for split in splits]
     if with_gradients:
         wanted_queries = [join_ranges(step.queries for step in task.steps) for task in tasks]
         wanted_keys = [join_ranges(task.held_keys) for task in tasks]
-        of_queries = make_route(shards_q, wanted_queries, rank)
-        if is_final:
-            splits = [SplitSteps((), (), task.steps) for task in tasks]
-            of_results = of_queries
     else:
+        wanted_queries = wanted_results
         wanted_keys = [
             keys_of(step for part in split[1:] if not see_only(own_keys, part) for step in part)
             for split, own_keys in zip(splits, shards_kv, strict=True)
         ]
-    of_keys = make_route(shards_kv, wanted_keys, rank)
+    of_queries = of_results = Route(shards_q, wanted_results, rank)
+    if wanted_queries != wanted_results:
+        of_queries = Route(shards_q, wanted_queries, rank)
+    of_keys = Route(shards_kv, wanted_keys, rank)
     if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
         of_keys = of_queries
     number = choose_num_chunks(
@@ -269,18 +279,21 @@ def _make_chunks(
     """Divide the head group of every rank into ``number`` equal head chunks."""
 
     def of_ranks(num_heads: int, i: int) -> tuple[range, ...]:
-        groups = (
-            _head_group(num_heads, head_parallel, r % head_parallel) for r in range(num_ranks)
-        )
-        return tuple(_part(heads, number, i) for heads in groups)
+        size = max(num_heads // head_parallel, 1) // number
+        # With fewer heads than head groups, several groups share a head.
+        firsts = (r % head_parallel * num_heads // head_parallel for r in range(num_ranks))
+        return tuple(range(first + i * size, first + (i + 1) * size) for first in firsts)
 
     return tuple(
         HeadChunk(of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number)
     )
 
 
-def _sees_any(step: Step, pattern: BoundPattern) -> bool:
-    return any(pattern.count(step.queries, keys) for keys in step.keys)
+def _live(steps: Sequence[Step], pattern: BoundPattern) -> tuple[Step, ...]:
+    """Return the steps of which the pattern has a live pair."""
+    return tuple(
+        step for step in steps if any(pattern.count(step.queries, keys) for keys in step.keys)
+    )
 
 
 def cut_shards(lengths: Sequence[int]) -> list[range]:
@@ -291,43 +304,6 @@ def cut_shards(lengths: Sequence[int]) -> list[range]:
         [range(0, 2), range(2, 2), range(2, 5)]
     """
     return [range(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
-
-
-def make_route(shards: Sequence[range], wanted: Sequence[tuple[range, ...]], rank: int) -> Route:
-    """Return the routing table of one rank.
-
-    Args:
-        shards: For every rank, the token positions of its shard.
-        wanted: For every rank, the token positions that it requires, in ascending ranges.
-        rank: The rank whose routing table to make.
-
-    Example:
-        >>> shards = [range(0, 4), range(4, 8)]
-        >>> make_route(shards, [(range(0, 2), range(6, 8)), (range(2, 8),)], 1)
-        Route(sends=((range(2, 4),), (range(0, 4),)), receives=(2, 4), held=(range(2, 8),))
-    """
-    own = shards[rank]
-    return Route(
-        sends=tuple(
-            tuple(range(r.start - own.start, r.stop - own.start) for r in _common(own, ranges))
-            for ranges in wanted
-        ),
-        receives=tuple(sum(map(len, _common(shard, wanted[rank]))) for shard in shards),
-        held=wanted[rank],
-        rank=rank,
-        shards=shards,
-        wanted=wanted,
-    )
-
-
-def _places(numbers: Sequence[Sequence[int]], rank: int) -> PackOffsets:
-    """Return where the rows for ``rank`` start in every rank's send buffer, and the largest buffer.
-
-    Args:
-        numbers: Matrix [owner][receiver] of the number of rows sent, with a zero diagonal.
-        rank: The receiving rank.
-    """
-    return PackOffsets(tuple(sum(to_ranks[:rank]) for to_ranks in numbers), max(map(sum, numbers)))
 
 
 def choose_plan(
@@ -379,19 +355,6 @@ def choose_plan(
     return found.kind, found.head_parallel
 
 
-def _head_group(num_heads: int, head_parallel: int, i: int) -> range:
-    """Return the heads of head group i; with fewer heads than groups, the head it shares."""
-    first = i * num_heads // head_parallel
-    return range(first, first + max(num_heads // head_parallel, 1))
-
-
-def _part(heads: range, number: int, i: int) -> range:
-    """Return the i-th of ``number`` equal parts of the heads."""
-    length = len(heads) // number
-    return heads[i * length : (i + 1) * length]
-
-
 def _common(tokens: range, ranges: Sequence[range]) -> list[range]:
     """Return the non-empty intersections of the ranges with ``tokens``."""
-    found = (range(max(tokens.start, r.start), min(tokens.stop, r.stop)) for r in ranges)
-    return [each for each in found if each]
+    return [common for each in ranges if (common := overlap(tokens, each))]

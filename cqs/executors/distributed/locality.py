@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from cqs.ranges import contains, overlap
 from cqs.scheduler import Step
+from cqs.scheduler.task import join_ranges
 
 
 class SplitSteps(NamedTuple):
@@ -38,12 +40,12 @@ def split_steps(steps: Iterable[Step], queries: range, keys: range) -> SplitStep
     for step in steps:
         for rows in _cut(step.queries, queries):
             seen, square = _keys_of_rows(step, rows)
-            if not _lies_in(rows, queries):
+            if not contains(queries, rows):
                 _add(away, step, rows, seen, square)
                 continue
-            here = [_common(each, keys) for each in seen]
-            there = [part for each in seen for part in _cut(each, keys) if not _lies_in(part, keys)]
-            is_own = square is not None and _lies_in(square, keys)
+            here = [overlap(each, keys) for each in seen]
+            there = [part for each in seen for part in _cut(each, keys) if not contains(keys, part)]
+            is_own = square is not None and contains(keys, square)
             _add(own, step, rows, here, square if is_own else None)
             _add(home, step, rows, there, None if is_own else square)
     return SplitSteps(tuple(own), tuple(home), tuple(away))
@@ -51,13 +53,7 @@ def split_steps(steps: Iterable[Step], queries: range, keys: range) -> SplitStep
 
 def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
     """Return the distinct keys of steps in ascending ranges."""
-    found: list[range] = []
-    blocks = (block.keys for step in steps for block in step.blocks())
-    for keys in sorted(blocks, key=lambda keys: keys.start):
-        if found and keys.start <= found[-1].stop:
-            keys = range(found[-1].start, max(found.pop().stop, keys.stop))
-        found.append(keys)
-    return tuple(found)
+    return join_ranges(block.keys for step in steps for block in step.blocks())
 
 
 def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
@@ -72,7 +68,7 @@ def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
 
 def see_only(keys: range, steps: Iterable[Step]) -> bool:
     """Return whether steps read no keys outside ``keys``."""
-    return all(_lies_in(block.keys, keys) for step in steps for block in step.blocks())
+    return all(contains(keys, block.keys) for step in steps for block in step.blocks())
 
 
 def _add(
@@ -87,11 +83,3 @@ def _cut(tokens: range, at: range) -> list[range]:
     """Split a range at both ends of ``at``."""
     marks = sorted({tokens.start, tokens.stop, *(e for e in (at.start, at.stop) if e in tokens)})
     return [range(a, b) for a, b in zip(marks, marks[1:], strict=False)]
-
-
-def _lies_in(tokens: range, others: range) -> bool:
-    return others.start <= tokens.start and tokens.stop <= others.stop
-
-
-def _common(tokens: range, others: range) -> range:
-    return range(max(tokens.start, others.start), min(tokens.stop, others.stop))

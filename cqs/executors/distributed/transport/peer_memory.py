@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from cqs.executors.distributed.agreement import barrier, control_group, timeout_of
 from cqs.executors.distributed.transport.ipc_memory import IpcMemory, check
-from cqs.executors.distributed.transport.transfer import Fill, Packet, PendingTransfer
+from cqs.executors.distributed.transport.transfer import Fill, Packet, Transport, Wait
+from cqs.ranges import contains, meets
 from cqs.scheduler.heads import FETCHED
 from cqs.worker.cuda_graphs import check_not_captured, is_captured
 
@@ -43,7 +45,7 @@ _WATCH_SECONDS = 1.0
 """Seconds between two checks of the timeout."""
 
 
-class PeerMemory:
+class PeerMemory(Transport):
     """Transport in which each rank packs rows into its send buffer and its peers copy them.
 
     The packets of one turn have the same offset in the send buffers of all ranks. Each buffer
@@ -130,9 +132,7 @@ class PeerMemory:
             if not self._is_captured:
                 self._ended = event
 
-    def send(
-        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
-    ) -> list[PendingTransfer]:
+    def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
         """Send packets; see :class:`cqs.executors.distributed.transport.transfer.Transport`.
 
         Raises:
@@ -185,7 +185,7 @@ class PeerMemory:
             # All copies are on one stream: a copy that waits for its flag must not hold up kernels.
             self._copy_packets(packets, firsts, stream_index, free)
             event = self._record_copies()
-            return [_PendingCopy(event, self._copy_stream, received)]
+            return [partial(_wait_copies, event, self._copy_stream, received)]
 
     def release(self, seconds: float) -> None:
         """Release all streams that wait for other ranks; rows not yet received are undefined.
@@ -321,12 +321,12 @@ class PeerMemory:
         """
         unread = []
         for old in self._unread:
-            if old.places.start < new.places.stop and new.places.start < old.places.stop:
+            if meets(old.places, new.places):
                 for reader in old.readers:
                     self._wait_flag(stream, reader, _fetched(old.stream_index), old.epoch)
                 old.streams.add(new.stream_index)
             # A wait for the readers of the new packets implies one for those of the old.
-            is_covered = new.readers and _contains(new.places, old.places)
+            is_covered = new.readers and contains(new.places, old.places)
             if not is_covered and len(old.streams) < self.num_streams:
                 unread.append(old)
         return unread + [new] if new.readers else unread
@@ -442,22 +442,21 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
     return PeerMemory(group, device, memory) if reached else None
 
 
-class _PendingCopy(NamedTuple):
-    """Rows that the copy stream is receiving."""
-
-    event: torch.cuda.Event
-    stream: torch.cuda.Stream
-    received: list[Tensor]
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is None or is_captured(self.stream.device):
-            torch.cuda.current_stream(self.stream.device).wait_event(self.event)
-            return
-        end = time.monotonic() + timeout.total_seconds()
-        while not self.event.query() and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
-        for tensor in self.received:  # a late copy must not write to memory that was reused
-            tensor.record_stream(self.stream)
+def _wait_copies(
+    event: torch.cuda.Event,
+    stream: torch.cuda.Stream,
+    received: list[Tensor],
+    timeout: timedelta | None,
+) -> None:
+    """Wait for the event after which the copy stream has received rows, see ``Wait``."""
+    if timeout is None or is_captured(stream.device):
+        torch.cuda.current_stream(stream.device).wait_event(event)
+        return
+    end = time.monotonic() + timeout.total_seconds()
+    while not event.query() and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    for tensor in received:  # a late copy must not write to memory that was reused
+        tensor.record_stream(stream)
 
 
 def _watch(
@@ -497,10 +496,6 @@ def _relax() -> None:
     """
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
-
-
-def _contains(outer: range, inner: range) -> bool:
-    return outer.start <= inner.start and inner.stop <= outer.stop
 
 
 def _aligned(num_bytes: int) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,9 +31,11 @@ class Packet:
     """Tensors ``[batch, heads, rows, ...]`` of one dtype, equal in shape except for the heads."""
     widths: Sequence[int]
     """Number of heads of each source that are sent to a rank."""
-    schedule: CopySchedule
+    schedule: CopySchedule = ()
     """Copies from the sources, listed twice, to the rows for other ranks and then to
     :attr:`received_by_source`. Empty if nothing is copied or the caller writes the rows itself."""
+    views: list[Tensor] | None = None
+    """Parts of the sources that take the place of the received rows, if no rows are exchanged."""
     _: KW_ONLY
     is_home: bool
     """Whether the rows are results, sent along the route in reverse to the token owners."""
@@ -53,7 +55,7 @@ class Packet:
     @cached_property
     def places(self) -> PackOffsets:
         """Row offsets of the packed rows in the send buffers of all ranks."""
-        return self.route.offsets_home if self.is_home else self.route.offsets_out
+        return self.route.offsets[self.is_home]
 
     @cached_property
     def received(self) -> Tensor:
@@ -63,7 +65,7 @@ class Packet:
     @cached_property
     def received_by_source(self) -> list[Tensor]:
         """Views of :attr:`received`, ``[batch, heads, rows, ...]``, one for each source."""
-        return self._by_source(self.received)
+        return self._by_source(self.received) if self.views is None else self.views
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
@@ -94,17 +96,14 @@ Fill = Callable[[list[Tensor]], None]
 """Writes the rows of each packet into ``[rows, batch, heads, ...]``, ordered by receiving rank."""
 
 
-class PendingTransfer(Protocol):
-    """Rows that this rank has not yet received."""
+Wait = Callable[[timedelta | None], None]
+"""Makes the current stream wait for rows; with a timeout, blocks the host instead.
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Make the current stream wait for the rows; with a timeout, block the host instead.
-
-        A transport on CPUs blocks the host in both cases.
-        """
+A transport on CPUs blocks the host in both cases.
+"""
 
 
-class Transport(Protocol):
+class Transport:
     """Sends packets between the ranks of a group."""
 
     num_streams: int
@@ -113,7 +112,7 @@ class Transport(Protocol):
     """Maximum number of head chunks that are in transit in one direction at a time."""
     chunk_rule: ChunkRule
     """Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks` for this transport."""
-    peak_bytes: int
+    peak_bytes = 0
     """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
 
     def begin(self) -> None:
@@ -122,9 +121,7 @@ class Transport(Protocol):
     def end(self) -> None:
         """End the pass, also after an error. Later work on the current stream waits for its end."""
 
-    def send(
-        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
-    ) -> list[PendingTransfer]:
+    def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
         """Send packets to the other ranks and start receiving theirs.
 
         Every rank of the group must call this equally often, with packets of equal row sizes. The
@@ -138,17 +135,17 @@ class Transport(Protocol):
             num_turns: Number of buffer slots in this pass.
 
         Returns:
-            The pending transfers. The received rows are valid once all of them are complete.
+            Functions that wait; the received rows are valid once all of them have returned.
         """
+        raise NotImplementedError
 
 
-class MessageTransport:
+class MessageTransport(Transport):
     """Sends packets as messages of torch.distributed, one for each packet and pair of ranks."""
 
     num_streams = 1
     num_turns = 2
     chunk_rule = SENT
-    peak_bytes = 0
 
     def __init__(self, group: Any) -> None:
         """Use a process group for one call of attention; ranks without rows post no messages."""
@@ -157,15 +154,7 @@ class MessageTransport:
         # its own call instead of receiving those of another.
         self._tag = _FIRST_TAG + calls_on(group).num_calls % _FIRST_TAG
 
-    def begin(self) -> None:
-        """Do nothing: messages require no preparation."""
-
-    def end(self) -> None:
-        """Do nothing: messages require no cleanup."""
-
-    def send(
-        self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int
-    ) -> list[PendingTransfer]:
+    def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
         """Send packets as described in :meth:`Transport.send`.
 
         Raises:
@@ -190,24 +179,19 @@ class MessageTransport:
             return []
         # One batch: messages posted one by one can wait for each other in a cycle of ranks.
         with _raising_lost_error():
-            return [_Batch(messages, dist.batch_isend_irecv(messages))]
+            works = dist.batch_isend_irecv(messages)
+
+        def wait(timeout: timedelta | None) -> None:
+            with _raising_lost_error():
+                for work in works:
+                    work.wait(*([] if timeout is None else [timeout]))
+            messages.clear()  # releases the packed rows, which the messages read until now
+
+        return [wait]
 
 
 class LostError(dist.DistError):
     """A rank has failed or does not answer; the group cannot be used any more."""
-
-
-class _Batch:
-    """Messages that were posted together by ``batch_isend_irecv``."""
-
-    def __init__(self, messages: list[dist.P2POp], works: list[Any]) -> None:
-        self._messages, self._works = messages, works
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        with _raising_lost_error():
-            for work in self._works:
-                work.wait(*([] if timeout is None else [timeout]))
-        self._messages.clear()  # releases the packed rows, which the messages read until now
 
 
 @contextmanager
@@ -225,12 +209,12 @@ def _raising_lost_error() -> Iterator[None]:
 class Transfer:
     """Tensors that are being received while the GPU runs other work."""
 
-    def __init__(self, tensors: list[Tensor], pending: list[PendingTransfer]) -> None:
+    def __init__(self, tensors: list[Tensor], pending: list[Wait]) -> None:
         """Track tensors that are being received.
 
         Args:
             tensors: Tensors ``[batch, heads, rows, ...]`` that are valid after the transfer.
-            pending: The transfers that write them.
+            pending: Functions that wait for their rows.
         """
         self._tensors, self._pending = tensors, pending
 
@@ -239,8 +223,8 @@ class Transfer:
 
         May be called once. On a GPU only the current stream waits.
         """
-        for each in self._pending:
-            each.wait()
+        for wait in self._pending:
+            wait(None)
         self._pending.clear()
         tensors, self._tensors = self._tensors, []  # the caller frees the memory
         return tensors
@@ -248,5 +232,5 @@ class Transfer:
     def settle(self, end: float) -> None:
         """Wait until the time ``end`` of ``time.monotonic()`` for tensors that will not be used."""
         with suppress(RuntimeError):  # the other ranks may have failed too
-            for each in self._pending:
-                each.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            for wait in self._pending:
+                wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
