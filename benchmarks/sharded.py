@@ -23,7 +23,7 @@ from benchmarks.publish import publish
 from benchmarks.timing import track
 from cqs.distributed import attention
 from cqs.executors.distributed.exchange import Exchange
-from cqs.executors.distributed.rank_task import RankTask
+from cqs.executors.distributed.rank_task import ChunkTask
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
@@ -39,7 +39,7 @@ _NUM_LAYERS = 64
 _ANY_MOMENT, _ANY_CALL = "any moment", "any call"
 _PARTS: dict[str, tuple[type, str]] = {
     "exchange": (Exchange, "send_out"),
-    "compute": (RankTask, "_compute_away"),
+    "compute": (ChunkTask, "compute_away"),
     "return": (Exchange, "send_computed"),
 }
 """Part of a call -> method at which actors are killed: after it, but before ``compute``."""

@@ -32,21 +32,16 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
     """
     if mesh is None:
         return range(shard.shape[1])
-    request: dict[str, Any] | None = None
+    request: dict[str, Any] = {"call": "a layer"}
     error: Exception | None = None
+    length, rows = 0, ()
     try:
         _check_shard(shard, mesh)
-        request = {
-            "call": "a layer",
-            "dtype": shard.dtype,
-            "batch": shard.shape[0],
-            "size": tuple(shard.shape[2:]),
-        }
+        batch, length, *size = shard.shape
+        request |= {"dtype": shard.dtype, "batch": batch, "size": tuple(size)}
     except (TypeError, ValueError) as wrong:
         error = wrong
-    rows: tuple[int, ...] = ()
     try:
-        length = 0 if request is None else shard.shape[1]
         rows = agree(mesh.get_group("tensor"), request, error, seqlen_q=length).seqlens_q
         _check_chunks(rows)
     except (RuntimeError, TypeError, ValueError) as wrong:

@@ -18,7 +18,7 @@ from support.exact import eager_output, exact_answer
 import cqs
 from benchmarks.cases import CASES, Case
 from cqs.executors.distributed.exchange import Exchange
-from cqs.executors.distributed.rank_task import RankTask
+from cqs.executors.distributed.rank_task import ChunkTask, RankTask
 from cqs.executors.ray import TaskFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.verify import VerificationError
@@ -402,7 +402,7 @@ def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, n
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("part", ["send_out", "_compute_away", "send_computed"])
+@pytest.mark.parametrize("part", ["send_out", "compute_away", "send_computed"])
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
 def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
     """Once each, when rows have been sent, before they are computed with, or with results sent."""
@@ -412,11 +412,11 @@ def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, numb
         if dist.get_rank() >= number or mark.exists():
             return model(output)
         mark.touch()
-        owner = RankTask if part == "_compute_away" else Exchange
+        owner = ChunkTask if part == "compute_away" else Exchange
         method = getattr(owner, part)
 
         def die(*arguments, **options):
-            if part != "_compute_away":
+            if part != "compute_away":
                 method(*arguments, **options)
             os.kill(os.getpid(), signal.SIGKILL)
 

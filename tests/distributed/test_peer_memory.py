@@ -14,7 +14,6 @@ from fake_gpus import World, current_rank, current_stream, later, synchronize
 
 import cqs
 from cqs.executors.distributed import rank_task
-from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.transport import row_copies, streams, transfer
 from cqs.partial import Partial
@@ -27,54 +26,69 @@ pytestmark = pytest.mark.slow
 GPU = torch.device("cuda", 0)
 
 
-class LaterTask(rank_task.RankTask):
-    """Launches what it computes."""
+class LaterTask(rank_task.ChunkTask):
+    """Launches what it computes, from the tokens that it holds at that time."""
 
-    def _compute_away(self, results, *arguments):
-        current_stream().enqueue(lambda: super(LaterTask, self)._compute_away(results, *arguments))
+    def compute_away(self, results):
+        now = self._copy()
+        current_stream().enqueue(lambda: now.compute_away(results))
 
-    def _compute_home(self, answer, chunk, shards, held, *, keep):
+    def compute_home(self, answer, *, keep):
         steps, queries = self.layout.home_steps, self.layout.queries
         straight = self.layout.is_final and not keep
         if not steps and not straight:
-            return None
+            return
         rows = slice(0, len(queries))
         if not straight:
             rows = slice(*(end - queries.start for end in (steps[0][1].start, steps[-1][1].stop)))
-        results = self._nothing(chunk, shards, rows.stop - rows.start)
-        arguments = answer, chunk, shards, held
-        compute = super()._compute_home
-        return self._launch(lambda: compute(*arguments, keep=keep)[0], results), rows
+        now, results = self._copy(), self._nothing(rows.stop - rows.start)
 
-    def _compute_own(self, chunk, shards):
-        if not self.layout.own_steps:
-            return None
-        compute = super()._compute_own
-        results = self._nothing(chunk, shards, len(self.layout.queries))
-        return self._launch(lambda: compute(chunk, shards), results)
+        def compute():
+            now.compute_home(answer, keep=keep)
+            return now.home[0]
 
-    def _nothing(self, chunk, shards, num_rows):
-        query, _, value = shards
-        heads = len(chunk.query_heads[self.rank])
+        self.home = launch(compute, results), rows
+
+    def compute_own(self):
+        if self.layout.own_steps:
+            now = self._copy()
+
+            def compute():
+                now.compute_own()
+                return now.own
+
+            self.own = launch(compute, self._nothing(len(self.layout.queries)))
+
+    def compute_gradients(self, *of_queries):
+        now, found = self._copy(), tuple(torch.full_like(each, torch.nan) for each in self.held)
+        return launch(lambda: now.compute_gradients(*of_queries), found)
+
+    def merge(self, *arguments):
+        now = self._copy()
+        current_stream().enqueue(lambda: now.merge(*arguments))
+
+    def _copy(self):
+        return REAL_TASK(**vars(self))
+
+    def _nothing(self, num_rows):
+        query, _, value = self.shards
+        heads = len(self.chunk.query_heads[self.layout.rank])
         output = query.new_full((query.shape[0], heads, num_rows, value.shape[3]), torch.nan)
-        return output, output[..., 0].clone()
+        return Partial(output, output[..., 0].clone())
 
-    def _compute_gradients(self, chunk, query, key, value, *of_queries):
-        found = tuple(torch.full_like(each, torch.nan) for each in (query, key, value))
-        arguments = chunk, query, key, value, *of_queries
-        compute = super()._compute_gradients
-        return tuple(self._launch(lambda: compute(*arguments), found))
 
-    def _merge(self, *arguments):
-        current_stream().enqueue(lambda: super(LaterTask, self)._merge(*arguments))
+REAL_TASK = rank_task.ChunkTask
 
-    def _launch(self, function, results):
-        def run():
-            for result, found in zip(results, function(), strict=True):
-                result.copy_(found)
 
-        current_stream().enqueue(run)
-        return Partial(*results) if len(results) == 2 else results
+def launch(function, results):
+    """Launch a function whose results are written to ``results``."""
+
+    def run():
+        for result, found in zip(results, function(), strict=True):
+            result.copy_(found)
+
+    current_stream().enqueue(run)
+    return results
 
 
 class Group:
@@ -119,6 +133,7 @@ def peer_memory(monkeypatch):
         (ipc_memory, "swap", lambda group, own, lengths: group.world.swap(own)),
         (ipc_memory, "_as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
         (transfer, "copy_rows", later(row_copies.copy_rows)),
+        (rank_task, "ChunkTask", LaterTask),
         (rank_task, "_add_up", later(rank_task._add_up)),
         (rank_task, "StreamPool", lambda device, number: streams.StreamPool(GPU, number)),
         (streams, "_streams", lambda device, number: streams_of_rank(streams_made, number)),
@@ -188,7 +203,7 @@ def make_layout(call, rank):
 def attend(transport, rank, call, tensors):
     """Launch a call; return the rows of this rank's shard, and what will be its results."""
     rows = rows_of(call, rank)
-    return rows, launch(transport, rank, call, [each[:, :, rows].clone() for each in tensors])
+    return rows, launch_call(transport, rank, call, [each[:, :, rows].clone() for each in tensors])
 
 
 def rows_of(call, rank):
@@ -196,15 +211,13 @@ def rows_of(call, rank):
     return slice(first, first + call["lengths"][rank])
 
 
-def launch(transport, rank, call, shards):
+def launch_call(transport, rank, call, shards):
     """Launch a call with the shards of query, key, value and gradient; return its results."""
     query, key, value, grad_output = shards
     layout = make_layout(call, rank)
     problem = check_problem(query, key, value)
-    task = LaterTask(transport, rank, layout, Worker(problem.scale, "reference", None, None))
-    with Exchange(transport, len(layout.chunks), in_place=False) as exchange:
-        keep = call["gradients"]
-        attended = task.attend(problem, exchange, with_lse=keep, keep=keep)
+    task = rank_task.RankTask(transport, layout, Worker(problem.scale, "reference", None, None))
+    attended = task.attend(problem, with_lse=call["gradients"], keep=call["gradients"])
     results = [attended.answer.output]
     if call["gradients"]:
         results += attended.differentiate(attended.kept, grad_output)
@@ -277,11 +290,11 @@ def test_graphs_may_be_replayed_between_other_calls(peer_memory, monkeypatch, nu
             for of_call, whole in zip(rows, turns[0], strict=True)
         ]
         for call, of_call in zip(calls, shards, strict=True):
-            launch(transport, rank, call, of_call)
+            launch_call(transport, rank, call, of_call)
         graph = fake_gpus.Graph()
         with graph:
             results = [
-                launch(transport, rank, call, of_call)
+                launch_call(transport, rank, call, of_call)
                 for call, of_call in zip(calls, shards, strict=True)
             ]
         answers[rank] = []
@@ -350,7 +363,7 @@ def test_a_call_that_fails_can_be_left_out_of_a_graph(peer_memory, monkeypatch):
         transport = peer_memory.connect_peers(world.groups[rank], GPU)
         attend(transport, rank, call, draw_tensors(call))
         world.swap([])
-        monkeypatch.setattr(LaterTask, "_compute_away", fail)
+        monkeypatch.setattr(LaterTask, "compute_away", fail)
         graph = fake_gpus.Graph()
         with graph, pytest.raises(RuntimeError, match="as if"):
             attend(transport, rank, call, draw_tensors(call))
@@ -396,15 +409,15 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(
     call |= {"lengths": (10,) * 4, "gradients": gradients, "head_parallel": 1, "num_chunks": 2}
     call |= {"heads": (2, 2), "is_causal": True}
     tensors, world, failing = draw_tensors(call), make_world(4, 0), {}
-    compute = LaterTask._compute_away
+    compute = LaterTask.compute_away
     keep_rows(monkeypatch)
 
-    def fail(task, results, chunk, *arguments):
-        if failing[task.rank] and chunk is task.layout.chunks[failing_chunk]:
+    def fail(task, results):
+        if failing[task.layout.rank] and task.chunk.index == failing_chunk:
             raise torch.OutOfMemoryError("as if")
-        compute(task, results, chunk, *arguments)
+        compute(task, results)
 
-    monkeypatch.setattr(LaterTask, "_compute_away", fail)
+    monkeypatch.setattr(LaterTask, "compute_away", fail)
 
     def program(rank):
         transport = peer_memory.connect_peers(world.groups[rank], GPU)

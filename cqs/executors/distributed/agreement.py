@@ -64,26 +64,17 @@ def agree(
     """
     # Equal values have an equal repr, so ranks compare digests of text.
     request = {name: repr(value) for name, value in (request or {}).items()}
-    with calls_on(group).call():
-        return _agree(
-            group, request, error or calls_on(group).error, seqlen_q, seqlen_kv, seed, machine
-        )
-
-
-def _agree(
-    group: Any,
-    request: dict[str, str],
-    error: Exception | None,
-    *numbers: int,
-) -> Shards:
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
-    mine = [int(error is not None), int.from_bytes(digest), *numbers]
-    num_ranks, control = dist.get_world_size(group), control_group(group)
-    found = swap(control, mine, [len(mine)] * num_ranks)
-    table = [found[i : i + len(mine)] for i in range(0, len(found), len(mine))]
-    if any(failed for failed, *_ in table) or any(row[1] != table[0][1] for row in table):
-        _explain(control, num_ranks, request, error)
-    return Shards(tuple(row[2] for row in table), tuple(row[3] for row in table), *table[0][4:])
+    calls = calls_on(group)
+    with calls.call():
+        error, control = error or calls.error, control_group(group)
+        mine = [error is not None, int.from_bytes(digest), seqlen_q, seqlen_kv, seed, machine]
+        found = swap(control, mine, [len(mine)] * control.size())
+        failed, digests, *numbers = (found[i :: len(mine)] for i in range(len(mine)))
+        if any(failed) or len({*digests}) > 1:
+            _explain(control, request, error)
+    seqlens_q, seqlens_kv, seeds, machines = numbers
+    return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
 
 
 def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -149,15 +140,15 @@ def timeout_of(group: Any) -> timedelta:
     return timeout
 
 
-def _explain(
-    control: Any, num_ranks: int, request: dict[str, str], error: Exception | None
-) -> None:
+def _explain(control: Any, request: dict[str, str], error: Exception | None) -> None:
     """Gather all requests and raise the error that names the rank which differs."""
     text = json.dumps([request, None if error is None else repr(error)])
     try:
         found = list(map(json.loads, swap_texts(control, text)))
     except RuntimeError as lost:
-        raise error or lost from lost
+        if error is None:
+            raise
+        raise error from lost
     if error is not None:
         raise error
     for rank, (_, message) in enumerate(found):

@@ -11,7 +11,6 @@ from torch import Tensor
 from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
 from cqs.executors.distributed.agreement import Shards, agree
-from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.group_calls import GroupCalls, calls_on
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.rank_task import RankTask
@@ -118,7 +117,8 @@ def attention(
         raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
     _check_group(group)
     problem: Problem | None = None
-    request: dict[str, Any] | None = None
+    request: dict[str, Any] = {}
+    own: dict[str, int] = {}
     error: Exception | None = None
     try:
         problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
@@ -129,6 +129,7 @@ def attention(
             )
         if pattern is not None:
             check_is_pattern(pattern)
+        default_plan = None if links is None else "any"
         head_dim = query.shape[3]  # before a head_dim of 0 is padded with zeros
         query, key, value = problem.query, problem.key, problem.value
         request = {
@@ -152,7 +153,7 @@ def attention(
                 head_parallel, dist.get_world_size(group), problem, pattern
             ),
             "links": None if links is None else Links.check(links),
-            "plan": _check_plan(plan, links),
+            "plan": default_plan if plan is None else check_kind(plan, "plan"),
             "backend": backend,
             "return_lse": as_bool("return_lse", return_lse),
             "verify": as_bool("verify", verify),
@@ -163,11 +164,22 @@ def attention(
                 "verify must be False while a CUDA graph is captured, got True: verify a call "
                 "before the capture"
             )
+        own = {
+            "seqlen_q": query.shape[2],
+            "seqlen_kv": key.shape[2],
+            "seed": 0 if problem.dropout is None else problem.dropout.seed,
+            "machine": _machine_of(query.device),
+        }
     except Exception as wrong:
         error = wrong  # reported below, because the other ranks wait for this one
     calls = calls_on(group)
     with calls.call():
-        answer = _attend(group, calls, problem, request, error)
+        request["calls since the group was made"] = calls.num_calls
+        request["exchanges since the group was made"] = count_sends(group)
+        shards = agree(group, request, error, **own)
+        assert problem is not None, "or there was an error"
+        calls.num_calls += 1
+        answer = _attend(group, calls, problem, request, shards)
     # With gradients the backward pass checks: other ranks wait for this one to run it.
     if not answer.output.requires_grad:
         calls.check()
@@ -177,37 +189,22 @@ def attention(
 def _attend(
     group: "dist.ProcessGroup | None",
     calls: GroupCalls,
-    problem: Problem | None,
-    request: dict[str, Any] | None,
-    error: Exception | None,
+    problem: Problem,
+    request: dict[str, Any],
+    shards: Shards,
 ) -> Partial:
-    """Compare the arguments with those of the other ranks, then compute attention.
+    """Compute attention with the arguments on which all ranks have agreed.
 
     Args:
         group: The process group; ``None`` means the default group.
         calls: This process's calls on the group; the current call is entered.
-        problem: This rank's shards; ``None`` if its arguments are invalid.
-        request: The arguments of :func:`attention` that must be equal on all ranks, by name;
-            ``None`` if this rank's arguments are invalid.
-        error: The error in this rank's arguments, if any.
+        problem: This rank's shards.
+        request: The arguments of :func:`attention` that are equal on all ranks, by name.
+        shards: Shard lengths of all ranks.
     """
-    if request is not None:
-        request["calls since the group was made"] = calls.num_calls
-        request["exchanges since the group was made"] = count_sends(group)
-    shards = agree(
-        group,
-        request,
-        error,
-        seqlen_q=0 if problem is None else problem.query.shape[2],
-        seqlen_kv=0 if problem is None else problem.key.shape[2],
-        seed=0 if problem is None or problem.dropout is None else problem.dropout.seed,
-        machine=0 if problem is None else _machine_of(problem.query.device),
-    )
-    assert problem is not None and request is not None
-    calls.num_calls += 1
-    rank, device, backend = dist.get_rank(group), problem.query.device, request["backend"]
-    transport = transport_of(group, device)
+    transport, requires_grad = transport_of(group, problem.query.device), request["requires_grad"]
     machine = _plan_for(shards, ranks_per_host(group), request["links"])
+    verify = request["verify"]
     batch, num_heads, *_ = problem.query.shape
     lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
     is_causal, pattern = check_pattern(
@@ -224,7 +221,7 @@ def _attend(
         layout = lay_out(
             shards.seqlens_q,
             shards.seqlens_kv,
-            rank,
+            dist.get_rank(group),
             num_heads=part.query.shape[1],
             num_kv_heads=part.key.shape[1],
             head_dim=part.query.shape[3],
@@ -236,15 +233,13 @@ def _attend(
             tile=GPU_TILE if part.query.is_cuda else 1,
             chunk_rule=transport.chunk_rule,
             machine=machine,
-            with_gradients=request["requires_grad"],
+            with_gradients=requires_grad,
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
-        worker = Worker(part.scale, backend, part.dropout, bound)
+        worker = Worker(part.scale, request["backend"], part.dropout, bound)
         worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks or on none
-        task = RankTask(transport, rank, layout, worker)
-        with_lse, keep = request["return_lse"] or request["verify"], request["requires_grad"]
-        with Exchange(transport, len(layout.chunks), in_place=False) as exchange:
-            attended = task.attend(part, exchange, with_lse=with_lse, keep=keep)
+        task, with_lse = RankTask(transport, layout, worker), request["return_lse"] or verify
+        attended = task.attend(part, with_lse=with_lse, keep=requires_grad)
         compute = attended.differentiate  # without the tensors: autograd decides how long they live
 
         def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
@@ -259,7 +254,7 @@ def _attend(
         return attended._replace(differentiate=differentiate)
 
     answer = attend_differentiably(problem, attend)
-    if request["verify"]:
+    if verify:
         verify_shards(group, problem, answer, shards.seqlens_q, shards.seqlens_kv)
     return answer
 
@@ -301,13 +296,6 @@ def _plan_for(shards: Shards, per_host: int, links: Links | None) -> Machine:
         return machine
     side = "bandwidth" if has_one_host else "between"
     return replace(machine, **{side: links.bandwidth, "latency": links.latency})
-
-
-def _check_plan(plan: Kind | str | None, links: object) -> Kind | str | None:
-    """Return the kinds to choose from, or raise TypeError or ValueError."""
-    if plan is None:
-        return None if links is None else "any"
-    return check_kind(plan, "plan")
 
 
 def _check_head_parallel(

@@ -1,10 +1,10 @@
 """Exchange of token rows: shards to the ranks that compute with them, results to their owners."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -23,15 +23,6 @@ HeadsOfRanks = tuple[range, ...]
 
 _SETTLING_SECONDS = 10.0
 """Seconds that a failed call waits for pending transfers, at most."""
-
-
-class ReturnedRows(NamedTuple):
-    """Results that one rank sent back for some rows of this rank's shard."""
-
-    rank: int
-    rows: range
-    tensor: Tensor
-    """``[batch, heads, rows, ...]``."""
 
 
 class Exchange:
@@ -110,7 +101,7 @@ class Exchange:
             routes: For each result, the route by which its tokens were received.
 
         Returns:
-            The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
+            The transfer of the results for this rank's shard; :func:`by_heads` splits them.
         """
         packets = []
         for route, chosen in by_route(held, routes):
@@ -135,7 +126,7 @@ class Exchange:
                 ...]``, into the views of the send buffer that it is given.
 
         Returns:
-            The transfer of the results for this rank's shard; :func:`pieces` splits them by rank.
+            The transfer of the results for this rank's shard; :func:`by_heads` splits them.
         """
         packets = [Packet(route, [each], [each.shape[1]], is_home=True) for each in like]
         return self._send(chunk, packets, lambda rows: make([each.movedim(0, 2) for each in rows]))
@@ -173,18 +164,28 @@ def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[R
     return [(routes[chosen[0]], chosen) for chosen in groups]
 
 
-def pieces(received: Tensor, route: Route) -> Iterator[ReturnedRows]:
-    """Split results that were sent back to this rank by rank and row range.
+def by_heads(
+    received: Tensor, route: Route, heads: HeadsOfRanks
+) -> dict[range, list[tuple[slice, Tensor]]]:
+    """Split results that were sent back to this rank by heads, and by rank and row range.
 
     Args:
-        received: Results ``[batch, heads, rows, ...]``, ordered by sending rank.
+        received: Results ``[batch, heads of a rank, rows, ...]``, ordered by sending rank.
         route: The route by which this rank sent the tokens out.
+        heads: The heads that every rank sent back.
+
+    Returns:
+        For each range of heads, rows of this rank's shard and their results ``[batch, heads, rows,
+        ...]``.
     """
+    found: dict[range, list[tuple[slice, Tensor]]] = {of_rank: [] for of_rank in heads}
     first = 0
-    for rank, ranges in enumerate(route.sends):
+    for of_rank, ranges in zip(heads, route.sends, strict=True):
         for rows in ranges:
-            yield ReturnedRows(rank, rows, received[:, :, first : first + len(rows)])
+            part = received[:, :, first : first + len(rows)]
+            found[of_rank].append((slice(rows.start, rows.stop), part))
             first += len(rows)
+    return found
 
 
 @lru_cache(maxsize=256)

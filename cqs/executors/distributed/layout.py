@@ -100,6 +100,8 @@ class Route:
 class HeadChunk:
     """Heads that every rank computes while the tensors of other head chunks are sent."""
 
+    index: int
+    """Index among the chunks of a pass."""
     query_heads: tuple[range, ...]
     """For every rank, a range of query heads of its head group; all have one length."""
     kv_heads: tuple[range, ...]
@@ -141,6 +143,11 @@ class Layout:
     """Route of the queries of ``away_steps``; their results are sent along it in reverse."""
     chunks: tuple[HeadChunk, ...]
     """Head chunks, which together cover all heads."""
+
+    @property
+    def rank(self) -> int:
+        """The rank whose work this is."""
+        return self.of_queries.rank
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -285,7 +292,7 @@ def _make_chunks(
         return tuple(range(first + i * size, first + (i + 1) * size) for first in firsts)
 
     return tuple(
-        HeadChunk(of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number)
+        HeadChunk(i, of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number)
     )
 
 

@@ -1,7 +1,7 @@
 """Forward and backward pass of one rank: its task of the plan and the exchanges around it."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bind
 from itertools import islice
@@ -13,9 +13,8 @@ from cqs.executors.autograd import Attended, Kept
 from cqs.executors.distributed.exchange import (
     Exchange,
     HeadsOfRanks,
-    ReturnedRows,
+    by_heads,
     by_route,
-    pieces,
     schedule_back,
 )
 from cqs.executors.distributed.layout import HeadChunk, Layout, Route
@@ -39,22 +38,16 @@ class RankTask:
 
     transport: Transport
     """Transport of this rank's exchanges."""
-    rank: int
-    """Rank of this process in the group."""
     layout: Layout
     """The rank's work and routing tables."""
     worker: Worker
     """Worker for all heads; its dropout mask is that of the whole problem."""
 
-    def attend(
-        self, problem: Problem, exchange: Exchange, *, with_lse: bool, keep: bool
-    ) -> Attended:
+    def attend(self, problem: Problem, *, with_lse: bool, keep: bool) -> Attended:
         """Send tokens out, compute this rank's task, and merge the results for its shard.
 
         Args:
             problem: This rank's shard: query, key and value ``[batch, heads, rows, head_dim]``.
-            exchange: Exchange of this pass with ``in_place=False``, so that every rank keeps a
-                copy of the tokens that it computes with.
             with_lse: Whether the LSE of the answer is required; otherwise it may stay
                 uninitialised.
             keep: Whether to keep tensors for the backward pass.
@@ -65,57 +58,52 @@ class RankTask:
         Raises:
             LostError: Another rank has failed or does not answer (messages only).
         """
-        layout, routes = self.layout, self._routes
-        tensors = problem.query, problem.key, problem.value
+        layout = self.layout
+        shards = problem.query, problem.key, problem.value
         answer = problem.empty_answer()
         kept: list[Tensor] = []
         at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_streams
-        with StreamPool(problem.query.device, min(at_once, len(layout.chunks))) as streams:
+        with (
+            # Every rank keeps a copy of the tokens that it computes with.
+            Exchange(self.transport, len(layout.chunks), in_place=False) as exchange,
+            StreamPool(problem.query.device, min(at_once, len(layout.chunks))) as streams,
+        ):
 
             def send_out(i: int) -> Transfer:
                 with streams.at(i):
-                    return exchange.send_out(i, tensors, layout.chunks[i].heads, routes)
+                    return exchange.send_out(i, shards, layout.chunks[i].heads, self._routes)
 
-            incoming = self._in_turns(send_out)
-            own: list[Partial | None] = []
-            home: list[tuple[Partial, slice] | None] = []
+            tasks = [
+                ChunkTask(layout, each, self._worker_of(each), shards) for each in layout.chunks
+            ]
             returning: list[Transfer] = []
-            for i, (chunk, transfer) in enumerate(zip(layout.chunks, incoming, strict=True)):
+            for i, (task, transfer) in enumerate(zip(tasks, self._in_turns(send_out), strict=True)):
                 with streams.at(i):
                     if i == 0:  # overlaps the exchange of the first head chunk
-                        own.append(self._compute_own(chunk, tensors))
-                    held = transfer.wait()
-                    back, results = self._send_results(
-                        exchange, i, tensors, held, with_lse=with_lse, keep=keep
-                    )
+                        task.compute_own()
+                    task.held = transfer.wait()
+                    back, results = task.send_results(exchange, with_lse=with_lse, keep=keep)
                     returning.append(back)
-                    home.append(self._compute_home(answer, chunk, tensors, held, keep=keep))
-                    kept += [*held, *results] if keep else []
-                    del held  # frees its memory for later head chunks
-            for i, chunk in enumerate(layout.chunks[1:], 1):  # overlaps the last results
+                    task.compute_home(answer, keep=keep)
+                    kept += [*task.held, *results] if keep else []
+                    task.held = []  # frees its memory for later head chunks
+            for i, task in enumerate(tasks[1:], 1):  # overlaps the last results
                 with streams.at(i):
-                    own.append(self._compute_own(chunk, tensors))
-            for i, chunk in enumerate(layout.chunks):
+                    task.compute_own()
+            for i, task in enumerate(tasks):
                 with streams.at(i):
-                    self._merge(answer, chunk, returning[i].wait(), own[i], home[i])
+                    task.merge(answer, returning[i].wait())
         if keep and not layout.is_final:
             kept += answer
-        shapes = [tensor.shape for tensor in tensors]
+        shapes = [tensor.shape for tensor in shards]
         return Attended(answer, tuple(kept), bind(self._differentiate, shapes))
 
     def _differentiate(
         self, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
     ) -> Gradients:
-        with Exchange(self.transport, len(self.layout.chunks), in_place=True) as exchange:
-            return self._send_gradients(exchange, shapes, kept, grad_output)
-
-    def _send_gradients(
-        self, exchange: Exchange, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
-    ) -> Gradients:
         """Send the gradient of the output out, and sum the gradients for this rank's shard.
 
         Args:
-            exchange: Exchange of the backward pass.
             shapes: Shapes of this rank's query, key and value.
             kept: Tensors that :meth:`attend` kept.
             grad_output: Gradient of this rank's output, ``[batch, heads, rows, value_dim]``.
@@ -126,35 +114,30 @@ class RankTask:
             of_shard += answer
         each_kept = len(kept) // len(layout.chunks)
         at_once = min(self.transport.num_streams, len(layout.chunks))
-        with StreamPool(grad_output.device, at_once) as streams:
+        with (
+            Exchange(self.transport, len(layout.chunks), in_place=True) as exchange,
+            StreamPool(grad_output.device, at_once) as streams,
+        ):
 
             def send_out(i: int) -> Transfer:
-                heads, route = layout.chunks[i].query_heads, layout.of_queries
+                heads, routes = layout.chunks[i].query_heads, [layout.of_queries] * len(of_shard)
                 with streams.at(i):
-                    return exchange.send_out(
-                        i, of_shard, [heads] * len(of_shard), [route] * len(of_shard)
-                    )
+                    return exchange.send_out(i, of_shard, [heads] * len(of_shard), routes)
 
             returning = []
-            for i, transfer in enumerate(self._in_turns(send_out)):
+            incoming = self._in_turns(send_out)
+            for i, (chunk, transfer) in enumerate(zip(layout.chunks, incoming, strict=True)):
                 with streams.at(i):
                     query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
-                    found = self._compute_gradients(
-                        layout.chunks[i], query, key, value, *transfer.wait(), *own
-                    )
+                    worker, held = self._worker_of(chunk), [query, key, value]
+                    task = ChunkTask(layout, chunk, worker, held=held)
+                    found = task.compute_gradients(*transfer.wait(), *own)
                     returning.append(exchange.send_back(i, found, self._routes))
             gradients = Gradients(*map(grad_output.new_empty, shapes))
-            for i, (chunk, transfer) in enumerate(zip(layout.chunks, returning, strict=True)):
+            for i, transfer in enumerate(returning):
                 with streams.at(i):
-                    received = transfer.wait()
-                    for route, chosen in by_route(received, self._routes):
-                        _add_up(
-                            [gradients[n] for n in chosen],
-                            [received[n] for n in chosen],
-                            [chunk.heads[n] for n in chosen],
-                            route,
-                            [n == 0 and layout.is_final for n in chosen],
-                        )
+                    heads = layout.chunks[i].heads
+                    _add_up(gradients, transfer.wait(), heads, self._routes, layout.is_final)
         return gradients
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
@@ -170,21 +153,40 @@ class RankTask:
         """Routes of query, key and value."""
         return self.layout.of_queries, self.layout.of_keys, self.layout.of_keys
 
-    def _compute_own(self, chunk: HeadChunk, shards: Sequence[Tensor]) -> Partial | None:
-        """Compute the steps that require no tokens of other ranks, if there are any."""
-        if not (steps := self.layout.own_steps):
-            return None
-        return self._worker_of(chunk).run_together(steps, *self._own_tokens(chunk, shards))
+    def _worker_of(self, chunk: HeadChunk) -> Worker:
+        if self.worker.dropout is None:
+            return self.worker
+        first = chunk.query_heads[self.layout.rank].start
+        return replace(self.worker, dropout=self.worker.dropout.moved(0, first))
 
-    def _send_results(
-        self,
-        exchange: Exchange,
-        i: int,
-        shards: Sequence[Tensor],
-        held: Sequence[Tensor],
-        *,
-        with_lse: bool,
-        keep: bool,
+
+@dataclass
+class ChunkTask:
+    """Computes one head chunk of a rank's task in one pass."""
+
+    layout: Layout
+    """The rank's work and routing tables."""
+    chunk: HeadChunk
+    """The heads to compute."""
+    worker: Worker
+    """Worker for the heads of the chunk."""
+    shards: Sequence[Tensor] = ()
+    """This rank's query, key and value, all heads, in a forward pass."""
+    held: Sequence[Tensor] = ()
+    """Query, key and value of the heads of the chunk that this rank has received."""
+    own: Partial | None = None
+    """Partial output of ``own_steps``, if any."""
+    home: tuple[Partial, slice] | None = None
+    """Partial output of ``home_steps`` and its rows of the shard, if any. It is already in the
+    answer if results are final."""
+
+    def compute_own(self) -> None:
+        """Compute the steps that require no tokens of other ranks, if there are any."""
+        if steps := self.layout.own_steps:
+            self.own = self.worker.run_together(steps, *self._own_tokens())
+
+    def send_results(
+        self, exchange: Exchange, *, with_lse: bool, keep: bool
     ) -> tuple[Transfer, Sequence[Tensor]]:
         """Compute results for other ranks in the send buffer, or in new tensors if they are kept.
 
@@ -192,154 +194,112 @@ class RankTask:
             The transfer of this rank's results, and the results to keep for the backward pass;
             those are kept only if they cover all keys of their queries.
         """
-        chunk, route, is_final = self.layout.chunks[i], self.layout.of_results, self.layout.is_final
-        is_kept = keep and is_final
+        route, is_final = self.layout.of_results, self.layout.is_final
+        is_kept, (query, _, value) = keep and is_final, self.held
         # Without rows, the results determine only dtype and shape.
-        results = _new_results(held, sum(route.receives) if is_kept else 0)
+        num_rows = sum(route.receives) if is_kept else 0
+        output = query.new_empty((*query.shape[:2], num_rows, value.shape[3]))
+        lse = output.new_empty(output.shape[:3], dtype=lse_dtype(query.dtype))
+        results = Partial(output, lse)
         sent = results if with_lse or not is_final else results[:1]
         if is_kept:
-            self._compute_away(results, chunk, shards, held)
-            return exchange.send_back(i, sent, [route] * len(sent)), results
+            self.compute_away(results)
+            return exchange.send_back(self.chunk.index, sent, [route] * len(sent)), results
 
         def make(places: list[Tensor]) -> None:
-            output, *lse = places
-            if not lse:  # the kernel writes the LSE, which is not sent
-                lse = [results.lse.new_empty(output.shape[:3])]
-            self._compute_away(Partial(output, *lse), chunk, shards, held)
+            output, *of_lse = places
+            if not of_lse:  # the kernel writes the LSE, which is not sent
+                of_lse = [lse.new_empty(output.shape[:3])]
+            self.compute_away(Partial(output, *of_lse))
 
-        return exchange.send_computed(i, sent, route, make), ()
+        return exchange.send_computed(self.chunk.index, sent, route, make), ()
 
-    def _compute_home(
-        self,
-        answer: Partial,
-        chunk: HeadChunk,
-        shards: Sequence[Tensor],
-        held: Sequence[Tensor],
-        *,
-        keep: bool,
-    ) -> tuple[Partial, slice] | None:
-        """Compute the shard's queries with keys of other ranks.
+    def compute_home(self, answer: Partial, *, keep: bool) -> None:
+        """Compute the shard's queries with keys of other ranks, if there are such steps.
 
         If the results are final and not kept, they are written into ``answer``.
-
-        Returns:
-            The results and their rows of the shard, or ``None`` if there are no such steps.
         """
         steps, layout = self.layout.home_steps, self.layout
-        query, into, rows = self._own_tokens(chunk, shards)[0], None, slice(None)
+        query, into, rows = self._own_tokens()[0], None, slice(None)
         if layout.is_final and not keep:
-            heads = chunk.query_heads[self.rank]
-            into = Partial(*(part[:, heads.start : heads.stop] for part in answer))
+            into = _of_heads(answer, self.chunk.query_heads[layout.rank])
         elif not steps:
-            return None
+            return
         else:
             seeing = range(steps[0].queries.start, steps[-1].queries.stop)
             query = HeldTokens([(seeing, query.take([seeing]))])
             first = seeing.start - layout.queries.start
             rows = slice(first, first + len(seeing))
-        key, value = self._held_keys(steps, chunk, shards, held)
-        return self._worker_of(chunk).run_together(steps, query, key, value, into=into), rows
+        key, value = self._held_keys(steps)
+        self.home = self.worker.run_together(steps, query, key, value, into=into), rows
 
-    def _compute_away(
-        self, results: Partial, chunk: HeadChunk, shards: Sequence[Tensor], held: Sequence[Tensor]
-    ) -> None:
+    def compute_away(self, results: Partial) -> None:
         """Write the results of the received queries to ``results``."""
-        query = HeldTokens.packed(held[0], self.layout.of_queries.held)
+        query = HeldTokens.packed(self.held[0], self.layout.of_queries.held)
         steps = self.layout.away_steps
-        key, value = self._held_keys(steps, chunk, shards, held)
-        self._worker_of(chunk).run_into(results, steps, query, key, value)
+        self.worker.run_into(results, steps, query, *self._held_keys(steps))
 
-    def _compute_gradients(
-        self, chunk: HeadChunk, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients of the held tokens, in the dtype of the query."""
-        dtype = query.dtype
+    def compute_gradients(self, *of_queries: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the held tokens, in the dtype of the query.
+
+        Args:
+            *of_queries: Gradient of the output, output and LSE of the received queries.
+        """
+        dtype = self.held[0].dtype
         if not (steps := self.layout.steps):
-            return tuple(map(torch.zeros_like, (query, key, value)))
+            return tuple(map(torch.zeros_like, self.held))
         queries, keys = self.layout.of_queries.held, self.layout.of_keys.held
         ranges = queries, keys, keys, *(queries for _ in of_queries)
-        held = map(HeldTokens.packed, (query, key, value, *of_queries), ranges)
-        found = self._worker_of(chunk).run_backward(steps, *held, dtype=dtype)
+        held = map(HeldTokens.packed, (*self.held, *of_queries), ranges)
+        found = self.worker.run_backward(steps, *held, dtype=dtype)
         return tuple(gradient.to(dtype) for gradient in found)
 
-    def _own_tokens(self, chunk: HeadChunk, shards: Sequence[Tensor]) -> list[HeldTokens]:
-        """Return query, key and value of the shard for the heads of the chunk."""
-        ranges = self.layout.queries, self.layout.keys, self.layout.keys
-        return [
-            HeldTokens([(tokens, shard[:, of_ranks[self.rank].start : of_ranks[self.rank].stop])])
-            for shard, of_ranks, tokens in zip(shards, chunk.heads, ranges, strict=True)
-        ]
-
-    def _held_keys(
-        self,
-        steps: Sequence[Step],
-        chunk: HeadChunk,
-        shards: Sequence[Tensor],
-        held: Sequence[Tensor],
-    ) -> list[HeldTokens]:
-        """Return keys and values for steps: this rank's shard if it has them all, else received."""
-        if see_only(self.layout.keys, steps):
-            return self._own_tokens(chunk, shards)[1:]
-        return [HeldTokens.packed(tensor, self.layout.of_keys.held) for tensor in held[1:]]
-
-    def _worker_of(self, chunk: HeadChunk) -> Worker:
-        if self.worker.dropout is None:
-            return self.worker
-        first = chunk.query_heads[self.rank].start
-        return replace(self.worker, dropout=self.worker.dropout.moved(0, first))
-
-    def _merge(
-        self,
-        answer: Partial,
-        chunk: HeadChunk,
-        received: Sequence[Tensor],
-        own: Partial | None,
-        home: tuple[Partial, slice] | None,
-    ) -> None:
-        """Merge the partial outputs of a head chunk and write them into the answer.
+    def merge(self, answer: Partial, received: Sequence[Tensor]) -> None:
+        """Merge the partial outputs of the head chunk and write them into the answer.
 
         Args:
             answer: Output and LSE of this rank's queries, all heads; written to.
-            chunk: The head chunk to merge.
             received: Output, and LSE unless it is not required, that other ranks sent back.
-            own: Partial output of ``own_steps``, if any.
-            home: Partial output of ``home_steps`` and its rows of the shard, if any. It is already
-                in the answer if results are final.
         """
-        heads, route = chunk.query_heads, self.layout.of_results
+        heads, route, rank = self.chunk.query_heads, self.layout.of_results, self.layout.rank
         if self.layout.is_final:
-            done = None if home is None else self.rank
+            done = None if self.home is None else rank
             for target, part, nothing in zip(answer, received, (0, -torch.inf), strict=False):
                 _place([target], [part], [heads], route, nothing, done=done)
             return
-        outputs, lses = (_by_heads(pieces(part, route), heads) for part in received)
+        outputs, lses = (by_heads(part, route, heads) for part in received)
         for of_heads in outputs:
-            into = Partial(*(part[:, of_heads.start : of_heads.stop] for part in answer))
             parts = [
-                (Partial(output.tensor, lse.tensor), slice(output.rows.start, output.rows.stop))
-                for output, lse in zip(outputs[of_heads], lses[of_heads], strict=True)
+                (Partial(output, lse), rows)
+                for (rows, output), (_, lse) in zip(outputs[of_heads], lses[of_heads], strict=True)
             ]
-            if of_heads == heads[self.rank]:
-                parts += [] if own is None else [(own, slice(None))]
-                parts += [] if home is None else [home]
-            merge_rows(into, parts)
+            if of_heads == heads[rank]:
+                parts += [] if self.own is None else [(self.own, slice(None))]
+                parts += [] if self.home is None else [self.home]
+            merge_rows(_of_heads(answer, of_heads), parts)
+
+    def _own_tokens(self) -> list[HeldTokens]:
+        """Return query, key and value of the shard for the heads of the chunk."""
+        layout = self.layout
+        ranges = layout.queries, layout.keys, layout.keys
+        return [
+            HeldTokens([(tokens, _select(shard, of_ranks[layout.rank]))])
+            for shard, of_ranks, tokens in zip(self.shards, self.chunk.heads, ranges, strict=True)
+        ]
+
+    def _held_keys(self, steps: Sequence[Step]) -> list[HeldTokens]:
+        """Return keys and values for steps: this rank's shard if it has them all, else received."""
+        if see_only(self.layout.keys, steps):
+            return self._own_tokens()[1:]
+        return [HeldTokens.packed(tensor, self.layout.of_keys.held) for tensor in self.held[1:]]
 
 
-def _by_heads(
-    found: Iterable[ReturnedRows], heads: Sequence[range]
-) -> dict[range, list[ReturnedRows]]:
-    """Group pieces by their heads, given the heads of every rank."""
-    sorted_pieces: dict[range, list[ReturnedRows]] = {of_rank: [] for of_rank in heads}
-    for piece in found:
-        sorted_pieces[heads[piece.rank]].append(piece)
-    return sorted_pieces
+def _select(tensor: Tensor, heads: range) -> Tensor:
+    return tensor[:, heads.start : heads.stop]
 
 
-def _new_results(held: Sequence[Tensor], num_rows: int) -> Partial:
-    """Allocate output and LSE of ``num_rows`` queries, with the heads and dtype of ``held``."""
-    query, _, value = held
-    output = query.new_empty((*query.shape[:2], num_rows, value.shape[3]))
-    return Partial(output, output.new_empty(output.shape[:3], dtype=lse_dtype(query.dtype)))
+def _of_heads(answer: Partial, heads: range) -> Partial:
+    return Partial(*(_select(part, heads) for part in answer))
 
 
 def _place(
@@ -363,49 +323,42 @@ def _place(
     """
     for target, of_ranks in zip(targets, heads, strict=True):
         num_rows = dict.fromkeys(of_ranks, 0)
-        for of_heads, ranges in zip(of_ranks, route.sends, strict=True):
-            num_rows[of_heads] += sum(map(len, ranges))
+        for of_heads, number in zip(of_ranks, route.lengths, strict=True):
+            num_rows[of_heads] += number
         if done is not None:
             del num_rows[of_ranks[done]]
         for of_heads, number in num_rows.items():
             if number < target.shape[2]:
-                target[:, of_heads.start : of_heads.stop].fill_(nothing)
+                _select(target, of_heads).fill_(nothing)
     copy_rows(received, targets, schedule_back(route, tuple(heads)))
 
 
 def _add_up(
-    targets: Sequence[Tensor],
+    gradients: Gradients,
     received: Sequence[Tensor],
     heads: Sequence[HeadsOfRanks],
-    route: Route,
-    are_single: Sequence[bool],
+    routes: Sequence[Route],
+    is_final: bool,
 ) -> None:
-    """Write the sum of the received gradients of each row and head into ``targets``.
+    """Write the sum of the received gradients of each row and head into this rank's gradients.
 
     Args:
-        targets: This rank's gradients; written to.
+        gradients: This rank's gradients; written to.
         received: Gradients that other ranks sent back.
-        heads: For each target, the heads of every rank.
-        route: The route by which this rank sent the tokens out.
-        are_single: For each target, whether one rank alone has a gradient of a row and head.
+        heads: For each gradient, the heads of every rank.
+        routes: For each gradient, the route by which this rank sent the tokens out.
+        is_final: Whether one rank alone has the gradient of a query row and head.
     """
-    once = [
-        n
-        for n, of_ranks in enumerate(heads)
-        if are_single[n] or len(set(of_ranks)) == len(of_ranks)
-    ]
-    if once:
-        gradients = [received[n] for n in once]
-        _place([targets[n] for n in once], gradients, [heads[n] for n in once], route, 0)
-    for n, of_ranks in enumerate(heads):
-        if n in once:
-            continue
-        for of_heads, parts in _by_heads(pieces(received[n], route), of_ranks).items():
-            _write_sum(targets[n][:, of_heads.start : of_heads.stop], parts)
-
-
-def _write_sum(target: Tensor, parts: Iterable[ReturnedRows]) -> None:
-    total = target.new_zeros(target.shape, dtype=lse_dtype(target.dtype))
-    for part in parts:
-        total[:, :, part.rows.start : part.rows.stop] += part.tensor
-    target.copy_(total)
+    for route, chosen in by_route(received, routes):
+        once = [n for n in chosen if is_final and n == 0 or len({*heads[n]}) == len(heads[n])]
+        targets, parts, of_ranks = (
+            [each[n] for n in once] for each in (gradients, received, heads)
+        )
+        _place(targets, parts, of_ranks, route, 0)
+        for n in set(chosen).difference(once):
+            for of_heads, parts in by_heads(received[n], route, heads[n]).items():
+                target = _select(gradients[n], of_heads)
+                total = target.new_zeros(target.shape, dtype=lse_dtype(target.dtype))
+                for rows, part in parts:
+                    total[:, :, rows] += part
+                target.copy_(total)
