@@ -11,7 +11,6 @@ from cqs.arguments import as_integer, to_float
 from cqs.distributed import attention as attend_shards
 from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
 from cqs.nn.mesh import check_divisible, tensor_axis
-from cqs.nn.rotary import rotate
 from cqs.nn.rows import gather
 from cqs.patterns import Pattern, per_head
 
@@ -33,8 +32,7 @@ class SelfAttention(nn.Module):
         rope_theta: float,
         head_parallel: int | str,
         mesh: DeviceMesh | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        **placement: Any,
     ) -> None:
         """Check the sizes and initialise the parameters."""
         super().__init__()
@@ -62,12 +60,12 @@ class SelfAttention(nn.Module):
         self.pattern = None if pattern is None else _of_own_heads(pattern, num_heads, axis)
         self.rope_theta = rope_theta
         self.head_parallel = head_parallel
-        sizes = hidden_size, num_kv_heads * self.head_dim, num_kv_heads * self.head_dim
-        options: dict[str, Any] = {"bias": False, "mesh": axis, "device": device, "dtype": dtype}
+        placement |= {"bias": False, "mesh": axis}
         self.query, self.key, self.value = (
-            ColumnParallelLinear(hidden_size, size, **options) for size in sizes
+            ColumnParallelLinear(hidden_size, number * self.head_dim, **placement)
+            for number in (num_heads, num_kv_heads, num_kv_heads)
         )
-        self.output = RowParallelLinear(hidden_size, hidden_size, scatter_dim=1, **options)
+        self.output = RowParallelLinear(hidden_size, hidden_size, scatter_dim=1, **placement)
 
     def forward(self, hidden: Tensor, tokens: range) -> Tensor:
         """Compute attention for the rows of this rank.
@@ -132,3 +130,31 @@ def _of_own_heads(pattern: Pattern, num_heads: int, axis: DeviceMesh | None) -> 
     number = num_heads // axis.size()
     own = range(axis.get_local_rank() * number, (axis.get_local_rank() + 1) * number)
     return per_head([[pattern.head(element, head) for head in own] for element in range(batch)])
+
+
+def rotate(heads: Tensor, tokens: range, theta: float) -> Tensor:
+    """Apply rotary position embeddings.
+
+    Features i and ``i + head_dim / 2`` of the token at position p are rotated by the angle
+    ``p * theta ** (-2 i / head_dim)`` (Su et al., arXiv 2104.09864, with the order of features of
+    Llama). Angles are computed in float64, so they are accurate at any position.
+
+    Args:
+        heads: ``[batch, heads, rows, head_dim]`` with an even ``head_dim``.
+        tokens: Positions of the rows.
+        theta: Base of the angles.
+
+    Returns:
+        The rotated heads, ``[batch, heads, rows, head_dim]`` in the dtype of ``heads``.
+
+    Example:
+        >>> rotate(torch.ones(1, 1, 1, 2), range(0, 1), 10_000.0)
+        tensor([[[[1., 1.]]]])
+    """
+    half = heads.shape[-1] // 2
+    positions = torch.arange(tokens.start, tokens.stop, dtype=torch.float64, device=heads.device)
+    features = torch.arange(half, dtype=torch.float64, device=heads.device)
+    angles = torch.outer(positions, theta ** -(features / half))
+    cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+    first, second = heads.split(half, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

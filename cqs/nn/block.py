@@ -3,14 +3,22 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from cqs.arguments import as_integer
 from cqs.nn.attention import SelfAttention
-from cqs.nn.feed_forward import FeedForward
-from cqs.nn.mesh import broadcast_parameters, check_mesh, uncompiled_on_mesh
-from cqs.nn.rows import find_tokens
+from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
+from cqs.nn.mesh import (
+    broadcast_parameters,
+    check_divisible,
+    check_mesh,
+    tensor_axis,
+    uncompiled_on_mesh,
+)
+from cqs.nn.rows import find_tokens, gather
 from cqs.patterns import Pattern
 
 
@@ -134,4 +142,45 @@ class HybridTransformerBlock(nn.Module):
             tokens = find_tokens(hidden, self.mesh)
         hidden = hidden + self.attention(self.attention_norm(hidden), tokens)
         output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden), tokens)
+        return output
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, arXiv 2002.05202): ``down(silu(gate(hidden)) * up(hidden))``.
+
+    The arguments are those of :class:`cqs.nn.HybridTransformerBlock`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        feed_forward_size: int,
+        *,
+        mesh: DeviceMesh | None,
+        **placement: Any,
+    ) -> None:
+        """Initialise the parameters and keep this rank's shards."""
+        super().__init__()
+        axis = tensor_axis(mesh)
+        feed_forward_size = as_integer("feed_forward_size", feed_forward_size, 1)
+        check_divisible("feed_forward_size", feed_forward_size, axis)
+        self.mesh = mesh
+        placement |= {"bias": False, "mesh": axis}
+        self.gate, self.up = (
+            ColumnParallelLinear(hidden_size, feed_forward_size, **placement) for _ in range(2)
+        )
+        self.down = RowParallelLinear(feed_forward_size, hidden_size, scatter_dim=1, **placement)
+
+    def forward(self, hidden: Tensor, tokens: range) -> Tensor:
+        """Compute the layer for the rows of this rank.
+
+        Args:
+            hidden: ``[batch, rows, hidden_size]``, the rows of this rank.
+            tokens: Positions of the rows of all ranks of this tensor axis.
+
+        Returns:
+            ``[batch, rows, hidden_size]``.
+        """
+        rows = gather(hidden, tokens, self.mesh)
+        output: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
         return output

@@ -64,11 +64,11 @@ class HybridDecoder(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, norm_eps, device=device, dtype=dtype)
         self.head = nn.Linear(hidden_size, vocab_size, bias=False, device=device, dtype=dtype)
         if self.mesh is not None:
-            replicated = SequenceParallel(use_local_output=True)
-            for name in ("embedding", "norm", "head"):
-                for axis in AXES:
-                    broadcast_parameters(getattr(self, name), self.mesh, axis)
-                parallelize_module(self, self.mesh["tensor"], {name: replicated})
+            layers = {"embedding": self.embedding, "norm": self.norm, "head": self.head}
+            for axis in AXES:
+                broadcast_parameters(nn.ModuleDict(layers), self.mesh, axis)
+            replicated = dict.fromkeys(layers, SequenceParallel(use_local_output=True))
+            parallelize_module(self, self.mesh["tensor"], replicated)
 
     @uncompiled_on_mesh
     def forward(self, tokens: Tensor) -> Tensor:
