@@ -56,8 +56,9 @@ def attend_differentiably(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        links = [tensor[..., :0].clone() for tensor in (query, key, value)]
-        return Partial(*_Attention.apply(query, key, value, *links, problem, attend))
+        tensors = query, key, value
+        link = torch.cat([tensor[..., :0].reshape(0) for tensor in tensors])
+        return Partial(*_Attention.apply(*tensors, link, problem, attend))
     return attend(problem).answer if forward is None else forward(problem)
 
 
@@ -95,8 +96,8 @@ def _join(answers: Sequence[Partial], dim: int) -> Partial:
 class _Attention(torch.autograd.Function):
     """The autograd function of attention.
 
-    The links are empty slices of query, key and value. They connect the gradients to these in the
-    graph of a double backward, which then raises an error, without saving the inputs' memory.
+    The link is made of empty slices of query, key and value. It connects the gradients to these in
+    the graph of a double backward, which then raises an error, without saving the inputs' memory.
     """
 
     @staticmethod
@@ -105,24 +106,21 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        query_link: Tensor,
-        key_link: Tensor,
-        value_link: Tensor,
+        link: Tensor,
         problem: Problem,
         attend: Callable[[Problem], Attended],
     ) -> Partial:
         attended = attend(replace(problem, query=query, key=key, value=value))
-        ctx.save_for_backward(query_link, key_link, value_link, *attended.kept)
+        ctx.save_for_backward(link, *attended.kept)
         ctx.mark_non_differentiable(attended.answer.lse)
         ctx.differentiate = attended.differentiate
         return attended.answer
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: activation checkpointing permits one access
-        links, kept = saved[:3], saved[3:]
-        compute = partial(ctx.differentiate, kept)
-        return *_Gradients.apply(*links, grad_output, compute), *(None,) * 5
+        link, *kept = ctx.saved_tensors  # read once: activation checkpointing permits one access
+        compute = partial(ctx.differentiate, tuple(kept))
+        return *_Gradients.apply(link, grad_output, compute), *(None,) * 3
 
 
 class _Gradients(torch.autograd.Function):
@@ -130,15 +128,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query_link: Tensor,
-        key_link: Tensor,
-        value_link: Tensor,
-        grad_output: Tensor,
-        compute: Callable[[Tensor], Gradients],
+        ctx: Any, link: Tensor, grad_output: Tensor, compute: Callable[[Tensor], Gradients]
     ) -> tuple[Tensor, ...]:
         with torch.autocast(grad_output.device.type, enabled=False):
-            return tuple(gradient.to(query_link.dtype) for gradient in compute(grad_output))
+            return tuple(gradient.to(link.dtype) for gradient in compute(grad_output))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

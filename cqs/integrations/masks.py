@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cqs.executors.distributed.agreement import agree, control_group, swap
-from cqs.executors.distributed.group_calls import calls_on
+from cqs.executors.distributed.agreement import agree, calls_on, control_group, swap
 from cqs.patterns import (
     Axis,
     BoundPattern,

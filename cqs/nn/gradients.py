@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cqs.executors.distributed.agreement import agree, control_group, swap
-from cqs.executors.distributed.group_calls import calls_on
+from cqs.executors.distributed.agreement import agree, calls_on, control_group, swap
 from cqs.nn.mesh import AXES
 
 

@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from cqs.executors.distributed.transport.copy_schedule import RowCopy
-from cqs.executors.distributed.transport.row_copies import copy_rows
+from cqs.executors.distributed.transport.row_copies import RowCopy, copy_rows
 
 pytestmark = pytest.mark.slow
 

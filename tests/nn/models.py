@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from cqs.executors.distributed.group_calls import calls_on
+from cqs.executors.distributed.agreement import calls_on
 from cqs.nn import (
     ColumnParallelLinear,
     HybridDecoder,

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from cqs.executors.distributed.transport import fused_copies
-from cqs.executors.distributed.transport.copy_schedule import RowCopy
+from cqs.executors.distributed.transport.row_copies import RowCopy
 from cqs.partial import Partial, fused_merge
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
 from cqs.problem import Dropout

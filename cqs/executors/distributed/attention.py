@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import Shards, agree
-from cqs.executors.distributed.group_calls import GroupCalls, calls_on
+from cqs.executors.distributed.agreement import GroupCalls, Shards, agree, calls_on
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of

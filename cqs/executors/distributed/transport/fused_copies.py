@@ -4,35 +4,31 @@ A kernel for each copy would cost the host a launch each, before every send of a
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cqs.executors.distributed.transport.copy_schedule import CopySchedule, RowCopy
 from cqs.worker.cuda_graphs import cached_on_device
 
 _BLOCK_ROWS = 64
 
-# Fields of a record of the schedule: those of RowCopy, in its order.
-_TENSOR = tl.constexpr(RowCopy._fields.index("tensor"))
-_SOURCE_ROW = tl.constexpr(RowCopy._fields.index("source_row"))
-_TARGET_ROW = tl.constexpr(RowCopy._fields.index("target_row"))
-_NUM_ROWS = tl.constexpr(RowCopy._fields.index("num_rows"))
-_SOURCE_HEAD = tl.constexpr(RowCopy._fields.index("source_head"))
-_TARGET_HEAD = tl.constexpr(RowCopy._fields.index("target_head"))
-_NUM_HEADS = tl.constexpr(RowCopy._fields.index("num_heads"))
-_NUM_FIELDS = tl.constexpr(len(RowCopy._fields))
+# Columns of a record of the schedule: the fields of ``row_copies.RowCopy``, in its order.
+_TENSOR, _SOURCE_ROW, _TARGET_ROW, _NUM_ROWS = map(tl.constexpr, range(4))
+_SOURCE_HEAD, _TARGET_HEAD, _NUM_HEADS, _NUM_FIELDS = map(tl.constexpr, range(4, 8))
 
 
-def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: CopySchedule) -> None:
+def copy_rows(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: tuple[Any, ...]
+) -> None:
     """Run all copies of a schedule; called by the function of this name in ``row_copies``.
 
     Args:
         sources: CUDA tensors ``[batch, heads, rows, dim]`` with a last stride of 1.
         targets: CUDA tensors of the sources' dtype, batch and dim, with a last stride of 1.
-        schedule: The copies, at least one.
+        schedule: The copies, each a ``RowCopy``; at least one.
     """
     batch, *_, dim = targets[0].shape
     # A grid for the longest copy and the most heads: programs beyond those of a copy do nothing.
@@ -55,7 +51,7 @@ def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: Co
 
 
 @cached_on_device
-def _table(device: torch.device, schedule: CopySchedule) -> Tensor:
+def _table(device: torch.device, schedule: tuple[Any, ...]) -> Tensor:
     """Return the schedule as int32 ``[copies, fields]`` on the device."""
     return torch.tensor(schedule, dtype=torch.int32).to(device)
 

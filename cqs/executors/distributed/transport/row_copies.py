@@ -1,11 +1,27 @@
 """Copies of rows between tensors, which pack send buffers and unpack received rows."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from cqs.executors.distributed.transport.copy_schedule import CopySchedule
 from cqs.partial import has_triton
+
+
+class RowCopy(NamedTuple):
+    """One copy: adjacent rows of adjacent heads from a source tensor to a target tensor."""
+
+    tensor: int
+    """Index of the source, and of the target."""
+    source_row: int
+    target_row: int
+    num_rows: int
+    source_head: int
+    target_head: int
+    num_heads: int
+
+
+CopySchedule = tuple[RowCopy, ...]
 
 
 def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: CopySchedule) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.group_calls import calls_on
+from cqs.executors.distributed.agreement import calls_on
 from cqs.executors.distributed.layout import PackOffsets, Route
-from cqs.executors.distributed.transport.copy_schedule import CopySchedule
-from cqs.executors.distributed.transport.row_copies import copy_rows
+from cqs.executors.distributed.transport.row_copies import CopySchedule, copy_rows
 from cqs.scheduler.heads import SENT, ChunkRule
 
 _FIRST_TAG = 1 << 30
