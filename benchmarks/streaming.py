@@ -17,7 +17,7 @@ from benchmarks.timing import track
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.engine import Side, stream
 from cqs.executors.streaming.plan import HeldBlock, Position
-from cqs.executors.streaming.sources import InMemory, Source
+from cqs.executors.streaming.sources import Source, read_rows
 from cqs.report.exact import check_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
@@ -130,8 +130,7 @@ def _measure_forward(
 
     _warm_up(attend, host)
     resident, answer = _time_resident(attend, host, repeats)
-    sources = list(map(InMemory, host))
-    error_of_resident = _error(answer, sources, is_causal, range(length))
+    error_of_resident = _error(answer, host, is_causal, range(length))
     del answer
 
     def attend_in_parts() -> None:
@@ -142,7 +141,7 @@ def _measure_forward(
         output.zero_()
         seconds, peak, _ = _time_and_measure(attend_in_parts)
         streamed.append(seconds)
-    error = _error(output, sources, is_causal, range(length))
+    error = _error(output, host, is_causal, range(length))
     check_error("sampled rows", error, _ERROR)
     check_error("sampled rows of the resident call", error_of_resident, 5 * _ERROR)
     plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal)
@@ -202,14 +201,10 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
     *_, last = plan.blocks(Position(plan.num_groups - 1, 0))
     start = Position(plan.num_groups - 1, last.tokens.start)
     output = torch.empty((1, shape.num_heads, length, shape.value_columns), dtype=torch.float16)
-    lse = torch.empty((*output.shape[:3], 1))
-    query, key, value = sources
-    queries, keys = Side((query,), has_kv_heads=False), Side((key, value), has_kv_heads=True)
-    worker = Worker(shape.head_dim**-0.5)
-    targets = [InMemory(output), InMemory(lse)]
+    worker, targets = Worker(shape.head_dim**-0.5), [output, torch.empty(output.shape[:3])]
 
     def compute() -> None:
-        stream(plan, _device(), worker, queries, keys, targets, start=start)
+        stream(plan, _device(), worker, sources[:1], sources[1:], targets, start=start)
 
     seconds, peak, _ = _time_and_measure(compute)
     error = _error(output, sources, is_causal, last.tokens, last)
@@ -293,7 +288,7 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 
 def _error(
     output: Tensor,
-    sources: Sequence[Source],
+    sources: Side,
     is_causal: bool,
     rows: range,
     block: HeldBlock | None = None,
@@ -311,9 +306,7 @@ def _error(
     return worst
 
 
-def _exact(
-    query: Tensor, keys: Sequence[Source], head: int, rows: Sequence[int], is_causal: bool
-) -> Tensor:
+def _exact(query: Tensor, keys: Side, head: int, rows: Sequence[int], is_causal: bool) -> Tensor:
     """Compute rows of attention in float64, one chunk of keys at a time."""
     length = keys[0].shape[2]
     places = torch.tensor(rows, device="cuda")
@@ -335,9 +328,9 @@ def _exact(
     return total / sums
 
 
-def _read(source: Source, head: int, rows: range) -> Tensor:
+def _read(source: Tensor | Source, head: int, rows: range) -> Tensor:
     into = torch.empty((len(rows), source.shape[3]), dtype=source.dtype)
-    source.read(0, head, rows, into)
+    read_rows(source, 0, head, rows, into)
     return into.cuda().double()
 
 

@@ -407,7 +407,7 @@ COMMANDS = pytest.mark.parametrize(
 @pytest.fixture
 def interrupt(monkeypatch):
     """Interrupt the next command after some blocks."""
-    from cqs.executors.streaming import attention as streamed
+    from cqs.executors.streaming import executor as streamed
 
     @contextmanager
     def interrupted(number):
@@ -499,9 +499,9 @@ def patched_blocks():
 
     add, blocks = Checkpoint.add, []
 
-    def note(self, plans, part, position, block):
+    def note(self, plan, block, results):
         blocks.append(block)
-        add(self, plans, part, position, block)
+        add(self, plan, block, results)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Checkpoint, "add", note)

@@ -252,7 +252,7 @@ def test_what_fails_before_anything_is_final_leaves_no_directory(maps):
 
 
 def test_a_result_that_is_wrong_is_not_kept(maps, monkeypatch):
-    monkeypatch.setattr("cqs.executors.streaming.attention.verify_heads", lambda *_: _fail())
+    monkeypatch.setattr("cqs.executors.contract.verify_rows", lambda *_: _fail())
     with pytest.raises(VerificationError):
         cqs.streaming.attention(*maps, out=new_output(), verify=True, **RESUMED)
     assert not os.path.exists("run")
@@ -425,7 +425,7 @@ def test_what_was_not_saved_is_computed_again(maps, monkeypatch):
     """A run that is killed saves nothing at its end."""
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 100.0)
     with monkeypatch.context() as patched:
-        patched.setattr("cqs.executors.streaming.attention.ExitStack.callback", lambda *_: None)
+        patched.setattr(checkpoints.Checkpoint, "__exit__", lambda *_: None)
         out = stop(maps, number=30)
     assert WorkingDirectory("run").read()["blocks"][0] == 1
     expected = cqs.streaming.attention(*maps, **WITHIN)

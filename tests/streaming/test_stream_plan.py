@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ PATTERNS = [None, sliding_window(40, 3) | global_tokens(2)]
 def make(lengths, which, is_causal, pattern, tiles=(1, 1)):
     bound = None if pattern is None else pattern.bind(*lengths)
     rows, chunk = (128 * number for number in tiles)
-    return StreamPlan(*lengths, SHAPE, is_causal, bound, 10**9, CPU, which, 1, rows, chunk)
+    plan = StreamPlan(*lengths, SHAPE, 10**9, is_causal, bound, CPU, which)
+    return replace(plan, rows=rows, chunk=chunk)
 
 
 def live_mask(plan):

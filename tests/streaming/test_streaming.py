@@ -18,7 +18,7 @@ from support.exact import eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES
-from cqs.executors.streaming import attention, engine, transfers
+from cqs.executors.streaming import engine, executor, transfers
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.checkpoint import WorkingDirectory
 from cqs.executors.streaming.plan import CPU, GPU, StreamPlan
@@ -39,14 +39,11 @@ def least_budget(problem, device="cpu"):
             problem.query.shape[2],
             problem.key.shape[2],
             problem.shape,
+            0,
             problem.is_causal,
             problem.bound_pattern,
-            0,
             rates,
             which,
-            1,
-            128,
-            128,
             has_single_calls=problem.query.dtype == torch.float64,  # then the reference computes
         )
         for which in Pass
@@ -496,7 +493,7 @@ def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
     monkeypatch.setattr(torch.cuda, "current_stream", Fake)
     monkeypatch.setattr(transfers, "_STAGING_BYTES", piece_bytes)
     monkeypatch.setattr(engine, "make_transfers", transfers.GpuCopies)
-    monkeypatch.setattr(attention, "CPU", GPU)
+    monkeypatch.setattr(executor, "CPU", GPU)
     *mapped, out = arrays
     leaves = [torch.tensor(array, requires_grad=True) for array in mapped]
     options = {"memory_budget": 150_000, "device": "cpu", "is_causal": True}

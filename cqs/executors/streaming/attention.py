@@ -1,9 +1,9 @@
 """Attention within a memory budget."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -12,43 +12,18 @@ import torch
 from torch import Tensor
 
 from cqs.arguments import with_advice
-from cqs.executors.autograd import attend_differentiably, keep_operands
-from cqs.executors.contract import Progress, count_pairs
+from cqs.executors.contract import attend
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.checkpoint import Checkpoint, WorkingDirectory
-from cqs.executors.streaming.engine import Side, stream
-from cqs.executors.streaming.plan import (
-    CPU,
-    GPU,
-    START,
-    HeldBlock,
-    Pass,
-    Position,
-    StreamPlan,
-    make_stream_plan,
-)
-from cqs.executors.streaming.sources import (
-    InFile,
-    InMemory,
-    Source,
-    Target,
-    as_source,
-    as_target,
-    read_head,
-    share_files,
-)
-from cqs.executors.streaming.transfers import RowsOfHeads
-from cqs.executors.verify import VerificationError, verify_heads
-from cqs.partial import AttentionOutput, Gradients, Partial, lse_dtype
+from cqs.executors.streaming.executor import StreamingExecutor
+from cqs.executors.streaming.sources import InFile, Source, as_source, as_target, is_apart
+from cqs.partial import AttentionOutput, Partial, lse_dtype
 from cqs.patterns import Pattern, causal, sliding_window
 from cqs.problem import Problem, check_problem
 from cqs.uncompiled import uncompiled
-from cqs.worker import CallBackend, Worker
-from cqs.worker.backends import BACKENDS, check_backend_name, choose_backend
+from cqs.worker.backends import check_backend_name, choose_backend
 
 _NAMES = ("query", "key", "value")
-_LEAST_SHARE = 16
-"""After an out-of-memory error the budget is halved, down to ``1 / _LEAST_SHARE`` of it."""
 
 
 @uncompiled
@@ -132,10 +107,9 @@ def attention(
         True
     """
     check_backend_name(backend)
-    tensors = (query, key, value)
-    sources: tuple[Source, ...] = tuple(map(as_source, _NAMES, tensors))
+    sources: list[Any] = list(map(as_source, _NAMES, (query, key, value)))
     problem = check_problem(
-        *map(_as_tensor, tensors, sources),
+        *map(_stand_in, sources),
         is_causal=is_causal,
         pattern=pattern,
         scale=scale,
@@ -143,9 +117,8 @@ def attention(
         seed=seed,
     )
     checked = problem.query, problem.key, problem.value
-    sources = tuple(map(_of_shape, _NAMES, sources, checked))
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in checked)
-    if needs_grad and not all(isinstance(source, InMemory) for source in sources):
+    if needs_grad and any(isinstance(source, Source) for source in sources):
         raise ValueError(
             "query, key and value must all be in memory if one requires gradients: load the "
             "others, or detach all"
@@ -157,234 +130,56 @@ def attention(
     where = _choose_device(device)
     name = _choose_backend(problem, where, backend)
     budget = parse_budget(memory_budget, where)
+    sources = list(map(_of_shape, _NAMES, sources, checked))
+    problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
+    compute = partial(attend, backend=name, verify=verify, progress=progress)
+    in_strips = _in_strips(problem) if name == "reference" else problem
+    if needs_grad:
+        executor = StreamingExecutor(where, budget, name)
+        answer = compute(executor, in_strips, executor.make_plan)
+        return answer.to_result(return_lse)
+    shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
+    out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
+    target: Any = as_target(out, shape, dtype, sources, is_resumed=resume is not None)
+    lse: Any = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
+    # A file that the output is written to changes during the call.
+    watched = [source for source in sources if is_apart(target, source)]
+    executor = StreamingExecutor(where, budget, name, watched)
     with ExitStack() as stack:
-        counted = count_pairs(problem, lambda part: part.make_plan(1), progress)
-        call = _Call(where, budget, name, stack.enter_context(counted))
-        directory: WorkingDirectory | None = None
-        if needs_grad:
-            answer = attend_differentiably(
-                problem, partial(keep_operands, call.attend, call.differentiate)
-            )
-            target: Target = InMemory(answer.output)
-        else:
-            shape = (*problem.query.shape[:3], problem.value.shape[3])
-            dtype = problem.query.dtype
-            out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
-            target = as_target(out, shape, dtype, sources, is_resumed=resume is not None)
-            if isinstance(resume, WorkingDirectory):  # entered by the caller
-                directory = resume
-            elif resume is not None:
-                directory = stack.enter_context(WorkingDirectory(resume))
-            lse = call.attend_into(problem, sources, target, directory)
-            answer = Partial(out, lse)
-        if verify:
-            heads = [partial(read_head, source) for source in (*sources, target)]
-            try:
-                verify_heads(problem, [*heads, answer.lse.__getitem__])
-            except VerificationError:
-                if directory is not None:
-                    directory.forget()
-                raise
-    return answer.to_result(return_lse)
+        into = Partial(target, lse)
+        if resume is not None:
+            if not isinstance(resume, WorkingDirectory):  # else entered by the caller
+                resume = stack.enter_context(WorkingDirectory(resume))
+            request = _identify(problem, executor, target)
+            plans = [executor.make_plan(part) for _, part in in_strips.parts()]
+            checkpoint = stack.enter_context(Checkpoint(resume, request, target, plans))
+            executor.checkpoint = checkpoint
+            saved: Any = checkpoint.lse
+            into = Partial(target, saved)
+        compute(executor, in_strips, executor.make_plan, into=into)
+        if resume is not None:
+            for place in product(*map(range, lse.shape[:2])):
+                lse[place] = saved[place]
+    return Partial(out, lse).to_result(return_lse)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The execution of one call.
+def _stand_in(source: Tensor | Source) -> Tensor:
+    """Return a tensor, or for a source one of its shape and dtype without memory."""
+    if isinstance(source, Tensor):
+        return source
+    return torch.empty(1, dtype=source.dtype, device="cpu").expand(source.shape)
 
-    Tensors that are not in memory are represented in the problem by expanded tensors without
-    memory. The parts of the problem, each with a single pattern, are computed one after another.
-    """
 
-    device: torch.device
-    """The device that computes."""
-    budget: int
-    """Memory budget in bytes."""
-    backend: str
-    """Backend of all chunks; plans depend on its memory use."""
-    progress: Progress | None
-    """Counts the live pairs that are done, if anybody asks."""
-
-    def attend(self, problem: Problem) -> Partial:
-        """Compute output and LSE of a problem whose tensors are in memory."""
-        query, _, value = sources = _sources_of(problem)
-        output = query.tensor.new_empty((*query.shape[:3], value.shape[3]))
-        return Partial(output, self.attend_into(problem, sources, InMemory(output)))
-
-    def attend_into(
-        self,
-        problem: Problem,
-        sources: Sequence[Source],
-        target: Target,
-        directory: WorkingDirectory | None = None,
-    ) -> Tensor:
-        """Write the output to ``target`` and return the LSE; resume from ``directory`` if given."""
-        parts = [self._in_strips(part) for _, part in problem.parts()]
-        # A file that the output is written to changes during the run.
-        watched = [source for source in sources if not share_files(target, source)]
-        # Taken before the checkpoint is loaded, which takes long enough for an input to change.
-        prints = _fingerprints(watched)
-        plans = [self._plan(part, Pass.FORWARD, self.budget) for part in parts]
-        lse = problem.query.new_empty(problem.query.shape[:3], dtype=lse_dtype(problem.query.dtype))
-        targets: list[Target] = [target, InMemory(lse.unsqueeze(-1))]
-        first, start, checkpoint = 0, START, None
-        if isinstance(target, InFile) and directory is not None:
-            checkpoint = Checkpoint(directory, self._request(problem, prints, target), target)
-            plans, first, start = checkpoint.load(plans)
-            targets[1] = checkpoint.lse
-
-        def finish(number: int, end: Position, place: RowsOfHeads) -> None:
-            if _fingerprints(watched) != prints:
-                raise OSError("an input file was changed while it was read: start again")
-            if checkpoint is not None:
-                checkpoint.add(plans, number, end, place)
-
-        query, key, value = sources
-        with ExitStack() as stack:
-            if checkpoint is not None:
-                stack.callback(checkpoint.save)
-            for number, ((batches, heads), (_, kv_heads)) in enumerate(problem.cuts()):
-                begin = START if number > first else start if number == first else plans[number].end
-                queries = Side((query,), False, batches.start or 0, heads.start or 0)
-                keys = Side((key, value), True, batches.start or 0, kv_heads.start or 0)
-                self._attend_part(
-                    parts[number], plans, number, begin, queries, keys, targets, finish
-                )
-        if checkpoint is not None:
-            for batch, head in product(*map(range, lse.shape[:2])):
-                lse[batch, head] = read_head(checkpoint.lse, (batch, head)).squeeze(-1)
-        return lse
-
-    def _attend_part(
-        self,
-        problem: Problem,
-        plans: list[StreamPlan],
-        number: int,
-        position: Position,
-        queries: Side,
-        keys: Side,
-        targets: Sequence[Target],
-        finish: Callable[[int, Position, RowsOfHeads], None],
-    ) -> None:
-        """Compute a part by ``plans[number]``, and by a smaller one after an out-of-memory error.
-
-        Args:
-            problem: The part.
-            plans: The plan of each part; that of this part may be replaced.
-            number: Index of the part.
-            position: The position up to which results are final already.
-            queries: The query, of the whole problem.
-            keys: Key and value of the whole problem.
-            targets: Destinations of output and LSE of the whole problem.
-            finish: Called with ``number``, position and place after each block.
-        """
-        before = self.progress.done if self.progress is not None else 0
-
-        def visited(block: HeldBlock, tokens: range) -> None:
-            if self.progress is not None:
-                pairs = plans[number].count(block.tokens, tokens)
-                self.progress.advance(pairs * len(block.heads))
-
-        def finished(block: HeldBlock, place: RowsOfHeads) -> None:
-            nonlocal position
-            finish(number, block.end, place)
-            position = block.end
-
-        while True:
-            plan = plans[number]
-            if self.progress is not None:
-                self.progress.move(before + plan.pairs_until(position))
-            try:
-                stream(
-                    plan,
-                    self.device,
-                    Worker.of(problem, self.backend),
-                    queries,
-                    keys,
-                    targets,
-                    start=position,
-                    visited=visited,
-                    finished=finished,
-                )
-                return
-            except RuntimeError as error:
-                plans[number] = self._with_less(problem, plan, error)
-
-    def differentiate(self, problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
-        """Compute the gradients of a problem whose tensors are in memory."""
-        query, key, value = _sources_of(problem)
-        of_answer = (grad_output, answer.output, answer.lse.unsqueeze(-1))
-        queries, keys = Side((query, *map(InMemory, of_answer)), False), Side((key, value), True)
-        tensors = problem.query, problem.key, problem.value
-        gradients = Gradients(*(tensor.new_empty(tensor.shape) for tensor in tensors))
-        problem, budget = self._in_strips(problem), self.budget
-        worker = Worker.of(problem, self.backend)
-        while True:
-            passes = Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS
-            plans = [self._plan(problem, which, budget) for which in passes]
-            try:
-                for plan in plans:
-                    found = gradients[1:] if plan.holds_keys else gradients[:1]
-                    targets = list(map(InMemory, found))
-                    stream(plan, self.device, worker, queries, keys, targets)
-                return gradients
-            except RuntimeError as error:
-                budget = self._with_less(problem, plans[0], error).budget
-
-    def _in_strips(self, problem: Problem) -> Problem:
-        """Give dense problems of the ``reference`` backend an equivalent pattern.
-
-        This backend stores all scores of a call, and calls for a pattern are small.
-        """
-        if self.backend != "reference" or problem.pattern is not None:
-            return problem
-        pattern = causal() if problem.is_causal else sliding_window(None, None)
-        return replace(problem, is_causal=False, pattern=pattern)
-
-    def _plan(
-        self, problem: Problem, which: Pass, budget: int, heads_at_once: int | None = None
-    ) -> StreamPlan:
-        on_gpu = self.device.type == "cuda"
-        return make_stream_plan(
-            problem.query.shape[2],
-            problem.key.shape[2],
-            problem.shape,
-            budget=budget,
-            is_causal=problem.is_causal,
-            pattern=problem.bound_pattern,
-            rates=GPU if on_gpu else CPU,
-            which=which,
-            heads_at_once=heads_at_once,
-            has_single_calls=on_gpu and isinstance(BACKENDS[self.backend], CallBackend),
+def _of_shape(name: str, source: Tensor | Source, checked: Tensor) -> Tensor | Source:
+    """Return the checked tensor, whose batch may have been expanded, or the source of its shape."""
+    if isinstance(source, Tensor):
+        return checked
+    if source.shape != tuple(checked.shape):
+        raise ValueError(
+            f"{name} must have shape {list(checked.shape)} if it is not in memory, "
+            f"got {list(source.shape)}"
         )
-
-    def _with_less(self, problem: Problem, plan: StreamPlan, error: Exception) -> StreamPlan:
-        """Return a plan for half the memory after an out-of-memory error, else raise ``error``."""
-        budget = min(plan.budget, plan.peak_bytes) // 2
-        if not _is_shortage(error) or budget * _LEAST_SHARE < self.budget:
-            raise error
-        torch.cuda.empty_cache()
-        try:
-            return self._plan(problem, plan.which, budget, plan.heads_at_once)
-        except ValueError:  # the budget is too small for a tile
-            raise error from None
-
-    def _request(
-        self, problem: Problem, fingerprints: Sequence[Any], target: InFile
-    ) -> dict[str, Any]:
-        """Return the identity of the computation for its checkpoint, in JSON types."""
-        return {
-            "shapes": [list(each.shape) for each in (problem.query, problem.key, problem.value)],
-            "dtype": str(problem.query.dtype),
-            "device": self.device.type,
-            "backend": self.backend,
-            "is_causal": problem.is_causal,
-            "pattern": repr(problem.pattern),
-            "scale": problem.scale,
-            "dropout": repr(problem.dropout),
-            "inputs": fingerprints,
-            "output": [str(target.path.resolve()), target.offset],
-        }
+    return source
 
 
 def _choose_backend(problem: Problem, device: torch.device, backend: str | None) -> str:
@@ -402,32 +197,6 @@ def _choose_backend(problem: Problem, device: torch.device, backend: str | None)
     ).name
 
 
-def _sources_of(problem: Problem) -> list[InMemory]:
-    tensors = problem.query, problem.key, problem.value
-    return [InMemory(tensor.detach()) for tensor in tensors]
-
-
-def _as_tensor(argument: Any, source: Source) -> Tensor:
-    """Return the tensor of an argument, or a stand-in without memory if it is not in memory."""
-    if isinstance(argument, Tensor):
-        return argument
-    if isinstance(source, InMemory):
-        return source.tensor
-    return torch.empty((1, 1, 1, 1), dtype=source.dtype, device="cpu").expand(source.shape)
-
-
-def _of_shape(name: str, source: Source, tensor: Tensor) -> Source:
-    """Return a source of the shape of a checked tensor, whose batch may have been expanded."""
-    if isinstance(source, InMemory):
-        return InMemory(tensor.detach())
-    if source.shape != tuple(tensor.shape):
-        raise ValueError(
-            f"{name} must have shape {list(tensor.shape)} if it is not in memory, "
-            f"got {list(source.shape)}"
-        )
-    return source
-
-
 def _choose_device(device: "torch.device | str | None") -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -442,10 +211,28 @@ def _choose_device(device: "torch.device | str | None") -> torch.device:
     return chosen
 
 
-def _is_shortage(error: Exception) -> bool:
-    """Return whether an allocation failed; PyTorch has no error type for that on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+def _in_strips(problem: Problem) -> Problem:
+    """Give a dense problem of the ``reference`` backend an equivalent pattern.
+
+    This backend stores all scores of a call, and calls for a pattern are small.
+    """
+    if problem.pattern is not None:
+        return problem
+    pattern = causal() if problem.is_causal else sliding_window(None, None)
+    return replace(problem, is_causal=False, pattern=pattern)
 
 
-def _fingerprints(sources: Sequence[Source]) -> list[Any]:
-    return [list(source.fingerprint) if isinstance(source, InFile) else None for source in sources]
+def _identify(problem: Problem, executor: StreamingExecutor, target: InFile) -> dict[str, Any]:
+    """Return the identity of the computation for its checkpoint, in JSON types."""
+    return {
+        "shapes": [list(each.shape) for each in (problem.query, problem.key, problem.value)],
+        "dtype": str(problem.query.dtype),
+        "device": executor.device.type,
+        "backend": executor.backend,
+        "is_causal": problem.is_causal,
+        "pattern": repr(problem.pattern),
+        "scale": problem.scale,
+        "dropout": repr(problem.dropout),
+        "inputs": executor.fingerprints,
+        "output": [str(target.path.resolve()), target.offset],
+    }

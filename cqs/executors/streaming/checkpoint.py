@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import xxhash
 
-from cqs.executors.streaming.plan import START, Position, StreamPlan
-from cqs.executors.streaming.sources import InFile, OpenFile, bytes_of
-from cqs.executors.streaming.transfers import RowsOfHeads
+from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
+from cqs.executors.streaming.sources import InFile, OpenFile, Part, bytes_of
+from cqs.executors.verify import VerificationError
 from cqs.files import check_input_file
 from cqs.partial import lse_dtype
 
@@ -185,85 +185,78 @@ class WorkingDirectory:
 class Checkpoint:
     """The saved progress of a computation, with digests of all final results."""
 
-    def __init__(self, directory: WorkingDirectory, request: Mapping[str, Any], output: InFile):
-        """Describe the computation; no file is read or written yet.
+    def __init__(
+        self,
+        directory: WorkingDirectory,
+        request: Mapping[str, Any],
+        output: InFile,
+        plans: Sequence[StreamPlan],
+    ):
+        """Load the progress of an interrupted run, or create the files of a new one.
 
         Args:
             directory: The entered resume directory.
             request: Options and input files of the computation, of JSON types.
             output: Destination of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
-        """
-        self._directory, self._output = directory, output
-        self._request = {"format": _FORMAT, **request}
-        self._blocks, self._lse = directory.path / _BLOCKS, directory.path / _LSE
-        batch, heads, tokens, _ = output.shape
-        self._lse_shape, self._lse_dtype = (batch, heads, tokens, 1), lse_dtype(output.dtype)
-        self._num_records, self._hasher = 0, xxhash.xxh3_128()
-        self._unsaved_records, self._unsaved_state = b"", dict[str, Any]()
-        self._next_save = -math.inf
-
-    def load(self, plans: Sequence[StreamPlan]) -> tuple[list[StreamPlan], int, Position]:
-        """Load the progress of an interrupted run, or create the files of a new one.
-
-        Args:
-            plans: The plan of each part of the problem, for the current memory budget.
-
-        Returns:
-            The plans to follow (those of the interrupted run, if any), and the index of the part
-            and the position from which to continue.
+            plans: The plan of each part of the problem, for the current memory budget. Those of an
+                interrupted run replace them.
 
         Raises:
             ValueError: A working file is damaged, or belongs to another computation or to changed
                 inputs; final results have changed; or a plan exceeds the memory budget.
             OSError: A file cannot be read or written.
         """
-        state = self._directory.read()
-        if state is None:
+        self._directory, self._output, self._plans = directory, output, list(plans)
+        self._request = {"format": _FORMAT, **request}
+        self._blocks, self._lse = directory.path / _BLOCKS, directory.path / _LSE
+        self._num_records, self._hasher = 0, xxhash.xxh3_128()
+        self._unsaved_records, self._unsaved_state = b"", dict[str, Any]()
+        self._next_save = -math.inf
+        self._part, self._resumed = -1, (0, START)
+        if (state := directory.read()) is None:
             self._begin()
-            return list(plans), 0, START
-        for name, value in self._request.items():
-            if state["request"].get(name) != value:
-                raise ValueError(
-                    f"resume must be the directory of this computation, got "
-                    f"'{self._directory.path}', whose {name} is {state['request'].get(name)} "
-                    f"instead of {value}: pass another directory"
-                )
-        begun = [replace(plan, **each) for plan, each in zip(plans, state["plans"], strict=True)]
-        for plan in begun[state["part"] :]:
-            if plan.peak_bytes > plan.budget:
-                raise ValueError(
-                    f"memory_budget must be at least {plan.peak_bytes} bytes to resume "
-                    f"'{self._directory.path}', got {plan.budget}"
-                )
-        self._check_results(*state["blocks"])
-        return begun, state["part"], Position(*state["position"])
+        else:
+            self._load(state)
 
-    def add(
-        self,
-        plans: Sequence[StreamPlan],
-        part: int,
-        position: Position,
-        block: RowsOfHeads,
-    ) -> None:
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Save the progress; after a failed verification forget all of it."""
+        if isinstance(error, VerificationError):
+            self._directory.forget()
+        else:
+            self.save()
+
+    def next_part(self) -> tuple[StreamPlan, Position]:
+        """Begin the next part of the problem; return its plan and the position to continue from."""
+        self._part += 1
+        plan, (resumed, position) = self._plans[self._part], self._resumed
+        if self._part != resumed:
+            position = plan.end if self._part < resumed else START
+        return plan, position
+
+    def add(self, plan: StreamPlan, block: HeldBlock, results: Any) -> None:
         """Record a finished block, and save if the last save was a second or more ago.
 
         Args:
-            plans: The current plan of each part.
-            part: Index of the part that is computed.
-            position: The position in this part up to which results are final.
-            block: Place of the block in the output.
+            plan: The current plan of the part that was begun last.
+            block: The block, all of whose results are written.
+            results: Output and LSE of this part, each a :class:`Part` of the whole.
         """
-        batch, heads, rows = block
+        output, _ = results
+        batch, rows, self._plans[self._part] = block.batch, block.tokens, plan
         records = [
-            (batch, head, rows.start, rows.stop, *self._digests(batch, head, rows))
-            for head in heads
+            (output.batches[batch], output.heads[head], rows.start, rows.stop)
+            + tuple(_digest(each, batch, head, rows) for each in results)
+            for head in block.heads
         ]
         self._unsaved_records += np.array(records, _RECORD).tobytes()
         self._unsaved_state = {
             "request": self._request,
-            "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in plans],
-            "part": part,
-            "position": position,
+            "plans": [{name: getattr(each, name) for name in _CHOICES} for each in self._plans],
+            "part": self._part,
+            "position": block.end,
         }
         if time.monotonic() >= self._next_save:
             self.save()
@@ -295,11 +288,15 @@ class Checkpoint:
 
     @cached_property
     def lse(self) -> InFile:
-        """The LSE, ``[batch, num_heads, seqlen_q, 1]``, in a working file."""
-        _, heads, tokens, _ = self._lse_shape
-        of_head = tokens * self._lse_dtype.itemsize
-        strides = heads * of_head, of_head
-        return InFile(self._lse, self._lse_shape, self._lse_dtype, 0, strides, is_writable=True)
+        """The LSE, ``[batch, num_heads, seqlen_q]``, in a working file."""
+        _, heads, tokens = shape = self._output.shape[:3]
+        dtype = lse_dtype(self._output.dtype)
+        strides = heads * tokens * dtype.itemsize, tokens * dtype.itemsize
+        return InFile(self._lse, shape, dtype, 0, strides, is_writable=True)
+
+    @property
+    def _lse_bytes(self) -> int:
+        return math.prod(self._output.shape[:3]) * lse_dtype(self._output.dtype).itemsize
 
     def _begin(self) -> None:
         """Create the files of blocks and LSEs, without final results."""
@@ -310,6 +307,26 @@ class Checkpoint:
         directory = OpenFile(self._directory.path, os.O_RDONLY)
         os.fsync(directory.descriptor)  # the state file must not reach the disk before these
         directory.close()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of an interrupted run; see the constructor for errors."""
+        for name, value in self._request.items():
+            if state["request"].get(name) != value:
+                raise ValueError(
+                    f"resume must be the directory of this computation, got "
+                    f"'{self._directory.path}', whose {name} is {state['request'].get(name)} "
+                    f"instead of {value}: pass another directory"
+                )
+        begun = zip(self._plans, state["plans"], strict=True)
+        self._plans = [replace(plan, **sizes) for plan, sizes in begun]
+        for plan in self._plans[state["part"] :]:
+            if plan.peak_bytes > plan.budget:
+                raise ValueError(
+                    f"memory_budget must be at least {plan.peak_bytes} bytes to resume "
+                    f"'{self._directory.path}', got {plan.budget}"
+                )
+        self._check_results(*state["blocks"])
+        self._resumed = state["part"], Position(*state["position"])
 
     def _check_results(self, num_records: int, digest: str) -> None:
         """Raise ValueError if a final result no longer matches its digest."""
@@ -324,11 +341,10 @@ class Checkpoint:
             raise self._directory.damaged(self._blocks)
         differing = []
         for batch, head, start, stop, *digests in np.frombuffer(content, _RECORD).tolist():
-            found = self._digests(batch, head, range(start, stop))
             rows = f"rows {start} to {stop - 1} of head {head} of batch element {batch}"
-            for path, old, new in zip((self._output.path, self._lse), digests, found, strict=True):
-                if old != new:
-                    differing.append(f"{rows} in '{path}'")
+            for results, expected in zip((self._output, self.lse), digests, strict=True):
+                if _digest(results, batch, head, range(start, stop)) != expected:
+                    differing.append(f"{rows} in '{results.path}'")
         if differing:
             raise ValueError(
                 f"final results of '{self._directory.path}' have changed: "
@@ -337,24 +353,14 @@ class Checkpoint:
                 f"'{self._directory.path}' to begin anew"
             )
 
-    def _digests(self, batch: int, head: int, rows: range) -> list[int]:
-        """Return the digests of rows of one head of the output and of the LSE."""
-        return [_digest(results, batch, head, rows) for results in (self._output, self.lse)]
 
-    @property
-    def _lse_bytes(self) -> int:
-        return math.prod(self._lse_shape) * self._lse_dtype.itemsize
-
-
-def _digest(results: InFile, batch: int, head: int, rows: range) -> int:
+def _digest(results: InFile | Part, batch: int, head: int, rows: range) -> int:
     """Return the XXH3 digest of rows of one head in their file, read 1 MiB at a time."""
-    columns = results.shape[3]
-    length = max(_READ_BYTES // max(columns * results.dtype.itemsize, 1), 1)
-    parts = [rows[first : first + length] for first in range(0, len(rows), length)]
-    space = torch.empty((len(parts[0]), columns), dtype=results.dtype, device="cpu")
-    hasher = xxhash.xxh3_64()
-    for part in parts:
-        into = space[: len(part)]
-        results.read(batch, head, part, into)
-        hasher.update(bytes_of(into))
+    row_bytes = math.prod(results.shape[3:]) * results.dtype.itemsize
+    length, hasher = max(_READ_BYTES // row_bytes, 1), xxhash.xxh3_64()
+    for first in range(0, len(rows), length):
+        part = rows[first : first + length]
+        found = torch.empty((len(part), *results.shape[3:]), dtype=results.dtype, device="cpu")
+        results.read(batch, head, part, found)
+        hasher.update(bytes_of(found))
     return hasher.intdigest()

@@ -1,37 +1,27 @@
 """The streaming loop: uploads, computation and downloads that overlap."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
-from cqs.executors.streaming.reduction import Chunks, Reduction
+from cqs.executors.contract import Progress
+from cqs.executors.streaming.plan import START, HeldBlock, Pass, Position, RowsOfHeads, StreamPlan
 from cqs.executors.streaming.sources import Source, Target
-from cqs.executors.streaming.transfers import DeviceCopies, RowsOfHeads, make_transfers
-from cqs.worker import Worker
+from cqs.executors.streaming.transfers import DeviceCopies, make_transfers
+from cqs.partial import Partial, RunningMerge, lse_dtype
+from cqs.scheduler import Step
+from cqs.worker import HeldTokens, Worker
 
-
-class Side(NamedTuple):
-    """The tensors of the queries, or those of the keys and values, of a part of a problem."""
-
-    sources: tuple[Source, ...]
-    """Sources of ``[batch, heads, tokens, columns]`` each, of the whole problem."""
-    has_kv_heads: bool
-    """Whether the sources have KV heads; otherwise they have query heads."""
-    batch: int = 0
-    """First batch element of the part."""
-    head: int = 0
-    """First head of the part."""
-
-    def rows(self, block: HeldBlock, tokens: range) -> RowsOfHeads:
-        """Return the place of tokens of a block's heads in the sources."""
-        heads = block.kv_heads if self.has_kv_heads else block.heads
-        heads = range(self.head + heads.start, self.head + heads.stop)
-        return RowsOfHeads(self.batch + block.batch, heads, tokens)
+Side = Sequence[Tensor | Source]
+"""The tensors of the queries, or those of the keys and values, ``[batch, heads, tokens, ...]``."""
+Chunks = Iterator[tuple[range, list[Tensor]]]
+"""The chunks of a block: their tokens and tensors, ``[1, heads, tokens, ...]`` on the device. The
+tensors are overwritten after the next chunk was requested."""
 
 
 def stream(
@@ -43,10 +33,10 @@ def stream(
     targets: Sequence[Target],
     *,
     start: Position = START,
-    visited: Callable[[HeldBlock, range], None] = lambda block, tokens: None,
-    finished: Callable[[HeldBlock, RowsOfHeads], None] = lambda block, place: None,
+    progress: Progress | None = None,
+    finished: Callable[[HeldBlock], None] = lambda block: None,
 ) -> None:
-    """Execute a plan: upload blocks and chunks, reduce them, and download the results.
+    """Execute a plan: upload blocks and chunks, compute them, and download the results.
 
     On a GPU the upload of the next chunk and the download of the previous block overlap the
     computation. Autocast is disabled.
@@ -55,24 +45,23 @@ def stream(
         plan: The order of blocks and chunks, and their sizes.
         device: The device that computes.
         worker: Computes the chunks.
-        queries: The query; for gradients also dO, O and LSE ``[batch, heads, seqlen_q, 1]``.
+        queries: The query; for gradients also dO, O and LSE ``[batch, heads, seqlen_q]``.
         keys: Key and value.
-        targets: Destinations of output and LSE ``[batch, heads, seqlen_q, 1]``, or of the gradients
-            of the side that is held.
+        targets: Destinations of output and LSE ``[batch, heads, seqlen_q]``, or of the gradients of
+            the side that is held.
         start: The position up to which results are final already.
-        visited: Called with block and tokens after the computation of a chunk has been launched.
-        finished: Called with block and place after all its results have been written.
+        progress: Advanced after the computation of a chunk has been launched.
+        finished: Called with a block after all its results have been written.
     """
     with (
         torch.autocast(device.type, enabled=False),  # keep the dtypes of the sources
         closing(make_transfers(device)) as transfers,
     ):
-        held, streamed = (keys, queries) if plan.holds_keys else (queries, keys)
-        reduction = Reduction(plan, worker)
-        blocks = _InputBuffers(transfers, plan, held, min(plan.rows, plan.num_held), device)
-        chunks = _InputBuffers(
-            transfers, plan, streamed, min(plan.chunk, plan.num_streamed), device
-        )
+        held, streamed = plan.sides(queries, keys)
+        rows, chunk = plan.visit
+        blocks = _InputBuffers(transfers, plan, held, plan.holds_keys, rows, device)
+        chunks = _InputBuffers(transfers, plan, streamed, not plan.holds_keys, chunk, device)
+        compute = _attend if plan.which == Pass.FORWARD else _differentiate
         downloading: list[Callable[[], None]] = []
 
         def finish_download() -> None:
@@ -81,23 +70,90 @@ def stream(
 
         def load_chunks(block: HeldBlock) -> Chunks:
             for tokens in block.chunks:
-                yield tokens, chunks.load(streamed.rows(block, tokens))
+                yield tokens, chunks.load(block, tokens)
                 chunks.release()
-                visited(block, tokens)
+                if progress is not None:
+                    progress.advance(plan.count(block.tokens, tokens) * len(block.heads))
             # The plan counts the memory of one download: finish it before results are allocated.
             finish_download()
 
         def download(block: HeldBlock, results: Sequence[Tensor]) -> None:
-            event, place = transfers.record_event(), held.rows(block, block.tokens)
+            event = transfers.record_event()
+            place = block.place(block.tokens, of_keys=plan.holds_keys)
             for result, target in zip(results, targets, strict=True):
                 downloading.append(transfers.download(result[0], event, target, place))
-            downloading.append(partial(finished, block, place))
+            downloading.append(partial(finished, block))
 
         for block in plan.blocks(start):
-            own = blocks.load(held.rows(block, block.tokens))
-            download(block, reduction.reduce(block, own, load_chunks(block)))
+            own = blocks.load(block, block.tokens)
+            download(block, compute(plan, worker, block, own, load_chunks(block)))
             blocks.release()
         finish_download()
+
+
+def _attend(
+    plan: StreamPlan, worker: Worker, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks
+) -> Partial:
+    """Compute output and LSE of a block of queries, in memory of their own, from its chunks."""
+    (query,) = held
+    shape, sums = query.shape[:3], lse_dtype(query.dtype)
+    output_shape = (*shape, plan.shape.value_columns)
+
+    def attend(tokens: range, keys: Sequence[Tensor], dtype: torch.dtype) -> Partial:
+        of_chunk, steps, operands = _prepare(plan, worker, block, tokens, held, keys)
+        return of_chunk.run_together(steps, *operands, dtype=dtype)
+
+    answer: Partial | None = None
+    if len(block.chunks) > 1:
+        empty = query.new_empty(output_shape, dtype=sums), query.new_empty(shape, dtype=sums)
+        merge = RunningMerge(Partial(*empty))
+        for tokens, keys in chunks:
+            merge.add(attend(tokens, keys, sums))
+        answer = merge.finish()
+    for tokens, keys in chunks:  # one or none: nothing to merge, no buffer for sums
+        answer = attend(tokens, keys, query.dtype)
+    if answer is None:
+        lse = query.new_full(shape, -torch.inf, dtype=sums)
+        answer = Partial(query.new_zeros(output_shape), lse)
+    return answer._replace(output=answer.output.to(query.dtype))
+
+
+def _differentiate(
+    plan: StreamPlan, worker: Worker, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks
+) -> list[Tensor]:
+    """Compute the gradients of a block's queries, or of its keys and values, from its chunks."""
+    mine = held if plan.holds_keys else held[:1]
+    sums = [torch.zeros_like(tensor, dtype=lse_dtype(tensor.dtype)) for tensor in mine]
+    for tokens, tensors in chunks:
+        of_chunk, steps, operands = _prepare(plan, worker, block, tokens, held, tensors)
+        of_chunk.add_gradients(sums, steps, *operands)
+    return [each.to(held[0].dtype) for each in sums]
+
+
+def _prepare(
+    plan: StreamPlan,
+    worker: Worker,
+    block: HeldBlock,
+    tokens: range,
+    held: Sequence[Tensor],
+    streamed: Sequence[Tensor],
+) -> tuple[Worker, tuple[Step, ...], list[HeldTokens]]:
+    """Return worker, steps and tensors of one chunk, in the argument order of :class:`Worker`.
+
+    Without pattern and dropout, positions are counted from the first token of the block and of the
+    chunk. Chunks of equal geometry then share cached tile lists.
+    """
+    shift = 0
+    queries, keys = plan.sides(block.tokens, tokens)
+    if worker.dropout is not None:
+        worker = replace(worker, dropout=worker.dropout.moved(block.batch, block.heads.start))
+    elif worker.pattern is None:
+        shift = queries.start - keys.start
+        queries, keys = range(len(queries)), range(len(keys))
+    of_queries, of_keys = plan.sides(held, streamed)
+    query, *others = (HeldTokens.packed(tensor, [queries]) for tensor in of_queries)
+    operands = [query, *(HeldTokens.packed(tensor, [keys]) for tensor in of_keys), *others]
+    return worker, plan.steps(queries, keys, shift), operands
 
 
 class _InputBuffers:
@@ -108,18 +164,19 @@ class _InputBuffers:
         transfers: DeviceCopies,
         plan: StreamPlan,
         side: Side,
+        has_kv_heads: bool,
         num_tokens: int,
         device: torch.device,
     ):
         """Allocate buffers for ``num_tokens`` tokens of a group of heads each."""
-        self._transfers, self._sources = transfers, side.sources
-        num_heads = plan.heads_at_once * (1 if side.has_kv_heads else plan.group_size)
+        self._transfers, self._sources, self._has_kv_heads = transfers, side, has_kv_heads
+        num_heads = plan.heads_at_once * (1 if has_kv_heads else plan.group_size)
         self._buffers = [
             [
                 torch.empty(
-                    (num_heads, num_tokens, source.shape[3]), dtype=source.dtype, device=device
+                    (num_heads, num_tokens, *source.shape[3:]), dtype=source.dtype, device=device
                 )
-                for source in side.sources
+                for source in side
             ]
             for _ in range(plan.num_buffers)
         ]
@@ -128,17 +185,18 @@ class _InputBuffers:
         self._used: list[Any] = [transfers.record_event()] * plan.num_buffers
         self._current = 0
 
-    def load(self, rows: RowsOfHeads) -> list[Tensor]:
-        """Return rows, ``[1, heads, tokens, columns]``; upload them unless a buffer has them."""
-        if rows in self._contents:
-            self._current = self._contents.index(rows)
+    def load(self, block: HeldBlock, tokens: range) -> list[Tensor]:
+        """Return ``[1, heads, tokens, ...]``; upload them unless a buffer has them."""
+        place = block.place(tokens, of_keys=self._has_kv_heads)
+        if place in self._contents:
+            self._current = self._contents.index(place)
         else:
             self._current = (self._current + 1) % len(self._buffers)
             for source, buffer in zip(self._sources, self._buffers[self._current], strict=True):
-                target = buffer[:, : len(rows.rows)]
-                self._transfers.upload(source, rows, target, self._used[self._current])
-            self._contents[self._current] = rows
-        return [buffer[None, :, : len(rows.rows)] for buffer in self._buffers[self._current]]
+                target = buffer[:, : len(tokens)]
+                self._transfers.upload(source, place, target, self._used[self._current])
+            self._contents[self._current] = place
+        return [buffer[None, :, : len(tokens)] for buffer in self._buffers[self._current]]
 
     def release(self) -> None:
         """Let the buffer be overwritten once everything launched so far has completed."""

@@ -5,12 +5,14 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 from cqs.scheduler import AttentionShape, Step
 from cqs.scheduler.difference_covers import moduli_of_small_covers
 from cqs.scheduler.interest_sets import load_interest_set
+
+_T = TypeVar("_T")
 
 _TILE = 128
 """Tokens of a kernel's tile; blocks and chunks are whole tiles."""
@@ -70,6 +72,17 @@ class Position(NamedTuple):
 START = Position(0, 0)
 
 
+class RowsOfHeads(NamedTuple):
+    """The rows of a tensor ``[batch, heads, seqlen, ...]`` that are copied."""
+
+    batch: int
+    """Batch element."""
+    heads: range
+    """Heads to copy."""
+    rows: range
+    """Tokens to copy."""
+
+
 class HeldBlock(NamedTuple):
     """Tokens of the held side, for one group of heads. All their results become final together."""
 
@@ -85,6 +98,10 @@ class HeldBlock(NamedTuple):
     """Tokens of the streamed side, in the order of computation."""
     end: Position
     """The position up to which results are final once this block is done."""
+
+    def place(self, tokens: range, *, of_keys: bool) -> RowsOfHeads:
+        """Return the place of tokens of this block's heads in a tensor of queries or of keys."""
+        return RowsOfHeads(self.batch, self.kv_heads if of_keys else self.heads, tokens)
 
 
 @dataclass(frozen=True)
@@ -102,24 +119,25 @@ class StreamPlan:
     """Number of keys."""
     shape: AttentionShape
     """Batch, heads, head dimensions and itemsize of the tensors."""
-    is_causal: bool
-    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
-    pattern: Any
-    """A pattern bound to the two lengths, or ``None``."""
     budget: int
-    """Memory budget in bytes."""
-    rates: Rates
+    """Most bytes that may be held on the device at a time."""
+    is_causal: bool = False
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
+    pattern: Any = None
+    """A pattern bound to the two lengths, or ``None``."""
+    rates: Rates = GPU
     """Throughput and bandwidth of the device."""
-    which: Pass
+    which: Pass = Pass.FORWARD
     """The pass that is planned."""
-    heads_at_once: int
-    """KV heads of a group; divides the number of KV heads."""
-    rows: int
-    """Tokens of a block."""
-    chunk: int
-    """Tokens of a chunk."""
     has_single_calls: bool = False
-    """Whether the GPU backend computes one rectangle, or one causal square, per call."""
+    """Whether the GPU backend computes one rectangle, or one causal square, per call. An upper
+    bound on the results and scratch of its calls is then counted too."""
+    heads_at_once: int = 1
+    """KV heads of a group; divides the number of KV heads."""
+    rows: int = _TILE
+    """Tokens of a block."""
+    chunk: int = _TILE
+    """Tokens of a chunk."""
 
     @property
     def holds_keys(self) -> bool:
@@ -129,12 +147,12 @@ class StreamPlan:
     @property
     def num_held(self) -> int:
         """Number of tokens of the held side."""
-        return self.seqlen_kv if self.holds_keys else self.seqlen_q
+        return self.sides(self.seqlen_q, self.seqlen_kv)[0]
 
     @property
     def num_streamed(self) -> int:
         """Number of tokens of the streamed side."""
-        return self.seqlen_q if self.holds_keys else self.seqlen_kv
+        return self.sides(self.seqlen_q, self.seqlen_kv)[1]
 
     @property
     def num_groups(self) -> int:
@@ -155,6 +173,11 @@ class StreamPlan:
     def merges(self) -> bool:
         """Whether the streamed side has several chunks, so that partial outputs are merged."""
         return self.chunk < self.num_streamed
+
+    @property
+    def visit(self) -> tuple[int, int]:
+        """Most tokens of a block and of a chunk."""
+        return min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
 
     @property
     def end(self) -> Position:
@@ -187,9 +210,9 @@ class StreamPlan:
             if self.pattern is None or self.pattern.count(*self.sides(held, tokens)):
                 yield tokens
 
-    def sides(self, held: range, streamed: range) -> tuple[range, range]:
-        """Return the token ranges of the two sides as ``(queries, keys)``."""
-        return (streamed, held) if self.holds_keys else (held, streamed)
+    def sides(self, one: _T, other: _T) -> tuple[_T, _T]:
+        """Return ``(queries, keys)`` of the held and the streamed side, or the reverse."""
+        return (other, one) if self.holds_keys else (one, other)
 
     def steps(self, queries: range, keys: range, shift: int = 0) -> tuple[Step, ...]:
         """Return the steps that compute a rectangle of the score matrix, causal or not.
@@ -241,7 +264,7 @@ class StreamPlan:
     @cached_property
     def peak_bytes(self) -> int:
         """Predicted peak memory on the device, in bytes."""
-        rows, chunk = min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
+        rows, chunk = self.visit
         inputs = self.num_buffers * self._input_bytes(rows, chunk)
         return inputs + self._bytes_of_results(rows, chunk) + _LIST_BYTES * -(-rows // _TILE)
 
@@ -265,7 +288,7 @@ class StreamPlan:
     def seconds(self) -> float:
         """Predicted time in seconds, by the cost model."""
         rates, shape = self.rates, self._shape_of_group
-        rows, chunk = min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
+        rows, chunk = self.visit
         computing, moving = self.flops / rates.flops, self.bytes_uploaded / rates.link
         if not rates.is_gpu:
             return computing + moving
@@ -281,14 +304,63 @@ class StreamPlan:
         first = self._input_bytes(rows, chunk) + shape.result_bytes(rows)
         return max(computing, moving) + first / rates.link
 
+    @lru_cache(maxsize=64)  # noqa: B019
+    def fit(
+        self,
+        which: Pass | None = None,
+        *,
+        budget: int | None = None,
+        heads_at_once: int | None = None,
+    ) -> "StreamPlan":
+        """Return the plan with the sizes of least predicted cost within the memory budget.
+
+        For each number of KV heads and each chunk size (halved from the whole length to one tile),
+        blocks are as large as the budget permits.
+
+        Args:
+            which: The pass to plan; ``None`` means that of this plan.
+            budget: Memory budget in bytes; ``None`` means that of this plan.
+            heads_at_once: KV heads of a group; ``None`` chooses it.
+
+        Raises:
+            ValueError: The budget is too small for one tile of queries and keys.
+        """
+        number, budget = self.shape.kv_heads, budget or self.budget
+        tiny = replace(self, which=which or self.which, budget=budget, rows=_TILE)
+        divisors = [n for n in range(1, number + 1) if number % n == 0]
+        chunks = [_round_up(tiny.num_streamed)]
+        while chunks[-1] > _TILE:
+            chunks.append(_round_up(chunks[-1] // 2))
+        plans = [
+            replace(tiny, heads_at_once=heads, chunk=chunk)
+            for heads in ([heads_at_once] if heads_at_once else divisors)
+            for chunk in chunks
+        ]
+        fitting = [plan._with_most_rows() for plan in plans if plan.peak_bytes <= budget]
+        if not fitting:
+            raise ValueError(
+                f"memory_budget must be at least {min(plan.peak_bytes for plan in plans)} bytes, "
+                f"for a tile of {_TILE} queries and keys, got {budget}"
+            )
+        return min(fitting, key=lambda plan: plan._cost)
+
     @property
-    def cost(self) -> float:
-        """The quantity that planning minimises: predicted seconds plus a charge for traffic."""
+    def _cost(self) -> float:
+        """Predicted seconds plus a charge for traffic."""
         return self.seconds + _DISTURBANCE * self.bytes_uploaded / self.rates.link
+
+    def _with_most_rows(self) -> "StreamPlan":
+        """Return the plan with the fewest blocks that fit, of nearly equal size."""
+        tiles = range(1, _round_up(self.num_held) // _TILE + 1)
+        most = bisect_right(
+            tiles, self.budget, key=lambda tile: replace(self, rows=tile * _TILE).peak_bytes
+        )
+        number = max(math.ceil(self.num_held / (most * _TILE)), 1)
+        return replace(self, rows=_round_up(math.ceil(self.num_held / number)))
 
     def explain(self) -> str:
         """Describe the plan and its predictions, and compare it with the quorum split."""
-        held, streamed = ("keys", "queries") if self.holds_keys else ("queries", "keys")
+        held, streamed = self.sides("queries", "keys")
         blocks, chunks = -(-self.num_held // self.rows), -(-self.num_streamed // self.chunk)
         lines = [
             f"{self.which.value}: {self.heads_at_once} of {self.shape.kv_heads} KV heads at a "
@@ -337,7 +409,7 @@ class StreamPlan:
     def _input_bytes(self, held: int, streamed: int) -> int:
         """Return the bytes of a group's inputs, for numbers of tokens of the two sides."""
         shape = self._shape_of_group
-        queries, keys = (streamed, held) if self.holds_keys else (held, streamed)
+        queries, keys = self.sides(held, streamed)
         inputs = shape.query_bytes(queries) + shape.key_bytes(keys)
         if self.which != Pass.FORWARD:  # dO, and O and LSE
             output = shape.num_heads * queries * shape.value_columns * shape.itemsize
@@ -350,7 +422,7 @@ class StreamPlan:
         lse = shape.num_heads * shape.sum_itemsize
         wider = shape.sum_itemsize // shape.itemsize
         if self.which != Pass.FORWARD:
-            queries, keys = (chunk, rows) if self.holds_keys else (rows, chunk)
+            queries, keys = self.sides(rows, chunk)
             mine = shape.key_bytes(rows) if self.holds_keys else shape.query_bytes(rows)
             results = (1 + wider) * mine + 2 * lse * queries
             if not self.rates.is_gpu:  # CPU kernels compute dQ, dK and dV, of two steps at a time
@@ -396,79 +468,24 @@ class StreamPlan:
 
 
 def make_stream_plan(
-    seqlen_q: int,
-    seqlen_kv: int,
-    shape: AttentionShape,
-    *,
-    budget: int,
-    is_causal: bool = False,
-    pattern: Any = None,
-    rates: Rates = GPU,
-    which: Pass = Pass.FORWARD,
-    heads_at_once: int | None = None,
-    has_single_calls: bool = False,
+    seqlen_q: int, seqlen_kv: int, shape: AttentionShape, *, budget: int, **options: Any
 ) -> StreamPlan:
     """Choose the group, block and chunk sizes of least predicted cost within a memory budget.
 
-    No tensor is read. For each number of KV heads and each chunk size (halved from the whole length
-    to one tile), blocks are as large as the budget permits.
+    No tensor is read.
 
     Args:
         seqlen_q: Number of queries.
         seqlen_kv: Number of keys.
         shape: Batch, heads, head dimensions and itemsize of the tensors.
         budget: Most bytes that may be held on the device at a time.
-        is_causal: Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``.
-        pattern: A pattern bound to these lengths, or ``None``.
-        rates: Throughput and bandwidth of the device.
-        which: The pass to plan.
-        heads_at_once: KV heads of a group, a divisor of their number; ``None`` chooses it.
-        has_single_calls: Whether the GPU backend computes one rectangle, or one causal square, per
-            call. An upper bound on the results and scratch of its calls is then counted too.
+        options: ``is_causal``, ``pattern``, ``rates``, ``which`` and ``has_single_calls``, the
+            attributes of :class:`StreamPlan`.
 
     Raises:
         ValueError: The budget is too small for one tile of queries and keys.
     """
-    possible = [n for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0]
-    least = StreamPlan(
-        seqlen_q,
-        seqlen_kv,
-        shape,
-        is_causal,
-        pattern,
-        budget,
-        rates,
-        which,
-        heads_at_once or 1,
-        rows=_TILE,
-        chunk=_TILE,
-        has_single_calls=has_single_calls,
-    )
-    chunks = [_round_up(least.num_streamed)]
-    while chunks[-1] > _TILE:
-        chunks.append(_round_up(chunks[-1] // 2))
-    plans = (
-        replace(least, heads_at_once=heads, chunk=chunk)
-        for heads in ([heads_at_once] if heads_at_once else possible)
-        for chunk in chunks
-    )
-    fitting = [_with_most_rows(plan) for plan in plans if plan.peak_bytes <= budget]
-    if not fitting:
-        raise ValueError(
-            f"memory_budget must be at least {least.peak_bytes} bytes, for a tile of {_TILE} "
-            f"queries and keys, got {budget}"
-        )
-    return min(fitting, key=lambda plan: plan.cost)
-
-
-def _with_most_rows(plan: StreamPlan) -> StreamPlan:
-    """Return the plan with the fewest blocks that fit, of nearly equal size."""
-    tiles = range(1, _round_up(plan.num_held) // _TILE + 1)
-    most = bisect_right(
-        tiles, plan.budget, key=lambda tile: replace(plan, rows=tile * _TILE).peak_bytes
-    )
-    number = max(math.ceil(plan.num_held / (most * _TILE)), 1)
-    return replace(plan, rows=_round_up(math.ceil(plan.num_held / number)))
+    return StreamPlan(seqlen_q, seqlen_kv, shape, budget, **options).fit()
 
 
 def _round_up(tokens: int) -> int:

@@ -1,6 +1,7 @@
 """Tensors that are read and written in parts: in host memory, in files, or made on demand."""
 
 import json
+import math
 import os
 import warnings
 import weakref
@@ -36,37 +37,57 @@ SAFETENSORS_DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """A CPU tensor ``[batch, heads, seqlen, dim]`` as a source and target."""
+class Source:
+    """A tensor ``[batch, heads, seqlen, ...]`` that is read in parts, not held in memory.
 
-    tensor: Tensor
+    Reads of :class:`cqs.problem.Problem` treat it as a tensor: indices of a batch element and a
+    head read all rows of that head, and two slices select a part, of which nothing is read.
+    """
 
-    @property
-    def shape(self) -> Shape:
-        """Batch, heads, tokens and columns."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the elements."""
-        return self.tensor.dtype
+    shape: Shape
+    dtype: torch.dtype
+    device = torch.device("cpu")
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
-        """Copy rows of one head into ``into``, a CPU tensor ``[rows, dim]``."""
-        into.copy_(self.rows_in_place(batch, head, rows))
+        """Read rows of one head into ``into``, a contiguous CPU tensor ``[rows, ...]``."""
+        raise NotImplementedError
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return self.dtype.itemsize
+
+    def __getitem__(self, place: tuple[Any, Any]) -> Any:
+        """Return all rows of a batch element and head, or the part of two slices."""
+        if isinstance(place[0], slice):
+            batches, heads = (
+                range(length)[index] for length, index in zip(self.shape, place, strict=False)
+            )
+            return Part(
+                (len(batches), len(heads), *self.shape[2:]), self.dtype, self, batches, heads
+            )
+        found = torch.empty(self.shape[2:], dtype=self.dtype, device="cpu")
+        self.read(*place, range(self.shape[2]), found)
+        return found
+
+
+@dataclass(frozen=True)
+class Part(Source):
+    """Some batch elements and heads of a source."""
+
+    shape: Shape
+    dtype: torch.dtype
+    whole: Any
+    """The source, an :class:`InFile` if the part is written to."""
+    batches: range
+    heads: range
+
+    def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
+        """Read rows of one head of the part."""
+        self.whole.read(self.batches[batch], self.heads[head], rows, into)
 
     def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
-        """Copy ``values``, a CPU tensor ``[rows, dim]``, to rows of one head."""
-        self.rows_in_place(batch, head, rows).copy_(values)
-
-    def extents(self, *, is_written: bool) -> list[Extent]:
-        """Return the bytes of memory, and of files mapped there, that contain the elements."""
-        return extents_in_memory(self.tensor, is_written=is_written)
-
-    def rows_in_place(self, batch: int, head: int, rows: range) -> Tensor:
-        """Return a view ``[rows, dim]`` of rows of one head."""
-        return self.tensor[batch, head, rows.start : rows.stop]
+        """Write rows of one head of the part."""
+        self.whole.write(self.batches[batch], self.heads[head], rows, values)
 
 
 class OpenFile:
@@ -79,7 +100,7 @@ class OpenFile:
 
 
 @dataclass(frozen=True)
-class InFile:
+class InFile(Source):
     """A tensor in a file, accessed by ``pread`` and ``pwrite`` without a memory map.
 
     The rows of one head are contiguous in C order; heads and batch elements have any strides. The
@@ -91,7 +112,7 @@ class InFile:
 
     path: Path
     shape: Shape
-    """Batch elements, heads, tokens and columns."""
+    """Batch elements, heads and tokens, and columns except for LSEs."""
     dtype: torch.dtype
     offset: int
     """Position of the first element in the file, in bytes."""
@@ -128,7 +149,7 @@ class InFile:
         return found.st_dev, found.st_ino
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
-        """Read rows of one head into ``into``, a contiguous CPU tensor ``[rows, dim]``.
+        """Read rows of one head into ``into``, a contiguous CPU tensor ``[rows, ...]``.
 
         Raises:
             OSError: The file cannot be read, or was truncated.
@@ -141,7 +162,7 @@ class InFile:
             view, place = view[count:], place + count
 
     def write(self, batch: int, head: int, rows: range, values: Tensor) -> None:
-        """Write ``values``, a contiguous CPU tensor ``[rows, dim]``, to rows of one head.
+        """Write ``values``, a contiguous CPU tensor ``[rows, ...]``, to rows of one head.
 
         Raises:
             OSError: The file is not writable, or the disk is full.
@@ -155,14 +176,14 @@ class InFile:
         """Call ``fsync``; raises OSError if written data could not reach the disk."""
         os.fsync(self._descriptor)
 
-    def extents(self, *, is_written: bool) -> list[Extent]:
-        """Return the bytes of the file that contain the elements."""
+    def extents(self) -> list[Extent]:
+        """Return the bytes of the file that contain the elements, ``[batch, heads, rows, dim]``."""
         size = self.dtype.itemsize
         strides = (*self.strides, self.shape[3] * size, size)
         return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
 
     def _place(self, batch: int, head: int, row: int) -> int:
-        row_bytes = self.shape[3] * self.dtype.itemsize
+        row_bytes = math.prod(self.shape[3:]) * self.dtype.itemsize
         return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
 
     @cached_property
@@ -175,7 +196,7 @@ class InFile:
 
 
 @dataclass(frozen=True)
-class OnDemand:
+class OnDemand(Source):
     """A tensor with rows that a function computes when they are read.
 
     Args:
@@ -206,40 +227,40 @@ class OnDemand:
             )
         into.copy_(found.detach())
 
-    def extents(self, *, is_written: bool) -> list[Extent]:
-        """Return no extents: the memory behind the function is unknown."""
-        return []
+
+Target = Tensor | InFile | Part
+"""A tensor that is written by rows of one head."""
 
 
-Target = InMemory | InFile
-"""A ``[batch, heads, seqlen, dim]`` tensor that is written by rows of one head."""
-Source = Target | OnDemand
-"""A ``[batch, heads, seqlen, dim]`` tensor that is read by rows of one head."""
+def read_rows(source: Tensor | Source, batch: int, head: int, rows: range, into: Tensor) -> None:
+    """Read rows of one head of a tensor or source into ``into``, ``[rows, ...]`` on the CPU."""
+    if isinstance(source, Tensor):
+        into.copy_(source[batch, head, rows.start : rows.stop])
+    else:
+        source.read(batch, head, rows, into)
 
 
-def read_head(source: Source, place: tuple[int, int]) -> Tensor:
-    """Return all rows of a batch element and head: a view if in memory, else a new CPU tensor."""
-    if isinstance(source, InMemory):
-        return source.tensor[place]
-    _, _, tokens, columns = source.shape
-    found = torch.empty((tokens, columns), dtype=source.dtype, device="cpu")
-    source.read(*place, range(tokens), found)
-    return found
+def write_rows(target: Target, batch: int, head: int, rows: range, values: Tensor) -> None:
+    """Write ``values``, ``[rows, ...]`` on the CPU, to rows of one head of a tensor or file."""
+    if isinstance(target, Tensor):
+        target[batch, head, rows.start : rows.stop] = values
+    else:
+        target.write(batch, head, rows, values)
 
 
-def as_source(name: str, tensor: Any) -> Source:
-    """Wrap a user's tensor as a source.
+def as_source(name: str, tensor: Any) -> Tensor | Source:
+    """Return a user's tensor as a CPU tensor or a source; a memory map becomes its file.
 
     Args:
         name: Name of the argument in error messages.
         tensor: A CPU tensor, a NumPy array (memory-mapped or not), :class:`InFile` or
-            :class:`OnDemand`, ``[batch, heads, seqlen, dim]``.
+            :class:`OnDemand`.
 
     Raises:
         TypeError: ``tensor`` has another type.
-        ValueError: ``tensor`` is on a GPU, or does not have four dimensions.
+        ValueError: ``tensor`` is on a GPU.
     """
-    if isinstance(tensor, InMemory | InFile | OnDemand):
+    if isinstance(tensor, Source):
         return tensor
     if isinstance(tensor, np.memmap) and (found := _file_of(tensor)):
         return found
@@ -256,25 +277,18 @@ def as_source(name: str, tensor: Any) -> Source:
         raise ValueError(
             f"{name} must be on the CPU, got {tensor.device}: move it there, or call cqs.attention"
         )
-    if tensor.ndim != 4:
-        raise ValueError(
-            f"{name} must be [batch, num_heads, seqlen, head_dim], got shape {tuple(tensor.shape)}"
-        )
-    return InMemory(tensor.detach())
-
-
-def share_files(target: Target, source: Source) -> bool:
-    """Return whether writes to ``target`` change a file that contains ``source``, at any offset."""
-    if not isinstance(source, InFile):
-        return False
-    files = {extent.space for extent in source.extents(is_written=False)}
-    return any(extent.space in files for extent in target.extents(is_written=True))
+    return tensor
 
 
 def as_target(
-    out: Any, shape: Shape, dtype: torch.dtype, sources: Sequence[Source], *, is_resumed: bool
-) -> Target:
-    """Wrap a user's ``out`` argument as a target.
+    out: Any,
+    shape: Shape,
+    dtype: torch.dtype,
+    sources: Sequence[Tensor | Source],
+    *,
+    is_resumed: bool,
+) -> Tensor | InFile:
+    """Return a user's ``out`` argument as a CPU tensor or a file.
 
     Args:
         out: A CPU tensor, a NumPy array (memory-mapped or not) or :class:`InFile`.
@@ -289,26 +303,24 @@ def as_target(
             of memory or of a file with a source, or is not in a file of its own if it must be.
     """
     target = as_source("out", out)
-    if isinstance(target, OnDemand):
+    if not isinstance(target, Tensor | InFile):
         raise TypeError("out must be a tensor, a NumPy array or a file")
-    if tuple(target.shape) != shape or target.dtype != dtype:
+    if target.shape != shape or target.dtype != dtype:
         raise ValueError(
             f"out must be {list(shape)} {dtype}, got {list(target.shape)} {target.dtype}"
         )
-    is_writable = (
-        target.is_writable if isinstance(target, InFile) else not is_read_only(target.tensor)
-    )
+    is_writable = target.is_writable if isinstance(target, InFile) else not is_read_only(target)
     if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only tensor")
-    extents = target.extents(is_written=True)
+    extents = _extents(target, is_written=True)
     if extents[0].repeats:
         raise ValueError(
             "out must have one memory location per element, got a tensor that overlaps itself"
         )
-    if any(share_bytes(extents, source.extents(is_written=False)) for source in sources):
+    if any(share_bytes(extents, _extents(source, is_written=False)) for source in sources):
         raise ValueError("out must share neither memory nor a file with query, key and value")
-    is_in_own_file = isinstance(target, InFile) and not any(
-        share_files(target, source) for source in sources
+    is_in_own_file = isinstance(target, InFile) and all(
+        is_apart(target, source) for source in sources
     )
     if is_resumed and not is_in_own_file:
         raise ValueError(
@@ -316,6 +328,19 @@ def as_target(
             "an input"
         )
     return target
+
+
+def is_apart(target: Tensor | InFile, source: Tensor | Source) -> bool:
+    """Return whether no file contains, or is mapped to, bytes of both."""
+    spaces = {extent.space for extent in _extents(source, is_written=False)}
+    return spaces.isdisjoint(extent.space for extent in _extents(target, is_written=True))
+
+
+def _extents(tensor: Tensor | Source, *, is_written: bool) -> list[Extent]:
+    """Return the bytes of memory and files of the elements; those of a function are unknown."""
+    if isinstance(tensor, Tensor):
+        return extents_in_memory(tensor, is_written=is_written)
+    return tensor.extents() if isinstance(tensor, InFile) else []
 
 
 def open_tensor(source: str | Path, name: str = "tensor") -> InFile:

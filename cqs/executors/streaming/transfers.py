@@ -2,28 +2,18 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqs.executors.streaming.sources import InMemory, Source, Target
+from cqs.executors.streaming.plan import RowsOfHeads
+from cqs.executors.streaming.sources import Source, Target, read_rows, write_rows
 
 _STAGING_BYTES = 16 * 2**20
 """Bytes of one pinned staging buffer."""
 _NUM_STAGING_BUFFERS = 4
 """Staging buffers of each direction."""
-
-
-class RowsOfHeads(NamedTuple):
-    """The rows of a tensor ``[batch, heads, seqlen, dim]`` that are copied."""
-
-    batch: int
-    """Batch element."""
-    heads: range
-    """Heads to copy."""
-    rows: range
-    """Tokens to copy."""
 
 
 class DeviceCopies:
@@ -35,18 +25,20 @@ class DeviceCopies:
     def record_event(self) -> Any:
         """Return an event that completes after everything launched so far."""
 
-    def upload(self, source: Source, place: RowsOfHeads, target: Tensor, after: Any) -> None:
+    def upload(
+        self, source: Tensor | Source, place: RowsOfHeads, target: Tensor, after: Any
+    ) -> None:
         """Copy rows to the device. Work that is launched later waits for the copy.
 
         Args:
             source: The tensor to read.
             place: The rows to copy.
-            target: ``[heads, rows, dim]`` on the device, in the dtype of ``source``.
+            target: ``[heads, rows, ...]`` on the device, in the dtype of ``source``.
             after: The event after which ``target`` may be overwritten.
         """
         batch, heads, rows = place
         for head, into in zip(heads, target, strict=True):
-            source.read(batch, head, rows, into)
+            read_rows(source, batch, head, rows, into)
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, place: RowsOfHeads
@@ -54,7 +46,7 @@ class DeviceCopies:
         """Copy rows to a target. May return before the copy has completed.
 
         Args:
-            tensor: ``[heads, rows, dim]`` on the device; must not be written to afterwards.
+            tensor: ``[heads, rows, ...]`` on the device; must not be written to afterwards.
             after: The event after which ``tensor`` is complete.
             target: The tensor to write.
             place: The rows to write.
@@ -64,7 +56,7 @@ class DeviceCopies:
         """
         batch, heads, rows = place
         for head, values in zip(heads, tensor, strict=True):
-            target.write(batch, head, rows, values)
+            write_rows(target, batch, head, rows, values)
         return lambda: None
 
     def close(self) -> None:
@@ -89,7 +81,9 @@ class GpuCopies(DeviceCopies):
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
-    def upload(self, source: Source, place: RowsOfHeads, target: Tensor, after: Any) -> None:
+    def upload(
+        self, source: Tensor | Source, place: RowsOfHeads, target: Tensor, after: Any
+    ) -> None:
         """Copy rows on the upload stream; the current stream waits for them."""
         batch, heads, rows = place
         copy_stream = self._upload_stream
@@ -97,13 +91,13 @@ class GpuCopies(DeviceCopies):
         for head, into in zip(heads, target, strict=True):
             # A copy engine reads pinned memory directly. Pageable memory would make the copy
             # synchronous, so that it is read into pinned buffers first.
-            if isinstance(source, InMemory) and source.tensor.is_pinned():
+            if isinstance(source, Tensor) and source.is_pinned():
                 with torch.cuda.stream(copy_stream.stream):
-                    into.copy_(source.rows_in_place(batch, head, rows), non_blocking=True)
+                    into.copy_(source[batch, head, rows.start : rows.stop], non_blocking=True)
                 continue
             for part in _cut(rows, into):
                 buffer = copy_stream.acquire(part, into)
-                source.read(batch, head, part, buffer)
+                read_rows(source, batch, head, part, buffer)
                 first = part.start - rows.start
                 with torch.cuda.stream(copy_stream.stream):
                     into[first : first + len(part)].copy_(buffer, non_blocking=True)
@@ -129,10 +123,10 @@ class GpuCopies(DeviceCopies):
         tensor, (batch, heads, rows) = sent.pop(), place
         copy_stream = self._download_stream
         copy_stream.stream.wait_event(after)
-        if isinstance(target, InMemory) and target.tensor.is_pinned():
+        if isinstance(target, Tensor) and target.is_pinned():
             with torch.cuda.stream(copy_stream.stream):
                 for head, values in zip(heads, tensor, strict=True):
-                    into = target.rows_in_place(batch, head, rows)
+                    into = target[batch, head, rows.start : rows.stop]
                     into.copy_(values, non_blocking=True)
             copy_stream.stream.synchronize()  # the caller may read the target once this returns
             return
@@ -164,12 +158,11 @@ class _CopyStream:
         self._next = 0
 
     def acquire(self, rows: range, like: Tensor) -> Tensor:
-        """Wait for the next staging buffer of the ring and return it as ``[rows, dim]``."""
+        """Wait for the next staging buffer of the ring and return it as ``[rows, ...]``."""
         if (event := self._used[self._next]) is not None:
             event.synchronize()
-        num_bytes = len(rows) * like.shape[1] * like.element_size()
-        buffer = self._buffers[self._next][:num_bytes]
-        return buffer.view(like.dtype).view(len(rows), like.shape[1])
+        buffer = self._buffers[self._next][: len(rows) * _row_bytes(like)]
+        return buffer.view(like.dtype).view(len(rows), *like.shape[1:])
 
     def release(self) -> torch.cuda.Event:
         """Record an event after the copies of the buffer that was taken, and return it."""
@@ -188,10 +181,14 @@ def _write(
     target: Target, batch: int, head: int, rows: range, buffer: Tensor, event: torch.cuda.Event
 ) -> None:
     event.synchronize()
-    target.write(batch, head, rows, buffer)
+    write_rows(target, batch, head, rows, buffer)
 
 
 def _cut(rows: range, like: Tensor) -> list[range]:
     """Cut rows into parts that fit a staging buffer."""
-    length = max(_STAGING_BYTES // (like.shape[1] * like.element_size()), 1)
+    length = max(_STAGING_BYTES // _row_bytes(like), 1)
     return [rows[i : i + length] for i in range(0, len(rows), length)]
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1:].numel() * rows.element_size()

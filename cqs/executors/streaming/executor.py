@@ -1,0 +1,155 @@
+"""The executor that computes in this process within a memory budget."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqs.executors.contract import NO_HOOKS, Hooks
+from cqs.executors.streaming.checkpoint import Checkpoint
+from cqs.executors.streaming.engine import stream
+from cqs.executors.streaming.plan import CPU, GPU, START, HeldBlock, Pass, StreamPlan
+from cqs.executors.streaming.sources import InFile, Source
+from cqs.partial import Gradients, Partial
+from cqs.problem import Problem
+from cqs.worker import CallBackend, Worker
+from cqs.worker.backends import BACKENDS
+
+_LEAST_SHARE = 16
+"""After an out-of-memory error the budget is halved, down to ``1 / _LEAST_SHARE`` of it."""
+
+
+class StreamingExecutor:
+    """Computes one call by streaming plans; the tensors of its problem may be sources."""
+
+    num_tasks = 1
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int,
+        backend: str,
+        watched: Sequence[Tensor | Source] = (),
+    ):
+        """Take the fingerprints of the input files.
+
+        Args:
+            device: The device that computes.
+            budget: Memory budget in bytes.
+            backend: Backend of all chunks; plans depend on its memory use.
+            watched: Tensors and sources whose files must not change during the call.
+        """
+        self.device, self.budget, self.backend = device, budget, backend
+        self._watched = watched
+        self.fingerprints = _fingerprints(watched)
+        """Fingerprint of the file of each watched tensor, ``None`` without a file."""
+        self.checkpoint: Checkpoint | None = None
+        """Saves the progress of a call with files as targets, if given."""
+
+    def make_plan(self, problem: Problem) -> Any:
+        """Return the :class:`StreamPlan` of the forward pass of a problem with a single pattern."""
+        on_gpu = self.device.type == "cuda"
+        return StreamPlan(
+            problem.query.shape[2],
+            problem.key.shape[2],
+            problem.shape,
+            self.budget,
+            is_causal=problem.is_causal,
+            pattern=problem.bound_pattern,
+            rates=GPU if on_gpu else CPU,
+            has_single_calls=on_gpu and isinstance(BACKENDS[self.backend], CallBackend),
+        ).fit()
+
+    def run(
+        self,
+        problem: Problem,
+        plan: Any,
+        backend: str | None = None,
+        hooks: Hooks = NO_HOOKS,
+        into: Partial | None = None,
+    ) -> Partial:
+        """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`.
+
+        After an out-of-memory error the blocks that are not final are computed by a plan for half
+        of the memory.
+
+        Raises:
+            OSError: A file cannot be read or written, or an input file was changed.
+            torch.OutOfMemoryError: The device has less than a sixteenth of the memory budget.
+        """
+        answer = into or problem.empty_answer()
+        position, progress = START, hooks.progress
+        before = 0 if progress is None else progress.done
+        if self.checkpoint is not None:
+            plan, position = self.checkpoint.next_part()
+
+        def finished(block: HeldBlock) -> None:
+            nonlocal position
+            if _fingerprints(self._watched) != self.fingerprints:
+                raise OSError("an input file was changed while it was read: start again")
+            if self.checkpoint is not None:
+                self.checkpoint.add(plan, block, answer)
+            position = block.end
+
+        while True:
+            if progress is not None:
+                progress.move(before + plan.pairs_until(position))
+            try:
+                stream(
+                    plan,
+                    self.device,
+                    Worker.of(problem, backend),
+                    [problem.query],
+                    [problem.key, problem.value],
+                    answer,
+                    start=position,
+                    progress=progress,
+                    finished=finished,
+                )
+                return answer
+            except RuntimeError as error:
+                plan = self._with_less(plan, error)
+
+    def run_backward(
+        self,
+        problem: Problem,
+        plan: Any,
+        answer: Partial,
+        grad_output: Tensor,
+        backend: str | None = None,
+    ) -> Gradients:
+        """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
+        keys = problem.key, problem.value
+        queries = problem.query, grad_output, *answer
+        gradients = Gradients(*(t.new_empty(t.shape) for t in (problem.query, *keys)))
+        worker = Worker.of(problem, backend)
+        while True:
+            plan, of_keys = (
+                plan.fit(which) for which in (Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS)
+            )
+            try:
+                stream(plan, self.device, worker, queries, keys, gradients[:1])
+                stream(of_keys, self.device, worker, queries, keys, gradients[1:])
+                return gradients
+            except RuntimeError as error:
+                plan = self._with_less(plan, error)
+
+    def _with_less(self, plan: StreamPlan, error: RuntimeError) -> StreamPlan:
+        """Return a plan for half the memory after an out-of-memory error, else raise ``error``."""
+        budget = min(plan.budget, plan.peak_bytes) // 2
+        # PyTorch has no error type for a failed allocation on the CPU.
+        is_shortage = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(
+            error
+        )
+        if not is_shortage or budget * _LEAST_SHARE < self.budget:
+            raise error
+        torch.cuda.empty_cache()
+        try:
+            return plan.fit(budget=budget, heads_at_once=plan.heads_at_once)
+        except ValueError:  # the budget is too small for a tile
+            raise error from None
+
+
+def _fingerprints(sources: Sequence[Tensor | Source]) -> list[Any]:
+    return [list(source.fingerprint) if isinstance(source, InFile) else None for source in sources]
