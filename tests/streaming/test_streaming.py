@@ -492,7 +492,7 @@ def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Fake)
     monkeypatch.setattr(transfers, "_STAGING_BYTES", piece_bytes)
-    monkeypatch.setattr(engine, "make_transfers", transfers.GpuCopies)
+    monkeypatch.setitem(engine._COPIES, "cpu", transfers.GpuCopies)
     monkeypatch.setattr(executor, "CPU", GPU)
     *mapped, out = arrays
     leaves = [torch.tensor(array, requires_grad=True) for array in mapped]

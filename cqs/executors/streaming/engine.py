@@ -12,10 +12,12 @@ from torch import Tensor
 from cqs.executors.contract import Progress
 from cqs.executors.streaming.plan import START, HeldBlock, Pass, Position, RowsOfHeads, StreamPlan
 from cqs.executors.streaming.sources import Source, Target
-from cqs.executors.streaming.transfers import DeviceCopies, make_transfers
+from cqs.executors.streaming.transfers import DeviceCopies, GpuCopies
 from cqs.partial import Partial, RunningMerge, lse_dtype
 from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
+
+_COPIES = {"cpu": DeviceCopies, "cuda": GpuCopies}
 
 Side = Sequence[Tensor | Source]
 """The tensors of the queries, or those of the keys and values, ``[batch, heads, tokens, ...]``."""
@@ -55,12 +57,11 @@ def stream(
     """
     with (
         torch.autocast(device.type, enabled=False),  # keep the dtypes of the sources
-        closing(make_transfers(device)) as transfers,
+        closing(_COPIES[device.type](device)) as transfers,
     ):
         held, streamed = plan.sides(queries, keys)
-        rows, chunk = plan.visit
-        blocks = _InputBuffers(transfers, plan, held, plan.holds_keys, rows, device)
-        chunks = _InputBuffers(transfers, plan, streamed, not plan.holds_keys, chunk, device)
+        blocks = _InputBuffers(transfers, plan, held, of_keys=plan.holds_keys)
+        chunks = _InputBuffers(transfers, plan, streamed, of_keys=not plan.holds_keys)
         compute = _attend if plan.which == Pass.FORWARD else _differentiate
         downloading: list[Callable[[], None]] = []
 
@@ -159,22 +160,17 @@ def _prepare(
 class _InputBuffers:
     """The device buffers of one side: one is filled while another is used."""
 
-    def __init__(
-        self,
-        transfers: DeviceCopies,
-        plan: StreamPlan,
-        side: Side,
-        has_kv_heads: bool,
-        num_tokens: int,
-        device: torch.device,
-    ):
-        """Allocate buffers for ``num_tokens`` tokens of a group of heads each."""
-        self._transfers, self._sources, self._has_kv_heads = transfers, side, has_kv_heads
-        num_heads = plan.heads_at_once * (1 if has_kv_heads else plan.group_size)
+    def __init__(self, transfers: DeviceCopies, plan: StreamPlan, side: Side, *, of_keys: bool):
+        """Allocate buffers for a block or chunk of a group of heads each."""
+        self._transfers, self._sources, self._of_keys = transfers, side, of_keys
+        num_heads = plan.heads_at_once * (1 if of_keys else plan.group_size)
+        num_tokens = plan.visit[of_keys != plan.holds_keys]
         self._buffers = [
             [
                 torch.empty(
-                    (num_heads, num_tokens, *source.shape[3:]), dtype=source.dtype, device=device
+                    (num_heads, num_tokens, *source.shape[3:]),
+                    dtype=source.dtype,
+                    device=transfers.device,
                 )
                 for source in side
             ]
@@ -187,7 +183,7 @@ class _InputBuffers:
 
     def load(self, block: HeldBlock, tokens: range) -> list[Tensor]:
         """Return ``[1, heads, tokens, ...]``; upload them unless a buffer has them."""
-        place = block.place(tokens, of_keys=self._has_kv_heads)
+        place = block.place(tokens, of_keys=self._of_keys)
         if place in self._contents:
             self._current = self._contents.index(place)
         else:

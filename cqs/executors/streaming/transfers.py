@@ -1,6 +1,6 @@
 """Copies of rows between their source, the device and their target, overlapped with kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +21,10 @@ class DeviceCopies:
 
     This class copies synchronously, for computation on the CPU.
     """
+
+    def __init__(self, device: torch.device):
+        """Prepare for copies to and from ``device``."""
+        self.device = device
 
     def record_event(self) -> Any:
         """Return an event that completes after everything launched so far."""
@@ -72,38 +76,33 @@ class GpuCopies(DeviceCopies):
 
     def __init__(self, device: torch.device):
         """Allocate staging buffers and create the CUDA streams and the download thread."""
-        self._device = device
-        self._upload_stream, self._download_stream = _CopyStream(device), _CopyStream(device)
+        super().__init__(device)
+        self._uploads, self._downloads = _CopyStream(device), _CopyStream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cqs-download")
 
     def record_event(self) -> torch.cuda.Event:
         """Record an event on the current stream, which computes."""
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return event
 
     def upload(
         self, source: Tensor | Source, place: RowsOfHeads, target: Tensor, after: Any
     ) -> None:
         """Copy rows on the upload stream; the current stream waits for them."""
-        batch, heads, rows = place
-        copy_stream = self._upload_stream
-        copy_stream.stream.wait_event(after)
-        for head, into in zip(heads, target, strict=True):
-            # A copy engine reads pinned memory directly. Pageable memory would make the copy
-            # synchronous, so that it is read into pinned buffers first.
-            if isinstance(source, Tensor) and source.is_pinned():
-                with torch.cuda.stream(copy_stream.stream):
-                    into.copy_(source[batch, head, rows.start : rows.stop], non_blocking=True)
+        self._uploads.stream.wait_event(after)
+        # A copy engine reads pinned memory directly. Pageable memory would make the copy
+        # synchronous, so that it is read into pinned buffers first.
+        is_direct = isinstance(source, Tensor) and source.is_pinned()
+        for head, rows, into in _cut(place, target, is_direct):
+            if isinstance(source, Tensor) and is_direct:
+                self._uploads.copy(into, source[place.batch, head, rows.start : rows.stop])
                 continue
-            for part in _cut(rows, into):
-                buffer = copy_stream.acquire(part, into)
-                read_rows(source, batch, head, part, buffer)
-                first = part.start - rows.start
-                with torch.cuda.stream(copy_stream.stream):
-                    into[first : first + len(part)].copy_(buffer, non_blocking=True)
-                copy_stream.release()
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(copy_stream.stream.record_event())
+            buffer = self._uploads.acquire(into)
+            read_rows(source, place.batch, head, rows, buffer)
+            self._uploads.copy(into, buffer)
+            self._uploads.release()
+        copied = self._uploads.stream.record_event()
+        torch.cuda.current_stream(self.device).wait_event(copied)
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, place: RowsOfHeads
@@ -116,33 +115,32 @@ class GpuCopies(DeviceCopies):
     def close(self) -> None:
         """Wait for the download thread and for both streams."""
         self._thread.shutdown()
-        for copy_stream in (self._upload_stream, self._download_stream):
-            copy_stream.stream.synchronize()
+        for copies in (self._uploads, self._downloads):
+            copies.stream.synchronize()
 
     def _download(self, sent: list[Tensor], after: Any, target: Target, place: RowsOfHeads) -> None:
-        tensor, (batch, heads, rows) = sent.pop(), place
-        copy_stream = self._download_stream
-        copy_stream.stream.wait_event(after)
-        if isinstance(target, Tensor) and target.is_pinned():
-            with torch.cuda.stream(copy_stream.stream):
-                for head, values in zip(heads, tensor, strict=True):
-                    into = target[batch, head, rows.start : rows.stop]
-                    into.copy_(values, non_blocking=True)
-            copy_stream.stream.synchronize()  # the caller may read the target once this returns
-            return
+        tensor, copies = sent.pop(), self._downloads
+        copies.stream.wait_event(after)
+        is_direct = isinstance(target, Tensor) and target.is_pinned()
         waiting: list[tuple[int, range, Tensor, torch.cuda.Event]] = []
-        for head, values in zip(heads, tensor, strict=True):
-            for part in _cut(rows, values):
-                buffer = copy_stream.acquire(part, values)
-                first = part.start - rows.start
-                with torch.cuda.stream(copy_stream.stream):
-                    buffer.copy_(values[first : first + len(part)], non_blocking=True)
-                waiting.append((head, part, buffer, copy_stream.release()))
-                # acquire() reuses a buffer once its copy is done: write its rows before that.
-                if len(waiting) == _NUM_STAGING_BUFFERS - 1:
-                    _write(target, batch, *waiting.pop(0))
+
+        def write(head: int, rows: range, buffer: Tensor, event: torch.cuda.Event) -> None:
+            event.synchronize()
+            write_rows(target, place.batch, head, rows, buffer)
+
+        for head, rows, values in _cut(place, tensor, is_direct):
+            if isinstance(target, Tensor) and is_direct:
+                copies.copy(target[place.batch, head, rows.start : rows.stop], values)
+                continue
+            buffer = copies.acquire(values)
+            copies.copy(buffer, values)
+            waiting.append((head, rows, buffer, copies.release()))
+            # acquire() reuses a buffer once its copy is done: write its rows before that.
+            if len(waiting) == _NUM_STAGING_BUFFERS - 1:
+                write(*waiting.pop(0))
         for each in waiting:
-            _write(target, batch, *each)
+            write(*each)
+        copies.stream.synchronize()  # the caller may read the target once this returns
 
 
 class _CopyStream:
@@ -157,12 +155,17 @@ class _CopyStream:
         self._used: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
         self._next = 0
 
-    def acquire(self, rows: range, like: Tensor) -> Tensor:
-        """Wait for the next staging buffer of the ring and return it as ``[rows, ...]``."""
+    def copy(self, into: Tensor, values: Tensor) -> None:
+        """Launch a copy on the stream."""
+        with torch.cuda.stream(self.stream):
+            into.copy_(values, non_blocking=True)
+
+    def acquire(self, like: Tensor) -> Tensor:
+        """Wait for the next staging buffer of the ring, in the shape and dtype of ``like``."""
         if (event := self._used[self._next]) is not None:
             event.synchronize()
-        buffer = self._buffers[self._next][: len(rows) * _row_bytes(like)]
-        return buffer.view(like.dtype).view(len(rows), *like.shape[1:])
+        buffer = self._buffers[self._next][: like.numel() * like.element_size()]
+        return buffer.view(like.dtype).view(like.shape)
 
     def release(self) -> torch.cuda.Event:
         """Record an event after the copies of the buffer that was taken, and return it."""
@@ -172,23 +175,16 @@ class _CopyStream:
         return event
 
 
-def make_transfers(device: torch.device) -> DeviceCopies:
-    """Return the copies for a device: asynchronous for a GPU, synchronous for the CPU."""
-    return GpuCopies(device) if device.type == "cuda" else DeviceCopies()
+def _cut(
+    place: RowsOfHeads, tensor: Tensor, is_direct: bool
+) -> Iterator[tuple[int, range, Tensor]]:
+    """Yield head, rows and the part of ``tensor`` ``[heads, rows, ...]`` of every copy.
 
-
-def _write(
-    target: Target, batch: int, head: int, rows: range, buffer: Tensor, event: torch.cuda.Event
-) -> None:
-    event.synchronize()
-    write_rows(target, batch, head, rows, buffer)
-
-
-def _cut(rows: range, like: Tensor) -> list[range]:
-    """Cut rows into parts that fit a staging buffer."""
-    length = max(_STAGING_BYTES // _row_bytes(like), 1)
-    return [rows[i : i + length] for i in range(0, len(rows), length)]
-
-
-def _row_bytes(rows: Tensor) -> int:
-    return rows.shape[1:].numel() * rows.element_size()
+    Copies through a staging buffer have rows that fit it.
+    """
+    row_bytes = tensor.shape[2:].numel() * tensor.element_size()
+    length = len(place.rows) if is_direct else max(_STAGING_BYTES // row_bytes, 1)
+    for head, part in zip(place.heads, tensor, strict=True):
+        for first in range(0, len(place.rows), length):
+            rows = place.rows[first : first + length]
+            yield head, rows, part[first : first + len(rows)]
