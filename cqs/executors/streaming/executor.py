@@ -1,6 +1,7 @@
 """The executor that computes in this process within a memory budget."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,9 +126,8 @@ class StreamingExecutor:
         gradients = Gradients(*(t.new_empty(t.shape) for t in (problem.query, *keys)))
         worker = Worker.of(problem, backend)
         while True:
-            plan, of_keys = (
-                plan.fit(which) for which in (Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS)
-            )
+            plan = replace(plan, which=Pass.QUERY_GRADIENTS).fit()
+            of_keys = replace(plan, which=Pass.KEY_GRADIENTS).fit()
             try:
                 stream(plan, self.device, worker, queries, keys, gradients[:1])
                 stream(of_keys, self.device, worker, queries, keys, gradients[1:])
@@ -146,7 +146,7 @@ class StreamingExecutor:
             raise error
         torch.cuda.empty_cache()
         try:
-            return plan.fit(budget=budget, heads_at_once=plan.heads_at_once)
+            return replace(plan, budget=budget).fit(plan.heads_at_once)
         except ValueError:  # the budget is too small for a tile
             raise error from None
 

@@ -205,7 +205,7 @@ class StreamPlan:
     def chunks(self, held: range) -> Iterator[range]:
         """Yield the chunks that have live pairs with some tokens of the held side, ascending."""
         met = self._met(held)
-        for first in range(met.start // self.chunk * self.chunk, met.stop, self.chunk):
+        for first in range(met.start, met.stop, self.chunk):
             tokens = range(first, min(first + self.chunk, self.num_streamed))
             if self.pattern is None or self.pattern.count(*self.sides(held, tokens)):
                 yield tokens
@@ -277,11 +277,9 @@ class StreamPlan:
     def flops(self) -> int:
         """FLOPs of live pairs: two matrix products forward, three or four in a backward pass."""
         columns = self.shape.head_dim, self.shape.value_columns
-        of_pair = {
-            Pass.FORWARD: sum(columns),
-            Pass.QUERY_GRADIENTS: 2 * columns[0] + columns[1],
-            Pass.KEY_GRADIENTS: 2 * sum(columns),
-        }[self.which]
+        of_pair = sum(columns) * (2 if self.holds_keys else 1)
+        if self.which == Pass.QUERY_GRADIENTS:
+            of_pair += columns[0]
         return 2 * of_pair * self.live_pairs * self.shape.batch * self.shape.num_heads
 
     @cached_property
@@ -305,42 +303,33 @@ class StreamPlan:
         return max(computing, moving) + first / rates.link
 
     @lru_cache(maxsize=64)  # noqa: B019
-    def fit(
-        self,
-        which: Pass | None = None,
-        *,
-        budget: int | None = None,
-        heads_at_once: int | None = None,
-    ) -> "StreamPlan":
+    def fit(self, heads_at_once: int | None = None) -> "StreamPlan":
         """Return the plan with the sizes of least predicted cost within the memory budget.
 
         For each number of KV heads and each chunk size (halved from the whole length to one tile),
         blocks are as large as the budget permits.
 
         Args:
-            which: The pass to plan; ``None`` means that of this plan.
-            budget: Memory budget in bytes; ``None`` means that of this plan.
             heads_at_once: KV heads of a group; ``None`` chooses it.
 
         Raises:
             ValueError: The budget is too small for one tile of queries and keys.
         """
-        number, budget = self.shape.kv_heads, budget or self.budget
-        tiny = replace(self, which=which or self.which, budget=budget, rows=_TILE)
+        number = self.shape.kv_heads
         divisors = [n for n in range(1, number + 1) if number % n == 0]
-        chunks = [_round_up(tiny.num_streamed)]
+        chunks = [_round_up(self.num_streamed)]
         while chunks[-1] > _TILE:
             chunks.append(_round_up(chunks[-1] // 2))
         plans = [
-            replace(tiny, heads_at_once=heads, chunk=chunk)
+            replace(self, heads_at_once=heads, rows=_TILE, chunk=chunk)
             for heads in ([heads_at_once] if heads_at_once else divisors)
             for chunk in chunks
         ]
-        fitting = [plan._with_most_rows() for plan in plans if plan.peak_bytes <= budget]
+        fitting = [plan._with_most_rows() for plan in plans if plan.peak_bytes <= self.budget]
         if not fitting:
             raise ValueError(
                 f"memory_budget must be at least {min(plan.peak_bytes for plan in plans)} bytes, "
-                f"for a tile of {_TILE} queries and keys, got {budget}"
+                f"for a tile of {_TILE} queries and keys, got {self.budget}"
             )
         return min(fitting, key=lambda plan: plan._cost)
 
@@ -369,42 +358,40 @@ class StreamPlan:
             f"peak {self.peak_bytes / 2**20:.0f} MiB of a budget of {self.budget / 2**20:.0f}; "
             f"{self.bytes_uploaded / 2**30:.3g} GiB to the device; about {self.seconds:.3g} s",
         ]
-        if self.which == Pass.FORWARD and (split := self._quorum_split()) is not None:
-            num_tasks, moved, seconds = split
-            lines.append(
-                f"the cyclic quorum split into {num_tasks} tasks would send "
-                f"{moved / 2**30:.3g} GiB to this device and as many results in both directions; "
-                f"about {seconds:.3g} s. "
-                "It is for tasks that have a device each"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._explain_quorums()])
 
-    def _quorum_split(self) -> tuple[int, float, float] | None:
-        """Return number of tasks, bytes sent and predicted seconds of the smallest quorum split.
+    def _explain_quorums(self) -> list[str]:
+        """Return a line about the smallest quorum split whose tasks each fit in the budget.
 
-        Each of its W tasks fits in the budget: it reads m / W of all tokens, for quorums of m token
-        groups, and returns partial outputs for as many, which the host merges. None if no W up to
-        ``_MOST_TASKS`` fits.
+        A task of W reads m / W of all tokens, for quorums of m token groups, and returns partial
+        outputs for as many, which the host merges. There is no line if no W up to ``_MOST_TASKS``
+        fits, or for gradients.
         """
         tokens = self.shape.query_bytes(self.seqlen_q) + self.shape.key_bytes(self.seqlen_kv)
         results = self.shape.result_bytes(self.seqlen_q)
-        for num_tasks in moduli_of_small_covers(_MOST_TASKS):
+        for num_tasks in moduli_of_small_covers(_MOST_TASKS) if self.which == Pass.FORWARD else ():
             share = len(load_interest_set(num_tasks)) / num_tasks
             if self.num_buffers * share * (tokens + results) <= self.budget:
                 moved = num_tasks * share * tokens
                 computing = self.flops / self.rates.flops + num_tasks * _LAUNCH_SECONDS
-                moving = moved / self.rates.link
                 exposed = share * (tokens + results) / self.rates.link
-                return num_tasks, moved, max(computing, moving) + exposed
-        return None
+                seconds = max(computing, moved / self.rates.link) + exposed
+                return [
+                    f"the cyclic quorum split into {num_tasks} tasks would send "
+                    f"{moved / 2**30:.3g} GiB to this device and as many results in both "
+                    f"directions; about {seconds:.3g} s. It is for tasks that have a device each"
+                ]
+        return []
 
     def _met(self, held: range) -> range:
-        """Return the tokens of the streamed side with live pairs, without regard to a pattern."""
-        if not self.is_causal:
-            return range(self.num_streamed)
-        if self.holds_keys:
-            return range(min(max(held.start - self._ahead, 0), self.seqlen_q), self.seqlen_q)
-        return range(min(max(held.stop + self._ahead, 0), self.seqlen_kv))
+        """Return the tokens in chunks with live pairs, without regard to a pattern."""
+        first, stop = 0, self.num_streamed
+        if self.is_causal and self.holds_keys:
+            first = min(max(held.start - self._ahead, 0), stop)
+        elif self.is_causal:
+            stop = min(max(held.stop + self._ahead, 0), stop)
+        whole = -(-stop // self.chunk) * self.chunk
+        return range(first // self.chunk * self.chunk, min(whole, self.num_streamed))
 
     def _input_bytes(self, held: int, streamed: int) -> int:
         """Return the bytes of a group's inputs, for numbers of tokens of the two sides."""
@@ -424,12 +411,11 @@ class StreamPlan:
         if self.which != Pass.FORWARD:
             queries, keys = self.sides(rows, chunk)
             mine = shape.key_bytes(rows) if self.holds_keys else shape.query_bytes(rows)
-            results = (1 + wider) * mine + 2 * lse * queries
-            if not self.rates.is_gpu:  # CPU kernels compute dQ, dK and dV, of two steps at a time
-                results += (2 + wider) * (shape.query_bytes(queries) + shape.key_bytes(keys))
-            elif self.has_single_calls:  # dQ, dK and dV of each call, their sums, and scratch
-                results += (1 + 3 * wider) * (shape.query_bytes(queries) + shape.key_bytes(keys))
-            return results
+            copies = 2 + wider  # CPU kernels compute dQ, dK and dV, of two steps at a time
+            if self.rates.is_gpu:  # dQ, dK and dV of each call, their sums, and scratch
+                copies = (1 + 3 * wider) * self.has_single_calls
+            of_calls = copies * (shape.query_bytes(queries) + shape.key_bytes(keys))
+            return of_calls + (1 + wider) * mine + 2 * lse * queries
         of_calls = 3 * shape.result_bytes(rows) * self.has_single_calls
         if not self.merges:
             return of_calls + self.num_buffers * shape.result_bytes(rows)
@@ -448,18 +434,13 @@ class StreamPlan:
         num_blocks = -(-self.num_held // self.rows)
         sample = _SAMPLE if self.pattern is None else _SAMPLE_OF_PATTERN
         chosen = range(0, num_blocks, max(-(-num_blocks // sample), 1))
-        met = sum(self._num_met(block * self.rows) for block in chosen)
+        blocks = (range(i * self.rows, min((i + 1) * self.rows, self.num_held)) for i in chosen)
+        if self.pattern is None:
+            met = sum(len(self._met(held)) for held in blocks)
+        else:
+            met = sum(len(tokens) for held in blocks for tokens in self.chunks(held))
         kept = (num_blocks - 1) // (2 if self.is_causal else 1) * self.chunk
         return max(met * num_blocks // max(len(chosen), 1) - kept, min(met, self.num_streamed))
-
-    def _num_met(self, first: int) -> int:
-        """Return the number of tokens in the chunks that one block visits."""
-        held = range(first, min(first + self.rows, self.num_held))
-        if self.pattern is not None:
-            return sum(map(len, self.chunks(held)))
-        met = self._met(held)
-        first, last = met.start // self.chunk, -(-met.stop // self.chunk)
-        return min(last * self.chunk, self.num_streamed) - first * self.chunk
 
     @cached_property
     def _shape_of_group(self) -> AttentionShape:
