@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +18,7 @@ import torch
 import xxhash
 
 from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
-from cqs.executors.streaming.sources import InFile, OpenFile, Part, bytes_of
+from cqs.executors.streaming.sources import InFile, Part, bytes_of
 from cqs.executors.verify import VerificationError
 from cqs.files import check_input_file
 from cqs.partial import lse_dtype
@@ -76,9 +77,10 @@ class WorkingDirectory:
                 ) from None
         self._process = os.getpid()
         try:
-            self._lock = OpenFile(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-            fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._is_in_place():
+            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            self._close = weakref.finalize(self, os.close, self._lock)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self.is_in_place:
                 raise FileNotFoundError  # the owner removed it between our open and our lock
         except (BlockingIOError, FileNotFoundError):
             raise BlockingIOError(
@@ -94,7 +96,7 @@ class WorkingDirectory:
         if not self.is_owned:
             return
         try:
-            if self._is_in_place():
+            if self.is_in_place:
                 if error is None:
                     self.forget()
                 if not (self.path / _STATE).exists():
@@ -104,23 +106,19 @@ class WorkingDirectory:
                         self.path.rmdir()
         finally:
             # Closing alone does not unlock: processes forked meanwhile share the open file.
-            fcntl.flock(self._lock.descriptor, fcntl.LOCK_UN)
-            self._lock.close()
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            self._close()
 
     @property
     def is_owned(self) -> bool:
         """Whether this process entered the directory, and not a process that forked it."""
         return os.getpid() == self._process
 
-    def check_in_place(self) -> None:
-        """Raise OSError if the path no longer names the directory that was locked."""
-        if not self._is_in_place():
-            raise OSError(f"'{self.path}' was moved or removed while it was in use")
-
-    def _is_in_place(self) -> bool:
-        """Return whether the path still names the directory that this process has locked."""
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the path still names the directory that this process has locked."""
         try:
-            return os.path.samestat(os.fstat(self._lock.descriptor), os.stat(self.path / _LOCK))
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.path / _LOCK))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -270,7 +268,9 @@ class Checkpoint:
         records, self._unsaved_records = self._unsaved_records, b""
         if not records or not self._directory.is_owned:
             return
-        self._directory.check_in_place()
+        if not self._directory.is_in_place:
+            path = self._directory.path
+            raise OSError(f"'{path}' was moved or removed while it was in use")
         # The order matters: results, then their records, then the state that refers to both.
         self._output.flush()
         self.lse.flush()
@@ -294,19 +294,18 @@ class Checkpoint:
         strides = heads * tokens * dtype.itemsize, tokens * dtype.itemsize
         return InFile(self._lse, shape, dtype, 0, strides, is_writable=True)
 
-    @property
-    def _lse_bytes(self) -> int:
-        return math.prod(self._output.shape[:3]) * lse_dtype(self._output.dtype).itemsize
-
     def _begin(self) -> None:
         """Create the files of blocks and LSEs, without final results."""
-        for path, size in ((self._blocks, 0), (self._lse, self._lse_bytes)):
+        lse_bytes = math.prod(self._output.shape[:3]) * lse_dtype(self._output.dtype).itemsize
+        for path, size in ((self._blocks, 0), (self._lse, lse_bytes)):
             path.unlink(missing_ok=True)
             with open(path, "xb") as file:
                 file.truncate(size)
-        directory = OpenFile(self._directory.path, os.O_RDONLY)
-        os.fsync(directory.descriptor)  # the state file must not reach the disk before these
-        directory.close()
+        directory = os.open(self._directory.path, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the state file must not reach the disk before these
+        finally:
+            os.close(directory)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an interrupted run; see the constructor for errors."""
@@ -330,15 +329,16 @@ class Checkpoint:
 
     def _check_results(self, num_records: int, digest: str) -> None:
         """Raise ValueError if a final result no longer matches its digest."""
-        size = num_records * _RECORD.itemsize
-        for path, least in ((self._blocks, size), (self._lse, self._lse_bytes)):
-            if not path.is_file() or path.stat().st_size < least:
-                raise self._directory.damaged(path)
-        content = self._blocks.read_bytes()[:size]
+        path = self._blocks
+        content = path.read_bytes()[: num_records * _RECORD.itemsize] if path.is_file() else b""
         self._num_records = num_records
         self._hasher.update(content)
         if self._hasher.hexdigest() != digest:
-            raise self._directory.damaged(self._blocks)
+            raise self._directory.damaged(path)
+        try:
+            self.lse  # noqa: B018
+        except (OSError, ValueError):
+            raise self._directory.damaged(self._lse) from None
         differing = []
         for batch, head, start, stop, *digests in np.frombuffer(content, _RECORD).tolist():
             rows = f"rows {start} to {stop - 1} of head {head} of batch element {batch}"

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ _ORIGIN = 2**62
 _MOST_WORK = 10**6
 """Limit of NumPy's search for a shared byte; beyond it, tensors count as overlapping."""
 _MAPS = Path("/proc/self/maps")
+_LINE = re.compile(rb"^(\w+)-(\w+) .(.).(.) (\w+) (\S+) (\d+)", re.MULTILINE)
+"""Start and stop, permissions to write and to share, offset, device and inode of a mapping."""
 
 
 class Extent(NamedTuple):
@@ -144,36 +147,29 @@ def _share(one: np.ndarray, other: np.ndarray) -> bool:
 
 def _mappings() -> list[_Mapping]:
     """Return the memory mappings of this process; empty except on Linux."""
-    if not _MAPS.exists():
-        return []
     found = []
-    for line in _MAPS.read_bytes().splitlines():
-        addresses, permissions, offset, device, inode, *_ = line.split(maxsplit=5)
-        start, stop = (int(address, 16) for address in addresses.split(b"-"))
+    for line in _LINE.findall(_MAPS.read_bytes()) if _MAPS.exists() else ():
+        start, stop, offset = (int(number, 16) for number in (*line[:2], line[4]))
+        writes, shares, device, inode = *line[2:4], *line[5:]
+        # A System V segment may have inode 0, so the device identifies anonymous memory.
+        file = None if device == b"00:00" else (device.decode(), int(inode))
         found.append(
-            _Mapping(
-                range(start, stop),
-                b"w" in permissions,
-                b"s" in permissions,
-                # A System V segment may have inode 0, so the device identifies anonymous memory.
-                None if device == b"00:00" else (device.decode(), int(inode)),
-                int(offset, 16) - start,
-            )
+            _Mapping(range(start, stop), writes == b"w", shares == b"s", file, offset - start)
         )
     return found
 
 
 def _mappings_of(tensor: Tensor) -> list[_Mapping]:
     """Return the mappings between the first and the last byte of a tensor."""
-    if not tensor.numel():
-        return []
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    num_bytes = (1 + sum((n - 1) * stride for n, stride in strides)) * tensor.element_size()
     start = tensor.data_ptr()
-    stop = start + (last + 1) * tensor.element_size()
     return [
         mapping
         for mapping in _mappings()
-        if mapping.addresses.start < stop and start < mapping.addresses.stop
+        if tensor.numel()
+        and mapping.addresses.start < start + num_bytes
+        and start < mapping.addresses.stop
     ]
 
 

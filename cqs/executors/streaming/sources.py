@@ -6,8 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,15 +89,6 @@ class Part(Source):
         self.whole.write(self.batches[batch], self.heads[head], rows, values)
 
 
-class OpenFile:
-    """A file descriptor that is closed by ``close()``, or when the object is collected."""
-
-    def __init__(self, path: Path, flags: int):
-        """Open ``path`` with flags of ``os.open``; raises OSError if it cannot be opened."""
-        self.descriptor = os.open(path, flags, 0o666)
-        self.close = weakref.finalize(self, os.close, self.descriptor)
-
-
 @dataclass(frozen=True)
 class InFile(Source):
     """A tensor in a file, accessed by ``pread`` and ``pwrite`` without a memory map.
@@ -120,9 +110,11 @@ class InFile(Source):
     """Distances between batch elements and between heads, in bytes."""
     is_writable: bool = False
     """Whether the file is opened for writing too."""
+    descriptor: int = field(init=False, repr=False, compare=False)
+    """The open file: at a later time another file may have the path."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the file is regular and contains all elements."""
+        """Open the file; raise ValueError unless it is regular and contains all elements."""
         batch, heads, *_ = self.shape
         if min(*self.shape, *self.strides, self.offset) < 0:
             raise ValueError(
@@ -130,22 +122,24 @@ class InFile(Source):
                 f"{self.strides} and {self.offset}"
             )
         check_input_file(self.path)
+        descriptor = os.open(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
+        object.__setattr__(self, "descriptor", descriptor)
+        weakref.finalize(self, os.close, descriptor)
         needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
-        # _descriptor opens the file now: at the first read another file may have this path.
-        if (size := os.fstat(self._descriptor).st_size) < needed:
+        if (size := os.fstat(self.descriptor).st_size) < needed:
             raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
 
     @property
     def fingerprint(self) -> tuple[str, int, int, int, int, int]:
         """Path, offset, strides, file size in bytes and modification time in nanoseconds."""
-        found = os.fstat(self._descriptor)
+        found = os.fstat(self.descriptor)
         place = str(self.path.resolve()), self.offset, *self.strides
         return *place, found.st_size, found.st_mtime_ns
 
     @property
     def identity(self) -> tuple[int, int]:
         """Device and inode of the file, which do not change when it is renamed."""
-        found = os.fstat(self._descriptor)
+        found = os.fstat(self.descriptor)
         return found.st_dev, found.st_ino
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
@@ -156,7 +150,7 @@ class InFile(Source):
         """
         view, place = bytes_of(into), self._place(batch, head, rows.start)
         while view:
-            count = os.preadv(self._descriptor, [view], place)
+            count = os.preadv(self.descriptor, [view], place)
             if not count:
                 raise OSError(f"'{self.path}' was cut short while it was read")
             view, place = view[count:], place + count
@@ -169,30 +163,22 @@ class InFile(Source):
         """
         view, place = bytes_of(values), self._place(batch, head, rows.start)
         while view:
-            count = os.pwrite(self._descriptor, view, place)
+            count = os.pwrite(self.descriptor, view, place)
             view, place = view[count:], place + count
 
     def flush(self) -> None:
         """Call ``fsync``; raises OSError if written data could not reach the disk."""
-        os.fsync(self._descriptor)
+        os.fsync(self.descriptor)
 
     def extents(self) -> list[Extent]:
         """Return the bytes of the file that contain the elements, ``[batch, heads, rows, dim]``."""
         size = self.dtype.itemsize
         strides = (*self.strides, self.shape[3] * size, size)
-        return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
+        return extents_in_file(self.descriptor, self.offset, self.shape, strides, size)
 
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = math.prod(self.shape[3:]) * self.dtype.itemsize
         return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
-
-    @cached_property
-    def _file(self) -> OpenFile:
-        return OpenFile(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
-
-    @property
-    def _descriptor(self) -> int:
-        return self._file.descriptor
 
 
 @dataclass(frozen=True)
@@ -415,32 +401,28 @@ def _file_of(mapped: np.memmap) -> InFile | None:
     whole = mapped
     while isinstance(whole.base, np.memmap):
         whole = whole.base
-    size = mapped.itemsize
     if (
         mapped.filename is None
         or mapped.mode == "c"
         or mapped.ndim != 4
-        or not mapped.dtype.isnative
-        or mapped.strides[2:] != (size * mapped.shape[3], size)
+        or not mapped[:1, :1].flags.c_contiguous
         or min(mapped.strides[:2]) < 0
+        or not Path(mapped.filename).is_file()
     ):
         return None
     try:
         dtype = torch.from_numpy(np.empty(0, mapped.dtype)).dtype
-    except TypeError:
-        return None
-    path = Path(mapped.filename)
-    if not path.is_file():
+    except (TypeError, ValueError):  # PyTorch has no such dtype or byte order
         return None
     found = InFile(
-        path,
+        Path(mapped.filename),
         mapped.shape,
         dtype,
         whole.offset + mapped.ctypes.data - whole.ctypes.data,
         (mapped.strides[0], mapped.strides[1]),
         is_writable=bool(mapped.flags.writeable),
     )
-    is_same = not mapped.size or is_mapped_from(mapped, found._descriptor, found.offset)
+    is_same = not mapped.size or is_mapped_from(mapped, found.descriptor, found.offset)
     return found if is_same else None
 
 
