@@ -3,7 +3,7 @@
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.engine import Side, stream
 from cqs.executors.streaming.plan import HeldBlock, Position
 from cqs.executors.streaming.sources import Source, read_rows
+from cqs.problem import Problem
 from cqs.report.exact import check_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
-from cqs.worker import Worker
 
 _SHARE = 4
 """Bytes of the resident call divided by the default budget."""
@@ -201,10 +201,12 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
     *_, last = plan.blocks(Position(plan.num_groups - 1, 0))
     start = Position(plan.num_groups - 1, last.tokens.start)
     output = torch.empty((1, shape.num_heads, length, shape.value_columns), dtype=torch.float16)
-    worker, targets = Worker(shape.head_dim**-0.5), [output, torch.empty(output.shape[:3])]
+    query, key, value = cast(list[Any], sources)
+    problem = Problem(query, key, value, is_causal, shape.head_dim**-0.5)
+    targets = [output, torch.empty(output.shape[:3])]
 
     def compute() -> None:
-        stream(plan, _device(), worker, sources[:1], sources[1:], targets, start=start)
+        stream(plan, _device(), problem, None, targets, start=start)
 
     seconds, peak, _ = _time_and_measure(compute)
     error = _error(output, sources, is_causal, last.tokens, last)

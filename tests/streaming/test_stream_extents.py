@@ -163,14 +163,14 @@ def test_a_file_with_inode_0_differs_from_memory_without_a_file(
     inode = str(os.stat(file).st_ino).encode()
     maps = tmp_path / "maps"
 
-    def read_mappings(mappings=extents._mappings):
+    def read_mappings(start, stop, mappings=extents._mappings):
         maps.write_bytes(
             b"".join(
                 line.replace(b" " + inode + b" ", b" 0 ") if b"/same.npy" in line else line
                 for line in extents.Path("/proc/self/maps").read_bytes().splitlines(keepends=True)
             )
         )
-        return mappings()
+        return mappings(start, stop)
 
     monkeypatch.setattr(extents, "_MAPS", maps)
     monkeypatch.setattr(extents, "_mappings", read_mappings)

@@ -128,7 +128,18 @@ def attention(
             "query, key and value must not require gradients with out= or resume=: detach them"
         )
     where = _choose_device(device)
-    name = _choose_backend(problem, where, backend)
+    queries, keys, values = (
+        torch.empty((1, 1, 2, tensor.shape[3]), dtype=tensor.dtype, device=where)
+        for tensor in checked
+    )
+    name = choose_backend(
+        queries,
+        keys,
+        values,
+        backend,
+        has_dropout=problem.dropout is not None,
+        has_pattern=problem.pattern is not None,
+    ).name
     budget = parse_budget(memory_budget, where)
     sources = list(map(_of_shape, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
@@ -180,21 +191,6 @@ def _of_shape(name: str, source: Tensor | Source, checked: Tensor) -> Tensor | S
             f"got {list(source.shape)}"
         )
     return source
-
-
-def _choose_backend(problem: Problem, device: torch.device, backend: str | None) -> str:
-    query, key, value = (
-        torch.empty((1, 1, 2, tensor.shape[3]), dtype=tensor.dtype, device=device)
-        for tensor in (problem.query, problem.key, problem.value)
-    )
-    return choose_backend(
-        query,
-        key,
-        value,
-        backend,
-        has_dropout=problem.dropout is not None,
-        has_pattern=problem.pattern is not None,
-    ).name
 
 
 def _choose_device(device: "torch.device | str | None") -> torch.device:

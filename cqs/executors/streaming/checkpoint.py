@@ -208,9 +208,8 @@ class Checkpoint:
         self._request = {"format": _FORMAT, **request}
         self._blocks, self._lse = directory.path / _BLOCKS, directory.path / _LSE
         self._num_records, self._hasher = 0, xxhash.xxh3_128()
-        self._unsaved_records, self._unsaved_state = b"", dict[str, Any]()
-        self._next_save = -math.inf
-        self._part, self._resumed = -1, (0, START)
+        self._unsaved_records, self._next_save = b"", -math.inf
+        self._part, self._reached = -1, (0, START)
         if (state := directory.read()) is None:
             self._begin()
         else:
@@ -229,10 +228,10 @@ class Checkpoint:
     def next_part(self) -> tuple[StreamPlan, Position]:
         """Begin the next part of the problem; return its plan and the position to continue from."""
         self._part += 1
-        plan, (resumed, position) = self._plans[self._part], self._resumed
-        if self._part != resumed:
-            position = plan.end if self._part < resumed else START
-        return plan, position
+        plan, (last, position) = self._plans[self._part], self._reached
+        if self._part == last:
+            return plan, position
+        return plan, plan.end if self._part < last else START
 
     def add(self, plan: StreamPlan, block: HeldBlock, results: Any) -> None:
         """Record a finished block, and save if the last save was a second or more ago.
@@ -250,12 +249,7 @@ class Checkpoint:
             for head in block.heads
         ]
         self._unsaved_records += np.array(records, _RECORD).tobytes()
-        self._unsaved_state = {
-            "request": self._request,
-            "plans": [{name: getattr(each, name) for name in _CHOICES} for each in self._plans],
-            "part": self._part,
-            "position": block.end,
-        }
+        self._reached = self._part, block.end
         if time.monotonic() >= self._next_save:
             self.save()
 
@@ -281,9 +275,17 @@ class Checkpoint:
             os.fsync(file.fileno())
         self._num_records += len(records) // _RECORD.itemsize
         self._hasher.update(records)
-        blocks = [self._num_records, self._hasher.hexdigest()]
-        state = {**self._unsaved_state, "blocks": blocks, "file": self._output.identity}
-        self._directory.save(state)
+        part, position = self._reached
+        self._directory.save(
+            {
+                "request": self._request,
+                "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in self._plans],
+                "part": part,
+                "position": position,
+                "blocks": [self._num_records, self._hasher.hexdigest()],
+                "file": self._output.identity,
+            }
+        )
         self._next_save = time.monotonic() + _SECONDS_BETWEEN_SAVES
 
     @cached_property
@@ -325,7 +327,7 @@ class Checkpoint:
                     f"'{self._directory.path}', got {plan.budget}"
                 )
         self._check_results(*state["blocks"])
-        self._resumed = state["part"], Position(*state["position"])
+        self._reached = state["part"], Position(*state["position"])
 
     def _check_results(self, num_records: int, digest: str) -> None:
         """Raise ValueError if a final result no longer matches its digest."""

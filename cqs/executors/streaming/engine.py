@@ -14,6 +14,7 @@ from cqs.executors.streaming.plan import START, HeldBlock, Pass, Position, RowsO
 from cqs.executors.streaming.sources import Source, Target
 from cqs.executors.streaming.transfers import DeviceCopies, GpuCopies
 from cqs.partial import Partial, RunningMerge, lse_dtype
+from cqs.problem import Problem
 from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
@@ -29,11 +30,11 @@ tensors are overwritten after the next chunk was requested."""
 def stream(
     plan: StreamPlan,
     device: torch.device,
-    worker: Worker,
-    queries: Side,
-    keys: Side,
+    problem: Problem,
+    backend: str | None,
     targets: Sequence[Target],
     *,
+    of_answer: Sequence[Tensor] = (),
     start: Position = START,
     progress: Progress | None = None,
     finished: Callable[[HeldBlock], None] = lambda block: None,
@@ -46,11 +47,11 @@ def stream(
     Args:
         plan: The order of blocks and chunks, and their sizes.
         device: The device that computes.
-        worker: Computes the chunks.
-        queries: The query; for gradients also dO, O and LSE ``[batch, heads, seqlen_q]``.
-        keys: Key and value.
+        problem: The problem of the plan. Its tensors may be sources.
+        backend: Name of the backend of all chunks; ``None`` means the preferred one.
         targets: Destinations of output and LSE ``[batch, heads, seqlen_q]``, or of the gradients of
             the side that is held.
+        of_answer: For gradients dO, O and LSE ``[batch, heads, seqlen_q]``.
         start: The position up to which results are final already.
         progress: Advanced after the computation of a chunk has been launched.
         finished: Called with a block after all its results have been written.
@@ -59,7 +60,9 @@ def stream(
         torch.autocast(device.type, enabled=False),  # keep the dtypes of the sources
         closing(_COPIES[device.type](device)) as transfers,
     ):
-        held, streamed = plan.sides(queries, keys)
+        worker = Worker.of(problem, backend)
+        queries: Side = [problem.query, *of_answer]
+        held, streamed = plan.sides(queries, [problem.key, problem.value])
         blocks = _InputBuffers(transfers, plan, held, of_keys=plan.holds_keys)
         chunks = _InputBuffers(transfers, plan, streamed, of_keys=not plan.holds_keys)
         compute = _attend if plan.which == Pass.FORWARD else _differentiate

@@ -14,7 +14,7 @@ from cqs.executors.streaming.plan import CPU, GPU, START, HeldBlock, Pass, Strea
 from cqs.executors.streaming.sources import InFile, Source
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
-from cqs.worker import CallBackend, Worker
+from cqs.worker import CallBackend
 from cqs.worker.backends import BACKENDS
 
 _LEAST_SHARE = 16
@@ -100,9 +100,8 @@ class StreamingExecutor:
                 stream(
                     plan,
                     self.device,
-                    Worker.of(problem, backend),
-                    [problem.query],
-                    [problem.key, problem.value],
+                    problem,
+                    backend,
                     answer,
                     start=position,
                     progress=progress,
@@ -121,16 +120,15 @@ class StreamingExecutor:
         backend: str | None = None,
     ) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
-        keys = problem.key, problem.value
-        queries = problem.query, grad_output, *answer
-        gradients = Gradients(*(t.new_empty(t.shape) for t in (problem.query, *keys)))
-        worker = Worker.of(problem, backend)
+        tensors = problem.query, problem.key, problem.value
+        gradients = Gradients(*(tensor.new_empty(tensor.shape) for tensor in tensors))
+        call, of_answer = (self.device, problem, backend), (grad_output, *answer)
         while True:
             plan = replace(plan, which=Pass.QUERY_GRADIENTS).fit()
             of_keys = replace(plan, which=Pass.KEY_GRADIENTS).fit()
             try:
-                stream(plan, self.device, worker, queries, keys, gradients[:1])
-                stream(of_keys, self.device, worker, queries, keys, gradients[1:])
+                stream(plan, *call, gradients[:1], of_answer=of_answer)
+                stream(of_keys, *call, gradients[1:], of_answer=of_answer)
                 return gradients
             except RuntimeError as error:
                 plan = self._with_less(plan, error)

@@ -45,7 +45,6 @@ class Extent(NamedTuple):
 class _Mapping(NamedTuple):
     """One line of ``/proc/self/maps``: a mapping of this process's memory."""
 
-    addresses: range
     is_writable: bool
     is_shared: bool
     """Whether writes reach the file."""
@@ -114,11 +113,11 @@ def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
     False if the file was replaced after it had been mapped. True where the system does not list
     mappings.
     """
-    mapping = _mapping_at(array.ctypes.data)
-    if mapping is None:
-        return True
-    is_there = array.ctypes.data + mapping.shift == offset
-    return is_there and mapping.file in _names_of(descriptor)
+    address, names = array.ctypes.data, _names_of(descriptor)
+    return all(
+        mapping.file in names and address + mapping.shift == offset
+        for mapping in _mappings(address, address + 1)
+    )
 
 
 def is_read_only(tensor: Tensor) -> bool:
@@ -145,36 +144,25 @@ def _share(one: np.ndarray, other: np.ndarray) -> bool:
         return True
 
 
-def _mappings() -> list[_Mapping]:
-    """Return the memory mappings of this process; empty except on Linux."""
+def _mappings(start: int, stop: int) -> list[_Mapping]:
+    """Return this process's memory mappings that meet a range of addresses; known on Linux only."""
     found = []
     for line in _LINE.findall(_MAPS.read_bytes()) if _MAPS.exists() else ():
-        start, stop, offset = (int(number, 16) for number in (*line[:2], line[4]))
-        writes, shares, device, inode = *line[2:4], *line[5:]
-        # A System V segment may have inode 0, so the device identifies anonymous memory.
-        file = None if device == b"00:00" else (device.decode(), int(inode))
-        found.append(
-            _Mapping(range(start, stop), writes == b"w", shares == b"s", file, offset - start)
-        )
+        first, last, offset = (int(number, 16) for number in (*line[:2], line[4]))
+        if first < stop and start < last:
+            # A System V segment may have inode 0, so the device identifies anonymous memory.
+            file = None if line[5] == b"00:00" else (line[5].decode(), int(line[6]))
+            found.append(_Mapping(line[2] == b"w", line[3] == b"s", file, offset - first))
     return found
 
 
 def _mappings_of(tensor: Tensor) -> list[_Mapping]:
     """Return the mappings between the first and the last byte of a tensor."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
-    num_bytes = (1 + sum((n - 1) * stride for n, stride in strides)) * tensor.element_size()
+    last = sum((length - 1) * stride for length, stride in strides)
     start = tensor.data_ptr()
-    return [
-        mapping
-        for mapping in _mappings()
-        if tensor.numel()
-        and mapping.addresses.start < start + num_bytes
-        and start < mapping.addresses.stop
-    ]
-
-
-def _mapping_at(address: int) -> _Mapping | None:
-    return next((mapping for mapping in _mappings() if address in mapping.addresses), None)
+    stop = start + (last + 1) * tensor.element_size()
+    return _mappings(start, stop) if tensor.numel() else []
 
 
 def _names_of(descriptor: int) -> list[Hashable]:
@@ -183,10 +171,10 @@ def _names_of(descriptor: int) -> list[Hashable]:
     The two differ on file systems with subvolumes (btrfs) or layers (overlayfs).
     """
     stat = os.fstat(descriptor)
-    names: list[Hashable] = [(stat.st_dev, stat.st_ino)]
     try:
         page = mmap.mmap(descriptor, 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     except (OSError, ValueError):  # an empty file, or one that cannot be mapped
-        return names
-    mapping = _mapping_at(np.frombuffer(page, np.uint8).ctypes.data)
-    return names if mapping is None else [*names, mapping.file]
+        return [(stat.st_dev, stat.st_ino)]
+    address = np.frombuffer(page, np.uint8).ctypes.data
+    files = [mapping.file for mapping in _mappings(address, address + 1)]
+    return [(stat.st_dev, stat.st_ino), *files]
