@@ -16,7 +16,7 @@ from cqs.executors.contract import attend
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.checkpoint import Checkpoint, WorkingDirectory
 from cqs.executors.streaming.executor import StreamingExecutor
-from cqs.executors.streaming.sources import InFile, Source, as_source, as_target, is_apart
+from cqs.executors.streaming.sources import InFile, Source, as_source, as_target
 from cqs.partial import AttentionOutput, Partial, lse_dtype
 from cqs.patterns import Pattern, causal, sliding_window
 from cqs.problem import Problem, check_problem
@@ -151,10 +151,9 @@ def attention(
         return answer.to_result(return_lse)
     shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
     out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
-    target: Any = as_target(out, shape, dtype, sources, is_resumed=resume is not None)
+    # A file that the output is written to changes during the call, so that it is not watched.
+    target, watched = as_target(out, shape, dtype, sources, is_resumed=resume is not None)
     lse: Any = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
-    # A file that the output is written to changes during the call.
-    watched = [source for source in sources if is_apart(target, source)]
     executor = StreamingExecutor(where, budget, name, watched)
     with ExitStack() as stack:
         into = Partial(target, lse)

@@ -1,7 +1,7 @@
 """The executor that computes in this process within a memory budget."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,32 +21,25 @@ _LEAST_SHARE = 16
 """After an out-of-memory error the budget is halved, down to ``1 / _LEAST_SHARE`` of it."""
 
 
+@dataclass
 class StreamingExecutor:
     """Computes one call by streaming plans; the tensors of its problem may be sources."""
 
-    num_tasks = 1
+    device: torch.device
+    """The device that computes."""
+    budget: int
+    """Memory budget in bytes."""
+    backend: str
+    """Backend of all chunks; plans depend on its memory use."""
+    watched: Sequence[Tensor | Source] = ()
+    """Tensors and sources whose files must not change during the call."""
+    checkpoint: Checkpoint | None = None
+    """Saves the progress of a call with files as targets, if given."""
+    num_tasks: int = 1
 
-    def __init__(
-        self,
-        device: torch.device,
-        budget: int,
-        backend: str,
-        watched: Sequence[Tensor | Source] = (),
-    ):
-        """Take the fingerprints of the input files.
-
-        Args:
-            device: The device that computes.
-            budget: Memory budget in bytes.
-            backend: Backend of all chunks; plans depend on its memory use.
-            watched: Tensors and sources whose files must not change during the call.
-        """
-        self.device, self.budget, self.backend = device, budget, backend
-        self._watched = watched
-        self.fingerprints = _fingerprints(watched)
-        """Fingerprint of the file of each watched tensor, ``None`` without a file."""
-        self.checkpoint: Checkpoint | None = None
-        """Saves the progress of a call with files as targets, if given."""
+    def __post_init__(self) -> None:
+        """Take the fingerprints of the watched files, ``None`` for a tensor without a file."""
+        self.fingerprints = _fingerprints(self.watched)
 
     def make_plan(self, problem: Problem) -> Any:
         """Return the :class:`StreamPlan` of the forward pass of a problem with a single pattern."""
@@ -87,7 +80,7 @@ class StreamingExecutor:
 
         def finished(block: HeldBlock) -> None:
             nonlocal position
-            if _fingerprints(self._watched) != self.fingerprints:
+            if _fingerprints(self.watched) != self.fingerprints:
                 raise OSError("an input file was changed while it was read: start again")
             if self.checkpoint is not None:
                 self.checkpoint.add(plan, block, answer)
@@ -136,11 +129,12 @@ class StreamingExecutor:
     def _with_less(self, plan: StreamPlan, error: RuntimeError) -> StreamPlan:
         """Return a plan for half the memory after an out-of-memory error, else raise ``error``."""
         budget = min(plan.budget, plan.peak_bytes) // 2
+        is_full = isinstance(error, torch.OutOfMemoryError)
         # PyTorch has no error type for a failed allocation on the CPU.
-        is_shortage = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(
-            error
-        )
-        if not is_shortage or budget * _LEAST_SHARE < self.budget:
+        if (
+            not (is_full or "DefaultCPUAllocator" in str(error))
+            or budget * _LEAST_SHARE < self.budget
+        ):
             raise error
         torch.cuda.empty_cache()
         try:

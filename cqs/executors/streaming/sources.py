@@ -273,8 +273,8 @@ def as_target(
     sources: Sequence[Tensor | Source],
     *,
     is_resumed: bool,
-) -> Tensor | InFile:
-    """Return a user's ``out`` argument as a CPU tensor or a file.
+) -> tuple[Any, list[Tensor | Source]]:
+    """Return a user's ``out`` argument as a CPU tensor or a file, and the sources of other files.
 
     Args:
         out: A CPU tensor, a NumPy array (memory-mapped or not) or :class:`InFile`.
@@ -303,23 +303,20 @@ def as_target(
         raise ValueError(
             "out must have one memory location per element, got a tensor that overlaps itself"
         )
-    if any(share_bytes(extents, _extents(source, is_written=False)) for source in sources):
-        raise ValueError("out must share neither memory nor a file with query, key and value")
-    is_in_own_file = isinstance(target, InFile) and all(
-        is_apart(target, source) for source in sources
-    )
-    if is_resumed and not is_in_own_file:
+    spaces = {extent.space for extent in extents}
+    apart = []
+    for source in sources:
+        read = _extents(source, is_written=False)
+        if share_bytes(extents, read):
+            raise ValueError("out must share neither memory nor a file with query, key and value")
+        if spaces.isdisjoint(extent.space for extent in read):
+            apart.append(source)
+    if is_resumed and (isinstance(target, Tensor) or len(apart) < len(sources)):
         raise ValueError(
             "out must be in a file of its own if resume= is given, not in memory or in the file of "
             "an input"
         )
-    return target
-
-
-def is_apart(target: Tensor | InFile, source: Tensor | Source) -> bool:
-    """Return whether no file contains, or is mapped to, bytes of both."""
-    spaces = {extent.space for extent in _extents(source, is_written=False)}
-    return spaces.isdisjoint(extent.space for extent in _extents(target, is_written=True))
+    return target, apart
 
 
 def _extents(tensor: Tensor | Source, *, is_written: bool) -> list[Extent]:
