@@ -9,11 +9,6 @@ import torch
 
 from cqs.arguments import as_integer
 
-_UNITS = {"": 1} | {
-    f"{prefix}{infix}b": base**i
-    for infix, base in (("i", 1024), ("", 1000))
-    for i, prefix in enumerate("kmgt", 1)
-}
 # Fractions of the free memory that "auto" takes.
 _SHARE_OF_GPU, _SHARE_OF_HOST = 0.9, 0.5
 
@@ -38,10 +33,12 @@ def parse_budget(budget: Any, device: torch.device) -> int:
         return as_integer("memory_budget", budget, 1)
     if budget == "auto":
         return _free_bytes(device)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
-    if match is None or match[2] not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b)?\s*", budget.lower())
+    if match is None:
         raise ValueError(f"memory_budget must be like '8GiB', '500MB' or 'auto', got {budget!r}")
-    return as_integer("memory_budget", int(Fraction(match[1]) * _UNITS[match[2]]), 1)
+    exponent = "kmgt".index(match[2]) + 1 if match[2] else 0
+    unit = (1024 if match[3] else 1000) ** exponent
+    return as_integer("memory_budget", int(Fraction(match[1]) * unit), 1)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -15,16 +15,15 @@ from cqs.executors.streaming.sources import Source, Target
 from cqs.executors.streaming.transfers import DeviceCopies, GpuCopies
 from cqs.partial import Partial, RunningMerge, lse_dtype
 from cqs.problem import Problem
-from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
 _COPIES = {"cpu": DeviceCopies, "cuda": GpuCopies}
 
 Side = Sequence[Tensor | Source]
 """The tensors of the queries, or those of the keys and values, ``[batch, heads, tokens, ...]``."""
-Chunks = Iterator[tuple[range, list[Tensor]]]
-"""The chunks of a block: their tokens and tensors, ``[1, heads, tokens, ...]`` on the device. The
-tensors are overwritten after the next chunk was requested."""
+Chunks = Iterator[tuple[Worker, list[Any]]]
+"""The chunks of a block: a worker, and the steps and held tokens that its methods take. The tensors
+are overwritten after the next chunk was requested."""
 
 
 def stream(
@@ -72,9 +71,9 @@ def stream(
             while downloading:
                 downloading.pop(0)()
 
-        def load_chunks(block: HeldBlock) -> Chunks:
+        def load_chunks(block: HeldBlock, own: list[Tensor]) -> Chunks:
             for tokens in block.chunks:
-                yield tokens, chunks.load(block, tokens)
+                yield _prepare(plan, worker, block, tokens, own, chunks.load(block, tokens))
                 chunks.release()
                 if progress is not None:
                     progress.advance(plan.count(block.tokens, tokens) * len(block.heads))
@@ -90,32 +89,25 @@ def stream(
 
         for block in plan.blocks(start):
             own = blocks.load(block, block.tokens)
-            download(block, compute(plan, worker, block, own, load_chunks(block)))
+            download(block, compute(plan, block, own, load_chunks(block, own)))
             blocks.release()
         finish_download()
 
 
-def _attend(
-    plan: StreamPlan, worker: Worker, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks
-) -> Partial:
+def _attend(plan: StreamPlan, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks) -> Partial:
     """Compute output and LSE of a block of queries, in memory of their own, from its chunks."""
     (query,) = held
     shape, sums = query.shape[:3], lse_dtype(query.dtype)
     output_shape = (*shape, plan.shape.value_columns)
-
-    def attend(tokens: range, keys: Sequence[Tensor], dtype: torch.dtype) -> Partial:
-        of_chunk, steps, operands = _prepare(plan, worker, block, tokens, held, keys)
-        return of_chunk.run_together(steps, *operands, dtype=dtype)
-
     answer: Partial | None = None
     if len(block.chunks) > 1:
         empty = query.new_empty(output_shape, dtype=sums), query.new_empty(shape, dtype=sums)
         merge = RunningMerge(Partial(*empty))
-        for tokens, keys in chunks:
-            merge.add(attend(tokens, keys, sums))
+        for worker, chunk in chunks:
+            merge.add(worker.run_together(*chunk, dtype=sums))
         answer = merge.finish()
-    for tokens, keys in chunks:  # one or none: nothing to merge, no buffer for sums
-        answer = attend(tokens, keys, query.dtype)
+    for worker, chunk in chunks:  # one or none: nothing to merge, no buffer for sums
+        answer = worker.run_together(*chunk, dtype=query.dtype)
     if answer is None:
         lse = query.new_full(shape, -torch.inf, dtype=sums)
         answer = Partial(query.new_zeros(output_shape), lse)
@@ -123,14 +115,13 @@ def _attend(
 
 
 def _differentiate(
-    plan: StreamPlan, worker: Worker, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks
+    plan: StreamPlan, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks
 ) -> list[Tensor]:
     """Compute the gradients of a block's queries, or of its keys and values, from its chunks."""
     mine = held if plan.holds_keys else held[:1]
     sums = [torch.zeros_like(tensor, dtype=lse_dtype(tensor.dtype)) for tensor in mine]
-    for tokens, tensors in chunks:
-        of_chunk, steps, operands = _prepare(plan, worker, block, tokens, held, tensors)
-        of_chunk.add_gradients(sums, steps, *operands)
+    for worker, chunk in chunks:
+        worker.add_gradients(sums, *chunk)
     return [each.to(held[0].dtype) for each in sums]
 
 
@@ -141,8 +132,8 @@ def _prepare(
     tokens: range,
     held: Sequence[Tensor],
     streamed: Sequence[Tensor],
-) -> tuple[Worker, tuple[Step, ...], list[HeldTokens]]:
-    """Return worker, steps and tensors of one chunk, in the argument order of :class:`Worker`.
+) -> tuple[Worker, list[Any]]:
+    """Return worker, steps and held tokens of one chunk, in the order that :class:`Worker` takes.
 
     Without pattern and dropout, positions are counted from the first token of the block and of the
     chunk. Chunks of equal geometry then share cached tile lists.
@@ -156,8 +147,8 @@ def _prepare(
         queries, keys = range(len(queries)), range(len(keys))
     of_queries, of_keys = plan.sides(held, streamed)
     query, *others = (HeldTokens.packed(tensor, [queries]) for tensor in of_queries)
-    operands = [query, *(HeldTokens.packed(tensor, [keys]) for tensor in of_keys), *others]
-    return worker, plan.steps(queries, keys, shift), operands
+    key_and_value = (HeldTokens.packed(tensor, [keys]) for tensor in of_keys)
+    return worker, [plan.steps(queries, keys, shift), query, *key_and_value, *others]
 
 
 class _InputBuffers:

@@ -110,7 +110,7 @@ class InFile(Source):
     """Distances between batch elements and between heads, in bytes."""
     is_writable: bool = False
     """Whether the file is opened for writing too."""
-    descriptor: int = field(init=False, repr=False, compare=False)
+    _descriptor: int = field(init=False, repr=False, compare=False)
     """The open file: at a later time another file may have the path."""
 
     def __post_init__(self) -> None:
@@ -123,23 +123,23 @@ class InFile(Source):
             )
         check_input_file(self.path)
         descriptor = os.open(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
-        object.__setattr__(self, "descriptor", descriptor)
+        object.__setattr__(self, "_descriptor", descriptor)
         weakref.finalize(self, os.close, descriptor)
         needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
-        if (size := os.fstat(self.descriptor).st_size) < needed:
+        if (size := os.fstat(self._descriptor).st_size) < needed:
             raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
 
     @property
     def fingerprint(self) -> tuple[str, int, int, int, int, int]:
         """Path, offset, strides, file size in bytes and modification time in nanoseconds."""
-        found = os.fstat(self.descriptor)
+        found = os.fstat(self._descriptor)
         place = str(self.path.resolve()), self.offset, *self.strides
         return *place, found.st_size, found.st_mtime_ns
 
     @property
     def identity(self) -> tuple[int, int]:
         """Device and inode of the file, which do not change when it is renamed."""
-        found = os.fstat(self.descriptor)
+        found = os.fstat(self._descriptor)
         return found.st_dev, found.st_ino
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
@@ -150,7 +150,7 @@ class InFile(Source):
         """
         view, place = bytes_of(into), self._place(batch, head, rows.start)
         while view:
-            count = os.preadv(self.descriptor, [view], place)
+            count = os.preadv(self._descriptor, [view], place)
             if not count:
                 raise OSError(f"'{self.path}' was cut short while it was read")
             view, place = view[count:], place + count
@@ -163,18 +163,18 @@ class InFile(Source):
         """
         view, place = bytes_of(values), self._place(batch, head, rows.start)
         while view:
-            count = os.pwrite(self.descriptor, view, place)
+            count = os.pwrite(self._descriptor, view, place)
             view, place = view[count:], place + count
 
     def flush(self) -> None:
         """Call ``fsync``; raises OSError if written data could not reach the disk."""
-        os.fsync(self.descriptor)
+        os.fsync(self._descriptor)
 
     def extents(self) -> list[Extent]:
         """Return the bytes of the file that contain the elements, ``[batch, heads, rows, dim]``."""
         size = self.dtype.itemsize
         strides = (*self.strides, self.shape[3] * size, size)
-        return extents_in_file(self.descriptor, self.offset, self.shape, strides, size)
+        return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
 
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = math.prod(self.shape[3:]) * self.dtype.itemsize
@@ -419,7 +419,7 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         (mapped.strides[0], mapped.strides[1]),
         is_writable=bool(mapped.flags.writeable),
     )
-    is_same = not mapped.size or is_mapped_from(mapped, found.descriptor, found.offset)
+    is_same = not mapped.size or is_mapped_from(mapped, found._descriptor, found.offset)
     return found if is_same else None
 
 
