@@ -167,7 +167,7 @@ def attention(
             saved: Any = checkpoint.lse
             into = Partial(target, saved)
         compute(executor, in_strips, executor.make_plan, into=into)
-        if resume is not None:
+        if resume is not None and return_lse:
             for place in product(*map(range, lse.shape[:2])):
                 lse[place] = saved[place]
     return Partial(out, lse).to_result(return_lse)
