@@ -1,12 +1,12 @@
 """The bytes of memory and of files that contain a tensor, and tests for overlap."""
 
+import ctypes
 import mmap
 import os
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -86,25 +86,9 @@ def extents_in_memory(tensor: Tensor, *, is_written: bool) -> list[Extent]:
     size, start = tensor.element_size(), tensor.data_ptr()
     strides = [stride * size for stride in tensor.stride()]
     return [
-        Extent(space, _elements(start + shift, tensor.shape, strides, size))
+        Extent(space, elements_at(start + shift, tensor.shape, strides, size))
         for space, shift in [(_MEMORY, 0), *files]
     ]
-
-
-def extents_in_file(
-    descriptor: int, offset: int, shape: Sequence[int], strides: Sequence[int], size: int
-) -> list[Extent]:
-    """Return the extents of a tensor in an open file, one for each identity of the file.
-
-    Args:
-        descriptor: An open file descriptor.
-        offset: Position of the first element in the file, in bytes.
-        shape: Shape of the tensor.
-        strides: Stride of each dimension, in bytes.
-        size: Bytes of an element.
-    """
-    elements = _elements(offset, shape, strides, size)
-    return [Extent(name, elements) for name in _names_of(descriptor)]
 
 
 def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
@@ -113,7 +97,7 @@ def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
     False if the file was replaced after it had been mapped. True where the system does not list
     mappings.
     """
-    address, names = array.ctypes.data, _names_of(descriptor)
+    address, names = array.ctypes.data, names_of(descriptor)
     return all(
         mapping.file in names and address + mapping.shift == offset
         for mapping in _mappings(address, address + 1)
@@ -125,16 +109,20 @@ def is_read_only(tensor: Tensor) -> bool:
     return not all(mapping.is_writable for mapping in _mappings_of(tensor))
 
 
-def _elements(position: int, shape: Sequence[int], strides: Sequence[int], size: int) -> np.ndarray:
-    """Return an array at a position, whose memory NumPy does not read."""
-    interface = {
-        "version": 3,
-        "data": (_ORIGIN + position, True),
-        "shape": tuple(shape),
-        "strides": tuple(strides),
-        "typestr": f"|V{size}",
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
+def elements_at(
+    position: int, shape: Sequence[int], strides: Sequence[int], size: int
+) -> np.ndarray:
+    """Return an array at a position of an address space, whose memory NumPy does not read.
+
+    Args:
+        position: Position of the first element, in bytes.
+        shape: Shape of the array.
+        strides: Stride of each dimension, in bytes.
+        size: Bytes of an element.
+    """
+    last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    space: Any = (ctypes.c_char * max(last + size, 0)).from_address(_ORIGIN + position)
+    return np.ndarray(shape, f"V{size}", space, strides=strides)
 
 
 def _share(one: np.ndarray, other: np.ndarray) -> bool:
@@ -165,7 +153,7 @@ def _mappings_of(tensor: Tensor) -> list[_Mapping]:
     return _mappings(start, stop) if tensor.numel() else []
 
 
-def _names_of(descriptor: int) -> list[Hashable]:
+def names_of(descriptor: int) -> list[Hashable]:
     """Return the identities of an open file: by ``stat``, and in the list of mappings.
 
     The two differ on file systems with subvolumes (btrfs) or layers (overlayfs).

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from cqs.executors.streaming.extents import (
     Extent,
-    extents_in_file,
+    elements_at,
     extents_in_memory,
     is_mapped_from,
     is_read_only,
+    names_of,
     share_bytes,
 )
 from cqs.files import check_input_file
@@ -174,7 +175,8 @@ class InFile(Source):
         """Return the bytes of the file that contain the elements, ``[batch, heads, rows, dim]``."""
         size = self.dtype.itemsize
         strides = (*self.strides, self.shape[3] * size, size)
-        return extents_in_file(self._descriptor, self.offset, self.shape, strides, size)
+        elements = elements_at(self.offset, self.shape, strides, size)
+        return [Extent(name, elements) for name in names_of(self._descriptor)]
 
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = math.prod(self.shape[3:]) * self.dtype.itemsize
