@@ -53,6 +53,17 @@ def test_a_query_may_be_learned_while_the_rest_is_given(tensors, maps):
             cqs.streaming.attention(leaves[0], elsewhere, value, **BOTH_WAYS)
 
 
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("batch", [1, 0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_queries_or_keys_give_what_one_call_gives(lengths, batch, is_causal):
+    query, key = (torch.randn(batch, 2, length, 16) for length in lengths)
+    options = {"is_causal": is_causal, "return_lse": True}
+    within = cqs.streaming.attention(query, key, key, **WITHIN, **options, verify=True)
+    for found, expected in zip(within, cqs.attention(query, key, key, **options), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_another_default_device_changes_nothing(tensors, needs_grad):
     leaves = [tensor.requires_grad_(needs_grad) for tensor in tensors]

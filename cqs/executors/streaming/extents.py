@@ -33,12 +33,12 @@ class Extent(NamedTuple):
     def repeats(self) -> bool:
         """Whether two elements share bytes."""
         rows = self.elements
-        while rows.ndim:
+        while rows.size and rows.ndim:
             # Positions are linear in the indices. So if two elements share bytes, two others share
             # bytes as well: their first differing index is 0 in one and positive in the other.
             if _share(rows[:1], rows[1:]):
                 return True
-            rows = rows[0, ...] if len(rows) else rows[..., 0]
+            rows = rows[0, ...]
         return False
 
 
