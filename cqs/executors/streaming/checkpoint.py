@@ -231,7 +231,7 @@ class Checkpoint:
         plan, (last, position) = self._plans[self._part], self._reached
         if self._part == last:
             return plan, position
-        return plan, plan.end if self._part < last else START
+        return plan, Position(plan.num_groups, 0) if self._part < last else START
 
     def add(self, plan: StreamPlan, block: HeldBlock, results: Any) -> None:
         """Record a finished block, and save if the last save was a second or more ago.

@@ -179,11 +179,6 @@ class StreamPlan:
         """Most tokens of a block and of a chunk."""
         return min(self.rows, self.num_held), min(self.chunk, self.num_streamed)
 
-    @property
-    def end(self) -> Position:
-        """The position at which all results are final."""
-        return Position(self.num_groups, 0)
-
     def blocks(self, start: Position = START) -> Iterator[HeldBlock]:
         """Yield the blocks in order, beginning at a position."""
         groups_per_batch = self.shape.kv_heads // self.heads_at_once
@@ -331,12 +326,10 @@ class StreamPlan:
                 f"memory_budget must be at least {min(plan.peak_bytes for plan in plans)} bytes, "
                 f"for a tile of {_TILE} queries and keys, got {self.budget}"
             )
-        return min(fitting, key=lambda plan: plan._cost)
-
-    @property
-    def _cost(self) -> float:
-        """Predicted seconds plus a charge for traffic."""
-        return self.seconds + _DISTURBANCE * self.bytes_uploaded / self.rates.link
+        link = self.rates.link
+        return min(
+            fitting, key=lambda plan: plan.seconds + _DISTURBANCE * plan.bytes_uploaded / link
+        )
 
     def _with_most_rows(self) -> "StreamPlan":
         """Return the plan with the fewest blocks that fit, of nearly equal size."""

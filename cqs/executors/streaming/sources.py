@@ -15,15 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cqs.executors.streaming.extents import (
-    Extent,
-    elements_at,
-    extents_in_memory,
-    is_mapped_from,
-    is_read_only,
-    names_of,
-    share_bytes,
-)
+from cqs.executors.streaming import extents
+from cqs.executors.streaming.extents import Extent
 from cqs.files import check_input_file
 
 Shape = tuple[int, ...]
@@ -175,8 +168,8 @@ class InFile(Source):
         """Return the bytes of the file that contain the elements, ``[batch, heads, rows, dim]``."""
         size = self.dtype.itemsize
         strides = (*self.strides, self.shape[3] * size, size)
-        elements = elements_at(self.offset, self.shape, strides, size)
-        return [Extent(name, elements) for name in names_of(self._descriptor)]
+        elements = extents.elements_at(self.offset, self.shape, strides, size)
+        return [Extent(name, elements) for name in extents.names_of(self._descriptor)]
 
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = math.prod(self.shape[3:]) * self.dtype.itemsize
@@ -297,19 +290,21 @@ def as_target(
         raise ValueError(
             f"out must be {list(shape)} {dtype}, got {list(target.shape)} {target.dtype}"
         )
-    is_writable = target.is_writable if isinstance(target, InFile) else not is_read_only(target)
+    is_writable = (
+        target.is_writable if isinstance(target, InFile) else not extents.is_read_only(target)
+    )
     if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only tensor")
-    extents = _extents(target, is_written=True)
-    if extents[0].repeats:
+    written = _extents(target, is_written=True)
+    if written[0].repeats:
         raise ValueError(
             "out must have one memory location per element, got a tensor that overlaps itself"
         )
-    spaces = {extent.space for extent in extents}
+    spaces = {extent.space for extent in written}
     apart = []
     for source in sources:
         read = _extents(source, is_written=False)
-        if share_bytes(extents, read):
+        if extents.share_bytes(written, read):
             raise ValueError("out must share neither memory nor a file with query, key and value")
         if spaces.isdisjoint(extent.space for extent in read):
             apart.append(source)
@@ -324,7 +319,7 @@ def as_target(
 def _extents(tensor: Tensor | Source, *, is_written: bool) -> list[Extent]:
     """Return the bytes of memory and files of the elements; those of a function are unknown."""
     if isinstance(tensor, Tensor):
-        return extents_in_memory(tensor, is_written=is_written)
+        return extents.extents_in_memory(tensor, is_written=is_written)
     return tensor.extents() if isinstance(tensor, InFile) else []
 
 
@@ -421,7 +416,7 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         (mapped.strides[0], mapped.strides[1]),
         is_writable=bool(mapped.flags.writeable),
     )
-    is_same = not mapped.size or is_mapped_from(mapped, found._descriptor, found.offset)
+    is_same = not mapped.size or extents.is_mapped_from(mapped, found._descriptor, found.offset)
     return found if is_same else None
 
 

@@ -92,10 +92,10 @@ class GpuCopies(DeviceCopies):
         self._uploads.stream.wait_event(after)
         # A copy engine reads pinned memory directly. Pageable memory would make the copy
         # synchronous, so that it is read into pinned buffers first.
-        is_direct = isinstance(source, Tensor) and source.is_pinned()
-        for head, rows, into in _cut(place, target, is_direct):
-            if isinstance(source, Tensor) and is_direct:
-                self._uploads.copy(into, source[place.batch, head, rows.start : rows.stop])
+        pinned = source if isinstance(source, Tensor) and source.is_pinned() else None
+        for head, rows, into in _cut(place, target, is_staged=pinned is None):
+            if pinned is not None:
+                self._uploads.copy(into, pinned[place.batch, head, rows.start : rows.stop])
                 continue
             buffer = self._uploads.acquire(into)
             read_rows(source, place.batch, head, rows, buffer)
@@ -121,16 +121,16 @@ class GpuCopies(DeviceCopies):
     def _download(self, sent: list[Tensor], after: Any, target: Target, place: RowsOfHeads) -> None:
         tensor, copies = sent.pop(), self._downloads
         copies.stream.wait_event(after)
-        is_direct = isinstance(target, Tensor) and target.is_pinned()
+        pinned = target if isinstance(target, Tensor) and target.is_pinned() else None
         waiting: list[tuple[int, range, Tensor, torch.cuda.Event]] = []
 
         def write(head: int, rows: range, buffer: Tensor, event: torch.cuda.Event) -> None:
             event.synchronize()
             write_rows(target, place.batch, head, rows, buffer)
 
-        for head, rows, values in _cut(place, tensor, is_direct):
-            if isinstance(target, Tensor) and is_direct:
-                copies.copy(target[place.batch, head, rows.start : rows.stop], values)
+        for head, rows, values in _cut(place, tensor, is_staged=pinned is None):
+            if pinned is not None:
+                copies.copy(pinned[place.batch, head, rows.start : rows.stop], values)
                 continue
             buffer = copies.acquire(values)
             copies.copy(buffer, values)
@@ -176,14 +176,14 @@ class _CopyStream:
 
 
 def _cut(
-    place: RowsOfHeads, tensor: Tensor, is_direct: bool
+    place: RowsOfHeads, tensor: Tensor, *, is_staged: bool
 ) -> Iterator[tuple[int, range, Tensor]]:
     """Yield head, rows and the part of ``tensor`` ``[heads, rows, ...]`` of every copy.
 
     Copies through a staging buffer have rows that fit it.
     """
     row_bytes = tensor.shape[2:].numel() * tensor.element_size()
-    length = len(place.rows) if is_direct else max(_STAGING_BYTES // row_bytes, 1)
+    length = max(_STAGING_BYTES // row_bytes, 1) if is_staged else len(place.rows)
     for head, part in zip(place.heads, tensor, strict=True):
         for first in range(0, len(place.rows), length):
             rows = place.rows[first : first + length]
