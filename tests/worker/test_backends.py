@@ -3,7 +3,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+import cqs
 from benchmarks.cases import CASES
+from cqs.patterns import sliding_window
 from cqs.problem import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker, choose_backend
@@ -260,3 +262,31 @@ def test_one_message_names_the_reasons_of_all(hopper):
     assert message.startswith("backend 'cudnn' requires bfloat16 or float16, got torch.float64; ")
     assert "'cpu' requires CPU tensors" in message and "'triton' requires float32" in message
     assert message.endswith("'reference' supports them")
+
+
+def test_cudnn_has_no_gradients_where_deterministic_algorithms_are_required():
+    operands, rest = Operands(*[torch.ones(1, 1, 8, 8)] * 3, False, 1.0), [torch.ones(1)] * 3
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="backend 'cudnn'"):
+            BACKENDS["cudnn"].differentiate(operands, *rest)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_results_do_not_depend_on_deterministic_algorithms(backend):
+    tensors = [torch.randn(2, 4, 100, 16, requires_grad=True) for _ in range(3)]
+    options = {"num_tasks": 7, "pattern": sliding_window(30), "backend": backend}
+
+    def differentiate():
+        output = cqs.attention(*tensors, **options)
+        return output, *torch.autograd.grad(output.square().sum(), tensors)
+
+    plain = differentiate()
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = differentiate()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, plain, again))
