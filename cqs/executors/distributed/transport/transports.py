@@ -46,7 +46,7 @@ def transport_of(group: Any, device: torch.device) -> Transport:
 
 def ranks_per_host(group: Any) -> int:
     """Return the fewest consecutive ranks that share a host; every rank must call this."""
-    return min(len(list(ranks)) for _, ranks in groupby(_hosts_of(group or dist.group.WORLD)))
+    return min(len(list(ranks)) for _, ranks in groupby(hosts_of(group or dist.group.WORLD)))
 
 
 def count_sends(group: Any) -> int:
@@ -67,7 +67,7 @@ def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
     # Collectives first, so that all ranks take the same branch: one without the driver's Python
     # bindings, or on another host, makes all of them send messages.
     found = swap(control, [_has_driver()], [1] * control.size())
-    if all(found) and len(set(_hosts_of(group))) == 1:
+    if all(found) and len(set(hosts_of(group))) == 1:
         from cqs.executors.distributed.transport.peer_memory import connect_peers
 
         if (peers := connect_peers(group, device)) is not None:
@@ -77,7 +77,7 @@ def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
     return None
 
 
-def _hosts_of(group: Any) -> list[int]:
+def hosts_of(group: Any) -> list[int]:
     if group not in _hosts:
         control = control_group(group)
         _hosts[group] = swap(control, [_host()], [1] * control.size())
