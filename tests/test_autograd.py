@@ -248,7 +248,7 @@ def test_autocast_leaves_patterns_by_head_alone():
         assert torch.equal(cqs.attention(*tensors, pattern=pattern), expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_other_derivatives_are_refused():
     query = torch.randn(2, 1, 2, 30, 8)
     with pytest.raises(NotImplementedError, match="query must .* torch.func.vmap"):

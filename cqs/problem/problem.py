@@ -16,7 +16,7 @@ GPU_TILE = 128
 """Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """The tensors and options of one attention call, validated by :func:`check_problem`."""
 
