@@ -1,6 +1,7 @@
 import copy
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -182,3 +183,9 @@ def test_more_tasks_than_can_be_listed_are_refused():
     ):
         with pytest.raises(ValueError, match="num_tasks must be at most 4096 .*, got 4097"):
             use()
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_frozen_file_of_this_format_is_read_and_written_alike(version):
+    text = Path(__file__).with_name(f"plan-format-{version}.json").read_text()
+    assert Plan.from_json(text).to_json(list_tasks=True) + "\n" == text
