@@ -136,6 +136,16 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     ]
 
 
+def measured_forward(group):
+    problem = Case("forward", 48, 48, 4, 2).make()
+    return peers.measure(group, list(METHODS), problem, None, repeats=1, backend="reference")
+
+
+def test_the_forward_pass_is_measured_alone(ranks):
+    rows, _ = ranks.run(2, measured_forward)
+    assert {row.benchmark for row in rows} == {"peers forward"}
+
+
 def left_out(group):
     """Return the rows of a benchmark of what cannot take the problem."""
     return peers.measure(group, ["ring"], Case("uneven", 51, 51).make(), None, repeats=1)
