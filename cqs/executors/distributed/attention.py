@@ -12,6 +12,7 @@ from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
 from cqs.executors.distributed.agreement import GroupCalls, Shards, agree, calls_on
 from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
 from cqs.executors.distributed.verify import verify_shards
@@ -201,8 +202,12 @@ def _attend(
         request: The arguments of :func:`attention` that are equal on all ranks, by name.
         shards: Shard lengths of all ranks.
     """
-    transport, requires_grad = transport_of(group, problem.query.device), request["requires_grad"]
-    machine = _plan_for(shards, ranks_per_host(group), request["links"])
+    device = problem.query.device
+    transport, requires_grad = transport_of(group, device), request["requires_grad"]
+    per_host, links = ranks_per_host(group), request["links"]
+    if links is None and per_host < len(shards.seqlens_q):
+        links = probe_links(group, device)
+    machine = _plan_for(shards, per_host, links)
     verify = request["verify"]
     batch, num_heads, *_ = problem.query.shape
     lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
