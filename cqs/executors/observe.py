@@ -37,5 +37,9 @@ def _observed(name: str, plan: Plan, backend: str | None, num_bytes: int) -> Ite
     milliseconds = 1000 * (perf_counter() - start)
     _LOGGER.debug(
         "%s: %s, backend %s, %d bytes, %.3f ms of the host",
-        name, plan, backend or "chosen by the workers", num_bytes, milliseconds,
+        name,
+        plan,
+        backend or "chosen by the workers",
+        num_bytes,
+        milliseconds,
     )
