@@ -78,6 +78,7 @@ def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
 
 
 def hosts_of(group: Any) -> list[int]:
+    """Return a number of each rank's host; every rank must call this."""
     if group not in _hosts:
         control = control_group(group)
         _hosts[group] = swap(control, [_host()], [1] * control.size())
