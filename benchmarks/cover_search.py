@@ -26,7 +26,7 @@ def search_cover(
 
     Example:
         >>> search_cover(13, 4)
-        (0, 1, 3, 9)
+        (0, 1, 8, 10)
     """
     if size * (size - 1) + 1 < modulus or size > modulus:
         return None
