@@ -483,8 +483,9 @@ class Fake:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_pinned", [False, True])
 @pytest.mark.parametrize("piece_bytes", [64, 1000, 10**6])
-def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
+def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes, is_pinned):
     """Copies through staging buffers, with the CPU as GPU."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **o: empty(*shape, **o))
@@ -492,6 +493,7 @@ def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Fake)
     monkeypatch.setattr(transfers, "_STAGING_BYTES", piece_bytes)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
     monkeypatch.setitem(engine._COPIES, "cpu", transfers.GpuCopies)
     monkeypatch.setattr(executor, "CPU", GPU)
     *mapped, out = arrays
@@ -511,7 +513,7 @@ def test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, piece_bytes):
 def test_what_cannot_be_written_is_an_error_of_the_call(arrays, monkeypatch):
     """Though it happens on another thread."""
     monkeypatch.setattr(transfers, "_STAGING_BYTES", 1000)
-    test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, 1000)
+    test_pieces_of_pinned_memory_take_turns(arrays, monkeypatch, 1000, is_pinned=False)
     *mapped, out = arrays
 
     def write(descriptor, view, place):
