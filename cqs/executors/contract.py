@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cqs.executors.autograd import attend_differentiably, keep_operands
+from cqs.executors.observe import observe
 from cqs.executors.verify import verify_rows
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
@@ -112,6 +113,9 @@ class Executor(Protocol):
     ) -> Gradients:
         """Compute the gradients by the plan of the forward pass, whose result is ``answer``."""
 
+    def name_backend(self, problem: Problem, plan: Plan, backend: str | None) -> str:
+        """Return the name of the backend that :meth:`run` uses, or say who chooses it."""
+
 
 def attend(
     executor: Executor,
@@ -141,14 +145,20 @@ def attend(
         VerificationError: ``verify`` found a row that deviates by more than its bound.
         Exception: The executor raised.
     """
-    with count_pairs(problem, make_plan, progress) as counted:
+    with _UNCOUNTED if progress is False else count_pairs(problem, make_plan, progress) as counted:
         hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
 
-        def forward(part: Problem) -> Partial:
-            return executor.run(part, make_plan(part), backend, hooks)
+        def forward(part: Problem, place: Partial | None = None) -> Partial:
+            plan = make_plan(part)
+            name = partial(executor.name_backend, part, plan, backend)
+            with observe("forward", part, plan, name):
+                return executor.run(part, plan, backend, hooks, place)
 
         def backward(part: Problem, found: Partial, grad_output: Tensor) -> Gradients:
-            return executor.run_backward(part, make_plan(part), found, grad_output, backend)
+            plan = make_plan(part)
+            name = partial(executor.name_backend, part, plan, backend)
+            with observe("backward", part, plan, name):
+                return executor.run_backward(part, plan, found, grad_output, backend)
 
         if into is None:
             attend_part = partial(keep_operands, forward, backward)
@@ -156,8 +166,7 @@ def attend(
         else:
             answer = into
             for where, part in problem.parts():
-                place = Partial(into.output[where], into.lse[where])
-                executor.run(part, make_plan(part), backend, hooks, place)
+                forward(part, Partial(into.output[where], into.lse[where]))
     if verify:
         verify_rows(problem, answer)
     return answer
@@ -166,10 +175,8 @@ def attend(
 _UNCOUNTED = nullcontext()
 
 
-def count_pairs(
-    problem: Problem, make_plan: Callable[[Problem], Plan], report: Report
-) -> AbstractContextManager[Progress | None]:
-    """Return the progress of a call, or None if nobody asks for it.
+def count_pairs(problem: Problem, make_plan: Callable[[Problem], Plan], report: Report) -> Progress:
+    """Return the progress of a call.
 
     Args:
         problem: The checked problem.
@@ -179,8 +186,6 @@ def count_pairs(
     Raises:
         TypeError: ``report`` is neither a bool nor a function.
     """
-    if report is False:
-        return _UNCOUNTED
     check_progress(report)
     total = sum(
         make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]

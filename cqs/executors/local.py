@@ -1,5 +1,8 @@
 """The executor that computes all tasks of a plan in this process."""
 
+from itertools import chain
+from operator import attrgetter
+
 import torch
 from torch import Tensor
 
@@ -39,7 +42,7 @@ class LocalExecutor:
         if not problem.query.numel():
             return into or problem.empty_answer()
         try:
-            held = [HeldTokens.whole(tensor) for tensor in tensors]
+            held = list(map(HeldTokens.whole, tensors))
             if problem.key.numel() and isinstance(worker.chosen, TaskBackend):
                 partial = worker.run_together(_together(problem, plan), *held)
             elif len(steps) == 1 and len(steps[0].queries) == problem.query.shape[2]:
@@ -84,9 +87,15 @@ class LocalExecutor:
         except torch.OutOfMemoryError as error:
             raise _explained(problem, plan, worker) from error
 
+    def name_backend(self, problem: Problem, plan: Plan, backend: str | None) -> str:
+        """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
+        chosen = Worker.of(problem, backend, _all_steps(plan)).chosen
+        assert chosen is not None
+        return chosen.name
+
 
 def _all_steps(plan: Plan) -> list[Step]:
-    return [step for task in plan.tasks for step in task.steps]
+    return list(chain.from_iterable(map(attrgetter("steps"), plan.tasks)))
 
 
 def _together(problem: Problem, plan: Plan) -> list[Step]:

@@ -33,7 +33,7 @@ a task, and it can return float32. The backward pass of ``cudnn`` is never the d
 accumulates in a nondeterministic order.
 """
 
-BEST_FOR_WHOLE_CALLS = ("flash", *(name for name in BACKENDS if name != "flash"))
+BEST_FOR_WHOLE_CALLS = ("cpu", "flash", "triton", "cudnn", "reference")
 """Names of all backends in the order of preference for work that is a single call."""
 
 BEST_FOR_CALLS = tuple(

@@ -438,6 +438,10 @@ class TemporaryCluster:
         with Cluster() as cluster:
             return cluster.make_executor().run_backward(*arguments)
 
+    def name_backend(self, *arguments: Any) -> str:
+        """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
+        return self._cluster.make_executor().name_backend(*arguments)
+
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor that requires gradients, if autograd records."""

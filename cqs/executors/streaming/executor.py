@@ -104,6 +104,10 @@ class StreamingExecutor:
             except RuntimeError as error:
                 plan = self._with_less(plan, error)
 
+    def name_backend(self, problem: Problem, plan: Any, backend: str | None) -> str:
+        """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
+        return self.backend
+
     def run_backward(
         self,
         problem: Problem,

@@ -79,6 +79,10 @@ class TaskExecutor:
         gradients: Gradients = self._compute(job, backend, NO_HOOKS)
         return gradients
 
+    def name_backend(self, problem: Problem, plan: Plan, backend: str | None) -> str:
+        """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
+        return backend or "chosen by the actors"
+
     def _compute(self, job: Attend | Differentiate, backend: str | None, hooks: Hooks) -> Any:
         cancelled = hooks.cancelled or threading.Event()
         run = _Run(self._dispatcher.pool, job, backend, hooks.advance, cancelled)
