@@ -151,13 +151,13 @@ def attend(
         def forward(part: Problem, place: Partial | None = None) -> Partial:
             plan = make_plan(part)
             name = partial(executor.name_backend, part, plan, backend)
-            with observe("forward", part, plan, name):
+            with observe("forward", plan, part.num_bytes, name):
                 return executor.run(part, plan, backend, hooks, place)
 
         def backward(part: Problem, found: Partial, grad_output: Tensor) -> Gradients:
             plan = make_plan(part)
             name = partial(executor.name_backend, part, plan, backend)
-            with observe("backward", part, plan, name):
+            with observe("backward", plan, part.num_bytes, name):
                 return executor.run_backward(part, plan, found, grad_output, backend)
 
         if into is None:

@@ -114,6 +114,11 @@ class Problem:
             first = stop
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of query, key and value."""
+        return self.query.nbytes + self.key.nbytes + self.value.nbytes
+
+    @property
     def shape(self) -> AttentionShape:
         """Batch, heads, head dimensions and itemsize, the inputs of the cost model."""
         return AttentionShape(

@@ -1,12 +1,14 @@
 """What ranks run: attention on their shards, compared with the whole."""
 
 import gc
+import logging
 import sys
 import threading
 import time
 import weakref
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from torch.masked import masked_tensor
 
 import cqs.distributed
 from benchmarks.cases import Case
-from cqs.executors.distributed import layout
+from cqs.executors.distributed import layout, probe
 from cqs.executors.distributed.agreement import make_control_group, swap
 from cqs.executors.distributed.layout import choose_plan
 from cqs.executors.distributed.transport import transports
@@ -271,6 +273,22 @@ def chosen_by_links(group, links):
         tensors = [torch.randn(1, heads, 6000, 8) for heads in (4, 1, 1)]
         cqs.distributed.attention(*tensors, group=group, links=links)
     return found
+
+
+def probe_of_hosts(group, hosts):
+    """Return what a call has measured, and the links that this rank uses afterwards, twice."""
+    rank, device, calls = dist.get_rank(group), torch.device("cpu"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transports, "_hosts", {})
+        patch.setattr(transports, "_host", lambda: hosts[rank])
+        patch.setattr(probe, "_measured", {})
+        for name in ("_measure", "_echo"):
+            real = getattr(probe, name)
+            patch.setattr(probe, name, partial(lambda f, *a: calls.append(a[2:]) or f(*a), real))
+        tensors = [torch.randn(1, 2, 30, 8) for _ in range(3)]
+        cqs.distributed.attention(*tensors, group=group)
+        measured = list(calls)
+        return measured, [probe.probe_links(group, device) for _ in range(2)]
 
 
 def seen_of_hosts(group, hosts):
@@ -621,3 +639,26 @@ def outcomes_of_steps(group, kind):
     finally:
         setattr(module, name, function)
     return outcomes
+
+
+class Messages(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(record.getMessage())
+
+
+def logged_by(group, length):
+    """Return what this rank logs in a forward and a backward pass."""
+    tensors = [torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3)]
+    messages, logger = Messages(), logging.getLogger("cqs")
+    logger.addHandler(messages)
+    logger.setLevel(logging.DEBUG)
+    try:
+        cqs.distributed.attention(*tensors, group=group).sum().backward()
+    finally:
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(messages)
+    return messages.found

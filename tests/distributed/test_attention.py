@@ -17,6 +17,7 @@ from programs import (
     error_beside_messages,
     gradients_after_writing,
     largest_error,
+    logged_by,
     seen_of_hosts,
     swap_with_unequal_groups,
 )
@@ -295,3 +296,10 @@ def test_without_a_group_there_is_an_error():
     tensors = (torch.zeros(1, 1, 2, 4) for _ in range(3))
     with pytest.raises(RuntimeError, match="not initialized"):
         cqs.distributed.attention(*tensors)
+
+
+def test_every_rank_logs_its_passes(ranks):
+    for messages in ranks.run(3, logged_by, 20):
+        forward, backward = messages
+        assert forward.startswith("forward: 3 tasks") and backward.startswith("backward: 3 tasks")
+        assert "backend cpu" in forward and f"{3 * 2 * 20 * 16 * 4} bytes" in forward

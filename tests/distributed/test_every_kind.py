@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from programs import chosen_by_links, count_bytes, largest_errors
+from programs import chosen_by_links, count_bytes, largest_errors, probe_of_hosts
 from random_problems import kinds_of, random_case, random_problems
 
 from benchmarks.cases import Case
@@ -76,3 +76,18 @@ def test_links_decide_the_plan_of_all_ranks(ranks):
     rows = (Grid2D(1, 7), 1)
     assert ranks.run(7, chosen_by_links, (1e5, 1e-3)) == [[rows]] * 7
     assert ranks.run(7, chosen_by_links, None) == [[(Quorums((0, 1, 3)), 1)]] * 7
+
+
+@pytest.mark.parametrize(
+    ("hosts", "other", "sharing"), [([0, 0, 1, 1, 2, 2], 2, 2), ([0, 1, 1, 2], 1, 1)]
+)
+def test_rank_0_measures_the_links_between_hosts_once(ranks, hosts, other, sharing):
+    (calls, first), *rest = ranks.run(len(hosts), probe_of_hosts, hosts)
+    assert calls == [(other, sharing)]
+    assert [len(calls) for calls, _ in rest] == [rank == other for rank in range(1, len(hosts))]
+    assert all(links == first for _, links in rest) and first[0] == first[1]
+    assert first[0].bandwidth > 0 and first[0].latency > 0
+
+
+def test_links_within_a_host_are_not_measured(ranks):
+    assert [calls for calls, _ in ranks.run(3, probe_of_hosts, [0, 0, 0])] == [[]] * 3

@@ -16,6 +16,7 @@ from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
 from cqs.executors.distributed.verify import verify_shards
+from cqs.executors.observe import observe
 from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
@@ -89,8 +90,10 @@ def attention(
             ``links`` the kind that is predicted to be the fastest, also within ``"grid"``.
         links: ``(bandwidth, latency)`` of the links between hosts or, on one host, within it, for
             the choice of ``plan`` and ``head_parallel``: bytes per second of a rank and direction,
-            and seconds. ``None`` means those of the machine that rank 0's device suggests, see
-            :data:`cqs.scheduler.cost_model.MACHINES`.
+            and seconds. ``None`` means, on one host, those of rank 0's device in
+            :data:`cqs.scheduler.cost_model.MACHINES`; on several, what rank 0 measures in the first
+            call on the group. Another run may measure other links and choose another plan, which
+            rounds differently: pass them for results that are bitwise reproducible.
         backend: Name of the kernels, as in :func:`cqs.attention`; ``None`` takes the best that
             supports the tensors.
         return_lse: Whether to return the log-sum-exp of the scores too.
@@ -241,16 +244,19 @@ def _attend(
         )
         bound = None if part.pattern is None else part.pattern.bind(*lengths)
         worker = Worker(part.scale, request["backend"], part.dropout, bound)
-        worker.choose_backend(part.query, part.key, part.value)  # raises on all ranks or on none
+        # Raises on all ranks or on none.
+        chosen = worker.choose_backend(part.query, part.key, part.value)
+        observed = layout.plan, part.num_bytes, lambda: chosen.name
         task, with_lse = RankTask(transport, layout, worker), request["return_lse"] or verify
-        attended = task.attend(part, with_lse=with_lse, keep=requires_grad)
+        with observe("forward", *observed):
+            attended = task.attend(part, with_lse=with_lse, keep=requires_grad)
         compute = attended.differentiate  # without the tensors: autograd decides how long they live
 
         def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
             # On CPUs a thread holds the lock while it waits for other ranks, so another thread
             # could wait for it until the timeout; on GPUs nothing blocks within a pass. Messages
             # carry the tag of their call, so overlapping CPU passes do not mix rows.
-            with calls.call(waits=grad_output.is_cuda):
+            with calls.call(waits=grad_output.is_cuda), observe("backward", *observed):
                 gradients = compute(kept, grad_output)
             calls.check()
             return gradients

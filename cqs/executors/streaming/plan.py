@@ -340,14 +340,20 @@ class StreamPlan:
         number = max(math.ceil(self.num_held / (most * _TILE)), 1)
         return replace(self, rows=_round_up(math.ceil(self.num_held / number)))
 
-    def explain(self) -> str:
-        """Describe the plan and its predictions, and compare it with the quorum split."""
+    def __str__(self) -> str:
+        """Describe the plan in one line."""
         held, streamed = self.sides("queries", "keys")
         blocks, chunks = -(-self.num_held // self.rows), -(-self.num_streamed // self.chunk)
+        return (
+            f"{self.heads_at_once} of {self.shape.kv_heads} KV heads at a time, "
+            f"{blocks} blocks of {self.rows} {held}, held while "
+            f"{chunks} chunks of {self.chunk} {streamed} stream past"
+        )
+
+    def explain(self) -> str:
+        """Describe the plan and its predictions, and compare it with the quorum split."""
         lines = [
-            f"{self.which.value}: {self.heads_at_once} of {self.shape.kv_heads} KV heads at a "
-            f"time, {blocks} blocks of {self.rows} {held}, held while {chunks} chunks of "
-            f"{self.chunk} {streamed} stream past",
+            f"{self.which.value}: {self}",
             f"peak {self.peak_bytes / 2**20:.0f} MiB of a budget of {self.budget / 2**20:.0f}; "
             f"{self.bytes_uploaded / 2**30:.3g} GiB to the device; about {self.seconds:.3g} s",
         ]

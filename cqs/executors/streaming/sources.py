@@ -49,6 +49,11 @@ class Source:
         """Return the bytes of an element."""
         return self.dtype.itemsize
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def __getitem__(self, place: tuple[Any, Any]) -> Any:
         """Return all rows of a batch element and head, or the part of two slices."""
         if isinstance(place[0], slice):

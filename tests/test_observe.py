@@ -1,0 +1,59 @@
+"""What passes show to loggers and profilers."""
+
+import logging
+
+import pytest
+import torch
+
+import cqs
+import cqs.streaming
+
+TENSORS = [torch.randn(1, 2, 60, 16, requires_grad=True) for _ in range(3)]
+NUM_BYTES = 3 * 2 * 60 * 16 * 4
+
+
+def attend_on_ray(*tensors, **options):
+    return cqs.attention(*tensors, executor="ray", **options)
+
+
+@pytest.mark.parametrize(
+    ("attend", "backend"),
+    [
+        (cqs.attention, "backend reference"),
+        (cqs.streaming.attention, "backend reference"),
+        pytest.param(attend_on_ray, "backend reference", marks=[pytest.mark.ray]),
+    ],
+)
+def test_each_pass_is_logged(caplog, attend, backend):
+    caplog.set_level(logging.DEBUG, "cqs")
+    attend(*TENSORS, backend="reference").sum().backward()
+    forward, backward = (record.getMessage() for record in caplog.records if record.name == "cqs")
+    assert forward.startswith("forward: ") and backward.startswith("backward: ")
+    for text in (forward, backward):
+        assert backend in text and f"{NUM_BYTES} bytes" in text
+
+
+def test_the_chosen_backend_is_named(caplog):
+    caplog.set_level(logging.DEBUG, "cqs")
+    cqs.attention(*TENSORS, num_tasks=3)
+    (record,) = caplog.records
+    assert "3 tasks over 60 x 60 full attention" in record.getMessage()
+    assert "backend cpu" in record.getMessage()
+
+
+def test_a_pass_that_fails_is_not_logged(caplog):
+    caplog.set_level(logging.DEBUG, "cqs")
+    with pytest.raises(NotImplementedError):
+        cqs.attention(*TENSORS, backend="flash")
+    assert not caplog.records
+
+
+def test_nothing_is_logged_unless_somebody_asks(caplog):
+    cqs.attention(*TENSORS)
+    assert not caplog.records
+
+
+def test_profilers_see_the_passes():
+    with torch.profiler.profile() as profile:
+        cqs.attention(*TENSORS).sum().backward()
+    assert {"cqs.forward", "cqs.backward"} <= {event.key for event in profile.key_averages()}
