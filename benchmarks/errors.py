@@ -1,9 +1,13 @@
-"""Relative errors of results compared with those of another computation."""
+"""Relative errors of results, compared with float64 or with another computation."""
 
+import torch
 from torch import Tensor
 
-from cqs.partial import lse_dtype
-from cqs.report.exact import TOLERANCES, check_error
+from cqs.executors.verify import verify_rows
+from cqs.partial import Partial, lse_dtype
+from cqs.problem import Problem
+from cqs.report.exact import TOLERANCES, check_error, spaced_rows
+from cqs.testing import exact_rows
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -17,3 +21,39 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def verify_close(name: str, found: Tensor, expected: Tensor) -> None:
     """Raise VerificationError unless a tensor is that of another computation, within its dtype."""
     check_error(name, relative_error(found, expected), TOLERANCES[found.dtype])
+
+
+@torch.no_grad()
+def verify_output(
+    problem: Problem, output: Tensor, rows: Tensor | None = None, *, name: str = "the output"
+) -> None:
+    """Raise unless every sampled row of an output agrees with float64 attention.
+
+    Args:
+        problem: The attention problem: one pattern for all heads, no dropout.
+        output: The whole output, ``[batch, heads, seqlen_q, head_dim]``, or the rows that ``rows``
+            names.
+        rows: Query indices of the rows of ``output``, int64; ``None`` means all.
+        name: What an error calls the output.
+
+    Raises:
+        VerificationError: The relative error of a row exceeds the tolerance of its dtype.
+    """
+    if rows is None:
+        rows = torch.arange(output.shape[2], device=output.device)
+    sample = spaced_rows(len(rows), 64, output.device)
+    if not len(sample):
+        return
+    exact = exact_rows(problem, rows[sample])
+    distances = (output[:, :, sample].double() - exact).norm(dim=-1)
+    errors = (distances / exact.norm(dim=-1)).masked_fill(distances == 0, 0)  # rows of zeros: 0 / 0
+    check_error(name, float(errors.max()), TOLERANCES[output.dtype])
+
+
+def verify_answer(problem: Problem, answer: Partial) -> None:
+    """Raise VerificationError unless sampled rows of output and LSE agree with float64.
+
+    Besides :func:`verify_output`, every entry keeps the bound of :func:`verify_rows`.
+    """
+    verify_rows(problem, answer)
+    verify_output(problem, answer.output)

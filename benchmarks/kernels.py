@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
+from benchmarks.errors import verify_answer, verify_output
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import time_in_turn
 from cqs.partial import Gradients, Partial, RunningMerge, merge_rows
 from cqs.problem import Problem
-from cqs.report.exact import verify_answer, verify_gradients, verify_output
+from cqs.report.exact import verify_gradients
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.scheduler import Plan

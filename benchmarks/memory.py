@@ -8,11 +8,10 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.options import add_common
 from benchmarks.publish import publish
-from benchmarks.timing import track
+from benchmarks.timing import time_by_wall_clock, track
 from cqs.problem import Problem
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.passes import hold, measure_held
-from cqs.report.timing import Timer
 from cqs.scheduler import Task
 from cqs.worker import BACKENDS, Worker
 from cqs.worker.memory import predict_pattern_cost
@@ -78,7 +77,7 @@ def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
 
 def _measure_worst(problem: Problem, backend: str, num_tasks: int, repeats: int) -> Measurement:
     tasks = problem.make_plan(num_tasks).tasks
-    seconds, found = Timer(problem.query.device.type, by_wall_clock=True).time(
+    seconds, found = time_by_wall_clock(
         lambda: [
             measure_task(problem, task, backend)
             for task in track(tasks, num_tasks, f"{backend}, W = {num_tasks}")

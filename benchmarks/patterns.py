@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cqs
 from benchmarks.cases import visible_mask
+from benchmarks.errors import verify_output
 from benchmarks.options import add_common
 from benchmarks.plots.speedups import plot_speedups
 from benchmarks.publish import publish
@@ -34,7 +35,7 @@ from cqs.patterns import (
 from cqs.plotting import check_picture
 from cqs.plotting.figures import save_figure
 from cqs.problem import Problem, check_problem
-from cqs.report.exact import verify_gradients, verify_output
+from cqs.report.exact import verify_gradients
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.timing import make_timer
 from cqs.worker import BACKENDS

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.errors import verify_close
+from benchmarks.errors import verify_answer, verify_close, verify_output
 from benchmarks.options import add_common, add_heads
 from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
@@ -23,7 +23,7 @@ from cqs.executors.distributed.transport.transports import transport_of
 from cqs.executors.verify import VerificationError
 from cqs.partial import Gradients
 from cqs.problem import Problem, check_problem
-from cqs.report.exact import verify_answer, verify_gradients, verify_output
+from cqs.report.exact import verify_gradients
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.timing import make_timer, run_in_turn
 from cqs.worker import Worker

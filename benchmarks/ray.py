@@ -8,10 +8,10 @@ import torch
 
 import cqs
 from benchmarks.cases import Case
+from benchmarks.errors import verify_output
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import track
-from cqs.report.exact import verify_output
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.table import percent
 

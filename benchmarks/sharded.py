@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cqs
+from benchmarks.errors import verify_answer
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.timing import track
@@ -28,7 +29,6 @@ from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
 from cqs.problem import check_problem
-from cqs.report.exact import verify_answer
 from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.progress import progress_bar
 from cqs.report.table import percent

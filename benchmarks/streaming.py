@@ -13,7 +13,7 @@ from benchmarks.errors import relative_error
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.streaming_files import measure_files
-from benchmarks.timing import track
+from benchmarks.timing import time_by_wall_clock, track
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.engine import Side, stream
 from cqs.executors.streaming.plan import HeldBlock, Position
@@ -21,7 +21,6 @@ from cqs.executors.streaming.sources import Source, read_rows
 from cqs.problem import Problem
 from cqs.report.exact import check_error
 from cqs.report.measurement import Measurement, summarize
-from cqs.report.timing import Timer
 from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
 
@@ -254,9 +253,9 @@ def _time_resident(
 ) -> tuple[list[float], Any]:
     """Time a computation of tensors on the GPU."""
     on_gpu = [tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in host]
-    timer = Timer("cuda", by_wall_clock=True)
     results = [
-        timer.time(lambda: compute(on_gpu)) for _ in track(range(repeats), repeats, "resident")
+        time_by_wall_clock(lambda: compute(on_gpu))
+        for _ in track(range(repeats), repeats, "resident")
     ]
     return [seconds for seconds, _ in results], results[-1][1]
 
@@ -266,7 +265,7 @@ def _time_and_measure(compute: Callable[[], Any]) -> tuple[float, int, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    seconds, found = Timer("cuda", by_wall_clock=True).time(compute)
+    seconds, found = time_by_wall_clock(compute)
     return seconds, torch.cuda.max_memory_allocated() - before, found
 
 

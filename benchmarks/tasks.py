@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import Case
+from benchmarks.errors import verify_answer
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import time_in_turn
 from cqs.executors.local import LocalExecutor
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
-from cqs.report.exact import verify_answer, verify_gradients
+from cqs.report.exact import verify_gradients
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.scheduler import Plan

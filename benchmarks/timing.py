@@ -10,6 +10,7 @@ from cqs.report.progress import progress_bar
 from cqs.report.timing import Timer, run_in_turn
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def track(
@@ -20,6 +21,19 @@ def track(
         for item in items:
             yield item
             bar.update()
+
+
+def time_by_wall_clock(compute: Callable[[], Result]) -> tuple[float, Result]:
+    """Return the seconds of a computation from an idle GPU, if any, to an idle one, and its result.
+
+    For computations that use several streams or copy to the host.
+    """
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    result = compute()
+    synchronize()
+    return time.perf_counter() - start, result
 
 
 def time_in_turn(

@@ -6,8 +6,7 @@ from typing import Any
 
 from cqs.plotting.colors import task_colors
 from cqs.plotting.figures import draw_key, new_axes, points_across, write_centred
-from cqs.scheduler import Plan, quorum
-from cqs.scheduler.quorum import pair_offsets
+from cqs.scheduler import Plan, owned_pairs, quorum, shared_pair
 
 _NAME_POINTS = 8
 """Height of a number in points."""
@@ -50,10 +49,11 @@ def plot_wheel(plan: Plan, axes: Any = None, *, index: int = 0) -> Any:
     axes.scatter(*zip(*groups, strict=True), s=6, color="0.6", zorder=2)
     members = quorum(index, plan.interest_set, plan.num_tasks)
     colors = task_colors(plan.num_tasks // 2)
-    owners = _owning_pairs(plan, index)
+    place = index, plan.interest_set, plan.num_tasks
+    owned = {*owned_pairs(*place), shared_pair(*place)}
     for first, second in combinations(members, 2):
         distance = min((first - second) % plan.num_tasks, (second - first) % plan.num_tasks)
-        is_owner = (first, second) in owners
+        is_owner = not owned.isdisjoint({(first, second), (second, first)})
         axes.plot(
             *zip(groups[first], groups[second], strict=True),
             color=colors[distance - 1] if is_owner else "0.7",
@@ -73,17 +73,6 @@ def plot_wheel(plan: Plan, axes: Any = None, *, index: int = 0) -> Any:
 def _on_circle(turn: float, radius: float = 1.0) -> tuple[float, float]:
     """Return where a point of the circle lies: 0 turns at the top, the others clockwise."""
     return radius * sin(2 * pi * turn), radius * cos(2 * pi * turn)
-
-
-def _owning_pairs(plan: Plan, index: int) -> set[tuple[int, int]]:
-    """List the pairs of groups, ascending, that the task owns, alone or with another."""
-    partners, shared = pair_offsets(plan.interest_set, plan.num_tasks)
-    pairs = [(a, b) for a, offsets in partners.items() for b in offsets]
-    moved = [
-        [(offset + index) % plan.num_tasks for offset in pair]
-        for pair in (pairs if shared is None else [*pairs, shared])
-    ]
-    return {(min(pair), max(pair)) for pair in moved}
 
 
 def _number_groups(axes: Any, num_groups: int, members: tuple[int, ...]) -> None:

@@ -1,15 +1,14 @@
-"""The check that precedes every measurement: sampled rows against float64, by relative error."""
+"""The check of gradients: sampled rows compared with float64, by relative error."""
 
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from cqs.executors.verify import VerificationError, verify_rows, visible_rows
+from cqs.executors.verify import VerificationError, visible_rows
 from cqs.partial import Gradients, Partial
 from cqs.patterns import sliding_window
 from cqs.problem import Problem
-from cqs.testing import exact_rows
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative errors in the Frobenius norm, about twice those of the CPU kernels."""
@@ -21,42 +20,6 @@ def check_error(name: str, error: float, tolerance: float) -> None:
         raise VerificationError(
             f"relative error of {name} must be at most {tolerance:.2g}, got {error:.2g}"
         )
-
-
-@torch.no_grad()
-def verify_output(
-    problem: Problem, output: Tensor, rows: Tensor | None = None, *, name: str = "the output"
-) -> None:
-    """Raise unless every sampled row of an output agrees with float64 attention.
-
-    Args:
-        problem: The attention problem: one pattern for all heads, no dropout.
-        output: The whole output, ``[batch, heads, seqlen_q, head_dim]``, or the rows that ``rows``
-            names.
-        rows: Query indices of the rows of ``output``, int64; ``None`` means all.
-        name: What an error calls the output.
-
-    Raises:
-        VerificationError: The relative error of a row exceeds the tolerance of its dtype.
-    """
-    if rows is None:
-        rows = torch.arange(output.shape[2], device=output.device)
-    sample = _sample(len(rows), 64, output.device)
-    if not len(sample):
-        return
-    exact = exact_rows(problem, rows[sample])
-    distances = (output[:, :, sample].double() - exact).norm(dim=-1)
-    errors = (distances / exact.norm(dim=-1)).masked_fill(distances == 0, 0)  # rows of zeros: 0 / 0
-    check_error(name, float(errors.max()), TOLERANCES[output.dtype])
-
-
-def verify_answer(problem: Problem, answer: Partial) -> None:
-    """Raise VerificationError unless sampled rows of output and LSE agree with float64.
-
-    Besides :func:`verify_output`, every entry keeps the bound of :func:`verify_rows`.
-    """
-    verify_rows(problem, answer)
-    verify_output(problem, answer.output)
 
 
 @torch.no_grad()
@@ -73,8 +36,8 @@ def verify_gradients(
     Let ``P = exp(scores - lse)``, ``D = sum(grad_output * output)`` per row and
     ``dS = P * (grad_output value^T - D)``. The gradients are ``dV = P^T grad_output``,
     ``dQ = scale dS key`` and ``dK = scale dS^T query``. They are computed in float64 from the
-    tensors and the answer, which :func:`verify_answer` must have verified. Errors are relative to
-    the largest of the three gradients.
+    tensors and the answer, which :func:`cqs.executors.verify.verify_rows` must have verified.
+    Errors are relative to the largest of the three gradients.
 
     Args:
         problem: As many queries as keys, one pattern for all heads, no dropout.
@@ -86,7 +49,7 @@ def verify_gradients(
     Raises:
         VerificationError: A relative error exceeds the tolerance of the dtype.
     """
-    sample = _sample(problem.query.shape[2], 32, problem.query.device)
+    sample = spaced_rows(problem.query.shape[2], 32, problem.query.device)
     exact = _exact_gradients(problem, answer, grad_output, sample)
     size = max(float(each.norm()) for each in exact)
     tolerance = TOLERANCES[problem.query.dtype]
@@ -95,7 +58,7 @@ def verify_gradients(
         check_error(f"{name} gradient of the {side}".lstrip(), error, tolerance)
 
 
-def _sample(number: int, most: int, device: torch.device) -> Tensor:
+def spaced_rows(number: int, most: int, device: torch.device) -> Tensor:
     """Return evenly spaced indices of ``number`` rows, the first and the last among them."""
     if not number:
         return torch.empty(0, dtype=torch.int64, device=device)

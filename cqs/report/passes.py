@@ -10,8 +10,9 @@ from torch import Tensor
 
 from cqs.executors.local import LocalExecutor
 from cqs.executors.ray.tasks.job import attend_task, differentiate_task
+from cqs.executors.verify import verify_rows
 from cqs.partial import Gradients, Partial
-from cqs.report.exact import verify_answer, verify_gradients
+from cqs.report.exact import verify_gradients
 from cqs.report.rows import TaskBytes
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, Task
@@ -55,7 +56,7 @@ class MeasuredPass:
         self._of_queries: tuple[Tensor, ...] = (problem.query,)
         if self.is_backward:
             self.answer = LocalExecutor().run(problem, self.plan_of_one, self.backend)
-            verify_answer(problem, self.answer)
+            verify_rows(problem, self.answer)
             self._of_queries = (problem.query, self.grad_output, *self.answer)
             self._leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
             self._dense_output = self._attend_densely(*self._leaves)
@@ -97,7 +98,7 @@ class MeasuredPass:
         if self.is_backward:
             verify_gradients(self.problem, self.answer, self.grad_output, result)
         else:
-            verify_answer(self.problem, result)
+            verify_rows(self.problem, result)
 
     def one(self) -> Results:
         """Compute the whole problem as one task."""

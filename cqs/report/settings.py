@@ -90,16 +90,13 @@ class Settings:
     @property
     def options(self) -> list[str]:
         """The problem as options of ``cqs report``, except lengths and executor."""
-        words: list[str] = []
-        for option, name in OPTIONS.items():
-            match getattr(self, name):
-                case True:
-                    words.append(option)
-                case False | None:
-                    pass
-                case value:
-                    words += [option, str(value)]
-        return words
+        given = ((option, getattr(self, name)) for option, name in OPTIONS.items())
+        return [
+            word
+            for option, value in given
+            if value is not None and value is not False
+            for word in ([option] if value is True else [option, str(value)])
+        ]
 
     def differences(self, other: "Settings") -> list[str]:
         """Return the differences from other settings, such as ``tokens 8192, not 4096``."""

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -10,45 +11,25 @@ import torch
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
 class Timer:
-    """Times computations on a GPU or a CPU.
+    """Times computations: on a CPU by the wall clock, on a GPU by events of its stream."""
 
-    A CPU is timed by the wall clock, a GPU from one event of its stream to another.
-    """
-
-    def __init__(
-        self,
-        device_type: str,
-        *,
-        warm_up: Callable[[], object] | None = None,
-        by_wall_clock: bool = False,
-    ):
-        """Prepare to time.
-
-        Args:
-            device_type: ``"cuda"`` or ``"cpu"``.
-            warm_up: Launches GPU work that precedes every computation and is not timed, such as
-                :func:`make_busy`; ``None`` starts on an idle GPU.
-            by_wall_clock: Time a GPU by the wall clock too, from an idle GPU to an idle GPU: for
-                computations that use several streams or copy to the host.
-        """
-        self._on_gpu = device_type == "cuda"
-        self._warm_up = warm_up
-        self._by_events = self._on_gpu and not by_wall_clock
+    device_type: str
+    """``"cuda"`` or ``"cpu"``."""
+    warm_up: Callable[[], object] = lambda: None
+    """Launches GPU work that precedes every computation and is not timed, such as
+    :func:`make_busy`; by default a computation starts on an idle GPU."""
 
     def time(self, compute: Callable[[], Result]) -> tuple[float, Result]:
         """Return the seconds of a computation, and its result."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            if self._warm_up is not None:
-                self._warm_up()
-        if not self._by_events:
+        if self.device_type == "cpu":
             start = time.perf_counter()
             result = compute()
-            if self._on_gpu:
-                torch.cuda.synchronize()
             return time.perf_counter() - start, result
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        self.warm_up()
         begin.record()
         result = compute()
         end.record()
