@@ -181,14 +181,11 @@ def describe_device() -> str:
 
 
 def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
+        found = subprocess.check_output(
+            command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True
         )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return found.stdout.strip()
+    return found.strip()
