@@ -4,14 +4,12 @@ from cqs.plotting.density import plot_density
 from cqs.plotting.figures import check_picture
 from cqs.plotting.owners import plot_owners, save_owners
 from cqs.plotting.timeline import plot_timeline, save_trace
-from cqs.plotting.wheel import plot_wheel
 
 __all__ = [
     "check_picture",
     "plot_density",
     "plot_owners",
     "plot_timeline",
-    "plot_wheel",
     "save_owners",
     "save_trace",
 ]

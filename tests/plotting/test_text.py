@@ -11,13 +11,13 @@ from timeline_reports import make_report
 
 from benchmarks.plots import case_study
 from benchmarks.plots.memory import plot_memory
+from benchmarks.plots.wheel import plot_wheel
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided
 from cqs.plotting import (
     plot_density,
     plot_owners,
     plot_timeline,
-    plot_wheel,
 )
 from cqs.report import charts
 from cqs.report.charts import Chart

@@ -4,8 +4,8 @@ import pytest
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import to_hex
 
+from benchmarks.plots.wheel import plot_wheel
 from cqs import make_plan
-from cqs.plotting import plot_wheel
 from cqs.plotting.colors import task_colors
 
 
