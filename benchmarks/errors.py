@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from cqs.executors.verify import verify_rows
+from cqs.executors.verify import sample_rows, verify_rows
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem
-from cqs.report.exact import TOLERANCES, check_error, spaced_rows
+from cqs.report.exact import TOLERANCES, check_error
 from cqs.testing import exact_rows
 
 
@@ -41,7 +41,7 @@ def verify_output(
     """
     if rows is None:
         rows = torch.arange(output.shape[2], device=output.device)
-    sample = spaced_rows(len(rows), 64, output.device)
+    sample = torch.tensor(sample_rows(len(rows), 64), dtype=torch.int64, device=output.device)
     if not len(sample):
         return
     exact = exact_rows(problem, rows[sample])

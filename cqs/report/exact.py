@@ -5,7 +5,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from cqs.executors.verify import VerificationError, visible_rows
+from cqs.executors.verify import VerificationError, sample_rows, visible_rows
 from cqs.partial import Gradients, Partial
 from cqs.patterns import sliding_window
 from cqs.problem import Problem
@@ -49,21 +49,13 @@ def verify_gradients(
     Raises:
         VerificationError: A relative error exceeds the tolerance of the dtype.
     """
-    sample = spaced_rows(problem.query.shape[2], 32, problem.query.device)
+    sample = torch.tensor(sample_rows(problem.query.shape[2]), device=problem.query.device)
     exact = _exact_gradients(problem, answer, grad_output, sample)
     size = max(float(each.norm()) for each in exact)
     tolerance = TOLERANCES[problem.query.dtype]
     for side, found, right in zip(Gradients._fields, gradients, exact, strict=True):
         error = float((found[:, :, sample].double() - right).norm()) / size
         check_error(f"{name} gradient of the {side}".lstrip(), error, tolerance)
-
-
-def spaced_rows(number: int, most: int, device: torch.device) -> Tensor:
-    """Return evenly spaced indices of ``number`` rows, the first and the last among them."""
-    if not number:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    indices: Tensor = torch.linspace(0, number - 1, most, device=device).long().unique()
-    return indices
 
 
 def _exact_gradients(
