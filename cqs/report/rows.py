@@ -1,12 +1,12 @@
 """Rows of reports: plan, predictions and measurements of one number of tasks and one pass."""
 
-import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
-from operator import truediv
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from cqs.report import measurement
 from cqs.report.measurement import Measurement, installed_versions, summarize
@@ -166,9 +166,9 @@ def make_row(
     """
     predicted = [(each.predicted, each.peak) for each in held if each.predicted]
     ratios = [peak / expected for expected, peak in predicted]
-    live_pairs = [task.live_pairs for task in plan.tasks]
-    tasks = [statistics.median(each) for each in zip(*(t.tasks for t in turns), strict=True)]
-    slowest = tasks.index(max(tasks))
+    busiest = max(task.live_pairs for task in plan.tasks)
+    tasks = np.median([turn.tasks for turn in turns], axis=0)
+    slowest = int(tasks.argmax())
     wholes = [
         turn.tasks[slowest] + (turn.merge or 0) / plan.num_tasks
         if turn.whole is None
@@ -178,36 +178,32 @@ def make_row(
 
     def milliseconds(name: str) -> Any:
         found = [getattr(turn, name) for turn in turns]
-        return None if None in found else 1e3 * statistics.median(found)
+        return None if None in found else 1e3 * float(np.median(found))
 
     return ScalingRow(
         benchmark=f"{_BENCHMARK} {passes}",
         baseline="one dense call",
-        ratio=_median_ratio(wholes, [turn.dense for turn in turns]),
+        ratio=float(np.median(np.divide(wholes, [turn.dense for turn in turns]))),
         details={
-            name: statistics.median(turn.details[name] for turn in turns)
+            name: float(np.median([turn.details[name] for turn in turns]))
             for name in turns[0].details
         },
         num_devices=num_devices,
         held_tokens=max(task.held_tokens for task in plan.tasks),
         responsibility_ratio=plan.responsibility_ratio,
-        balance=max(live_pairs) / statistics.mean(live_pairs),
+        balance=busiest * plan.num_tasks / plan.live_pairs,
         predicted_bytes=max((expected for expected, _ in predicted), default=None),
         peak_bytes=max(each.peak for each in held),
         peak_ratio=max(ratios, key=lambda ratio: abs(ratio - 1), default=None),
         bytes_in=max(each.received for each in held),
         bytes_out=max(each.returned for each in held),
-        slowest_ms=1e3 * tasks[slowest],
-        mean_ms=1e3 * sum(tasks) / plan.num_tasks,
-        speedup=_median_ratio([turn.one for turn in turns], wholes),
+        slowest_ms=1e3 * float(tasks[slowest]),
+        mean_ms=1e3 * float(tasks.mean()),
+        speedup=float(np.median(np.divide([turn.one for turn in turns], wholes))),
         **{f"{name}_ms": milliseconds(name) for name in ("merge", "transfer", "one", "dense")},
         **fields_of(settings, plan),
         **summarize(wholes),  # type: ignore[arg-type]
     )
-
-
-def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    return float(statistics.median(map(truediv, numerators, denominators)))
 
 
 def read_rows(path: Path) -> list[ScalingRow]:
