@@ -12,7 +12,7 @@ from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 from cqs.scheduler.kinds import Kind, Quorums, fit_kind, read_kind
 from cqs.scheduler.task import Step, Task
 from cqs.scheduler.token_groups import TokenGroups
-from cqs.scheduler.validate import validate_pattern_tasks, validate_single_tasks, validate_tasks
+from cqs.scheduler.validate import validate_single_tasks, validate_tasks
 
 _JSON_VERSIONS = (2, 3)
 """Versions of the format of :meth:`Plan.to_json`: of quorum plans, and of plans of other kinds."""
@@ -228,11 +228,13 @@ class Plan:
                 message gives the first rows); a row of a plan without merges has two tasks; or
                 ``num_tasks`` is more than 4,096.
         """
-        lengths = self.seqlen_q, self.seqlen_kv
-        if self.pattern is not None:
-            validate_pattern_tasks(self.tasks, *lengths, self._groups.count)
-        else:
-            validate_tasks(self.tasks, *lengths, self.is_causal)
+        validate_tasks(
+            self.tasks,
+            self.seqlen_q,
+            self.seqlen_kv,
+            self._groups.count,
+            is_sparse=self.pattern is not None,
+        )
         if self.kind.is_final:
             validate_single_tasks(self.tasks)
 

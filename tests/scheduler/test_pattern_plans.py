@@ -26,7 +26,7 @@ from cqs.patterns import (
 )
 from cqs.scheduler import Plan, make_plan
 from cqs.scheduler.kinds import quorums as quorums_module
-from cqs.scheduler.validate import validate_pattern_tasks
+from cqs.scheduler.validate import validate_tasks
 
 NUM_TASKS = pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 8, 13])
 
@@ -396,7 +396,7 @@ def test_a_falsified_plan_is_refused():
 def refuse(plan, tasks, message):
     count = plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv).count
     with pytest.raises(ValueError, match=message):
-        validate_pattern_tasks(tasks, plan.seqlen_q, plan.seqlen_kv, count)
+        validate_tasks(tasks, plan.seqlen_q, plan.seqlen_kv, count, is_sparse=True)
 
 
 def changed_steps(plan, change):
@@ -424,7 +424,7 @@ def test_a_changed_step_is_refused(plan):
 
     wrong = {
         "holds no live pair|owned|holds": lambda step: [step._replace(keys=step.keys[1:])],
-        "owned": lambda step: [step._replace(queries=shorter(step.queries))],
+        "owned|holds no live pair": lambda step: [step._replace(queries=shorter(step.queries))],
         r"holds \d+ live pairs": lambda step: [step._replace(live_pairs=step.live_pairs - 1)],
         "owned twice": lambda step: [step, step],
         "owned never": lambda step: [],
@@ -443,7 +443,7 @@ def test_a_block_without_a_live_pair_is_refused():
     step = task.steps[0]
     beyond = step._replace(keys=(*step.keys, range(50, 60)))
     tasks = [replace(task, steps=(beyond, *task.steps[1:])), *plan.tasks[1:]]
-    refuse(plan, tasks, r"holds no live pair of range\(50, 60\)")
+    refuse(plan, tasks, r"keys=range\(50, 60\), is_causal=False\) holds no live pair")
 
 
 @pytest.mark.parametrize(
