@@ -1,17 +1,14 @@
-"""Check, construct and search difference covers of the integers modulo W.
+"""Check and construct difference covers of the integers modulo W.
 
 A set covers Z_W if every integer modulo W is a difference of two of its elements. With a cover of
 m elements every task reads m / W of the tokens, so smaller covers reduce traffic and memory:
 
 - :func:`singer_cover`: every nonzero difference exactly once, for W = q^2 + q + 1, q a prime power;
-- :func:`ruler_cover`: for every W, at most sqrt(1.5 W) + 6 elements, without a search;
-- :func:`search_cover`: simulated annealing for a given size.
+- :func:`ruler_cover`: for every W, at most sqrt(1.5 W) + 6 elements, without a search.
 """
 
 import math
-import operator
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from itertools import accumulate
 
@@ -142,87 +139,24 @@ def singer_cover(modulus: int) -> tuple[int, ...]:
         raise ValueError(f"modulus must be q*q + q + 1 with q a prime power, got {modulus}")
     prime, exponent = prime_power(q) or (q, 1)
     field = _Field.with_primitive_x(prime, 3 * exponent)
-    # The trace y + y^q + y^(q^2) is linear. Its digits are dot products of the digits of y with
-    # the traces of 1, x, x^2 ..., so the loop below only multiplies by x.
+    # The trace y + y^q + y^(q^2) is linear, so the traces of 1, x, x^2 ... obey the recurrence of
+    # the powers of x. Only those of the first powers are computed from their conjugates.
     conjugates = [field.power(field.x, q**conjugate) for conjugate in range(3)]
     powers = [field.one] * 3
     traces = []
     for _ in range(field.degree):
         traces.append([sum(digits) % prime for digits in zip(*powers, strict=True)])
         powers = [field.multiply(a, b) for a, b in zip(powers, conjugates, strict=True)]
-    columns = [column for column in zip(*traces, strict=True) if any(column)]
-    plane, power = [], field.one
-    for i in range(modulus):
-        if not any(sum(map(operator.mul, power, column)) % prime for column in columns):
-            plane.append(i)
-        power = field.times_x(power)
-    return min(_translates_with_0_and_1(plane, modulus))
+    digits = [list(column) for column in set(zip(*traces, strict=True)) if any(column)]
+    terms = [(j, factor) for j, factor in enumerate(field.reduction) if factor]
+    for column in digits:
+        for i in range(modulus - field.degree):
+            column.append(sum(factor * column[i + j] for j, factor in terms) % prime)
+    plane = [i for i, trace in enumerate(zip(*digits, strict=True)) if not any(trace)]
+    return min(translates_with_0_and_1(plane, modulus))
 
 
-def search_cover(
-    modulus: int, size: int, *, seed: int = 0, max_moves: int = 200_000
-) -> tuple[int, ...] | None:
-    """Search for a difference cover of ``size`` elements by simulated annealing.
-
-    A move replaces one element, and the objective is the number of uncovered residues. Optimal
-    covers for a few dozen tasks take seconds. The result depends only on the arguments.
-
-    Args:
-        modulus: Number of residues to cover, W.
-        size: Number of elements of the cover.
-        seed: Random seed.
-        max_moves: Number of moves after which the search stops.
-
-    Returns:
-        A sorted cover that contains 0, or ``None`` if the search found none. ``None`` does not
-        prove that no such cover exists.
-
-    Example:
-        >>> cover = search_cover(13, 4)
-        >>> len(cover), missing_differences(cover, 13)
-        (4, [])
-    """
-    if size * (size - 1) + 1 < modulus or size > modulus:
-        return None
-    rng = random.Random(seed)
-    elements = [0, *rng.sample(range(1, modulus), size - 1)]
-    counts = [0] * modulus
-    for a in elements:
-        for b in elements:
-            counts[(a - b) % modulus] += 1
-    uncovered = counts.count(0)
-
-    def toggle(element: int, others: list[int], step: int) -> int:
-        """Add (step = 1) or remove (step = -1) an element; return the change in coverage."""
-        change = 0
-        for other in others:
-            for difference in ((element - other) % modulus, (other - element) % modulus):
-                change += (counts[difference] == 0) if step == 1 else 0
-                counts[difference] += step
-                change -= (counts[difference] == 0) if step == -1 else 0
-        return change
-
-    for move in range(max_moves):
-        if uncovered == 0:
-            return min(_translates_with_0_and_1(elements, modulus), default=tuple(sorted(elements)))
-        temperature = 1.5 * (1 - move / max_moves) + 0.05
-        position = rng.randrange(1, size)
-        candidate = rng.randrange(1, modulus)
-        if candidate in elements:
-            continue
-        removed = elements[position]
-        others = elements[:position] + elements[position + 1 :]
-        gained = toggle(removed, others, -1) + toggle(candidate, others, +1)
-        if gained >= 0 or rng.random() < math.exp(gained / temperature):
-            elements[position] = candidate
-            uncovered -= gained
-        else:
-            toggle(candidate, others, -1)
-            toggle(removed, others, +1)
-    return None
-
-
-def _translates_with_0_and_1(cover: Sequence[int], modulus: int) -> list[tuple[int, ...]]:
+def translates_with_0_and_1(cover: Iterable[int], modulus: int) -> list[tuple[int, ...]]:
     """Return the translates of ``cover`` that contain 0 and 1, each sorted."""
     elements = set(cover)
     return [
@@ -276,15 +210,6 @@ class _Field:
                 for j, coefficient in enumerate(self.reduction):
                     product[power - self.degree + j] += carry * coefficient
         return tuple(coefficient % self.prime for coefficient in product[: self.degree])
-
-    def times_x(self, a: tuple[int, ...]) -> tuple[int, ...]:
-        carry, shifted = a[-1], (0, *a[:-1])
-        if not carry:
-            return shifted
-        return tuple(
-            (digit + carry * coefficient) % self.prime
-            for digit, coefficient in zip(shifted, self.reduction, strict=True)
-        )
 
     def power(self, base: tuple[int, ...], exponent: int) -> tuple[int, ...]:
         result = self.one

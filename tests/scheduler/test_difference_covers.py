@@ -3,12 +3,12 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.cover_search import search_cover
 from cqs.scheduler.difference_covers import (
     missing_differences,
     prime_power,
     prune_cover,
     ruler_cover,
-    search_cover,
     singer_cover,
     singer_order,
 )
