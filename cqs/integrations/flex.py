@@ -7,7 +7,6 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
@@ -16,7 +15,7 @@ from cqs.api import attention
 from cqs.arguments import with_advice
 from cqs.partial import AttentionOutput, Partial, lse_dtype
 from cqs.patterns import from_block_mask
-from cqs.patterns.masks import listed_blocks
+from cqs.patterns.masks import read_layouts
 from cqs.problem import Problem, check_problem
 from cqs.uncompiled import uncompiled
 
@@ -177,15 +176,9 @@ class _Blocks:
     @classmethod
     def of(cls, mask: "BlockMask") -> "_Blocks":
         """Read a block mask."""
-        block_q, block_kv = mask.BLOCK_SIZE
-        shape = -(-mask.seq_lengths[0] // block_q), -(-mask.seq_lengths[1] // block_kv)
-        partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices, *shape)
-        full = np.zeros_like(partial)
-        if mask.full_kv_num_blocks is not None:
-            full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, *shape)
         device = mask.kv_indices.device
-        layouts = [torch.from_numpy(each).to(device) for each in (full, partial)]
-        return cls(layouts[0], layouts[1], (block_q, block_kv), mask.mask_mod)
+        full, partial = (torch.from_numpy(each).to(device) for each in read_layouts(mask))
+        return cls(full, partial, mask.BLOCK_SIZE, mask.mask_mod)
 
     def cut(self, queries: range, keys: range) -> "BlockMask | None":
         """Return the block mask of a rectangle, ``None`` if all of it is masked out."""

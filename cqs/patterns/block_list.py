@@ -57,11 +57,13 @@ class BlockList:
             full: Ids of further blocks, which are full.
         """
         counts = _count_bits(bits)
-        partial = (counts > 0) & (counts < grid.areas(ids))
-        index = np.where(partial, np.cumsum(partial) - 1, -1)
-        live = counts > 0
-        found = cls(grid, ids[live], index[live], bits[partial])
-        return found if full is None else _concatenate([cls.full(grid, full), found]).sorted()
+        live, partial = counts > 0, (counts > 0) & (counts < grid.areas(ids))
+        index = np.where(partial, np.cumsum(partial) - 1, -1)[live]
+        ids = ids[live]
+        if full is not None:
+            ids, index = np.append(ids, full), np.append(index, np.full(len(full), -1))
+        order = np.argsort(ids)
+        return cls(grid, ids[order], index[order], bits[partial])
 
     @classmethod
     def from_strips(cls, grid: Grid, strip: Callable[[range], NDArray[np.bool_]]) -> "BlockList":
@@ -71,7 +73,7 @@ class BlockList:
             grid: The grid of the list.
             strip: Returns the mask of a range of queries, boolean ``[len(queries), seqlen_kv]``.
         """
-        parts = [empty_list(grid)]
+        ids, bits = [np.zeros(0, dtype=np.int64)], [_no_bits(grid)]
         block, columns = grid.block, grid.num_columns
         for row in range(grid.num_rows):
             queries = grid.row_queries(row)
@@ -80,9 +82,9 @@ class BlockList:
             mask[first : first + len(queries), : grid.seqlen_kv] = strip(queries)
             tiles = mask.reshape(block, columns, block)
             live = np.flatnonzero(tiles.any(axis=(0, 2)))
-            bits = np.packbits(tiles[:, live].transpose(1, 0, 2), axis=-1)
-            parts.append(cls.from_bits(grid, row * columns + live, bits))
-        return _concatenate(parts)
+            ids.append(row * columns + live)
+            bits.append(np.packbits(tiles[:, live].transpose(1, 0, 2), axis=-1))
+        return cls.from_bits(grid, np.concatenate(ids), np.concatenate(bits))
 
     @classmethod
     def from_pieces(
@@ -310,8 +312,8 @@ class BlockList:
         ids = blocks.ids % max(grid.num_columns, 1) * grid.num_rows
         ids += blocks.ids // max(grid.num_columns, 1)
         bits = np.packbits(blocks.unpack(slice(None)).swapaxes(1, 2), axis=-1)
-        turned = Grid(grid.seqlen_kv, grid.seqlen_q, grid.block)
-        return BlockList(turned, ids, blocks.bit_index, bits).sorted()
+        turned, order = Grid(grid.seqlen_kv, grid.seqlen_q, grid.block), np.argsort(ids)
+        return BlockList(turned, ids[order], blocks.bit_index[order], bits)
 
     def combine(
         self, other: "BlockList", operation: np.ufunc, *, invert: bool = False
@@ -332,17 +334,11 @@ class BlockList:
         bits = operation(left, ~right if invert else right)
         return BlockList.from_bits(self.grid, ids[partial], bits, ids[whole])
 
-    def sorted(self) -> "BlockList":
-        """Return the list with ascending ids."""
-        order = np.argsort(self.ids)
-        return BlockList(self.grid, self.ids[order], self.bit_index[order], self.bits)
-
     def _states(self, ids: Integers) -> tuple[NDArray[np.bool_], Integers]:
         """Return whether each block is live, and its index in ``bits``, -1 without a mask."""
-        place = np.searchsorted(self.ids, ids)
-        place = np.minimum(place, max(len(self.ids) - 1, 0))
-        live = self.ids[place] == ids if len(self.ids) else np.zeros(len(ids), dtype=bool)
-        index = np.where(live, self.bit_index[place] if len(self.ids) else -1, -1)
+        live, index = np.isin(ids, self.ids, assume_unique=True), np.full(len(ids), -1)
+        # Both lists ascend, so their common ids are in one order.
+        index[live] = self.bit_index[np.isin(self.ids, ids, assume_unique=True)]
         return live, index
 
     def _packed(self, ids: Integers) -> NDArray[np.uint8]:
@@ -372,21 +368,6 @@ class BlockList:
 def empty_list(grid: Grid) -> BlockList:
     """Return the empty list on a grid."""
     return BlockList.full(grid, np.zeros(0, dtype=np.int64))
-
-
-def _concatenate(lists: list[BlockList]) -> BlockList:
-    """Join lists on one grid that have no common block."""
-    offsets = np.cumsum([0] + [len(each.bits) for each in lists])
-    index = [
-        np.where(each.bit_index < 0, -1, each.bit_index + offset)
-        for each, offset in zip(lists, offsets, strict=False)
-    ]
-    return BlockList(
-        lists[0].grid,
-        np.concatenate([each.ids for each in lists]),
-        np.concatenate(index),
-        np.concatenate([each.bits for each in lists]),
-    )
 
 
 def _touched_blocks(grid: Grid, pieces: tuple[Piece, ...]) -> Integers:

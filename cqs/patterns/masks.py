@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cqs.arguments import as_integer
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.grid import Grid, Integers
+from cqs.patterns.grid import Grid
 from cqs.patterns.pattern import Lengths, Pattern, content_digest, per_head
 from cqs.patterns.tokens import as_list
 from cqs.uncompiled import uncompiled
@@ -132,13 +132,7 @@ def from_block_mask(block_mask: Any) -> Pattern:
         raise TypeError(f"block_mask must be a BlockMask of FlexAttention, got {block_mask!r}")
     seqlen_q, seqlen_kv = block_mask.seq_lengths
     block_q, block_kv = block_mask.BLOCK_SIZE
-    rows, columns = -(-seqlen_q // block_q), -(-seqlen_kv // block_kv)
-    partial = listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
-    full = np.zeros_like(partial)
-    if block_mask.full_kv_num_blocks is not None:
-        full = listed_blocks(
-            block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns
-        )
+    full, partial = read_layouts(block_mask)
     grid = Grid(seqlen_q, seqlen_kv, block_q if block_q == block_kv else _BLOCK)
 
     def one(batch: int, head: int) -> Pattern:
@@ -218,8 +212,11 @@ class _BlockSparse(Pattern):
         size = int(np.prod(self.shape))
         bits = np.unpackbits(np.frombuffer(self.packed, np.uint8), count=size)
         layout = bits.reshape(self.shape).view(bool)
-        rows, columns = layout.nonzero()
-        return bind_layout(lengths, rows, columns, self.block)
+        usual = Grid(*lengths, _BLOCK)
+        if self.block < _BLOCK and _BLOCK % self.block == 0:
+            return BoundPattern(*lengths, (), _gather(usual, layout, self.block))
+        blocks = BlockList.full(Grid(*lengths, self.block), np.flatnonzero(layout))
+        return BoundPattern(*lengths, (), blocks if self.block % _BLOCK else blocks.on(usual))
 
     def __repr__(self) -> str:
         rows, columns = self.shape
@@ -227,31 +224,33 @@ class _BlockSparse(Pattern):
         return f"block_sparse(<{rows} x {columns} blocks, {digest}>, {self.block})"
 
 
-def bind_layout(lengths: Lengths, rows: Integers, columns: Integers, block: int) -> BoundPattern:
-    """Return the bound pattern of blocks at ``rows`` and ``columns``, on a 128 grid if it fits."""
-    if block < _BLOCK and _BLOCK % block == 0:
-        blocks = _gather(Grid(*lengths, _BLOCK), rows, columns, block)
-    else:
-        grid = Grid(*lengths, block)
-        blocks = BlockList.full(grid, np.unique(rows * grid.num_columns + columns))
-        blocks = blocks.on(Grid(*lengths, _BLOCK)) if block % _BLOCK == 0 else blocks
-    return BoundPattern(*lengths, (), blocks)
-
-
-def _gather(grid: Grid, rows: Integers, columns: Integers, block: int) -> BlockList:
-    """Gather small live blocks into partial and full blocks of ``grid``."""
+def _gather(grid: Grid, layout: NDArray[np.bool_], block: int) -> BlockList:
+    """Gather the small live blocks of a layout into partial and full blocks of ``grid``."""
     times = grid.block // block
-    ids, place = np.unique(rows // times * grid.num_columns + columns // times, return_inverse=True)
-    live = np.zeros((len(ids), times, times), dtype=bool)
-    live[place, rows % times, columns % times] = True
+    padded = np.zeros((grid.num_rows * times, grid.num_columns * times), dtype=bool)
+    padded[: layout.shape[0], : layout.shape[1]] = layout
+    tiles = padded.reshape(grid.num_rows, times, grid.num_columns, times).swapaxes(1, 2)
+    ids = np.flatnonzero(tiles.any(axis=(2, 3)))
+    live = tiles.reshape(-1, times, times)[ids]
     whole = live.all(axis=(1, 2))
     bits = np.packbits(live[~whole].repeat(block, axis=2), axis=-1).repeat(block, axis=1)
     bits &= grid.full_bits(ids[~whole])
     return BlockList.from_bits(grid, ids[~whole], bits, ids[whole])
 
 
-def listed_blocks(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:
-    """Return a boolean layout ``[batch, heads, rows, columns]`` of a ``BlockMask``'s block list."""
+def read_layouts(block_mask: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return a block mask's full and partial blocks, bool ``[batch, heads, rows, columns]``."""
+    lengths = zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
+    rows, columns = (-(-length // block) for length, block in lengths)
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
+    if block_mask.full_kv_num_blocks is None:
+        return np.zeros_like(partial), partial
+    full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns)
+    return full, partial
+
+
+def _listed(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:
+    """Return the boolean layout of a ``BlockMask``'s block list."""
     numbers, indices = as_array(numbers), as_array(indices).astype(np.int64)
     listed = np.arange(indices.shape[-1]) < numbers[..., None]
     layout = np.zeros((*indices.shape[:-1], max(columns, indices.shape[-1])), dtype=bool)

@@ -147,7 +147,7 @@ def singer_cover(modulus: int) -> tuple[int, ...]:
     for _ in range(field.degree):
         traces.append([sum(digits) % prime for digits in zip(*powers, strict=True)])
         powers = [field.multiply(a, b) for a, b in zip(powers, conjugates, strict=True)]
-    digits = [list(column) for column in set(zip(*traces, strict=True)) if any(column)]
+    digits = [list(column) for column in zip(*traces, strict=True) if any(column)]
     terms = [(j, factor) for j, factor in enumerate(field.reduction) if factor]
     for column in digits:
         for i in range(modulus - field.degree):

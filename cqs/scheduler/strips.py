@@ -119,7 +119,11 @@ def join_strips(
                 strip.key_groups: live_pairs
                 for strip in owned
                 if queries.start in strip.queries
-                if (live_pairs := _live_pairs_of(strip, queries, key_groups, count))
+                if (
+                    live_pairs := strip.live_pairs
+                    if queries == strip.queries
+                    else count(queries, key_groups[strip.key_groups[0]])
+                )
             }
             columns = tuple(sorted(chain(*live)))
             live_pairs = sum(live.values())
@@ -131,13 +135,6 @@ def join_strips(
                 joined.append(Strip(query_group, queries, columns, live_pairs))
         for strip in joined:
             yield strip._replace(queries=_seeing(strip, key_groups, count))
-
-
-def _live_pairs_of(strip: Strip, queries: range, key_groups: Sequence[range], count: Count) -> int:
-    """Return the number of live pairs of the rows ``queries`` of a strip with one key group."""
-    if queries == strip.queries:
-        return strip.live_pairs
-    return count(queries, key_groups[strip.key_groups[0]])
 
 
 def _seeing(strip: Strip, key_groups: Sequence[range], count: Count) -> range:

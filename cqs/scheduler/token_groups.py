@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from cqs.scheduler.strips import Strip, join_strips, live_strips
@@ -95,7 +96,7 @@ class TokenGroups:
 
         Queries that see no key by causality are dropped.
         """
-        for group in _overlapping(self.queries, self._query_stops, queries):
+        for group in _overlapping(self.queries, queries):
             own = self.queries[group]
             yield group, range(max(own.start, queries.start), min(own.stop, queries.stop))
 
@@ -127,12 +128,11 @@ class TokenGroups:
     def held_keys(self, steps: Iterable[Step]) -> list[int]:
         """Return the ascending indices among :attr:`keys` of the key groups that steps read."""
         blocks = [block.keys for step in steps for block in step.blocks()]
-        stops = self._key_stops
-        return sorted({i for keys in set(blocks) for i in _overlapping(self.keys, stops, keys)})
+        return sorted({i for keys in set(blocks) for i in _overlapping(self.keys, keys)})
 
     def _live_strips(self, group: int, queries: range, keys: Iterable[range]) -> Iterator[Strip]:
         for run in keys if queries else ():
-            indices = list(_overlapping(self.keys, self._key_stops, run))
+            indices = list(_overlapping(self.keys, run))
             columns = [self.keys[i] for i in indices]
             for strip in live_strips([queries], columns, self.count) if columns else ():
                 yield strip._replace(query_group=group, key_groups=(indices[strip.key_groups[0]],))
@@ -148,18 +148,11 @@ class TokenGroups:
         ]
         return tuple(map(range, marks[:-1], marks[1:]))
 
-    @cached_property
-    def _query_stops(self) -> list[int]:
-        return [queries.stop for queries in self.queries]
 
-    @cached_property
-    def _key_stops(self) -> list[int]:
-        return [keys.stop for keys in self.keys]
-
-
-def _overlapping(groups: Sequence[range], stops: Sequence[int], tokens: range) -> Iterator[int]:
+def _overlapping(groups: Sequence[range], tokens: range) -> Iterator[int]:
     """Yield the indices of the groups that share a token with ``tokens``."""
-    for i in range(bisect_right(stops, tokens.start), len(groups)):
+    first = bisect_right(groups, tokens.start, key=attrgetter("stop"))
+    for i in range(first, len(groups)):
         if groups[i].start >= tokens.stop:
             break
         if groups[i]:
