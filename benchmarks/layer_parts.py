@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cqs.executors.distributed.exchange
-import cqs.nn.rows
+import cqs.nn.mesh
 from cqs.nn import HybridTransformerBlock
 from cqs.report.timing import make_busy
 
@@ -177,7 +177,7 @@ def _marked(layer: HybridTransformerBlock, clock: _Clock) -> Iterator[None]:
     waiting = (
         (cqs.executors.distributed.exchange.Transfer, "wait"),
         (import_module("cqs.executors.distributed.attention"), "agree"),
-        (cqs.nn.rows, "agree"),
+        (cqs.nn.mesh, "agree"),
     )
     with ExitStack() as stack:
         for owner, name in waiting:

@@ -10,8 +10,7 @@ from cqs.api import attention as attend
 from cqs.arguments import as_integer, to_float
 from cqs.distributed import attention as attend_shards
 from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
-from cqs.nn.mesh import check_divisible, tensor_axis
-from cqs.nn.rows import gather
+from cqs.nn.mesh import check_divisible, gather, tensor_axis
 from cqs.patterns import Pattern, per_head
 
 
@@ -73,7 +72,7 @@ class SelfAttention(nn.Module):
         Args:
             hidden: ``[batch, rows, hidden_size]``, the rows of this rank.
             tokens: Positions of the rows of all ranks of this tensor axis, see
-                :func:`cqs.nn.rows.find_tokens`.
+                :func:`cqs.nn.mesh.find_tokens`.
 
         Returns:
             ``[batch, rows, hidden_size]``.

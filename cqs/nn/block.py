@@ -15,10 +15,11 @@ from cqs.nn.mesh import (
     broadcast_parameters,
     check_divisible,
     check_mesh,
+    find_tokens,
+    gather,
     tensor_axis,
     uncompiled_on_mesh,
 )
-from cqs.nn.rows import find_tokens, gather
 from cqs.patterns import Pattern
 
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from cqs.nn.block import HybridTransformerBlock
-from cqs.nn.mesh import AXES, broadcast_parameters, uncompiled_on_mesh
-from cqs.nn.rows import find_tokens
+from cqs.nn.mesh import AXES, broadcast_parameters, find_tokens, uncompiled_on_mesh
 
 
 class HybridDecoder(nn.Module):

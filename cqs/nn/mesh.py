@@ -1,14 +1,16 @@
-"""Device meshes with one axis for context parallelism and one for tensor parallelism."""
+"""Device meshes with an axis for context and one for tensor parallelism, and rows on them."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cqs.executors.distributed.agreement import agree
 from cqs.uncompiled import uncompiled
 
 AXES = ("sequence", "tensor")
@@ -79,3 +81,95 @@ def uncompiled_on_mesh(forward: _Forward) -> _Forward:
         return (forward if self.mesh is None else outside)(self, *args, **kwargs)
 
     return choose  # type: ignore[return-value]
+
+
+@uncompiled
+def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
+    """Return the positions of the rows of all ranks of this tensor axis.
+
+    Every rank of the mesh calls this. The ranks exchange their numbers of rows between CPUs,
+    without a synchronisation of GPUs.
+
+    Args:
+        shard: The rows of this rank, ``[batch, rows, ...]``.
+        mesh: Device mesh with the axes ``("sequence", "tensor")``; ``None`` means that the shard is
+            the whole sequence.
+
+    Raises:
+        TypeError: The shard is not a plain tensor; the other ranks raise ValueError.
+        ValueError: Shards differ in dtype, batch or features, are on another device type than the
+            mesh, are empty, or are not divided as by ``torch.chunk`` over the tensor axis. Raised
+            on every rank.
+    """
+    if mesh is None:
+        return range(shard.shape[1])
+    request: dict[str, Any] = {"call": "a layer"}
+    error: Exception | None = None
+    length, rows = 0, ()
+    try:
+        _check_shard(shard, mesh)
+        batch, length, *size = shard.shape
+        request |= {"dtype": shard.dtype, "batch": batch, "size": tuple(size)}
+    except (TypeError, ValueError) as wrong:
+        error = wrong
+    try:
+        rows = agree(mesh.get_group("tensor"), request, error, seqlen_q=length).seqlens_q
+        _check_chunks(rows)
+    except (RuntimeError, TypeError, ValueError) as wrong:
+        error = wrong  # ranks of other tensor axes wait for this one
+    group = mesh.get_group("sequence")
+    of_groups = agree(group, request, error, seqlen_q=sum(rows)).seqlens_q
+    first = sum(of_groups[: dist.get_rank(group)])
+    return range(first, first + sum(rows))
+
+
+def _check_shard(shard: Tensor, mesh: DeviceMesh) -> None:
+    if not isinstance(shard, Tensor):
+        raise TypeError(f"hidden must be a tensor, got {type(shard).__name__}")
+    if isinstance(shard, DTensor):
+        raise TypeError("hidden must be a plain torch.Tensor, got DTensor: pass hidden.to_local()")
+    if shard.device.type != mesh.device_type:
+        raise ValueError(
+            f"hidden must be on the {mesh.device_type} device of the mesh, got {shard.device}"
+        )
+    if shard.ndim < 2 or not shard.shape[0]:
+        shape = tuple(shard.shape)
+        raise ValueError(f"hidden must be [batch of at least 1, rows, ...], got {shape}")
+
+
+def _check_chunks(rows: tuple[int, ...]) -> None:
+    length = -(-sum(rows) // len(rows))
+    if 0 in rows:
+        raise ValueError(
+            f"hidden must have a row on every rank, got {rows} on the ranks of a tensor axis: use "
+            "a smaller mesh"
+        )
+    if any(mine != min(length, sum(rows[i:])) for i, mine in enumerate(rows)):
+        raise ValueError(
+            f"hidden must be divided over the tensor axis as by torch.chunk, got rows {rows}"
+        )
+
+
+def gather(shard: Tensor, tokens: range, mesh: DeviceMesh | None) -> Tensor:
+    """All-gather the rows of the tensor axis; the backward pass reduce-scatters their gradients.
+
+    Args:
+        shard: The rows of this rank, ``[batch, rows, size]``.
+        tokens: Positions of the gathered rows, from :func:`find_tokens`.
+        mesh: Device mesh with the axes ``("sequence", "tensor")``; ``None`` returns the shard.
+
+    Returns:
+        ``[batch, len(tokens), size]``, a DTensor for :class:`~cqs.nn.ColumnParallelLinear`.
+    """
+    if mesh is None:
+        return shard
+    batch, _, size = shard.shape
+    whole = DTensor.from_local(
+        shard,
+        mesh["tensor"],
+        [Shard(1)],
+        run_check=False,
+        shape=torch.Size((batch, len(tokens), size)),
+        stride=(len(tokens) * size, size, 1),
+    )
+    return whole.redistribute(placements=[Replicate()])

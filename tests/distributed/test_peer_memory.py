@@ -16,6 +16,7 @@ import cqs
 from cqs.executors.distributed import rank_task
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.transport import row_copies, streams, transfer
+from cqs.executors.distributed.transport.streams import open_streams
 from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.scheduler.heads import FETCHED
@@ -135,7 +136,7 @@ def peer_memory(monkeypatch):
         (transfer, "copy_rows", later(row_copies.copy_rows)),
         (rank_task, "ChunkTask", LaterTask),
         (rank_task, "_add_up", later(rank_task._add_up)),
-        (rank_task, "StreamPool", lambda device, number: streams.StreamPool(GPU, number)),
+        (rank_task, "open_streams", lambda device, number: open_streams(GPU, number)),
         (streams, "_streams", lambda device, number: streams_of_rank(streams_made, number)),
     ):
         monkeypatch.setattr(module, name, value)
@@ -383,9 +384,9 @@ def test_forward_passes_of_long_sequences_take_one_stream(peer_memory, monkeypat
         def make_streams(device, number):
             most = rank_task._MOST_AT_ONCE
             numbers.setdefault((current_rank(), most), []).append(number)
-            return streams.StreamPool(GPU, number)
+            return open_streams(GPU, number)
 
-        monkeypatch.setattr(rank_task, "StreamPool", make_streams)
+        monkeypatch.setattr(rank_task, "open_streams", make_streams)
         transport = peer_memory.connect_peers(world.groups[rank], GPU)
         for most in (40, 39):
             world.swap([])

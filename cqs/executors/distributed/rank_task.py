@@ -20,7 +20,7 @@ from cqs.executors.distributed.exchange import (
 from cqs.executors.distributed.layout import HeadChunk, Layout, Route
 from cqs.executors.distributed.locality import see_only
 from cqs.executors.distributed.transport.row_copies import copy_rows
-from cqs.executors.distributed.transport.streams import StreamPool
+from cqs.executors.distributed.transport.streams import open_streams
 from cqs.executors.distributed.transport.transfer import Transfer, Transport
 from cqs.partial import Gradients, Partial, lse_dtype, merge_rows
 from cqs.problem import Problem
@@ -66,11 +66,11 @@ class RankTask:
         with (
             # Every rank keeps a copy of the tokens that it computes with.
             Exchange(self.transport, len(layout.chunks), in_place=False) as exchange,
-            StreamPool(problem.query.device, min(at_once, len(layout.chunks))) as streams,
+            open_streams(problem.query.device, min(at_once, len(layout.chunks))) as on_stream,
         ):
 
             def send_out(i: int) -> Transfer:
-                with streams.at(i):
+                with on_stream(i):
                     return exchange.send_out(i, shards, layout.chunks[i].heads, self._routes)
 
             tasks = [
@@ -78,7 +78,7 @@ class RankTask:
             ]
             returning: list[Transfer] = []
             for i, (task, transfer) in enumerate(zip(tasks, self._in_turns(send_out), strict=True)):
-                with streams.at(i):
+                with on_stream(i):
                     if i == 0:  # overlaps the exchange of the first head chunk
                         task.compute_own()
                     task.held = transfer.wait()
@@ -88,10 +88,10 @@ class RankTask:
                     kept += [*task.held, *results] if keep else []
                     task.held = []  # frees its memory for later head chunks
             for i, task in enumerate(tasks[1:], 1):  # overlaps the last results
-                with streams.at(i):
+                with on_stream(i):
                     task.compute_own()
             for i, task in enumerate(tasks):
-                with streams.at(i):
+                with on_stream(i):
                     task.merge(answer, returning[i].wait())
         if keep and not layout.is_final:
             kept += answer
@@ -116,18 +116,18 @@ class RankTask:
         at_once = min(self.transport.num_streams, len(layout.chunks))
         with (
             Exchange(self.transport, len(layout.chunks), in_place=True) as exchange,
-            StreamPool(grad_output.device, at_once) as streams,
+            open_streams(grad_output.device, at_once) as on_stream,
         ):
 
             def send_out(i: int) -> Transfer:
                 heads, routes = layout.chunks[i].query_heads, [layout.of_queries] * len(of_shard)
-                with streams.at(i):
+                with on_stream(i):
                     return exchange.send_out(i, of_shard, [heads] * len(of_shard), routes)
 
             returning = []
             incoming = self._in_turns(send_out)
             for i, (chunk, transfer) in enumerate(zip(layout.chunks, incoming, strict=True)):
-                with streams.at(i):
+                with on_stream(i):
                     query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
                     worker, held = self._worker_of(chunk), [query, key, value]
                     task = ChunkTask(layout, chunk, worker, held=held)
@@ -135,7 +135,7 @@ class RankTask:
                     returning.append(exchange.send_back(i, found, self._routes))
             gradients = Gradients(*map(grad_output.new_empty, shapes))
             for i, transfer in enumerate(returning):
-                with streams.at(i):
+                with on_stream(i):
                     heads = layout.chunks[i].heads
                     _add_up(gradients, transfer.wait(), heads, self._routes, layout.is_final)
         return gradients

@@ -32,9 +32,11 @@ from cqs.worker.cuda_graphs import check_not_captured, is_captured
 
 _ALIGNMENT = 512  # bytes, at which each packet starts in the send buffer
 _NUM_STREAMS = 2
+_READY, _FETCHED = range(0, 2 * _NUM_STREAMS, 2), range(1, 2 * _NUM_STREAMS, 2)
+"""Rows of the ready and fetched flags, by the index of the compute stream."""
 _ENDED, _SEEN, _NUM_FLAG_ROWS = range(2 * _NUM_STREAMS, 2 * _NUM_STREAMS + 3)
-"""Rows of flags after the ready and fetched flags of every stream: "rank r has ended its pass" and
-"rank r has seen the end of this rank's pass". The last name is the number of rows."""
+"""Rows of flags after those: "rank r has ended its pass" and "rank r has seen the end of this
+rank's pass". The last name is the number of rows."""
 _RELEASED = 1 << 30
 """Epoch after an abort, greater than any epoch of a send: it satisfies every wait for a flag."""
 _RELEASED_SECONDS = 60.0
@@ -153,11 +155,7 @@ class PeerMemory(Transport):
                 self._open_pass()
         first = flag_bytes + turn * sum(sizes)
         firsts = [first + sum(sizes[:i]) for i in range(len(sizes))]
-        readers = [
-            rank
-            for rank in range(self._num_ranks)
-            if any(packet.lengths[rank] for packet in packets)
-        ]
+        readers = [rank for rank in self._others if any(each.lengths[rank] for each in packets)]
         # The allocator may have given `received` memory that this stream still uses: the copies
         # wait for the event `free`.
         received = [packet.received for packet in packets if not packet.route.stays]
@@ -179,7 +177,7 @@ class PeerMemory(Transport):
             assert self._opened is not None
             stream.wait_event(self._opened)  # a peer resets its flags at the end of its last pass
             for reader in readers:
-                self._write_flag(stream, reader, _ready(stream_index), self._epoch)
+                self._write_flag(stream, reader, _READY[stream_index], self._epoch)
             if not received:
                 return []
             # All copies are on one stream: a copy that waits for its flag must not hold up kernels.
@@ -264,7 +262,7 @@ class PeerMemory(Transport):
             stream.wait_event(event)
         for old in self._unread:
             for reader in old.readers:
-                self._wait_flag(stream, reader, _fetched(old.stream_index), old.epoch)
+                self._wait_flag(stream, reader, _FETCHED[old.stream_index], old.epoch)
         # No peer writes these flags any more: this rank has waited for every epoch of this pass,
         # and the peers' next pass waits for the end that is announced below.
         own, num_epochs = self._memory.addresses[self._rank], _ENDED * self._num_ranks
@@ -323,7 +321,7 @@ class PeerMemory(Transport):
         for old in self._unread:
             if meets(old.places, new.places):
                 for reader in old.readers:
-                    self._wait_flag(stream, reader, _fetched(old.stream_index), old.epoch)
+                    self._wait_flag(stream, reader, _FETCHED[old.stream_index], old.epoch)
                 old.streams.add(new.stream_index)
             # A wait for the readers of the new packets implies one for those of the old.
             is_covered = new.readers and contains(new.places, old.places)
@@ -348,7 +346,7 @@ class PeerMemory(Transport):
         for owner in self._others:
             if not any(packet.expected[owner] for packet in packets):
                 continue
-            self._wait_flag(stream, owner, _ready(stream_index), self._epoch)
+            self._wait_flag(stream, owner, _READY[stream_index], self._epoch)
             for packet, first in zip(packets, firsts, strict=True):
                 if number := packet.expected[owner]:
                     row, there = sum(packet.expected[:owner]), packet.places.firsts[owner]
@@ -356,7 +354,7 @@ class PeerMemory(Transport):
                     source = self._memory.addresses[owner] + first + there * packet.row_bytes
                     place = target.data_ptr(), source, target.nbytes
                     check(driver.cuMemcpyAsync(*place, stream.cuda_stream))
-            self._write_flag(stream, owner, _fetched(stream_index), self._epoch)
+            self._write_flag(stream, owner, _FETCHED[stream_index], self._epoch)
 
     def _rows(self, first: int, packet: Packet) -> Tensor:
         """Return the send buffer from byte ``first`` on as the packed rows of a packet."""
@@ -500,13 +498,3 @@ def _relax() -> None:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _ready(stream_index: int) -> int:
-    """Return the row of the ready flags of a compute stream, by its index."""
-    return 2 * stream_index
-
-
-def _fetched(stream_index: int) -> int:
-    """Return the row of the fetched flags of a compute stream, by its index."""
-    return 2 * stream_index + 1

@@ -4,51 +4,52 @@ At the end of a kernel some multiprocessors are idle (tail effect). The next ker
 stream, starts on them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 
 import torch
 
+OnStream = Callable[[int], AbstractContextManager[None]]
+"""Returns a context that launches on the stream of a turn; the contexts must not be nested."""
 
-class StreamPool:
-    """CUDA streams that start after the current stream and that it waits for on exit.
+
+@contextmanager
+def open_streams(device: torch.device, number: int) -> Iterator[OnStream]:
+    """Use streams that start after the current stream and that it waits for on exit.
 
     The allocator reuses memory that was freed on one of the streams on the same stream only.
+
+    Args:
+        device: Device of the streams.
+        number: Number of streams; turns use them in rotation. If it is 1, or if there is no GPU,
+            the current stream is used.
     """
-
-    def __init__(self, device: torch.device, number: int) -> None:
-        """Use ``number`` streams of a device; if it is 1 or there is no GPU, the current stream."""
-        several = device.type == "cuda" and number > 1
-        self._streams = _streams(device, number) if several else ()
-
-    def __enter__(self) -> "StreamPool":
-        if self._streams:
-            self._device = torch.cuda.device(self._streams[0].device)
-            self._device.__enter__()
-            self._outside = torch.cuda.current_stream()
-        for stream in self._streams:
-            stream.wait_stream(self._outside)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for stream in self._streams:
-            self._outside.wait_stream(stream)
-        if self._streams:
-            self._device.__exit__(*error)
-
-    @contextmanager
-    def at(self, turn: int) -> Iterator[None]:
-        """Launch on stream ``turn`` (modulo their number); contexts must not be nested."""
-        if not self._streams:
-            yield
-            return
-        # torch.cuda.stream() would look up the device and the previous stream on every call
-        torch.cuda.set_stream(self._streams[turn % len(self._streams)])
+    if device.type != "cuda" or number == 1:
+        yield lambda turn: nullcontext()
+        return
+    streams = _streams(device, number)
+    with torch.cuda.device(device):
+        outside = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(outside)
         try:
-            yield
+            yield partial(_on_stream, streams, outside)
         finally:
-            torch.cuda.set_stream(self._outside)
+            for stream in streams:
+                outside.wait_stream(stream)
+
+
+@contextmanager
+def _on_stream(
+    streams: tuple[torch.cuda.Stream, ...], outside: torch.cuda.Stream, turn: int
+) -> Iterator[None]:
+    # torch.cuda.stream() would look up the device and the previous stream on every call
+    torch.cuda.set_stream(streams[turn % len(streams)])
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(outside)
 
 
 @lru_cache
