@@ -66,8 +66,8 @@ class HybridDecoder(nn.Module):
             layers = {"embedding": self.embedding, "norm": self.norm, "head": self.head}
             for axis in AXES:
                 broadcast_parameters(nn.ModuleDict(layers), self.mesh, axis)
-            replicated = dict.fromkeys(layers, SequenceParallel(use_local_output=True))
-            parallelize_module(self, self.mesh["tensor"], replicated)
+            replicated = SequenceParallel(use_local_output=True)
+            parallelize_module(self, self.mesh["tensor"], {name: replicated for name in layers})
 
     @uncompiled_on_mesh
     def forward(self, tokens: Tensor) -> Tensor:

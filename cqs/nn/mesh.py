@@ -105,7 +105,8 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
         return range(shard.shape[1])
     request: dict[str, Any] = {"call": "a layer"}
     error: Exception | None = None
-    length, rows = 0, ()
+    length = 0
+    rows: tuple[int, ...] = ()
     try:
         _check_shard(shard, mesh)
         batch, length, *size = shard.shape

@@ -79,7 +79,8 @@ class Exchange:
         for route, chosen in by_route(shards, routes):
             sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
             own_rows, own_heads = route.sends[route.rank], [each[route.rank] for each in together]
-            schedule, views = (), None
+            schedule: CopySchedule = ()
+            views: list[Tensor] | None = None
             if self._in_place and route.stays and len(own_rows) == 1:
                 (rows,) = own_rows
                 views = [
@@ -211,16 +212,15 @@ def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule
     """Return the copies that pack shard rows for other ranks and place this rank's own rows."""
     # Source i of this rank is listed twice, see Packet.schedule: target i is the packed rows, which
     # have none of this rank's own, and target i + len(heads) is the received rows, which have them.
-    own, schedule = route.rank, []
-    of_others, of_own = 0, sum(route.receives[:own])
+    schedule, next_rows = [], [0, sum(route.receives[: route.rank])]
     for rank, ranges in enumerate(route.sends):
+        is_own = rank == route.rank
         for rows in ranges:
-            there = of_own if rank == own else of_others
-            for i, of_ranks in enumerate(heads, start=len(heads) if rank == own else 0):
+            there = next_rows[is_own]
+            for i, of_ranks in enumerate(heads, start=len(heads) if is_own else 0):
                 first, width = of_ranks[rank].start, len(of_ranks[rank])
                 schedule.append(RowCopy(i, rows.start, there, len(rows), first, 0, width))
-            of_own += len(rows) if rank == own else 0
-            of_others += len(rows) if rank != own else 0
+            next_rows[is_own] += len(rows)
     return tuple(schedule)
 
 

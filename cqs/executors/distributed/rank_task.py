@@ -351,10 +351,8 @@ def _add_up(
     """
     for route, chosen in by_route(received, routes):
         once = [n for n in chosen if is_final and n == 0 or len({*heads[n]}) == len(heads[n])]
-        targets, parts, of_ranks = (
-            [each[n] for n in once] for each in (gradients, received, heads)
-        )
-        _place(targets, parts, of_ranks, route, 0)
+        targets, sent = [gradients[n] for n in once], [received[n] for n in once]
+        _place(targets, sent, [heads[n] for n in once], route, 0)
         for n in set(chosen).difference(once):
             for of_heads, parts in by_heads(received[n], route, heads[n]).items():
                 target = _select(gradients[n], of_heads)
