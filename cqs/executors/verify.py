@@ -143,7 +143,7 @@ def verify_heads(
         VerificationError: A row deviates by more than its bound.
     """
     queries = range(problem.query.shape[2]) if queries is None else queries
-    rows = [queries[row] for row in _sample_rows(len(queries), num_rows, seed)]
+    rows = [queries[row] for row in sample_rows(len(queries), num_rows, seed)]
     if not rows:
         return
     positions = torch.tensor(rows, device=problem.query.device)
@@ -170,7 +170,7 @@ def _places(key: Tensor, kv_cut: tuple[slice, slice]) -> Iterator[tuple[int, int
     return product(range(key.shape[0])[row], range(key.shape[1])[kv_heads])
 
 
-def _sample_rows(seqlen_q: int, num_rows: int, seed: int) -> list[int]:
+def sample_rows(seqlen_q: int, num_rows: int, seed: int) -> list[int]:
     """Return the first, the last and ``num_rows`` random rows, ascending, without repetition."""
     generator = torch.Generator().manual_seed(seed)
     sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator, device="cpu")
