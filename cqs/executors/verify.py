@@ -170,7 +170,7 @@ def _places(key: Tensor, kv_cut: tuple[slice, slice]) -> Iterator[tuple[int, int
     return product(range(key.shape[0])[row], range(key.shape[1])[kv_heads])
 
 
-def sample_rows(seqlen_q: int, num_rows: int, seed: int) -> list[int]:
+def sample_rows(seqlen_q: int, num_rows: int = 32, seed: int = 0) -> list[int]:
     """Return the first, the last and ``num_rows`` random rows, ascending, without repetition."""
     generator = torch.Generator().manual_seed(seed)
     sample = torch.randint(max(seqlen_q, 1), (num_rows,), generator=generator, device="cpu")
