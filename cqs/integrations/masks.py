@@ -1,11 +1,9 @@
 """Conversion of masks of Hugging Face transformers to patterns."""
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import islice
 from operator import and_
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cqs.executors.distributed.agreement import agree, calls_on, control_group, swap
+from cqs.executors.distributed.agreement import gather
 from cqs.patterns import (
     Axis,
     BoundPattern,
@@ -246,29 +244,13 @@ def of_group(
         )
     batch, length = visible.shape
     request = {"call": "a mask", "pattern": pattern, "batch": batch}
-    calls = calls_on(group)
-    with calls.call():  # messages of other threads must not interleave
-        lengths = agree(group, request, error, seqlen_kv=length).seqlens_kv
-        numbers = [-(-batch * each // 64) for each in lengths]
-        words = iter(swap(control_group(group), _to_words(visible), numbers))
-    calls.check()
+    # Padding is a few runs, so ranks exchange the places at which the flags change.
+    changes = np.flatnonzero(np.diff(visible.ravel() != 0, prepend=False)).tolist()
+    parts = []
+    for num_keys, *places in gather(group, request, error, [length, *changes]):
+        has_changed = np.zeros(batch * num_keys, dtype=bool)
+        has_changed[places] = True
+        parts.append(np.logical_xor.accumulate(has_changed).reshape(batch, num_keys))
     assert pattern is not None, "or there was an error"
-    parts = [
-        _from_words(list(islice(words, number)), (batch, each))
-        for number, each in zip(numbers, lengths, strict=True)
-    ]
     visible = np.concatenate(parts, axis=1)
     return pattern if visible.all() else pattern & of_padding(visible)
-
-
-def _to_words(flags: NDArray[np.bool_]) -> list[int]:
-    """Pack flags into 64-bit integers, which ranks exchange."""
-    bits = np.zeros(-(-flags.size // 64) * 64, dtype=bool)
-    bits[: flags.size] = flags.ravel()
-    return np.packbits(bits).view(np.int64).tolist()
-
-
-def _from_words(words: list[int], shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return the flags, boolean of the given shape, that :func:`_to_words` has packed."""
-    bits = np.unpackbits(np.array(words, dtype=np.int64).view(np.uint8))
-    return bits[: math.prod(shape)].astype(bool).reshape(shape)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cqs.executors.distributed.agreement import agree, calls_on, control_group, swap
+from cqs.executors.distributed.agreement import gather
 from cqs.nn.mesh import AXES
 
 
@@ -58,9 +58,6 @@ def reduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _of_any(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return the logical or of the flags of all ranks, without a synchronisation of GPUs."""
-    calls, num_ranks = calls_on(group), dist.get_world_size(group)
-    with calls.call():  # messages of other threads must not interleave
-        agree(group, {"call": "reduce_gradients", "parameters": len(flags)}, None)
-        found = swap(control_group(group), list(map(int, flags)), [len(flags)] * num_ranks)
-    calls.check()
-    return [any(found[i :: len(flags)]) for i in range(len(flags))]
+    request = {"call": "reduce_gradients", "parameters": len(flags)}
+    of_ranks = gather(group, request, None, list(map(int, flags)))
+    return [any(of_parameter) for of_parameter in zip(*of_ranks, strict=True)]

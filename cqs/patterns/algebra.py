@@ -46,14 +46,6 @@ def unite(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
     return kept + subtract(other, kept)
 
 
-def unite_all(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pairs of pieces that may overlap; each piece adds the pairs of no earlier one."""
-    found: list[Piece] = []
-    for piece in pieces:
-        found = unite(found, tidy_all([piece]))
-    return found
-
-
 def tidy_all(pieces: Iterable[Piece]) -> list[Piece]:
     """Tidy every piece and drop empty ones.
 

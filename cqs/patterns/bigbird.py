@@ -69,7 +69,9 @@ class _BigBird(Pattern):
         side = self.window_blocks // 2 if self.window_blocks else -1
         columns = Piece(queries, keys.within_cells(0, self.global_blocks - 1))
         rows = Piece(queries.within_cells(0, self.global_blocks - 1), keys)
-        pieces = algebra.unite_all([Piece(queries, keys, -side, side), columns, rows])
+        pieces: list[Piece] = []
+        for piece in (Piece(queries, keys, -side, side), columns, rows):
+            pieces = algebra.unite(pieces, algebra.tidy_all([piece]))
         return BoundPattern(*lengths, tuple(pieces), self._random_blocks(lengths, side))
 
     def _random_blocks(self, lengths: Lengths, side: int) -> BlockList:

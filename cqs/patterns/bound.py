@@ -63,10 +63,6 @@ class BoundPattern:
         return np.array([(q.start, q.stop, k.start, k.stop) for q, k in axes]).T
 
     @property
-    def _parts(self) -> tuple[Piece | BlockList, ...]:
-        return self.pieces if self.blocks is None else (*self.pieces, self.blocks)
-
-    @property
     def num_pairs(self) -> int:
         """Number of live pairs."""
         return self.count(range(self.seqlen_q), range(self.seqlen_kv))
@@ -80,7 +76,8 @@ class BoundPattern:
         """Return whether query ``query`` sees key ``key``; False outside the sequence."""
         query = to_integer(query, "query must be an integer")
         key = to_integer(key, "key must be an integer")
-        return any(part.allows(query, key) for part in self._parts)
+        blocks = () if self.blocks is None else (self.blocks,)
+        return any(part.allows(query, key) for part in (*self.pieces, *blocks))
 
     def views(self, queries: range, keys: range) -> Iterator[View]:
         """Yield the live pairs within a rectangle as affine views without a common pair.

@@ -139,11 +139,8 @@ def _key_residues(piece: Piece) -> Iterator[View]:
 
 
 def _query_residues(piece: Piece) -> Iterator[View]:
-    rows, columns = piece.queries, piece.keys
-    for offset in range(rows.width):
-        apart = columns.origin - rows.origin - offset
-        queries = _residue(rows, offset)
-        yield from _view(piece, queries, columns.tokens, apart, apart + columns.width - 1)
+    for keys, queries, low, high, _ in _key_residues(piece.transposed()):
+        yield View(queries, keys, -high, -low)
 
 
 def _view(

@@ -1,7 +1,6 @@
 """Count the token groups that a task receives, for the cost model of communication."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -52,7 +51,9 @@ def group_needs(
             num_keys = len({*chain(*partners.values()), shared[1]})
         pairs = [(a, b) for a, others in partners.items() for b in others]
         pairs += [] if shared is None else [shared]
-        home, own_keys = float(any(a == 0 != b for a, b in pairs)), _sees_own_keys_and_more(pairs)
+        home = float(any(a == 0 != b for a, b in pairs))
+        seen_by_others = {b for a, b in pairs if a}
+        own_keys = float(0 in seen_by_others and len(seen_by_others) > 1)
         return (GroupNeeds(num_queries, num_keys, num_queries, num_keys, home, own_keys),)
 
     def needs(index: int, offset: int, *, without_own: bool = False) -> tuple[float, float]:
@@ -90,9 +91,3 @@ def group_needs(
         own_keys = float(needs(index, 0)[1] and num_seen > 0)
         found.append(GroupNeeds(queries, keys, query_results, key_results, home, own_keys))
     return tuple(found)
-
-
-def _sees_own_keys_and_more(pairs: Iterable[tuple[int, int]]) -> float:
-    """Return 1.0 if queries of other groups see keys of group 0 and of others, else 0.0."""
-    seen = {b for a, b in pairs if a}
-    return float(0 in seen and len(seen) > 1)

@@ -281,7 +281,11 @@ class Plan:
             written = json.loads(text, object_pairs_hook=_as_dict)
             if written["version"] not in _JSON_VERSIONS:
                 raise ValueError(f"version must be 2 or 3, got {written['version']!r}: plan again")
-            _compare_patterns(written["pattern"] if "pattern" in written else None, pattern)
+            of_plan, given = written.get("pattern"), None if pattern is None else repr(pattern)
+            if of_plan != given:
+                raise ValueError(
+                    f"the pattern of the plan is {of_plan}, got {given}: pass the same"
+                )
             plan = make_plan(
                 written["seqlen_q"],
                 written["seqlen_kv"],
@@ -382,13 +386,6 @@ def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(fields):
         raise ValueError(f"not a plan: a field is there twice: {[name for name, _ in fields]}")
     return found
-
-
-def _compare_patterns(written: str | None, pattern: Any) -> None:
-    """Raise ValueError unless ``written`` is the ``repr`` of ``pattern``."""
-    given = None if pattern is None else repr(pattern)
-    if written != given:
-        raise ValueError(f"the pattern of the plan is {written}, got {given}: pass the same")
 
 
 _remembered_plan = lru_cache(maxsize=8)(Plan)

@@ -109,6 +109,31 @@ def swap_texts(control: Any, own: str) -> list[str]:
     return [bytes(islice(found, length)).decode() for length in lengths]
 
 
+def gather(
+    group: Any, request: Mapping[str, Any], error: Exception | None, own: Sequence[int]
+) -> list[list[int]]:
+    """Gather integers from all ranks after comparing their requests; every rank must call this.
+
+    Args:
+        group: The process group.
+        request: Values that must be equal on all ranks, see :func:`agree`.
+        error: The error in this rank's arguments, if any, see :func:`agree`.
+        own: Integers of this rank, within int64.
+
+    Returns:
+        The integers of every rank, in rank order.
+
+    Raises:
+        Exception: One of the errors of :func:`agree`.
+    """
+    calls = calls_on(group)
+    with calls.call():  # messages of other threads must not interleave
+        lengths = agree(group, request, error, seqlen_kv=len(own)).seqlens_kv
+        found = iter(swap(control_group(group), own, lengths))
+    calls.check()
+    return [list(islice(found, length)) for length in lengths]
+
+
 def barrier(control: Any) -> None:
     """Block until all ranks have called this; raises RuntimeError if one has failed."""
     swap(control, [0], [1] * control.size())
