@@ -19,7 +19,7 @@ from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.scheduler import Plan
 from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker
-from cqs.worker.operands import Operands
+from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.triton import TRITON
 
 _HEADS = 16
@@ -164,10 +164,9 @@ def _triton_backward(
 
     seqlen = problem.query.shape[2]
     whole = whole_work(seqlen, seqlen, problem.is_causal)
-    tensors = problem.query, problem.key, problem.value, grad_output, *answer
-    return lambda: TRITON.differentiate(
-        *tensors, whole, scale=problem.scale, dtype=problem.query.dtype
-    )
+    operands = TaskOperands(problem.query, problem.key, problem.value, whole, problem.scale)
+    dtype = problem.query.dtype
+    return lambda: TRITON.differentiate(operands, grad_output, *answer, dtype=dtype)
 
 
 def _measure_merge(tokens: int, repeats: int) -> Measurement:

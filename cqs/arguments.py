@@ -15,70 +15,44 @@ from typing import Any, ParamSpec, TypeVar
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_MASK = (
-    "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention; a bias is a score_mod of "
-    "cqs.flex_attention"
-)
-_CAUSAL = "pass is_causal to cqs.attention"
-_SCALE = "pass scale"
-_DROPOUT = "pass dropout_p to cqs.attention"
-_WINDOW = "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
-_SCORES = "call cqs.flex_attention with a score_mod"
-_PACKED = (
-    "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with all "
-    "documents in one batch element"
-)
-_LSE = "pass return_lse=True to get the log-sum-exp; weights and maxima are not kept"
-_GROUP = "call cqs.distributed.attention(..., group=...)"
-_STREAMING = "call cqs.streaming.attention, which computes within a memory budget"
-_LEAVE = "leave it out: "
-
-ADVICE = {
-    "q": "pass query, [batch, num_heads, seqlen, head_dim]",
-    "k": "pass key, [batch, num_kv_heads, seqlen, head_dim]",
-    "v": "pass value, [batch, num_kv_heads, seqlen, value_dim]",
-    "attn_mask": _MASK,
-    "attention_mask": _MASK,
-    "mask": _MASK,
-    "key_padding_mask": _MASK,
-    "attn_bias": _MASK,
-    "bias": _MASK,
-    "pattern": "pass it to cqs.attention",
-    "block_mask": "pass pattern=cqs.patterns.from_block_mask(block_mask)",
-    "is_causal": _CAUSAL,
-    "causal": _CAUSAL,
-    "softmax_scale": _SCALE,
-    "sm_scale": _SCALE,
-    "scaling": _SCALE,
-    "dropout_p": _DROPOUT,
-    "dropout": _DROPOUT,
-    "p": _DROPOUT,
-    "window_size": _WINDOW,
-    "sliding_window": _WINDOW,
-    "local_window_size": _WINDOW,
-    "score_mod": _SCORES,
-    "softcap": _SCORES,
-    "alibi_slopes": _SCORES,
-    "cu_seqlens": _PACKED,
-    "cu_seqlens_q": _PACKED,
-    "cu_seqlens_k": _PACKED,
-    "cu_seqlens_kv": _PACKED,
-    "max_seqlen_q": _LEAVE + "cumulative lengths suffice",
-    "max_seqlen_k": _LEAVE + "cumulative lengths suffice",
-    "return_aux": _LSE,
-    "return_softmax_lse": _LSE,
-    "return_attn_probs": _LSE,
-    "need_weights": _LSE,
-    "enable_gqa": _LEAVE + "query heads share KV heads where these are fewer",
-    "kernel_options": _LEAVE + "kernels choose their own tiles, and backend names a kernel",
-    "deterministic": _LEAVE + "results are deterministic, except gradients by backend='cudnn'",
-    "group": _GROUP,
-    "process_group": _GROUP,
-    "memory_budget": _STREAMING,
-    "device": _STREAMING,
-    "out": _STREAMING,
-    "resume": _STREAMING,
+_ADVICE = {
+    ("q",): "pass query, [batch, num_heads, seqlen, head_dim]",
+    ("k",): "pass key, [batch, num_kv_heads, seqlen, head_dim]",
+    ("v",): "pass value, [batch, num_kv_heads, seqlen, value_dim]",
+    ("attn_mask", "attention_mask", "mask", "key_padding_mask", "attn_bias", "bias"): (
+        "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention; a bias is a score_mod of "
+        "cqs.flex_attention"
+    ),
+    ("pattern",): "pass it to cqs.attention",
+    ("block_mask",): "pass pattern=cqs.patterns.from_block_mask(block_mask)",
+    ("is_causal", "causal"): "pass is_causal to cqs.attention",
+    ("softmax_scale", "sm_scale", "scaling"): "pass scale",
+    ("dropout_p", "dropout", "p"): "pass dropout_p to cqs.attention",
+    ("window_size", "sliding_window", "local_window_size"): (
+        "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
+    ),
+    ("score_mod", "softcap", "alibi_slopes"): "call cqs.flex_attention with a score_mod",
+    ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"): (
+        "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with "
+        "all documents in one batch element"
+    ),
+    ("max_seqlen_q", "max_seqlen_k"): "leave it out: cumulative lengths suffice",
+    ("return_aux", "return_softmax_lse", "return_attn_probs", "need_weights"): (
+        "pass return_lse=True to get the log-sum-exp; weights and maxima are not kept"
+    ),
+    ("enable_gqa",): "leave it out: query heads share KV heads where these are fewer",
+    ("kernel_options",): (
+        "leave it out: kernels choose their own tiles, and backend names a kernel"
+    ),
+    ("deterministic",): (
+        "leave it out: results are deterministic, except gradients by backend='cudnn'"
+    ),
+    ("group", "process_group"): "call cqs.distributed.attention(..., group=...)",
+    ("memory_budget", "device", "out", "resume"): (
+        "call cqs.streaming.attention, which computes within a memory budget"
+    ),
 }
+ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names}
 """The equivalent of each argument of scaled_dot_product_attention, FlexAttention, FlashAttention,
 xFormers, JAX or Transformers that our functions lack."""
 

@@ -1,14 +1,12 @@
 """What a backend is: one kind of kernels that compute attention on one device."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cqs.partial import Partial
-from cqs.worker.operands import Operands
-from cqs.worker.work import Work
+from cqs.worker.operands import Operands, TaskOperands
 
 
 class Backend:
@@ -86,34 +84,24 @@ class TaskBackend(Backend):
 
     def attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        work: Work,
+        operands: TaskOperands,
         *,
-        scale: float,
         is_united: bool = False,
         dtype: torch.dtype | None = None,
         into: Partial | None = None,
-        **dropout: Any,
     ) -> Partial:
         """Compute partial outputs; see :func:`cqs.worker.triton.launch.attend_block_rows`."""
         raise NotImplementedError
 
     def differentiate(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        operands: TaskOperands,
         grad_output: Tensor,
         output: Tensor,
         lse: Tensor,
-        work: Work,
         *,
-        scale: float,
         dtype: torch.dtype | None = None,
         into: Sequence[Tensor] | None = None,
-        **dropout: Any,
     ) -> Sequence[Tensor]:
         """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_block_rows`."""
         raise NotImplementedError

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from cqs.patterns import BoundPattern, Pattern
+from cqs.problem import Dropout
 from cqs.worker.backend import Backend, CallBackend
 from cqs.worker.cpu import CPU
 from cqs.worker.cudnn import CUDNN
@@ -53,9 +55,8 @@ def choose_backend(
     key: Tensor,
     value: Tensor,
     backend: str | None = None,
-    *,
-    has_dropout: bool = False,
-    has_pattern: bool = False,
+    dropout: Dropout | None = None,
+    pattern: Pattern | BoundPattern | None = None,
     best_first: Iterable[str] = BACKENDS,
 ) -> Backend:
     """Return the backend to use for these tensors.
@@ -65,8 +66,8 @@ def choose_backend(
         key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
         backend: Name of the only candidate, or None to try ``best_first``.
-        has_dropout: Whether the backend must support dropout.
-        has_pattern: Whether the backend must support sparse patterns.
+        dropout: Dropout that the backend must support, or None.
+        pattern: Sparse pattern that the backend must support, or None.
         best_first: Names of the candidates, in the order of preference.
 
     Raises:
@@ -74,7 +75,7 @@ def choose_backend(
         NotImplementedError: The named backend does not support the tensors or options. The message
             gives the reason for every backend.
     """
-    options = has_dropout, has_pattern
+    options = dropout, pattern
     if backend is not None:
         check_backend_name(backend)
     for name in best_first if backend is None else [backend]:
@@ -93,11 +94,11 @@ def _why_not(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    has_dropout: bool,
-    has_pattern: bool,
+    dropout: Dropout | None,
+    pattern: Pattern | BoundPattern | None,
 ) -> str | None:
-    if has_dropout and not backend.supports_dropout:
+    if dropout is not None and not backend.supports_dropout:
         return "does not support dropout"
-    if has_pattern and not backend.supports_patterns:
+    if pattern is not None and not backend.supports_patterns:
         return "does not support sparse patterns"
     return backend.why_not(query, key, value)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cqs.partial import Gradients, Partial, lse_dtype, merge_partials
 from cqs.patterns.views import View
-from cqs.problem import Dropout, DropoutBits
+from cqs.problem import DropoutBits
 from cqs.worker.backend import CallBackend
-from cqs.worker.operands import Operands
+from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.reference import REFERENCE
 from cqs.worker.work import BlockRow
 
@@ -135,22 +135,13 @@ def attend_call(backend: CallBackend, operands: Operands) -> Partial:
     return found
 
 
-def attend_calls(
-    block_row: BlockRow,
-    backend: CallBackend,
-    operands: Operands,
-    *,
-    dropout: Dropout | None = None,
-    dropout_bits: DropoutBits | None = None,
-) -> Partial:
+def attend_calls(block_row: BlockRow, backend: CallBackend, operands: TaskOperands) -> Partial:
     """Compute the partial output of a block row's queries over all their live pairs.
 
     Args:
         block_row: Query rows and views, in row numbers of the tensors.
         backend: The backend that computes the calls.
-        operands: All rows of query, key and value, and the scale.
-        dropout: Dropout of the attention probabilities, or None.
-        dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
+        operands: All rows of query, key and value, and the options of all calls.
 
     Returns:
         Output ``[batch, num_heads, queries, value_dim]`` in the dtype of ``query``, and LSE
@@ -166,7 +157,7 @@ def attend_calls(
     )
     has_result = torch.zeros(1, 1, len(block_row.queries), dtype=torch.bool)
     for call in make_calls(block_row.views, in_batches=backend.joins_calls):
-        of_call = _with_options(operands, call, dropout, dropout_bits)
+        of_call = _with_options(operands, call)
         is_first = not call.of_queries(has_result, _FIRST if call.number > 1 else None, first).any()
         for place in call.places(batch, num_heads // key.shape[1]):
             found = attend_call(backend, call.operands(of_call, place))
@@ -183,13 +174,10 @@ def add_call_gradients(
     block_row: BlockRow,
     backend: CallBackend,
     gradients: Gradients,
-    operands: Operands,
+    operands: TaskOperands,
     grad_output: Tensor,
     output: Tensor,
     lse: Tensor,
-    *,
-    dropout: Dropout | None = None,
-    dropout_bits: DropoutBits | None = None,
 ) -> None:
     """Add the contribution of a block row's live pairs to the gradients, in place.
 
@@ -197,17 +185,15 @@ def add_call_gradients(
         block_row: Query rows and views, in row numbers of the tensors.
         backend: The backend that computes the calls.
         gradients: Sums that are added to, in the shapes of ``query``, ``key`` and ``value``.
-        operands: All rows of query, key and value, and the scale.
+        operands: All rows of query, key and value, and the options of all calls.
         grad_output: ``[batch, num_heads, rows_q, value_dim]``.
         output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
         lse: LSE of the whole problem, ``[batch, num_heads, rows_q]``.
-        dropout: Dropout of the attention probabilities, or None.
-        dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
     """
     lse = lse_for_gradients(lse)
     batch, num_heads, _, _ = operands.query.shape
     for call in make_calls(block_row.views, in_batches=backend.joins_calls):
-        of_call = _with_options(operands, call, dropout, dropout_bits)
+        of_call = _with_options(operands, call)
         for place in call.places(batch, num_heads // operands.key.shape[1]):
             of_queries = (call.of_queries(each, place) for each in (grad_output, output, lse))
             found = backend.differentiate(call.operands(of_call, place), *of_queries)
@@ -258,19 +244,15 @@ def lse_for_gradients(lse: Tensor) -> Tensor:
 _FIRST = _Place(0, 0, 1)
 
 
-def _with_options(
-    operands: Operands, call: Call, dropout: Dropout | None, bits: DropoutBits | None
-) -> Operands:
+def _with_options(operands: TaskOperands, call: Call) -> Operands:
     """Return all rows of the operands with the mask and the dropped pairs of one call."""
-    visible = call.visible(operands.query.device)
-    operands = operands._replace(is_causal=call.is_causal, visible=visible)
+    query, key, value, _, scale, dropout, bits = operands
+    of_call = Operands(query, key, value, call.is_causal, scale, call.visible(query.device))
     if dropout is None or bits is None:
-        return operands
+        return of_call
     queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
-    of_call = DropoutBits(
-        bits.multiplier[..., queries], bits.increment[..., queries], bits.key[keys]
-    )
-    return operands._replace(kept=dropout.kept(of_call), keep_scale=dropout.scale)
+    bits = DropoutBits(bits.multiplier[..., queries], bits.increment[..., queries], bits.key[keys])
+    return of_call._replace(kept=dropout.kept(bits), keep_scale=dropout.scale)
 
 
 def _cut(view: View) -> Iterator[Call]:

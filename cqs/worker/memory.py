@@ -87,6 +87,8 @@ def predict_pattern_cost(
 ) -> TaskCost:
     """Predict the cost of a task, with the buffers of its backend if the plan has a pattern.
 
+    The prediction counts tensors on the device, but not the scratch memory of kernels.
+
     Args:
         task: The task to predict.
         shape: Sizes and dtype of the tensors.
@@ -95,32 +97,18 @@ def predict_pattern_cost(
     """
     if pattern is None:
         return predict_cost(task, shape, backend)
-    held = 0 if backend is None else predict_sparse_bytes(task, pattern, shape, backend)
-    return predict_cost(task, shape, backend, pattern_bytes=held)
-
-
-def predict_sparse_bytes(
-    task: Task, pattern: BoundPattern, shape: AttentionShape, backend: str
-) -> int:
-    """Predict the peak memory of a task with a pattern in bytes, excluding its inputs.
-
-    The prediction counts tensors on the device, but not the scratch memory of kernels.
-
-    Args:
-        task: A task of a plan with this pattern.
-        pattern: The pattern, bound to the sequence lengths of the plan.
-        shape: Sizes and dtype of the tensors.
-        backend: Name of the backend that computes the task.
-    """
-    work = make_work(task.steps, pattern, task.held_queries, task.held_keys)
-    found = BACKENDS[backend]
-    if not isinstance(found, CallBackend):
-        return _bytes_of_launches(task, work, shape)
-    returned = peak = 0
-    for block_row in work.block_rows:
-        peak = max(peak, returned + _bytes_of_block_row(block_row, shape, found))
-        returned += shape.result_bytes(len(block_row.queries))
-    return peak
+    peak = 0
+    if backend is not None:
+        work = make_work(task.steps, pattern, task.held_queries, task.held_keys)
+        found = BACKENDS[backend]
+        if not isinstance(found, CallBackend):
+            peak = _bytes_of_launches(task, work, shape)
+        else:
+            returned = 0
+            for block_row in work.block_rows:
+                peak = max(peak, returned + _bytes_of_block_row(block_row, shape, found))
+                returned += shape.result_bytes(len(block_row.queries))
+    return predict_cost(task, shape, backend, pattern_bytes=peak)
 
 
 def _bytes_of_block_row(block_row: BlockRow, shape: AttentionShape, backend: CallBackend) -> int:

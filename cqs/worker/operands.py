@@ -5,9 +5,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cqs.problem import Dropout, DropoutBits
+from cqs.worker.work import Work
+
 _MAX_GRID = 65535
 MIN_SCALE = torch.finfo(torch.float32).tiny
 """Smallest positive factor on the scores that fused kernels support."""
+
+
+class TaskOperands(NamedTuple):
+    """Tensors and options of the work of any number of tasks."""
+
+    query: Tensor
+    """``[batch, num_heads, rows_q, head_dim]``."""
+    key: Tensor
+    """``[batch, num_kv_heads, rows_kv, head_dim]``, in the dtype of the query."""
+    value: Tensor
+    """``[batch, num_kv_heads, rows_kv, value_dim]``, in the dtype of the query."""
+    work: Work
+    """The block rows, in row numbers of the tensors."""
+    scale: float
+    """Factor on the scores."""
+    dropout: Dropout | None = None
+    """Dropout of the attention probabilities, or ``None``."""
+    dropout_bits: DropoutBits | None = None
+    """Random bits of the tensors' rows; required with ``dropout``."""
 
 
 class Operands(NamedTuple):

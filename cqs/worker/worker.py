@@ -1,8 +1,7 @@
 """Computation of tasks on one device, by the backend that supports them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +20,8 @@ from cqs.worker.backends import (
 )
 from cqs.worker.calls import add_call_gradients, attend_call, attend_calls, lse_for_gradients
 from cqs.worker.held_tokens import HeldTokens, rows_of
-from cqs.worker.operands import Operands
-from cqs.worker.work import Work, make_work
-
-_Found = TypeVar("_Found")
+from cqs.worker.operands import Operands, TaskOperands
+from cqs.worker.work import make_work
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,8 @@ class Worker:
         options = backend, problem.dropout, problem.bound_pattern
         chosen = None
         if steps is not None:
-            chosen = _choose(problem.query, problem.key, problem.value, steps, *options)
+            tensors = problem.query, problem.key, problem.value
+            chosen = choose_backend(*tensors, *options, _best_first(steps))
         return cls(problem.scale, *options, chosen)
 
     def choose_backend(
@@ -90,7 +88,8 @@ class Worker:
             NotImplementedError: The named backend does not support the tensors or options. The
                 message gives the reason.
         """
-        return _choose(query, key, value, steps, self.backend, self.dropout, self.pattern)
+        options = self.backend, self.dropout, self.pattern
+        return choose_backend(query, key, value, *options, _best_first(steps))
 
     def run_steps(
         self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None
@@ -113,27 +112,15 @@ class Worker:
         if not steps:
             return []
         backend = self.chosen or self._choose_for(steps, held)
-        if isinstance(backend, CallBackend):
-            if self.pattern is None:
-                return [self._run_step(backend, step, *held) for step in steps]
-            operands, options = self._all_rows(held), self._dropout_options(held)
-            rows = self._work(steps, held).block_rows
-            return [attend_calls(row, backend, operands, **options) for row in rows]
-        assert isinstance(backend, TaskBackend)
-        whole = self._launch(backend.attend, steps, held, dtype=dtype)
-        lengths = [len(step.queries) for step in steps]
-        return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
-
-    def _launch(
-        self,
-        compute: Callable[..., _Found],
-        steps: Sequence[Step],
-        held: Sequence[HeldTokens],
-        **options: Any,
-    ) -> _Found:
-        """Call a function of a backend that computes whole tasks."""
-        work, dropout = self._work(steps, held), self._dropout_options(held)
-        return compute(*_join(*held), work, scale=self.scale, **options, **dropout)
+        if isinstance(backend, TaskBackend):
+            whole = backend.attend(self._task_operands(steps, held), dtype=dtype)
+            lengths = [len(step.queries) for step in steps]
+            return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
+        assert isinstance(backend, CallBackend)
+        if self.pattern is None:
+            return [self._run_step(backend, step, *held) for step in steps]
+        operands = self._task_operands(steps, held)
+        return [attend_calls(row, backend, operands) for row in operands.work.block_rows]
 
     def run_together(
         self,
@@ -158,8 +145,8 @@ class Worker:
         """
         backend = self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
-            options = {"is_united": True, "dtype": dtype, "into": into}
-            return self._launch(backend.attend, steps, held, **options)
+            operands = self._task_operands(steps, held)
+            return backend.attend(operands, is_united=True, dtype=dtype, into=into)
         parts = self.run_steps(steps, *held, dtype=dtype)
         rows = [_slice(step.queries, held[0]) for step in steps]
         answer = into or Partial(*(held[0].empty_like(part) for part in parts[0]))
@@ -180,7 +167,7 @@ class Worker:
             return
         backend = self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
-            self._launch(backend.attend, steps, held, into=answer)
+            backend.attend(self._task_operands(steps, held), into=answer)
             return
         first = 0
         for step, part in zip(steps, self.run_steps(steps, *held), strict=True):
@@ -208,7 +195,8 @@ class Worker:
         query, key, value, *_ = held
         backend = self._choose_for(steps, held)
         if steps and isinstance(backend, TaskBackend):
-            return Gradients(*self._launch(backend.differentiate, steps, held, dtype=dtype))
+            operands = self._task_operands(steps, held)
+            return Gradients(*backend.differentiate(operands, *_join(*held[3:]), dtype=dtype))
         sums = lse_dtype(query.sample.dtype)
         calls = [(step.queries, *call) for step in steps for call in _calls(step)]
         seen = [((queries,), key_ranges) for queries, key_ranges, _ in calls]
@@ -228,10 +216,9 @@ class Worker:
                     first += len(tokens)
         elif steps:
             assert isinstance(backend, CallBackend)
-            operands, of_queries = self._all_rows(held), _join(*held[3:])
-            options = self._dropout_options(held)
-            for row in self._work(steps, held).block_rows:
-                add_call_gradients(row, backend, gradients, operands, *of_queries, **options)
+            operands, of_queries = self._task_operands(steps, held), _join(*held[3:])
+            for row in operands.work.block_rows:
+                add_call_gradients(row, backend, gradients, operands, *of_queries)
         return gradients
 
     def add_gradients(
@@ -247,7 +234,7 @@ class Worker:
         """
         backend = self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
-            self._launch(backend.differentiate, steps, held, into=sums)
+            backend.differentiate(self._task_operands(steps, held), *_join(*held[3:]), into=sums)
             return
         of_query, *of_keys = self.run_backward(steps, *held)
         for total, part in zip(sums, [of_query] if len(sums) == 1 else of_keys, strict=True):
@@ -259,10 +246,13 @@ class Worker:
         query, key, value, *_ = held
         return self.choose_backend(query.sample, key.sample, value.sample, steps)
 
-    def _all_rows(self, held: Sequence[HeldTokens]) -> Operands:
-        """Return all held rows, from which the calls of a pattern take theirs."""
-        query, key, value = _join(*held[:3])
-        return Operands(query, key, value, False, self.scale)
+    def _task_operands(self, steps: Sequence[Step], held: Sequence[HeldTokens]) -> TaskOperands:
+        """Return all held rows of query, key and value, and the work of the steps in them."""
+        (query, key), dropout, bits = held[:2], self.dropout, None
+        if dropout is not None:
+            bits = dropout.random_bits(query.sample, query.ranges, key.ranges)
+        work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges)
+        return TaskOperands(*_join(*held[:3]), work, self.scale, dropout, bits)
 
     def _run_step(
         self,
@@ -307,14 +297,8 @@ class Worker:
         query, key, value, *_ = operands
         if key.shape[2] >= backend.least_keys:
             return backend
-        found = choose_backend(
-            query,
-            key,
-            value,
-            self.backend,
-            has_dropout=self.dropout is not None,
-            best_first=BEST_FOR_CALLS,
-        )
+        tensors = query, key, value
+        found = choose_backend(*tensors, self.backend, self.dropout, best_first=BEST_FOR_CALLS)
         assert isinstance(found, CallBackend)
         return found
 
@@ -335,38 +319,11 @@ class Worker:
         of_keys = key.take(keys), value.take(keys)
         return Operands(query, *of_keys, is_causal, self.scale, None, kept, keep_scale)
 
-    def _work(self, steps: Iterable[Step], held: Sequence[HeldTokens]) -> Work:
-        return make_work(tuple(steps), self.pattern, held[0].ranges, held[1].ranges)
 
-    def _dropout_options(self, held: Sequence[HeldTokens]) -> dict[str, Any]:
-        """Return the keyword arguments for dropout of a backend that computes whole tasks."""
-        if self.dropout is None:
-            return {}
-        query, key, *_ = held
-        bits = self.dropout.random_bits(query.sample, query.ranges, key.ranges)
-        return {"dropout": self.dropout, "dropout_bits": bits}
-
-
-def _choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    steps: Sequence[Step],
-    backend: str | None,
-    dropout: Dropout | None,
-    pattern: BoundPattern | None,
-) -> Backend:
-    """Return the backend for steps; a single call prefers other backends than several calls."""
+def _best_first(steps: Sequence[Step]) -> Iterable[str]:
+    """Return the names of the backends; a single call prefers others than several calls."""
     is_one_call = len(steps) == 1 and steps[0].num_blocks == 1
-    return choose_backend(
-        query,
-        key,
-        value,
-        backend,
-        has_dropout=dropout is not None,
-        has_pattern=pattern is not None,
-        best_first=BEST_FOR_WHOLE_CALLS if is_one_call else BACKENDS,
-    )
+    return BEST_FOR_WHOLE_CALLS if is_one_call else BACKENDS
 
 
 def _calls(step: Step) -> list[tuple[tuple[range, ...], bool]]:

@@ -16,6 +16,7 @@ from cqs.partial import Partial, fused_merge
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
 from cqs.problem import Dropout
 from cqs.scheduler import make_plan
+from cqs.worker.operands import TaskOperands
 from cqs.worker.triton import launch
 from cqs.worker.work import make_work
 
@@ -49,11 +50,10 @@ def compile_both_passes(
     key, value = (torch.randn(1, 1, TOKENS, head_dim, dtype=dtype) for _ in range(2))
     steps = make_plan(TOKENS, num_tasks=1, pattern=pattern).task(0).steps
     work = make_work(steps, pattern.bind(TOKENS), whole, whole)
-    options = {"scale": 0.1, "dropout": dropout}
-    if dropout is not None:
-        options["dropout_bits"] = dropout.random_bits(query, whole, whole)
-    answer = launch.attend_block_rows(query, key, value, work, **options)
-    launch.gradients_of_block_rows(query, key, value, query, *answer, work, **options)
+    bits = None if dropout is None else dropout.random_bits(query, whole, whole)
+    operands = TaskOperands(query, key, value, work, 0.1, dropout, bits)
+    answer = launch.attend_block_rows(operands)
+    launch.gradients_of_block_rows(operands, query, *answer)
 
 
 def compile_row_copies(dtype: torch.dtype) -> None:

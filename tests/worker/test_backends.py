@@ -10,7 +10,7 @@ from cqs.problem import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker, choose_backend
 from cqs.worker.calls import attend_call
-from cqs.worker.operands import Operands
+from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.work import whole_work
 
 GPU = pytest.mark.gpu
@@ -51,7 +51,7 @@ def attend(problem, backend, *tensors):
     if isinstance(found, CallBackend):
         return attend_call(found, Operands(*tensors, problem.is_causal, problem.scale))
     whole = whole_work(tensors[0].shape[2], tensors[1].shape[2], problem.is_causal)
-    return found.attend(*tensors, whole, scale=problem.scale)
+    return found.attend(TaskOperands(*tensors, whole, problem.scale))
 
 
 @pytest.mark.sample(3)

@@ -132,14 +132,8 @@ def attention(
         torch.empty((1, 1, 2, tensor.shape[3]), dtype=tensor.dtype, device=where)
         for tensor in checked
     )
-    name = choose_backend(
-        queries,
-        keys,
-        values,
-        backend,
-        has_dropout=problem.dropout is not None,
-        has_pattern=problem.pattern is not None,
-    ).name
+    options = backend, problem.dropout, problem.pattern
+    name = choose_backend(queries, keys, values, *options).name
     budget = parse_budget(memory_budget, where)
     sources = list(map(_of_shape, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cqs.partial import Partial, has_triton
 from cqs.worker.backend import TaskBackend
+from cqs.worker.operands import TaskOperands
 
 _HEAD_DIMS = range(16, 257, 8)
 
@@ -40,17 +41,19 @@ class _Triton(TaskBackend):
                 )
         return None
 
-    def attend(self, query: Tensor, *arguments: Any, **options: Any) -> Partial:
+    def attend(self, operands: TaskOperands, **options: Any) -> Partial:
         from cqs.worker.triton import launch
 
-        with torch.cuda.device_of(query):  # Triton launches on the current device
-            return launch.attend_block_rows(query, *arguments, **options)
+        with torch.cuda.device_of(operands.query):  # Triton launches on the current device
+            return launch.attend_block_rows(operands, **options)
 
-    def differentiate(self, query: Tensor, *arguments: Any, **options: Any) -> Sequence[Tensor]:
+    def differentiate(
+        self, operands: TaskOperands, *of_queries: Tensor, **options: Any
+    ) -> Sequence[Tensor]:
         from cqs.worker.triton import launch
 
-        with torch.cuda.device_of(query):
-            return launch.gradients_of_block_rows(query, *arguments, **options)
+        with torch.cuda.device_of(operands.query):
+            return launch.gradients_of_block_rows(operands, *of_queries, **options)
 
 
 def _is_interpreted() -> bool:

@@ -1,7 +1,7 @@
 """Partial outputs and gradients of block rows, in one kernel launch for each pair of steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -15,9 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.partial import Partial, merge_rows
-from cqs.problem import Dropout, DropoutBits
 from cqs.worker.cuda_graphs import cached_on_device
-from cqs.worker.operands import with_positive_scale
+from cqs.worker.operands import TaskOperands, with_positive_scale
 from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import (
@@ -52,50 +51,33 @@ At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 
 
 
 def attend_block_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    work: Work,
+    operands: TaskOperands,
     *,
-    scale: float,
     is_united: bool = False,
     dtype: torch.dtype | None = None,
     into: Partial | None = None,
-    dropout: Dropout | None = None,
-    dropout_bits: DropoutBits | None = None,
 ) -> Partial:
     """Compute the partial outputs of all block rows, in one launch for each pair of steps.
 
     Args:
-        query: ``[batch, num_heads, rows_q, head_dim]``, float16, bfloat16 or float32.
-        key: ``[batch, num_kv_heads, rows_kv, head_dim]``, in the dtype of ``query``.
-        value: ``[batch, num_kv_heads, rows_kv, value_dim]``, in the dtype of ``query``.
-        work: The block rows, in row numbers of the tensors.
-        scale: Factor on the scores.
-        is_united: Whether to return one partial output for each row of ``query``, over its live
+        operands: Tensors and options; float16, bfloat16 or float32.
+        is_united: Whether to return one partial output for each row of the query, over its live
             pairs in all block rows. Otherwise every block row has its own, one after another.
         dtype: Dtype of the output; ``None`` means that of the query.
         into: Tensors with a last stride of 1 to write to; ``None`` means new ones.
-        dropout: Dropout of the attention probabilities, or None.
-        dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
 
     Returns:
         Output ``[batch, num_heads, rows, value_dim]`` and float32 LSE ``[batch, num_heads, rows]``;
         ``into`` if that is given. Rows without a live pair have output 0 and LSE -inf.
     """
-    query, scale = with_positive_scale(query, scale)
-    batch, num_heads, num_rows, head_dim = query.shape
+    positive_query, scale = with_positive_scale(operands.query, operands.scale)
+    operands = operands._replace(query=positive_query, scale=scale)
+    query, key, value, work, *_ = operands
+    batch, num_heads, num_rows, _ = query.shape
     value_dim = value.shape[-1]
-    on_hopper = _is_for_hopper(query, value) and dropout is None
-    descriptor = GluonDescriptor if on_hopper else TensorDescriptor
-    if on_hopper:
-        tile_q, tile_k = 128, 128  # 64 rows for each consumer
-    else:
-        tile_q, tile_k, num_warps, num_stages = _choose_tiles(query.dtype, max(head_dim, value_dim))
+    tiles = _choose_tiles(operands, is_backward=False)
     if not is_united:
         num_rows = sum(len(block_row.queries) for block_row in work.block_rows)
-    group_size = num_heads // key.shape[1]
-    scale_log2 = scale / math.log(2)
 
     def new(dtype: torch.dtype | None) -> Partial:
         output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
@@ -105,59 +87,28 @@ def attend_block_rows(
         output, lse = answer
         if lists.num_rows < num_rows:  # rows without a live pair have no tile
             output.zero_(), lse.fill_(-torch.inf)
-        num_items = len(lists.tiles) * batch * num_heads
         query_step, key_step = lists.steps
-        rows_q = tile_q // 2 if on_hopper else tile_q
+        rows_q = tiles.rows // 2 if tiles.on_hopper else tiles.rows
         tensors = (
-            _describe(query, query_step, rows_q, descriptor),
-            _describe(key, key_step, tile_k, descriptor),
-            _describe(value, key_step, tile_k, descriptor),
-            output,
-            lse,
-            lists.tiles,
-            lists.runs,
+            _describe(query, query_step, rows_q, tiles),
+            _describe(key, key_step, tiles.block, tiles),
+            _describe(value, key_step, tiles.block, tiles),
+            *answer,
         )
-        strides = output.stride()[:3], *lse.stride()
-        sizes = query_step, key_step, scale_log2, value_dim
-        if on_hopper:
-            grid = _persistent(num_items, query.device)
-            attend_tiles_on_hopper[grid](
-                *tensors,
-                lists.mask_bits,
-                _counter(query),
-                len(lists.tiles),
-                lists.num_long(batch * num_heads, *grid),
-                num_items,
-                lists.num_polls,
-                num_heads,
-                *strides,
-                *sizes,
-                GROUP_SIZE=group_size,
-                # 176 and 160 KiB of shared memory: a program on Hopper can have 227.
-                STAGES=2 if head_dim > 64 else 4,
-                HAS_BITS=lists.has_bits,
-                num_warps=4,
-            )
-        else:
-            attend_tiles[(num_items,)](
-                *tensors,
-                lists.mask_bits if lists.has_bits else None,
-                dropout_bits,
-                len(lists.tiles),
-                num_heads,
-                query.shape[2],
-                *strides,
-                *sizes,
-                GROUP_SIZE=group_size,
-                TILE_Q=tile_q,
-                TILE_K=tile_k,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                **_plain_options(query, value, dropout),
-            )
+        numbers = (
+            *((lists.num_polls, num_heads) if tiles.on_hopper else (num_heads, query.shape[2])),
+            output.stride()[:3],
+            *lse.stride(),
+            *lists.steps,
+            scale / math.log(2),
+            value_dim,
+        )
+        sizes = {} if tiles.on_hopper else {"TILE_Q": tiles.rows, "TILE_K": tiles.block}
+        kernel = attend_tiles_on_hopper if tiles.on_hopper else attend_tiles
+        _launch(kernel, operands, tiles, lists, batch * num_heads, tensors, numbers, sizes)
         return answer
 
-    all_lists = _query_lists(query.device, work, tile_q, tile_k, packed=not is_united)
+    all_lists = _query_lists(query.device, work, tiles.rows, tiles.block, packed=not is_united)
     answer = into or new(dtype)
     if len(all_lists) == 1:
         return launch(all_lists[0], answer)
@@ -168,18 +119,12 @@ def attend_block_rows(
 
 
 def gradients_of_block_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: TaskOperands,
     grad_output: Tensor,
     output: Tensor,
     lse: Tensor,
-    work: Work,
     *,
-    scale: float,
     dtype: torch.dtype | None = None,
-    dropout: Dropout | None = None,
-    dropout_bits: DropoutBits | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:
     """Compute the gradients of all block rows' live pairs.
@@ -187,50 +132,33 @@ def gradients_of_block_rows(
     There are two launches for each pair of steps: one for queries, one for keys and values.
 
     Args:
-        query: ``[batch, num_heads, rows_q, head_dim]``, float16, bfloat16 or float32.
-        key: ``[batch, num_kv_heads, rows_kv, head_dim]``, in the dtype of ``query``.
-        value: ``[batch, num_kv_heads, rows_kv, value_dim]``, in the dtype of ``query``.
+        operands: Tensors and options; float16, bfloat16 or float32.
         grad_output: Gradient of the output, ``[batch, num_heads, rows_q, value_dim]``.
         output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
         lse: LSE of the whole problem, float32 ``[batch, num_heads, rows_q]``.
-        work: The block rows, in row numbers of the tensors.
-        scale: Factor on the scores.
         dtype: Dtype of the gradients; ``None`` means float32.
-        dropout: Dropout of the attention probabilities, or None.
-        dropout_bits: Random bits of the tensors' rows; required with ``dropout``.
         into: float32 sums that are added to: that of the queries alone, or those of keys and
             values. The other gradients are not computed. ``None`` means new tensors.
 
     Returns:
         Gradients of query, key and value in their shapes; ``into`` if that is given.
     """
+    query, key, value, work, scale, *_ = operands
     batch, num_heads, num_queries, head_dim = query.shape
-    _, num_kv_heads, num_keys, value_dim = value.shape
+    _, _, num_keys, value_dim = value.shape
     statistics = _row_statistics(grad_output, output, lse)
-    on_hopper = _is_for_hopper(query, value) and dropout is None
-    descriptor = GluonDescriptor if on_hopper else TensorDescriptor
-    if on_hopper:
-        tile, block = 128, 64  # with 64 rows a block, three stages fit shared memory
-    else:
-        tile, block, num_warps, num_stages = _choose_gradient_tiles(
-            query.dtype, max(head_dim, value_dim)
-        )
+    tiles = _choose_tiles(operands, is_backward=True)
 
     def compute(
-        kernel_on_hopper: Any,
-        plain_kernel: Any,
-        all_lists: list[_Lists],
-        likes: tuple[Tensor, ...],
-        sizes: tuple[int | float, ...],
+        kernel: Any, all_lists: list[_Lists], likes: tuple[Tensor, ...], *sizes: int
     ) -> Sequence[Tensor]:
         """Compute the gradients of ``likes``: the query, or the key and the value.
 
         Args:
-            kernel_on_hopper: Kernel for Hopper GPUs.
-            plain_kernel: Kernel for all other GPUs and dtypes.
+            kernel: The kernel to launch.
             all_lists: The launches, whose tiles are rows of ``likes``.
             likes: The tensors whose gradients are computed.
-            sizes: The kernels' arguments from ``num_heads`` to ``scale``.
+            sizes: The kernel's arguments from ``num_heads`` to the dimensions.
         """
         num_tile_heads, num_rows = likes[0].shape[1:3]
         # Several launches add up, which is done in float32.
@@ -239,76 +167,83 @@ def gradients_of_block_rows(
         if into is None and (not all_lists or all_lists[0].num_rows < num_rows):
             for target in targets:
                 target.zero_()
+        tiles_are_keys = len(likes) == 2
+        rows_q, rows_k = (tiles.rows, tiles.block)[:: -1 if tiles_are_keys else 1]
+        if tiles.on_hopper:
+            rows_q = rows_k = 64  # tiles come in halves
         for i, lists in enumerate(all_lists):
-            tiles_are_keys = len(likes) == 2
-            query_step, key_step = lists.steps[::-1] if tiles_are_keys else lists.steps
-            rows_q, rows_k = (block, tile) if tiles_are_keys else (tile, block)
-            if on_hopper:
-                rows_q = rows_k = 64  # tiles come in halves
+            query_step, key_step = lists.steps[:: -1 if tiles_are_keys else 1]
             tensors = (
-                _describe(query, query_step, rows_q, descriptor),
-                _describe(key, key_step, rows_k, descriptor),
-                _describe(value, key_step, rows_k, descriptor),
-                _describe(grad_output, query_step, rows_q, descriptor),
+                _describe(query, query_step, rows_q, tiles),
+                _describe(key, key_step, rows_k, tiles),
+                _describe(value, key_step, rows_k, tiles),
+                _describe(grad_output, query_step, rows_q, tiles),
                 *statistics,
                 *targets,
-                lists.tiles,
-                lists.runs,
             )
-            num_items = len(lists.tiles) * batch * num_tile_heads
-            options = {"GROUP_SIZE": num_heads // num_kv_heads, "IS_SUM": into is not None or i > 0}
-            if on_hopper:
-                grid = _persistent(num_items, query.device)
-                kernel_on_hopper[grid](
-                    *tensors,
-                    lists.mask_bits,
-                    _counter(query),
-                    len(lists.tiles),
-                    lists.num_long(batch * num_tile_heads, *grid),
-                    num_items,
-                    *lists.steps,
-                    *sizes,
-                    scale / math.log(2),
-                    STAGES=3,
-                    HAS_BITS=lists.has_bits,
-                    num_warps=4,
-                    **options,
-                )
+            numbers = *lists.steps, *sizes, scale
+            options: dict[str, int] = {"IS_SUM": into is not None or i > 0}
+            if tiles.on_hopper:
+                numbers = *numbers, scale / math.log(2)
             else:
-                plain_kernel[(num_items,)](
-                    *tensors,
-                    lists.mask_bits if lists.has_bits else None,
-                    dropout_bits,
-                    len(lists.tiles),
-                    *lists.steps,
-                    *sizes,
-                    TILE_Q=rows_q,
-                    TILE_K=rows_k,
-                    num_warps=num_warps,
-                    num_stages=num_stages,
-                    **options,
-                    **_plain_options(query, value, dropout),
-                )
+                options |= {"TILE_Q": rows_q, "TILE_K": rows_k}
+            num_items = batch * num_tile_heads
+            _launch(kernel, operands, tiles, lists, num_items, tensors, numbers, options)
         return into or [target.to(dtype or torch.float32) for target in targets]
 
     gradients: list[Tensor] = []
+    list_arguments = query.device, work, tiles.rows, tiles.block
     if into is None or len(into) == 1:
-        gradients += compute(
-            query_gradients_on_hopper,
-            query_gradients,
-            _query_lists(query.device, work, tile, block),
-            (query,),
-            (num_heads, num_queries, head_dim, scale),
-        )
+        kernel = query_gradients_on_hopper if tiles.on_hopper else query_gradients
+        sizes = num_heads, num_queries, head_dim
+        gradients += compute(kernel, _query_lists(*list_arguments), (query,), *sizes)
     if into is None or len(into) == 2:
-        gradients += compute(
-            key_gradients_on_hopper,
-            key_gradients,
-            _key_lists(query.device, work, tile, block),
-            (key, value),
-            (num_heads, num_queries, num_keys, head_dim, value_dim, scale),
-        )
+        kernel = key_gradients_on_hopper if tiles.on_hopper else key_gradients
+        sizes = num_heads, num_queries, num_keys, head_dim, value_dim
+        gradients += compute(kernel, _key_lists(*list_arguments), (key, value), *sizes)
     return gradients
+
+
+class _Tiles(NamedTuple):
+    """Sizes of the tiles of a kernel, and the options that it is compiled with."""
+
+    on_hopper: bool
+    """Whether the kernels for Hopper GPUs compute; otherwise those for all GPUs."""
+    rows: int
+    """Rows of a tile."""
+    block: int
+    """Columns of a block."""
+    options: dict[str, int]
+
+
+# By backward pass, float32, and a dim beyond 128. Larger dims and float32 have smaller tiles,
+# because tiles and blocks must fit shared memory.
+_PLAIN_TILES = {
+    (False, False, False): (128, 128, 8, 2),
+    (False, False, True): (128, 64, 8, 2),
+    (False, True, False): (64, 64, 4, 2),
+    (False, True, True): (64, 32, 4, 2),
+    (True, False, False): (128, 64, 8, 2),
+    (True, False, True): (64, 64, 8, 1),
+    (True, True, False): (64, 32, 4, 1),
+    (True, True, True): (32, 32, 4, 1),
+}
+"""Rows of a tile, columns of a block, warps and stages of the plain kernels."""
+
+
+def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
+    query, value = operands.query, operands.value
+    head_dim = query.shape[-1]
+    if _is_for_hopper(query, value) and operands.dropout is None:
+        if is_backward:
+            return _Tiles(True, 128, 64, {"STAGES": 3})  # with blocks of 64, 3 stages fit
+        # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
+        return _Tiles(True, 128, 128, {"STAGES": 2 if head_dim > 64 else 4})
+    is_wide = max(head_dim, value.shape[-1]) > 128
+    rows, block, num_warps, num_stages = _PLAIN_TILES[
+        is_backward, query.dtype == torch.float32, is_wide
+    ]
+    return _Tiles(False, rows, block, {"num_warps": num_warps, "num_stages": num_stages})
 
 
 def _row_statistics(grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,17 +269,6 @@ def _row_statistics(grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[T
     return lse_log2, delta
 
 
-def _plain_options(query: Tensor, value: Tensor, dropout: Dropout | None) -> dict[str, Any]:
-    """Return the arguments for block sizes, precision and dropout that all plain kernels share."""
-    return {
-        "drop_below": 0 if dropout is None else dropout.threshold,
-        "keep_scale": 1.0 if dropout is None else dropout.scale,
-        "BLOCK_D": triton.next_power_of_2(query.shape[-1]),
-        "BLOCK_V": triton.next_power_of_2(value.shape[-1]),
-        "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
-    }
-
-
 def _persistent(num_items: int, device: torch.device) -> tuple[int]:
     """Return a grid of one program for each multiprocessor, or for each item if they are fewer."""
     return (min(num_items, _properties(device).multi_processor_count),)
@@ -353,19 +277,6 @@ def _persistent(num_items: int, device: torch.device) -> tuple[int]:
 @cache
 def _properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
-
-
-def _counter(like: Tensor) -> Tensor:
-    """Allocate the counters of items taken and of items started, int32 ``[2]``, zeros."""
-    return torch.zeros(2, dtype=torch.int32, device=like.device)
-
-
-def _choose_gradient_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
-    """Return rows of a tile, columns of a block, warps and stages of the plain backward kernels."""
-    # Larger dims and float32 have smaller tiles, because tiles and blocks must fit shared memory.
-    if dtype == torch.float32:
-        return (64, 32, 4, 1) if dim <= 128 else (32, 32, 4, 1)
-    return (128, 64, 8, 2) if dim <= 128 else (64, 64, 8, 1)
 
 
 def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
@@ -377,13 +288,6 @@ def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
         and query.shape[-1] <= 128
         and value.shape[-1] <= 128
     )
-
-
-def _choose_tiles(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
-    """Return rows of a tile, columns of a block, warps and stages of the plain forward kernel."""
-    if dtype == torch.float32:
-        return (64, 64, 4, 2) if dim <= 128 else (64, 32, 4, 2)
-    return (128, 128, 8, 2) if dim <= 128 else (128, 64, 8, 2)
 
 
 class _Lists(NamedTuple):
@@ -451,7 +355,70 @@ def _make_lists(
     return lists
 
 
-def _describe(tensor: Tensor, step: int, rows: int, descriptor: type = TensorDescriptor) -> Any:
+def _launch(
+    kernel: Any,
+    operands: TaskOperands,
+    tiles: _Tiles,
+    lists: _Lists,
+    num_heads: int,
+    tensors: Sequence[Any],
+    numbers: Sequence[Any],
+    options: Mapping[str, int],
+) -> None:
+    """Launch a kernel over all tiles of all heads.
+
+    Args:
+        kernel: The kernel for the GPU of ``tiles``.
+        operands: Tensors and options of the call.
+        tiles: Sizes of the tiles.
+        lists: Tiles and runs.
+        num_heads: Number of heads of all batch elements; each has all tiles.
+        tensors: The kernel's arguments before the tiles.
+        numbers: The kernel's arguments after the numbers of tiles and items.
+        options: Further constants of the kernel.
+    """
+    query, key, value, _, _, dropout, dropout_bits = operands
+    num_tiles, group_size = len(lists.tiles), query.shape[1] // key.shape[1]
+    num_items = num_tiles * num_heads
+    if tiles.on_hopper:
+        grid = _persistent(num_items, query.device)
+        kernel[grid](
+            *tensors,
+            lists.tiles,
+            lists.runs,
+            lists.mask_bits,
+            torch.zeros(2, dtype=torch.int32, device=query.device),  # items taken and started
+            num_tiles,
+            lists.num_long(num_heads, *grid),
+            num_items,
+            *numbers,
+            GROUP_SIZE=group_size,
+            HAS_BITS=lists.has_bits,
+            num_warps=4,
+            **tiles.options,
+            **options,
+        )
+        return
+    kernel[(num_items,)](
+        *tensors,
+        lists.tiles,
+        lists.runs,
+        lists.mask_bits if lists.has_bits else None,
+        dropout_bits,
+        num_tiles,
+        *numbers,
+        drop_below=0 if dropout is None else dropout.threshold,
+        keep_scale=1.0 if dropout is None else dropout.scale,
+        GROUP_SIZE=group_size,
+        BLOCK_D=triton.next_power_of_2(query.shape[-1]),
+        BLOCK_V=triton.next_power_of_2(value.shape[-1]),
+        PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
+        **tiles.options,
+        **options,
+    )
+
+
+def _describe(tensor: Tensor, step: int, rows: int, tiles: _Tiles) -> Any:
     """Describe a tensor for TMA as ``[batch, heads, step, rows / step, dim]``.
 
     The third dimension is the residue: a block is ``rows`` tokens of one head, ``step`` apart.
@@ -460,7 +427,7 @@ def _describe(tensor: Tensor, step: int, rows: int, descriptor: type = TensorDes
         tensor: ``[batch, heads, rows, dim]``; copied if TMA cannot read it.
         step: Tokens between two rows of a block.
         rows: Number of rows of a block.
-        descriptor: Descriptor class of Triton or of Gluon.
+        tiles: The tiles, which tell whether Triton or Gluon reads the description.
     """
     if tensor.shape[2] % step:  # every residue must have as many rows
         tensor = pad(tensor, (0, 0, 0, -tensor.shape[2] % step))
@@ -480,7 +447,7 @@ def _describe(tensor: Tensor, step: int, rows: int, descriptor: type = TensorDes
     # Strides of dimensions of size 1 are never used, but are checked too.
     strides[:4] = [s if n > 1 else align for n, s in zip(shape, strides[:4], strict=False)]
     block = [1, 1, 1, rows, triton.next_power_of_2(dim)]
-    if descriptor is TensorDescriptor:
+    if not tiles.on_hopper:
         return TensorDescriptor(tensor, shape, strides, block)
     layout = _shared_layout(tuple(block), tensor.dtype)
     return GluonDescriptor(tensor, shape, strides, block, layout)
