@@ -228,13 +228,7 @@ class Plan:
                 message gives the first rows); a row of a plan without merges has two tasks; or
                 ``num_tasks`` is more than 4,096.
         """
-        validate_tasks(
-            self.tasks,
-            self.seqlen_q,
-            self.seqlen_kv,
-            self._groups.count,
-            is_sparse=self.pattern is not None,
-        )
+        validate_tasks(self.tasks, self._groups)
         if self.kind.is_final:
             validate_single_tasks(self.tasks)
 

@@ -26,6 +26,7 @@ from cqs.patterns import (
 )
 from cqs.scheduler import Plan, make_plan
 from cqs.scheduler.kinds import quorums as quorums_module
+from cqs.scheduler.token_groups import TokenGroups
 from cqs.scheduler.validate import validate_tasks
 
 NUM_TASKS = pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 8, 13])
@@ -394,9 +395,10 @@ def test_a_falsified_plan_is_refused():
 
 
 def refuse(plan, tasks, message):
-    count = plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv).count
+    lengths = plan.seqlen_q, plan.seqlen_kv
+    groups = TokenGroups(*lengths, 1, False, tile=1, pattern=plan.pattern.bind(*lengths))
     with pytest.raises(ValueError, match=message):
-        validate_tasks(tasks, plan.seqlen_q, plan.seqlen_kv, count, is_sparse=True)
+        validate_tasks(tasks, groups)
 
 
 def changed_steps(plan, change):

@@ -26,8 +26,7 @@ def validate(plan, tasks):
 
 
 def check(tasks, seqlen_q, seqlen_kv, is_causal):
-    count = TokenGroups(seqlen_q, seqlen_kv, 1, is_causal, tile=1).count
-    validate_tasks(tasks, seqlen_q, seqlen_kv, count, is_sparse=False)
+    validate_tasks(tasks, TokenGroups(seqlen_q, seqlen_kv, 1, is_causal, tile=1))
 
 
 def with_step(plan, worker, index, *steps):
