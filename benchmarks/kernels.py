@@ -160,11 +160,11 @@ def _library_backward(
 def _triton_backward(
     problem: Problem, answer: Partial, grad_output: Tensor
 ) -> Callable[[], Sequence[Tensor]]:
-    from cqs.worker.work import whole_work
+    from cqs.worker.work import make_work
 
-    seqlen = problem.query.shape[2]
-    whole = whole_work(seqlen, seqlen, problem.is_causal)
-    operands = TaskOperands(problem.query, problem.key, problem.value, whole, problem.scale)
+    whole = (range(problem.query.shape[2]),)
+    work = make_work(problem.make_plan(1).task(0).steps, None, whole, whole)
+    operands = TaskOperands(problem.query, problem.key, problem.value, work, problem.scale)
     dtype = problem.query.dtype
     return lambda: TRITON.differentiate(operands, grad_output, *answer, dtype=dtype)
 

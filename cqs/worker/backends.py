@@ -75,30 +75,20 @@ def choose_backend(
         NotImplementedError: The named backend does not support the tensors or options. The message
             gives the reason for every backend.
     """
-    options = dropout, pattern
+
+    def why_not(found: Backend) -> str | None:
+        if dropout is not None and not found.supports_dropout:
+            return "does not support dropout"
+        if pattern is not None and not found.supports_patterns:
+            return "does not support sparse patterns"
+        return found.why_not(query, key, value)
+
     if backend is not None:
         check_backend_name(backend)
     for name in best_first if backend is None else [backend]:
-        if not _why_not(BACKENDS[name], query, key, value, *options):
+        if not why_not(BACKENDS[name]):
             return BACKENDS[name]
-    reasons = {
-        name: _why_not(found, query, key, value, *options) for name, found in BACKENDS.items()
-    }
+    reasons = {name: why_not(found) for name, found in BACKENDS.items()}
     declined = f"backend {backend!r} {reasons.pop(str(backend))}"
     others = (f"{name!r} {reason or 'supports them'}" for name, reason in reasons.items())
     raise NotImplementedError("; ".join([declined, *others]))
-
-
-def _why_not(
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: Dropout | None,
-    pattern: Pattern | BoundPattern | None,
-) -> str | None:
-    if dropout is not None and not backend.supports_dropout:
-        return "does not support dropout"
-    if pattern is not None and not backend.supports_patterns:
-        return "does not support sparse patterns"
-    return backend.why_not(query, key, value)

@@ -158,7 +158,8 @@ def attend_calls(block_row: BlockRow, backend: CallBackend, operands: TaskOperan
     has_result = torch.zeros(1, 1, len(block_row.queries), dtype=torch.bool)
     for call in make_calls(block_row.views, in_batches=backend.joins_calls):
         of_call = _with_options(operands, call)
-        is_first = not call.of_queries(has_result, _FIRST if call.number > 1 else None, first).any()
+        marks = call.of_queries(has_result, _FIRST if call.number > 1 else None, first)
+        is_first = not marks.any()
         for place in call.places(batch, num_heads // key.shape[1]):
             found = attend_call(backend, call.operands(of_call, place))
             rows = Partial(*(call.of_queries(part, place, first) for part in answer))
@@ -166,7 +167,7 @@ def attend_calls(block_row: BlockRow, backend: CallBackend, operands: TaskOperan
                 found = merge_partials([rows, Partial(found.output.to(dtype), found.lse)])
             for target, part in zip(rows, found, strict=True):
                 target.copy_(part)
-        call.of_queries(has_result, _FIRST if call.number > 1 else None, first).fill_(True)
+        marks.fill_(True)
     return Partial(answer.output.to(query.dtype), answer.lse)
 
 

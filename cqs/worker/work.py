@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cqs.patterns import BoundPattern
-from cqs.patterns.piece import FAR
 from cqs.patterns.views import View
 from cqs.scheduler import Step
 from cqs.worker.held_tokens import rows_of
@@ -28,18 +27,6 @@ class Work:
     """
 
     block_rows: tuple[BlockRow, ...]
-
-
-def whole_work(num_queries: int, num_keys: int, is_causal: bool) -> Work:
-    """Return the work of a dense problem as one block row.
-
-    Args:
-        num_queries: Number of query rows.
-        num_keys: Number of key rows; equal to ``num_queries`` if causal.
-        is_causal: Whether query i attends to keys up to i only.
-    """
-    queries, keys = range(num_queries), range(num_keys)
-    return Work((BlockRow(queries, (View(queries, keys, high=0 if is_causal else FAR),)),))
 
 
 @lru_cache(maxsize=256)

@@ -248,11 +248,12 @@ class Worker:
 
     def _task_operands(self, steps: Sequence[Step], held: Sequence[HeldTokens]) -> TaskOperands:
         """Return all held rows of query, key and value, and the work of the steps in them."""
-        (query, key), dropout, bits = held[:2], self.dropout, None
+        (query, key, value), dropout, bits = held[:3], self.dropout, None
         if dropout is not None:
             bits = dropout.random_bits(query.sample, query.ranges, key.ranges)
         work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges)
-        return TaskOperands(*_join(*held[:3]), work, self.scale, dropout, bits)
+        tensors = query.joined(), key.joined(), value.joined()
+        return TaskOperands(*tensors, work, self.scale, dropout, bits)
 
     def _run_step(
         self,

@@ -11,7 +11,7 @@ from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker, choose_backend
 from cqs.worker.calls import attend_call
 from cqs.worker.operands import Operands, TaskOperands
-from cqs.worker.work import whole_work
+from cqs.worker.work import make_work
 
 GPU = pytest.mark.gpu
 SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,7 +50,9 @@ def attend(problem, backend, *tensors):
     found = BACKENDS[backend]
     if isinstance(found, CallBackend):
         return attend_call(found, Operands(*tensors, problem.is_causal, problem.scale))
-    whole = whole_work(tensors[0].shape[2], tensors[1].shape[2], problem.is_causal)
+    lengths = tensors[0].shape[2], tensors[1].shape[2]
+    (task,) = make_plan(*lengths, num_tasks=1, is_causal=problem.is_causal).tasks
+    whole = make_work(task.steps, None, *((range(length),) for length in lengths))
     return found.attend(TaskOperands(*tensors, whole, problem.scale))
 
 

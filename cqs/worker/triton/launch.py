@@ -150,7 +150,10 @@ def gradients_of_block_rows(
     tiles = _choose_tiles(operands, is_backward=True)
 
     def compute(
-        kernel: Any, all_lists: list[_Lists], likes: tuple[Tensor, ...], *sizes: int
+        kernel: Any,
+        all_lists: list[_Lists],
+        likes: tuple[Tensor, ...],
+        sizes: tuple[int, ...],
     ) -> Sequence[Tensor]:
         """Compute the gradients of ``likes``: the query, or the key and the value.
 
@@ -168,11 +171,13 @@ def gradients_of_block_rows(
             for target in targets:
                 target.zero_()
         tiles_are_keys = len(likes) == 2
-        rows_q, rows_k = (tiles.rows, tiles.block)[:: -1 if tiles_are_keys else 1]
+        rows_q, rows_k = tiles.rows, tiles.block
+        if tiles_are_keys:
+            rows_q, rows_k = rows_k, rows_q
         if tiles.on_hopper:
             rows_q = rows_k = 64  # tiles come in halves
         for i, lists in enumerate(all_lists):
-            query_step, key_step = lists.steps[:: -1 if tiles_are_keys else 1]
+            query_step, key_step = lists.steps[::-1] if tiles_are_keys else lists.steps
             tensors = (
                 _describe(query, query_step, rows_q, tiles),
                 _describe(key, key_step, rows_k, tiles),
@@ -181,26 +186,32 @@ def gradients_of_block_rows(
                 *statistics,
                 *targets,
             )
-            numbers = *lists.steps, *sizes, scale
+            numbers: list[float] = [*lists.steps, *sizes, scale]
             options: dict[str, int] = {"IS_SUM": into is not None or i > 0}
             if tiles.on_hopper:
-                numbers = *numbers, scale / math.log(2)
+                numbers.append(scale / math.log(2))
             else:
                 options |= {"TILE_Q": rows_q, "TILE_K": rows_k}
-            num_items = batch * num_tile_heads
-            _launch(kernel, operands, tiles, lists, num_items, tensors, numbers, options)
+            heads = batch * num_tile_heads
+            _launch(kernel, operands, tiles, lists, heads, tensors, numbers, options)
         return into or [target.to(dtype or torch.float32) for target in targets]
 
     gradients: list[Tensor] = []
     list_arguments = query.device, work, tiles.rows, tiles.block
     if into is None or len(into) == 1:
-        kernel = query_gradients_on_hopper if tiles.on_hopper else query_gradients
-        sizes = num_heads, num_queries, head_dim
-        gradients += compute(kernel, _query_lists(*list_arguments), (query,), *sizes)
+        gradients += compute(
+            query_gradients_on_hopper if tiles.on_hopper else query_gradients,
+            _query_lists(*list_arguments),
+            (query,),
+            (num_heads, num_queries, head_dim),
+        )
     if into is None or len(into) == 2:
-        kernel = key_gradients_on_hopper if tiles.on_hopper else key_gradients
-        sizes = num_heads, num_queries, num_keys, head_dim, value_dim
-        gradients += compute(kernel, _key_lists(*list_arguments), (key, value), *sizes)
+        gradients += compute(
+            key_gradients_on_hopper if tiles.on_hopper else key_gradients,
+            _key_lists(*list_arguments),
+            (key, value),
+            (num_heads, num_queries, num_keys, head_dim, value_dim),
+        )
     return gradients
 
 
