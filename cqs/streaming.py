@@ -1,5 +1,10 @@
 """Exact attention over sequences larger than device memory, within a memory budget."""
 
+import sys
+
+if sys.platform != "linux":
+    raise ImportError(f"cqs.streaming requires Linux, got {sys.platform}")
+
 from cqs.executors.streaming.attention import attention
 from cqs.executors.streaming.plan import Pass, StreamPlan, make_stream_plan
 from cqs.executors.streaming.sources import InFile, OnDemand, open_tensor

@@ -121,3 +121,16 @@ def test_an_unknown_name_is_refused():
         _ = cqs.flash
     for name in ("attention", "make_plan", "Plan", "Cluster", "patterns"):
         assert name in cqs.__all__
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [("import cqs.streaming", "cqs.streaming"), ("cqs.Cluster", "cqs.Cluster")],
+)
+def test_what_needs_linux_says_so(statement, name):
+    script = f"import sys, cqs, torch, tqdm\nsys.platform = 'darwin'\n{statement}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert f"ImportError: {name} requires Linux, got darwin" in done.stderr

@@ -6,6 +6,11 @@ restarts no actor and retries no task (``max_restarts=0``, ``max_task_retries=0`
 replaces failed actors.
 """
 
+import sys
+
+if sys.platform != "linux":
+    raise ImportError(f"cqs.Cluster requires Linux, got {sys.platform}")
+
 from cqs.executors.ray.cluster import Cluster, TemporaryCluster
 from cqs.executors.ray.future import AttentionFuture
 from cqs.executors.ray.pool import TaskFailedError, WorkersFailedError
