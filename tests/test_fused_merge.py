@@ -68,3 +68,14 @@ def test_nan_stays_in_its_row(device):
     broken = answer.output.isnan().all(-1)
     assert broken[:, :, 4].all() and broken.sum() == broken[:, :, 4].numel()
     assert answer.lse[:, :, 4].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_may_have_any_strides(device):
+    parts = [(random_partial(10, torch.float32, device), slice(None)) for _ in range(2)]
+    expected, answer = (random_partial(10, torch.float32, device) for _ in range(2))
+    merge_rows(expected, parts)
+    strided = [(Partial(each.output.mT.contiguous().mT, each.lse), rows) for each, rows in parts]
+    answer = answer._replace(output=answer.output.mT.contiguous().mT)
+    merge_rows(answer, strided)
+    assert torch.equal(answer.output, expected.output) and torch.equal(answer.lse, expected.lse)

@@ -21,9 +21,9 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
 
     Args:
         answer: Tensors that are overwritten: output ``[batch, num_heads, rows, value_dim]`` in
-            float16, bfloat16 or float32 with a last stride of 1, and LSE ``[batch, num_heads,
-            rows]`` in float32.
-        parts: Partial outputs with a last stride of 1, and the rows of ``answer`` of each.
+            float16, bfloat16 or float32, and LSE ``[batch, num_heads, rows]`` in float32, with any
+            strides.
+        parts: Partial outputs, with any strides, and the rows of ``answer`` of each.
     """
     output, lse = answer
     batch, num_heads, num_rows, value_dim = output.shape
@@ -33,9 +33,9 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
         lse,
         tuple(partial.output for partial, _ in parts),
         tuple(partial.lse for partial, _ in parts),
-        output.stride()[:3],
+        output.stride(),
         lse.stride(),
-        tuple(partial.output.stride()[:3] for partial, _ in parts),
+        tuple(partial.output.stride() for partial, _ in parts),
         tuple(tuple(map(_encode, partial.lse.stride())) for partial, _ in parts),
         tuple(tuple(map(_encode, rows.indices(num_rows)[:2])) for _, rows in parts),
         num_blocks,
@@ -87,9 +87,9 @@ def _merge(
         lse: float32 ``[batch, num_heads, num_rows]``; written to.
         outputs: Tuple of partial outputs.
         lses: Tuple of their LSEs.
-        output_strides: First three strides of ``output``.
+        output_strides: Strides of ``output``. Triton compiles a last stride of 1 as a constant.
         lse_strides: Strides of ``lse``.
-        outputs_strides: Tuple of the first three strides of each partial output.
+        outputs_strides: Tuple of the strides of each partial output.
         lses_strides: Tuple of the encoded strides of each LSE.
         bounds: Tuple of the encoded first row and last row + 1 of each partial output.
         num_blocks: Number of blocks of ``BLOCK_ROWS`` rows in one head.
@@ -121,7 +121,7 @@ def _merge(
             + row * outputs_strides[i][2]
         )
         new = tl.load(
-            outputs[i] + place[:, None] + columns[None, :],
+            outputs[i] + place[:, None] + columns[None, :] * outputs_strides[i][3],
             mask=has_row[:, None] & in_output,
             other=0.0,
         )
@@ -138,7 +138,7 @@ def _merge(
     row = rows.to(tl.int64)
     place = batch * output_strides[0] + head * output_strides[1] + row * output_strides[2]
     tl.store(
-        output + place[:, None] + columns[None, :],
+        output + place[:, None] + columns[None, :] * output_strides[3],
         total.to(output.dtype.element_ty),
         mask=in_answer[:, None] & in_output,
     )
