@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cqs.arguments import with_advice
-from cqs.executors.contract import Executor, attend
+from cqs.executors.contract import Executor, attend, check_progress
 from cqs.executors.local import LocalExecutor
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
@@ -104,6 +104,7 @@ def attention(
     """
     if backend is not None:
         check_backend_name(backend)
+    check_progress(progress)
     problem = check_problem(
         query,
         key,

@@ -443,10 +443,12 @@ def test_progress_spans_the_parts_of_a_pattern_per_head():
     assert calls == [(210, 267), (267, 267)]
 
 
-def test_progress_is_a_bool_or_a_function():
+@pytest.mark.parametrize("executor", [None, "ray"])
+def test_progress_is_a_bool_or_a_function(monkeypatch, executor):
+    monkeypatch.setattr(cqs.api, "open_executor", lambda executor: pytest.fail("opened"))
     tensors = [torch.randn(1, 2, 20, 8) for _ in range(3)]
     with pytest.raises(TypeError, match="progress.*'loud'"):
-        cqs.attention(*tensors, progress="loud")
+        cqs.attention(*tensors, progress="loud", executor=executor)
 
 
 def python_calls(function):

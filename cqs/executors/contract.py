@@ -25,8 +25,7 @@ class Progress:
     """Counts the live pairs that are done, over all batch elements and query heads."""
 
     def __init__(self, report: Report, total: int):
-        """Start with no pairs done; raise TypeError unless ``report`` is a bool or a function."""
-        check_progress(report)
+        """Start with no pairs done."""
         self._bar = tqdm(total=total, unit="pair", unit_scale=True, disable=report is not True)
         self._report = report if callable(report) else None
         self._total = total
