@@ -37,7 +37,7 @@ def test_the_chosen_backend_is_named(caplog):
     caplog.set_level(logging.DEBUG, "cqs")
     cqs.attention(*TENSORS, num_tasks=3)
     (record,) = caplog.records
-    assert "3 tasks over 60 x 60 full attention" in record.getMessage()
+    assert "3 tasks over 60 x 60 non-causal attention" in record.getMessage()
     assert "backend cpu" in record.getMessage()
 
 

@@ -300,7 +300,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Describe the plan in one line."""
-        mask = "causal" if self.is_causal else "full"
+        mask = "causal" if self.is_causal else "non-causal"
         if self.pattern is not None:
             mask = repr(self.pattern)
         return (
