@@ -91,7 +91,7 @@ def test_a_backend_that_computes_a_pattern_needs_more_than_inputs_and_results(na
             assert cost.peak_bytes > least.peak_bytes
 
 
-def test_workers_send_and_receive_about_one_share_of_their_quorum():
+def test_tasks_send_and_receive_about_one_share_of_their_quorum():
     plan = make_plan(7000, num_tasks=7)
     shape = AttentionShape(num_heads=8, head_dim=64, itemsize=2)
     for index in range(7):

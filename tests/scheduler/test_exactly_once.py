@@ -27,7 +27,7 @@ CROSS = [0, 1, 2, 5, 13, 40]
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_live_pair_has_one_owner_and_all_workers_work_alike(length, is_causal):
+def test_every_live_pair_has_one_owner_and_all_tasks_have_equal_work(length, is_causal):
     """Beyond 64 workers each length has every third number, odd or even, and no number is left."""
     first = 65 + list(LENGTHS).index(length) % 3
     for num_tasks in (*range(1, 65), *range(first, 201, 3)):

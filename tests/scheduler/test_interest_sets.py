@@ -69,7 +69,7 @@ def test_projective_planes_give_perfect_sets_beyond_the_stored_ones(num_tasks, q
 
 
 @pytest.mark.parametrize("num_tasks", [0, -1])
-def test_fewer_than_one_worker_are_refused(num_tasks):
+def test_fewer_than_one_task_are_rejected(num_tasks):
     with pytest.raises(ValueError, match=f"num_tasks must be at least 1, got {num_tasks}"):
         load_interest_set(num_tasks)
 
@@ -110,7 +110,7 @@ def test_check_names_the_smallest_difference_that_is_missed(num_tasks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tasks", [10**4, 10**5, 65793, 259591, 2**18])
-def test_sets_of_many_workers_are_made_within_seconds(num_tasks):
+def test_sets_of_many_tasks_are_made_within_seconds(num_tasks):
     start = time.process_time()
     size = len(load_interest_set(num_tasks))
     assert time.process_time() - start < 10
@@ -118,7 +118,7 @@ def test_sets_of_many_workers_are_made_within_seconds(num_tasks):
 
 
 @pytest.mark.parametrize("num_tasks", [2**18 + 1, 10**8, 10**30, 10**400])
-def test_sets_of_too_many_workers_are_refused_at_once(num_tasks):
+def test_sets_of_too_many_tasks_are_rejected_at_once(num_tasks):
     for use in (load_interest_set, lambda number: check_interest_set([0], number)):
         with pytest.raises(ValueError, match="num_tasks must be at most 262144, got "):
             use(num_tasks)

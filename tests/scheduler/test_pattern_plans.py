@@ -169,7 +169,7 @@ def levelled_patterns(seqlen, num_tasks):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("num_tasks", [4, 7, 8, 13, 31])
 @pytest.mark.parametrize("name", levelled_patterns(65536, 4))
-def test_the_busiest_worker_has_hardly_more_than_the_mean(name, num_tasks):
+def test_the_busiest_task_has_hardly_more_than_the_mean(name, num_tasks):
     """And holds at most one group more than a quorum."""
     for seqlen in (65536, 65521):
         pattern = levelled_patterns(seqlen, num_tasks)[name]

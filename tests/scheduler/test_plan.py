@@ -12,7 +12,7 @@ SOME_NUM_TASKS = [1, 2, 3, 4, 7, 8, 12, 31, 64, 112, 133]
 
 @KINDS
 @pytest.mark.parametrize("num_tasks", SOME_NUM_TASKS)
-def test_responsibility_ratio_is_the_number_of_workers(num_tasks, is_causal):
+def test_responsibility_ratio_is_the_number_of_tasks(num_tasks, is_causal):
     plan = make_plan(10**9, num_tasks=num_tasks, is_causal=is_causal)
     assert plan.responsibility_ratio == pytest.approx(num_tasks, rel=1e-6)
     assert plan.responsibility_ratio <= num_tasks
@@ -21,7 +21,7 @@ def test_responsibility_ratio_is_the_number_of_workers(num_tasks, is_causal):
 @KINDS
 @pytest.mark.parametrize("num_tasks", SOME_NUM_TASKS)
 @pytest.mark.parametrize("lengths", [(1000, 1000), (5, 5), (300, 7), (7, 300)], ids=str)
-def test_responsibility_ratio_compares_the_whole_with_the_busiest_worker(
+def test_responsibility_ratio_compares_the_whole_with_the_busiest_task(
     lengths, num_tasks, is_causal
 ):
     plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
@@ -43,7 +43,7 @@ def test_a_plan_without_work_has_no_steps_and_ratio_one(lengths, is_causal):
 
 @pytest.mark.slow
 @KINDS
-def test_a_thousand_workers_plan_a_thousand_million_tokens(is_causal):
+def test_a_thousand_tasks_divide_a_thousand_million_tokens(is_causal):
     plan = make_plan(10**9, num_tasks=1000, is_causal=is_causal)
     plan.validate()
     assert plan.responsibility_ratio == pytest.approx(1000, rel=1e-5)
@@ -54,7 +54,7 @@ def test_a_thousand_workers_plan_a_thousand_million_tokens(is_causal):
 
 @KINDS
 @pytest.mark.parametrize("num_tasks", [10**4, 2**18])
-def test_many_workers_are_planned_within_seconds(num_tasks, is_causal):
+def test_many_tasks_are_planned_within_seconds(num_tasks, is_causal):
     start = time.process_time()
     plan = make_plan(10**9, num_tasks=num_tasks, is_causal=is_causal)
     task = plan.task(num_tasks // 3)
@@ -62,7 +62,7 @@ def test_many_workers_are_planned_within_seconds(num_tasks, is_causal):
     assert task.live_pairs == pytest.approx(plan.live_pairs / num_tasks, rel=1e-2)
 
 
-def test_more_workers_than_tokens_cost_little():
+def test_more_tasks_than_tokens_cost_little():
     plan = make_plan(50, num_tasks=4096, is_causal=True)
     start = time.process_time()
     plan.validate()
@@ -71,7 +71,7 @@ def test_more_workers_than_tokens_cost_little():
 
 
 @pytest.mark.parametrize("num_tasks", [2**18 + 1, 10**8, 10**30, 10**400])
-def test_too_many_workers_are_refused_at_once(num_tasks):
+def test_too_many_tasks_are_rejected_at_once(num_tasks):
     with pytest.raises(ValueError, match="num_tasks must be at most 262144, got "):
         make_plan(70, num_tasks=num_tasks)
     with pytest.raises(ValueError, match="num_tasks must be at most 1024, got "):
@@ -120,7 +120,7 @@ def test_the_best_known_interest_set_is_the_default():
 
 
 @pytest.mark.parametrize("index", [-1, 7])
-def test_a_task_of_no_worker_is_refused(index):
+def test_a_task_out_of_range_is_rejected(index):
     with pytest.raises(ValueError, match=rf"index must be in range\(7\), got {index}"):
         make_plan(70, num_tasks=7).task(index)
 

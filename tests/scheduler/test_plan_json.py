@@ -132,7 +132,7 @@ def written_for(num_tasks, **changes):
 
 
 @pytest.mark.parametrize("num_tasks", [10**4, 2**18])
-def test_a_plan_of_many_workers_is_read_within_seconds(num_tasks):
+def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
     text = written_for(num_tasks)
     start = time.process_time()
     plan = Plan.from_json(text)

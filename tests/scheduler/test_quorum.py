@@ -30,7 +30,7 @@ def test_every_pair_of_groups_has_one_owner():
             assert (owners == 1).all(), num_tasks
 
 
-def test_every_worker_owns_equally_many_pairs_and_its_diagonal():
+def test_every_task_owns_equally_many_pairs_and_its_diagonal():
     for num_tasks in range(1, 65):
         interest_set = load_interest_set(num_tasks)
         for index in range(num_tasks):
@@ -41,7 +41,7 @@ def test_every_worker_owns_equally_many_pairs_and_its_diagonal():
             assert list(pairs) == sorted(pairs)
 
 
-def test_workers_own_only_pairs_that_they_hold():
+def test_tasks_own_only_pairs_that_they_hold():
     for num_tasks in range(1, 65):
         interest_set = load_interest_set(num_tasks)
         for index in range(num_tasks):
@@ -51,7 +51,7 @@ def test_workers_own_only_pairs_that_they_hold():
             assert owned | set(shared) <= held
 
 
-def test_pairs_are_shared_exactly_when_the_number_of_workers_is_even():
+def test_pairs_are_shared_exactly_when_the_number_of_tasks_is_even():
     for num_tasks in EVERY_NUM_WORKERS:
         interest_set = load_interest_set(num_tasks)
         for index in range(num_tasks):

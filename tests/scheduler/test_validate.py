@@ -227,7 +227,7 @@ def test_the_message_says_which_pairs_are_wrong(queries, keys, message):
         check([one_task(dense_step(0, queries, keys, None))], 4, 4, False)
 
 
-def test_shares_of_two_workers_exchanged_by_halves_are_refused():
+def test_shares_of_two_tasks_exchanged_by_halves_are_rejected():
     """With an even number of workers two of them compute one half each; not both the same."""
     plan = make_plan(64, num_tasks=4, is_causal=True)
     (p, q), twin = (0, 2), 0

@@ -207,7 +207,7 @@ def test_partials_are_never_written_to():
         assert all(map(torch.equal, [partial.output for partial in partials], copies))
 
 
-def test_more_workers_than_tokens_are_supported(assert_right):
+def test_more_tasks_than_tokens_are_supported(assert_right):
     run = Run(BY_NAME["two-tokens"], 13)
     for index in range(13):
         run.add(index)
