@@ -184,10 +184,8 @@ def query_gradients(
             p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
             if dropout_bits is not None:
-                key_bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)[
-                    None, :
-                ]
-                kept = is_kept(multiplier[:, None], increment[:, None], key_bits, drop_below)
+                bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)
+                kept = is_kept(multiplier[:, None], increment[:, None], bits[None, :], drop_below)
                 grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
             # The select comes after the product: p of a masked pair may be inf, and inf * 0 is NaN.
             grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)

@@ -73,6 +73,9 @@ def attend_tiles(
 ):
     """Write the partial output of one query tile of one head.
 
+    With ``scores = scale * q @ k.T``, -inf where a pair is masked out, this is
+    ``output = dropout(softmax(scores)) @ v`` and ``lse = logsumexp(scores, -1)``.
+
     Args:
         query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``.
         key: Descriptor of the keys, ``[batch, num_heads / GROUP_SIZE, key_step, rows, head_dim]``.
@@ -147,10 +150,8 @@ def attend_tiles(
             scores = tl.where(is_visible, scores, float("-inf"))
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
             if dropout_bits is not None:
-                key_bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)[
-                    None, :
-                ]
-                kept = is_kept(multiplier[:, None], increment[:, None], key_bits, drop_below)
+                bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)
+                kept = is_kept(multiplier[:, None], increment[:, None], bits[None, :], drop_below)
                 p = tl.where(kept, p, 0.0)
             v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
@@ -163,10 +164,8 @@ def attend_tiles(
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, False)
             if dropout_bits is not None:
                 keys = k0 + tl.arange(0, TILE_K)
-                key_bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)[
-                    None, :
-                ]
-                kept = is_kept(multiplier[:, None], increment[:, None], key_bits, drop_below)
+                bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)
+                kept = is_kept(multiplier[:, None], increment[:, None], bits[None, :], drop_below)
                 p = tl.where(kept, p, 0.0)
             v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
