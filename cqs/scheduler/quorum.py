@@ -91,6 +91,16 @@ def shared_pair(
     computes the first half of the rows of p against the keys of q, and the second half of the rows
     of q against the keys of p.
 
+    For 4 tasks with interest set (0, 1, 2), these tasks compute the rectangles. ``2|0`` means that
+    task 2 computes the first half of the rows and task 0 the second half::
+
+                     non-causal        causal
+        keys         0  1  2  3        0    1    2  3
+        queries 0    0  0  0  3        0
+        queries 1    0  1  1  1        0    1
+        queries 2    2  1  2  2        2|0  1    2
+        queries 3    3  3  2  3        3    3|1  2  3
+
     Args:
         index: Index of the task, in ``range(num_tasks)``.
         interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.

@@ -8,6 +8,13 @@ from cqs.scheduler.kinds.hosts import Hosts
 from cqs.scheduler.kinds.quorums import Quorums
 
 Kind = Quorums | Grid2D | Hosts
+"""A frozen value that says how to divide a problem. Every kind has these members:
+
+- ``fit(num_tasks)`` checks the kind against the number of tasks and returns the kind of a plan.
+- ``divide(groups)`` returns the function that lists the steps of a task, given its index.
+- ``is_final``, ``num_groups``, ``busiest``, ``needs`` and ``near`` predict costs without a plan.
+- ``to_json()`` returns the field that :func:`read_kind` reads, and ``str`` describes the kind.
+"""
 
 __all__ = [
     "Grid2D",

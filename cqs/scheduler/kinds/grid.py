@@ -126,6 +126,7 @@ class Grid2D:
         balanced: dict[tuple[int, ...], list[list[Area]]],
         index: int,
     ) -> list[Step]:
+        """List the steps of a task; ``balanced`` keeps the areas of columns balanced before."""
         column, width = column_of[index], self.query_groups
         if column not in balanced:
             keys = groups.keys_of(column)

@@ -97,6 +97,7 @@ class Hosts:
         balanced: dict[int, list[list[Area]]],
         index: int,
     ) -> list[Step]:
+        """List the steps of a task; ``balanced`` keeps the areas of hosts balanced before."""
         host, rank = divmod(index, self.size)
         if host not in balanced:
             shares: list[list[Area]] = [[] for _ in range(self.size)]
