@@ -204,3 +204,13 @@ def test_merging_nothing_is_refused():
 def test_partials_that_disagree_are_refused_by_number(change, message):
     with pytest.raises(ValueError, match=f"partial 1: {message}"):
         merge_partials([random_partial(), change(random_partial())])
+
+
+@pytest.mark.parametrize("field", Partial._fields)
+def test_partials_that_require_gradients_are_rejected(field):
+    partials = [Partial(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3)) for _ in range(2)]
+    getattr(partials[1], field).requires_grad_()
+    with pytest.raises(ValueError, match="partial 1 must not require gradients"):
+        merge_partials(partials)
+    with torch.no_grad():
+        merge_partials(partials)

@@ -84,8 +84,8 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
         The merged output and LSE, in the dtypes of the first partial output.
 
     Raises:
-        ValueError: ``partials`` is empty, or one differs from the first in shape, dtype or device;
-            the message gives its index.
+        ValueError: ``partials`` is empty, or one differs from the first in shape, dtype or device,
+            or requires gradients while they are enabled; the message gives its index.
 
     Example:
         >>> halves = [Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)),
@@ -98,6 +98,11 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
     first = partials[0]
     for i, partial in enumerate(partials):
         check_partial(partial, first, first.lse.shape[2], f"partial {i}")
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in partial):
+            raise ValueError(
+                f"partial {i} must not require gradients, got requires_grad=True: detach its "
+                "tensors, or call cqs.attention, which is differentiable"
+            )
     answer = Partial(*map(torch.empty_like, first))
     merge_rows(answer, [(partial, slice(None)) for partial in partials])
     return answer
