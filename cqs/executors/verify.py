@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, product
-from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,73 +26,6 @@ Head = Callable[[tuple[int, int]], Tensor]
 
 class VerificationError(ArithmeticError):
     """A sampled row deviates from the exact result by more than rounding explains."""
-
-
-class _Errors(NamedTuple):
-    """Bounds on the rounding errors of sampled rows of one head; see docs/error-bound.md."""
-
-    lse: Tensor
-    """Absolute error of the LSE, float64 ``[rows]``."""
-    weights: Tensor
-    """Absolute error of the softmax weights, at most 1, float64 ``[rows, seqlen_kv]``."""
-    sums: Tensor
-    """Relative error of the weighted sum of values, float64 ``[rows, 1]``."""
-    largest_weight: Tensor
-    """Largest softmax weight of each row, float64 ``[rows, 1]``."""
-    tiny: float
-    """Absolute error of a subnormal number."""
-
-    @classmethod
-    def of(cls, problem: Problem, log_weights: Tensor, magnitudes: Tensor, visible: Tensor) -> Self:
-        """Compute the error bounds of sampled rows.
-
-        Args:
-            problem: The problem, which determines dtype and head_dim.
-            log_weights: Natural logarithms of the softmax weights, float64 ``[rows, seqlen_kv]``.
-            magnitudes: ``abs(scale) * abs(query) @ abs(key)``, 0 for pairs that are masked out,
-                float64 ``[rows, seqlen_kv]``.
-            visible: The attention mask, bool ``[rows, seqlen_kv]``.
-        """
-        dtype = torch.finfo(problem.query.dtype)
-        accumulation = torch.finfo(lse_dtype(problem.query.dtype))
-        # For float64 inputs the check itself rounds as much as the result does.
-        own_share = 2 if problem.query.dtype == torch.float64 else 1
-        unit, unit_of_dtype = own_share * accumulation.eps / 2, own_share * dtype.eps / 2
-        num_keys = visible.sum(dim=-1, keepdim=True).double()
-        largest = torch.cat([torch.zeros_like(num_keys), magnitudes], dim=-1).amax(-1, keepdim=True)
-        scores = (problem.query.shape[-1] + _FEW) * unit * magnitudes
-        scores = scores + _FEW * unit * (1 + largest + num_keys.clamp(min=1).log()) + unit_of_dtype
-        weights = log_weights.exp()
-        mean = (weights * scores.clamp(max=_MOST).expm1()).sum(dim=-1, keepdim=True).log1p()
-        is_large = (scores > _MOST).any(dim=-1, keepdim=True)
-        mean = (log_weights + scores).logsumexp(dim=-1, keepdim=True).where(is_large, mean)
-        changes = scores + mean
-        moderate = weights * changes.clamp(max=_MOST).expm1()
-        large = (log_weights + changes).clamp(max=0).exp()
-        summation = _STATISTICAL * unit * num_keys.sqrt()
-        return cls(
-            (mean + summation).squeeze(-1),
-            large.where(changes > _MOST, moderate).clamp(max=1),
-            2 * summation + 4 * unit_of_dtype,
-            torch.cat([torch.zeros_like(num_keys), weights], dim=-1).amax(-1, keepdim=True),
-            accumulation.tiny + dtype.tiny * dtype.eps,
-        )
-
-    def bound_output(
-        self, weights: Tensor, factors: Tensor | float, magnitudes: Tensor, visible: Tensor
-    ) -> Tensor:
-        """Return bounds on the absolute errors of the output, float64 ``[rows, value_dim]``.
-
-        Args:
-            weights: Attention weights after dropout, float64 ``[rows, seqlen_kv]``.
-            factors: Factors of dropout on the softmax weights, float64 ``[rows, seqlen_kv]``, or 1
-                without dropout.
-            magnitudes: Absolute values of the finite values, float64 ``[seqlen_kv, value_dim]``.
-            visible: The attention mask, bool ``[rows, seqlen_kv]``.
-        """
-        of_weights = (factors * self.weights + weights * self.sums) @ magnitudes
-        in_sum = self.largest_weight * (visible.double() @ (1 + magnitudes))
-        return of_weights + self.tiny * (2 + in_sum)
 
 
 @torch.no_grad()
@@ -205,7 +137,6 @@ def _verify_head(
     factors: Tensor | float = 1.0
     magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
     magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
-    errors = _Errors.of(problem, log_weights, magnitudes, visible)
     finite = value.masked_fill(~value.isfinite(), 0)
     if problem.dropout is not None:
         dropout, sampled = problem.dropout.moved(*place), [range(row, row + 1) for row in rows]
@@ -220,10 +151,61 @@ def _verify_head(
         may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
         exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
     note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
-    bound = errors.bound_output(weights, factors, finite.abs(), visible)
-    found, exact_lse, bound_lse = (each.unsqueeze(-1) for each in (found_lse, lse, errors.lse))
+    bound, bound_lse = _bounds(problem, log_weights, magnitudes, visible, factors, finite)
     _compare_rows("output", place, rows, output, exact, bound, note)
-    _compare_rows("lse", place, rows, found, exact_lse, bound_lse, note)
+    _compare_rows("lse", place, rows, found_lse[:, None], lse[:, None], bound_lse, note)
+
+
+def _bounds(
+    problem: Problem,
+    log_weights: Tensor,
+    magnitudes: Tensor,
+    visible: Tensor,
+    factors: Tensor | float,
+    finite: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return bounds on the absolute errors of sampled rows of a head; see docs/error-bound.md.
+
+    Args:
+        problem: The problem, which determines dtype and head_dim.
+        log_weights: Natural logarithms of the softmax weights, float64 ``[rows, seqlen_kv]``.
+        magnitudes: ``abs(scale) * abs(query) @ abs(key)``, 0 for pairs that are masked out,
+            float64 ``[rows, seqlen_kv]``.
+        visible: The attention mask, bool ``[rows, seqlen_kv]``.
+        factors: Factors of dropout on the softmax weights, float64 ``[rows, seqlen_kv]``, or 1
+            without dropout.
+        finite: Values, with 0 for those that are not finite, float64 ``[seqlen_kv, value_dim]``.
+
+    Returns:
+        The bounds of the output, float64 ``[rows, value_dim]``, and of the LSE, float64
+        ``[rows, 1]``.
+    """
+    dtype = torch.finfo(problem.query.dtype)
+    accumulation = torch.finfo(lse_dtype(problem.query.dtype))
+    # For float64 inputs the check itself rounds as much as the result does.
+    own_share = 2 if problem.query.dtype == torch.float64 else 1
+    unit, unit_of_dtype = own_share * accumulation.eps / 2, own_share * dtype.eps / 2
+    num_keys = visible.sum(dim=-1, keepdim=True).double()
+    zeros = torch.zeros_like(num_keys)  # the maxima of rows without keys
+    largest = torch.cat([zeros, magnitudes], dim=-1).amax(-1, keepdim=True)
+    scores = (problem.query.shape[-1] + _FEW) * unit * magnitudes
+    scores = scores + _FEW * unit * (1 + largest + num_keys.clamp(min=1).log()) + unit_of_dtype
+    weights = log_weights.exp()
+    mean = (weights * scores.clamp(max=_MOST).expm1()).sum(dim=-1, keepdim=True).log1p()
+    is_large = (scores > _MOST).any(dim=-1, keepdim=True)
+    mean = (log_weights + scores).logsumexp(dim=-1, keepdim=True).where(is_large, mean)
+    changes = scores + mean
+    moderate = weights * changes.clamp(max=_MOST).expm1()
+    large = (log_weights + changes).clamp(max=0).exp()
+    of_weights = large.where(changes > _MOST, moderate).clamp(max=1)
+    summation = _STATISTICAL * unit * num_keys.sqrt()
+    of_sums = weights * factors * (2 * summation + 4 * unit_of_dtype)
+    # A subnormal number has an absolute error.
+    tiny = accumulation.tiny + dtype.tiny * dtype.eps
+    largest_weight = torch.cat([zeros, weights], dim=-1).amax(-1, keepdim=True)
+    in_sum = largest_weight * (visible.double() @ (1 + finite.abs()))
+    of_output = (factors * of_weights + of_sums) @ finite.abs() + tiny * (2 + in_sum)
+    return of_output, mean + summation
 
 
 def visible_rows(problem: Problem, rows: Tensor) -> Tensor:

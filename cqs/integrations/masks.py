@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cqs.executors.distributed.agreement import gather
+from cqs.executors.distributed.agreement import errors_shared, gather
 from cqs.patterns import (
     Axis,
     BoundPattern,
@@ -234,23 +234,22 @@ def of_group(
             ranks raise ValueError.
         ValueError: Ranks differ in batch size or pattern.
     """
-    error: NotImplementedError | None = None
-    if q_offset:
-        error = NotImplementedError("a cache is not supported with a process group")
-    elif pattern is None:
-        error = NotImplementedError(
-            "with a process group masks must be causal, bidirectional or sliding windows, "
-            "and sequences not packed"
-        )
+    with errors_shared(group):
+        if q_offset:
+            raise NotImplementedError("a cache is not supported with a process group")
+        if pattern is None:
+            raise NotImplementedError(
+                "with a process group masks must be causal, bidirectional or sliding windows, "
+                "and sequences not packed"
+            )
     batch, length = visible.shape
     request = {"call": "a mask", "pattern": pattern, "batch": batch}
     # Padding is a few runs, so ranks exchange the places at which the flags change.
     changes = np.flatnonzero(np.diff(visible.ravel() != 0, prepend=False)).tolist()
     parts = []
-    for num_keys, *places in gather(group, request, error, [length, *changes]):
+    for num_keys, *places in gather(group, request, [length, *changes]):
         has_changed = np.zeros(batch * num_keys, dtype=bool)
         has_changed[places] = True
         parts.append(np.logical_xor.accumulate(has_changed).reshape(batch, num_keys))
-    assert pattern is not None, "or there was an error"
     visible = np.concatenate(parts, axis=1)
     return pattern if visible.all() else pattern & of_padding(visible)

@@ -2,8 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import cqs.distributed
 from cqs.api import attention
-from cqs.executors.distributed.agreement import agree
+from cqs.executors.distributed.agreement import errors_shared
 from cqs.integrations import masks
 from cqs.integrations.pattern_mask import MaskSource, PatternMask
 from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window
@@ -229,7 +229,7 @@ class _Implementation:
         """
         lengths = query.shape[2], key.shape[2]
         try:
-            with self._errors_shared():
+            with self._errors_shared:
                 pattern = self._pattern_of(module, lengths, attention_mask, is_causal, asked)
             device = query.device.type
             if torch.is_autocast_enabled(device):
@@ -283,15 +283,9 @@ class _Implementation:
             pattern = pattern & documents(ends, is_causal=False)
         return pattern
 
-    @contextmanager
-    def _errors_shared(self) -> Iterator[None]:
-        """Send an error of the block to the other ranks, which wait for this rank's request."""
-        try:
-            yield
-        except Exception as error:
-            if self.group is not None:
-                agree(self.group, None, error)  # raises it
-            raise
+    @property
+    def _errors_shared(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.group is None else errors_shared(self.group)
 
     @uncompiled
     def mask(
@@ -334,7 +328,7 @@ class _Implementation:
             ValueError: Ranks of the group differ in batch size or pattern.
         """
         q_offset = int(q_offset)
-        with self._errors_shared():
+        with self._errors_shared:
             visible = masks.visible_keys(attention_mask, kv_offset, kv_length)
             distance = kv_offset + kv_length - q_offset - q_length
             pattern = masks.of_function(mask_function, distance, self.group is not None)

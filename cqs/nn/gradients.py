@@ -59,5 +59,5 @@ def reduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 def _of_any(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return the logical or of the flags of all ranks, without a synchronisation of GPUs."""
     request = {"call": "reduce_gradients", "parameters": len(flags)}
-    of_ranks = gather(group, request, None, list(map(int, flags)))
+    of_ranks = gather(group, request, list(map(int, flags)))
     return [any(of_parameter) for of_parameter in zip(*of_ranks, strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cqs.executors.distributed.agreement import agree
+from cqs.executors.distributed.agreement import agree, errors_shared
 from cqs.uncompiled import uncompiled
 
 AXES = ("sequence", "tensor")
@@ -103,23 +103,15 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
     """
     if mesh is None:
         return range(shard.shape[1])
-    request: dict[str, Any] = {"call": "a layer"}
-    error: Exception | None = None
-    length = 0
-    rows: tuple[int, ...] = ()
-    try:
-        _check_shard(shard, mesh)
+    group, tensor_group = mesh.get_group("sequence"), mesh.get_group("tensor")
+    with errors_shared(group):  # ranks of other tensor axes wait for this one
+        with errors_shared(tensor_group):
+            _check_shard(shard, mesh)
         batch, length, *size = shard.shape
-        request |= {"dtype": shard.dtype, "batch": batch, "size": tuple(size)}
-    except (TypeError, ValueError) as wrong:
-        error = wrong
-    try:
-        rows = agree(mesh.get_group("tensor"), request, error, seqlen_q=length).seqlens_q
+        request = {"call": "a layer", "dtype": shard.dtype, "batch": batch, "size": tuple(size)}
+        rows = agree(tensor_group, request, seqlen_q=length).seqlens_q
         _check_chunks(rows)
-    except (RuntimeError, TypeError, ValueError) as wrong:
-        error = wrong  # ranks of other tensor axes wait for this one
-    group = mesh.get_group("sequence")
-    of_groups = agree(group, request, error, seqlen_q=sum(rows)).seqlens_q
+    of_groups = agree(group, request, seqlen_q=sum(rows)).seqlens_q
     first = sum(of_groups[: dist.get_rank(group)])
     return range(first, first + sum(rows))
 

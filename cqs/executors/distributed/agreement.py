@@ -34,13 +34,13 @@ class Shards(NamedTuple):
 
 def agree(
     group: Any,
-    request: Mapping[str, Any] | None,
-    error: Exception | None,
+    request: Mapping[str, Any],
     *,
     seqlen_q: int = 0,
     seqlen_kv: int = 0,
     seed: int = 0,
     machine: int = 0,
+    error: Exception | None = None,
 ) -> Shards:
     """Compare the requests of all ranks; every rank of the group must call this.
 
@@ -49,13 +49,12 @@ def agree(
     Args:
         group: The process group.
         request: Values that must be equal on all ranks, by name; ``"call"`` is the called
-            function. ``None`` if this rank has an error.
-        error: The error in this rank's arguments, if any. It is sent to the other ranks, which
-            would otherwise wait for this one.
+            function.
         seqlen_q: Number of queries in this rank's shard.
         seqlen_kv: Number of keys in this rank's shard.
         seed: Random seed of this rank for dropout, less than 2^63.
         machine: Number of the machine of this rank's device.
+        error: The error of this rank, see :func:`errors_shared`.
 
     Raises:
         Exception: This rank passed ``error``.
@@ -64,13 +63,13 @@ def agree(
             has failed or does not answer within the timeout of the group.
     """
     # Equal values have an equal repr, so ranks compare digests of text.
-    request = {name: repr(value) for name, value in (request or {}).items()}
+    request = {name: repr(value) for name, value in request.items()}
     digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
     calls = calls_on(group)
     with calls.call():
         error, control = error or calls.error, control_group(group)
         mine = [error is not None, int.from_bytes(digest), seqlen_q, seqlen_kv, seed, machine]
-        found = swap(control, mine, [len(mine)] * control.size())
+        found = swap(control, mine)
         failed, digests, *numbers = (found[i :: len(mine)] for i in range(len(mine)))
         if any(failed) or len({*digests}) > 1:
             _explain(control, request, error)
@@ -78,22 +77,32 @@ def agree(
     return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
 
 
-def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
+@contextmanager
+def errors_shared(group: Any) -> Iterator[None]:
+    """Send an error of the block to the other ranks, which wait for this one in :func:`agree`."""
+    try:
+        yield
+    except Exception as error:
+        agree(group, {}, error=error)  # raises it
+
+
+def swap(control: Any, own: Sequence[int], lengths: Sequence[int] | None = None) -> list[int]:
     """Gather integers from all ranks, in rank order; every rank must call this.
 
     Args:
         control: Process group of all ranks that supports CPU tensors.
         own: Integers of this rank, within int64.
-        lengths: For every rank, the number of its integers.
+        lengths: For every rank, the number of its integers; ``None`` means as many as of this rank.
 
     Raises:
         RuntimeError: A rank has failed, or does not answer within the timeout of the group. All
             ranks raise, because each exchanges messages with all others.
     """
+    lengths = [len(own)] * control.size() if lengths is None else list(lengths)
     sent = torch.tensor(list(own) * len(lengths), dtype=torch.int64, device="cpu")
     found = sent.new_empty(sum(lengths))
     try:
-        control.alltoall_base(found, sent, list(lengths), [len(own)] * len(lengths)).wait()
+        control.alltoall_base(found, sent, lengths, [len(own)] * len(lengths)).wait()
     except RuntimeError as lost:
         raise RuntimeError(
             f"a rank of the group has failed or did not make this call: {lost}"
@@ -104,20 +113,17 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int]) -> list[int]:
 def swap_texts(control: Any, own: str) -> list[str]:
     """Gather a text from all ranks, in rank order; every rank must call this."""
     text = own.encode()
-    lengths = swap(control, [len(text)], [1] * control.size())
+    lengths = swap(control, [len(text)])
     found = iter(swap(control, text, lengths))
     return [bytes(islice(found, length)).decode() for length in lengths]
 
 
-def gather(
-    group: Any, request: Mapping[str, Any], error: Exception | None, own: Sequence[int]
-) -> list[list[int]]:
+def gather(group: Any, request: Mapping[str, Any], own: Sequence[int]) -> list[list[int]]:
     """Gather integers from all ranks after comparing their requests; every rank must call this.
 
     Args:
         group: The process group.
         request: Values that must be equal on all ranks, see :func:`agree`.
-        error: The error in this rank's arguments, if any, see :func:`agree`.
         own: Integers of this rank, within int64.
 
     Returns:
@@ -128,7 +134,7 @@ def gather(
     """
     calls = calls_on(group)
     with calls.call():  # messages of other threads must not interleave
-        lengths = agree(group, request, error, seqlen_kv=len(own)).seqlens_kv
+        lengths = agree(group, request, seqlen_kv=len(own)).seqlens_kv
         found = iter(swap(control_group(group), own, lengths))
     calls.check()
     return [list(islice(found, length)) for length in lengths]
@@ -136,7 +142,7 @@ def gather(
 
 def barrier(control: Any) -> None:
     """Block until all ranks have called this; raises RuntimeError if one has failed."""
-    swap(control, [0], [1] * control.size())
+    swap(control, [0])
 
 
 def control_group(group: Any) -> Any:

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import GroupCalls, Shards, agree, calls_on
+from cqs.executors.distributed.agreement import (
+    GroupCalls,
+    Shards,
+    agree,
+    calls_on,
+    errors_shared,
+)
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
@@ -119,11 +125,7 @@ def attention(
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
     _check_group(group)
-    problem: Problem | None = None
-    request: dict[str, Any] = {}
-    own: dict[str, int] = {}
-    error: Exception | None = None
-    try:
+    with errors_shared(group):
         problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
         check_backend_name(backend)
         if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
@@ -135,7 +137,7 @@ def attention(
         default_plan = None if links is None else "any"
         head_dim = query.shape[3]  # before a head_dim of 0 is padded with zeros
         query, key, value = problem.query, problem.key, problem.value
-        request = {
+        request: dict[str, Any] = {
             "call": "attention",
             "batch": query.shape[0],
             "num_heads": query.shape[1],
@@ -173,14 +175,11 @@ def attention(
             "seed": 0 if problem.dropout is None else problem.dropout.seed,
             "machine": _machine_of(query.device),
         }
-    except Exception as wrong:
-        error = wrong  # reported below, because the other ranks wait for this one
     calls = calls_on(group)
     with calls.call():
         request["calls since the group was made"] = calls.num_calls
         request["exchanges since the group was made"] = count_sends(group)
-        shards = agree(group, request, error, **own)
-        assert problem is not None, "or there was an error"
+        shards = agree(group, request, **own)
         calls.num_calls += 1
         answer = _attend(group, calls, problem, request, shards)
     # With gradients the backward pass checks: other ranks wait for this one to run it.

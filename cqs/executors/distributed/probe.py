@@ -50,7 +50,7 @@ def probe_links(group: Any, device: torch.device) -> Links:
                 steps = [_as_steps(rate) for rate in _measure(group, device, other, sharing)]
             elif dist.get_rank(group) == other:
                 _echo(group, device)
-        found = swap(control_group(group), steps, [len(steps)] * num_ranks)[: len(steps)]
+        found = swap(control_group(group), steps)[: len(steps)]
         _measured[group] = Links(*(2 ** (step / _STEPS_PER_OCTAVE) for step in found))
     return _measured[group]
 

@@ -78,7 +78,7 @@ class IpcMemory:
                 flags = torch.tensor(self._initial_flags, dtype=torch.int32)
                 self.buffer[: self.flag_bytes].view(torch.int32).copy_(flags)
                 torch.cuda.synchronize()  # peers may write flags once they have the handle
-            handles = swap(control, handle, [len(handle)] * control.size())
+            handles = swap(control, handle)
             self.addresses = [
                 _open(bytes(handles[other * len(handle) : (other + 1) * len(handle)]))
                 if other != self.rank
@@ -86,7 +86,7 @@ class IpcMemory:
                 for other in range(control.size())
             ]
         # One rank without memory or access would leave the others with buffers of different sizes.
-        if all(swap(control, [all(self.addresses)], [1] * control.size())):
+        if all(swap(control, [all(self.addresses)])):
             return True
         self.close(control)
         return False

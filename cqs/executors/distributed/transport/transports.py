@@ -63,10 +63,9 @@ def release(group: Any, seconds: float) -> None:
 
 def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
     """Connect the GPUs for P2P copies, or else open all connections of NCCL."""
-    control = control_group(group)
     # Collectives first, so that all ranks take the same branch: one without the driver's Python
     # bindings, or on another host, makes all of them send messages.
-    found = swap(control, [_has_driver()], [1] * control.size())
+    found = swap(control_group(group), [_has_driver()])
     if all(found) and len(set(hosts_of(group))) == 1:
         from cqs.executors.distributed.transport.peer_memory import connect_peers
 
@@ -80,8 +79,7 @@ def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
 def hosts_of(group: Any) -> list[int]:
     """Return a number of each rank's host; every rank must call this."""
     if group not in _hosts:
-        control = control_group(group)
-        _hosts[group] = swap(control, [_host()], [1] * control.size())
+        _hosts[group] = swap(control_group(group), [_host()])
     return _hosts[group]
 
 
