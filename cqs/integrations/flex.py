@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -114,40 +113,34 @@ def flex_attention(
             f"backend and executor must be None with a score_mod, got {backend!r} and "
             f"{executor!r}: FlexAttention computes it in this process"
         )
-    if block_mask is not None:
-        _check_block_mask(block_mask, problem)
+    layouts = [] if block_mask is None else _read_layouts(block_mask, problem)
     plan = problem.make_plan(1 if num_tasks is None else num_tasks)
-    # TF32, where the program allows it, rounds probabilities more than half precision does.
-    kernel_options = {"FLOAT32_PRECISION": "'ieee'"} if query.dtype.itemsize == 2 else {}
-    blocks = None if block_mask is None else _Blocks.of(block_mask)
-    scores = _Scores(score_mod, blocks, kernel_options)
     rectangles = [
         (step.queries, keys) for task in plan.tasks for step in task.steps for keys in step.keys
     ]
-    operands = problem
+    operands: Sequence[Tensor] = problem.query, problem.key, problem.value
     if sum(len(queries) for queries, _ in rectangles) > query.shape[2]:
-        operands = _unrounded(problem)  # queries have several partial outputs
-    parts = [
-        (queries, partial)
-        for queries, keys in rectangles
-        if (partial := scores.attend(operands, queries, keys)) is not None
-    ]
-    answer = _merge(problem, parts)
-    return answer.to_result(return_lse)
+        # Queries have several partial outputs, which FlexAttention returns in the dtype of its
+        # inputs: half precision would round them, and their gradients, before they are merged.
+        operands = [each.to(lse_dtype(each.dtype)) for each in operands]
+    options = {
+        "scale": problem.scale,
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "return_aux": torch_flex.AuxRequest(lse=True),
+        # TF32, where the program allows it, rounds probabilities more than half precision does.
+        "kernel_options": {"FLOAT32_PRECISION": "'ieee'"} if query.dtype.itemsize == 2 else {},
+    }
+    parts = []
+    for queries, keys in rectangles:
+        mask = None if block_mask is None else _cut(block_mask, layouts, queries, keys)
+        if mask is not None or block_mask is None:
+            found = _attend(operands, queries, keys, score_mod, block_mask=mask, **options)
+            parts.append((queries, found))
+    return _merge(problem, parts).to_result(return_lse)
 
 
-def _unrounded(problem: Problem) -> Problem:
-    """Return the problem with its tensors in the accumulation dtype.
-
-    FlexAttention returns outputs in the dtype of its inputs. In half precision, partial outputs and
-    the gradients of rectangles would be rounded before they are merged.
-    """
-    dtype = lse_dtype(problem.query.dtype)
-    query, key, value = (each.to(dtype) for each in (problem.query, problem.key, problem.value))
-    return replace(problem, query=query, key=key, value=value)
-
-
-def _check_block_mask(mask: "BlockMask", problem: Problem) -> None:
+def _read_layouts(mask: "BlockMask", problem: Problem) -> list[Tensor]:
+    """Return the full and partial blocks of a block mask that fits the problem, or raise."""
     if not isinstance(mask, torch_flex.BlockMask):
         raise TypeError(f"block_mask must be a BlockMask, got {type(mask).__name__}")
     lengths = problem.query.shape[2], problem.key.shape[2]
@@ -158,94 +151,70 @@ def _check_block_mask(mask: "BlockMask", problem: Problem) -> None:
     ):
         if of_mask not in (1, number):
             raise ValueError(f"block_mask must be for a {name} of {number} or 1, got {of_mask}")
+    return [torch.from_numpy(each).to(mask.kv_indices.device) for each in read_layouts(mask)]
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """The contents of a block mask, from which masks of rectangles are made."""
+def _cut(
+    mask: "BlockMask", layouts: Sequence[Tensor], queries: range, keys: range
+) -> "BlockMask | None":
+    """Return the block mask of a rectangle, ``None`` if all of it is masked out.
 
-    full: Tensor
-    """Blocks without masked pairs, bool ``[batch or 1, heads or 1, block rows, block columns]``."""
-    partial: Tensor
-    """Blocks in which ``mask_mod`` decides, bool, of the shape of :attr:`full`."""
-    sizes: tuple[int, int]
-    """Number of queries and keys of a block."""
-    mask_mod: Callable[..., Tensor]
-    """The mask function, of batch, head, query and key indices."""
+    Args:
+        mask: The block mask of the whole sequence.
+        layouts: Its blocks without masked pairs, and its blocks in which the mask function decides,
+            bool ``[batch or 1, heads or 1, block rows, block columns]``.
+        queries: Positions of the queries.
+        keys: Positions of the keys.
+    """
+    sizes, inner = mask.BLOCK_SIZE, mask.mask_mod
+    rows, columns = (
+        slice(tokens.start // size, -(-tokens.stop // size))
+        for tokens, size in zip((queries, keys), sizes, strict=True)
+    )
+    full, partial = layouts
+    if not (full | partial)[..., rows, columns].any():
+        return None
+    batch, heads = full.shape[:2]
+    first_query, first_key = _first(queries, full), _first(keys, full)
 
-    @classmethod
-    def of(cls, mask: "BlockMask") -> "_Blocks":
-        """Read a block mask."""
-        device = mask.kv_indices.device
-        full, partial = (torch.from_numpy(each).to(device) for each in read_layouts(mask))
-        return cls(full, partial, mask.BLOCK_SIZE, mask.mask_mod)
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q, k = q + first_query, k + first_key
+        block = b % batch, h % heads, q // sizes[0], k // sizes[1]
+        return full[block] | (partial[block] & inner(b, h, q, k))
 
-    def cut(self, queries: range, keys: range) -> "BlockMask | None":
-        """Return the block mask of a rectangle, ``None`` if all of it is masked out."""
-        rows, columns = (
-            slice(tokens.start // size, -(-tokens.stop // size))
-            for tokens, size in zip((queries, keys), self.sizes, strict=True)
-        )
-        full, partial, sizes, inner = self.full, self.partial, self.sizes, self.mask_mod
-        if not (full | partial)[..., rows, columns].any():
-            return None
-        batch, heads = full.shape[:2]
-        first_query, first_key = _first(queries, full), _first(keys, full)
-
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            q, k = q + first_query, k + first_key
-            block = b % batch, h % heads, q // sizes[0], k // sizes[1]
-            return full[block] | (partial[block] & inner(b, h, q, k))
-
-        return torch_flex.create_block_mask(
-            mask_mod,
-            batch,
-            heads,
-            len(queries),
-            len(keys),
-            device=full.device,
-            BLOCK_SIZE=sizes,
-        )
+    shape = batch, heads, len(queries), len(keys)
+    return torch_flex.create_block_mask(mask_mod, *shape, device=full.device, BLOCK_SIZE=sizes)
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """The score function and mask of a call, in positions of the whole sequence."""
+def _attend(
+    operands: Sequence[Tensor],
+    queries: range,
+    keys: range,
+    inner: Callable[..., Tensor],
+    **options: Any,
+) -> Partial:
+    """Compute the partial output of a rectangle.
 
-    score_mod: Callable[..., Tensor]
-    blocks: _Blocks | None
-    kernel_options: dict[str, str]
+    Args:
+        operands: Query, key and value of the whole sequence.
+        queries: Positions of the queries.
+        keys: Positions of the keys.
+        inner: The score function, in positions of the whole sequence.
+        **options: Further arguments of PyTorch's FlexAttention.
+    """
+    first_query, first_key = (_first(tokens, operands[0]) for tokens in (queries, keys))
 
-    def attend(self, problem: Problem, queries: range, keys: range) -> Partial | None:
-        """Compute the partial output of a rectangle; return None if it is masked out."""
-        block_mask = None if self.blocks is None else self.blocks.cut(queries, keys)
-        if self.blocks is not None and block_mask is None:
-            return None
-        inner = self.score_mod
-        first_query, first_key = _first(queries, problem.query), _first(keys, problem.query)
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return inner(score, b, h, q + first_query, k + first_key)
 
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return inner(score, b, h, q + first_query, k + first_key)
-
-        attend = _compiled() if problem.query.is_cuda else _attend_eagerly
-        output, others = attend(
-            *(
-                # A copy, because torch.compile specialises code on a slice's storage offset.
-                tensor[:, :, tokens.start : tokens.stop].clone()
-                for tensor, tokens in (
-                    (problem.query, queries),
-                    (problem.key, keys),
-                    (problem.value, keys),
-                )
-            ),
-            score_mod=score_mod,
-            block_mask=block_mask,
-            scale=problem.scale,
-            enable_gqa=problem.query.shape[1] != problem.key.shape[1],
-            return_aux=torch_flex.AuxRequest(lse=True),
-            kernel_options=self.kernel_options,
-        )
-        return Partial(output, others.lse)
+    attend = _compiled() if operands[0].is_cuda else _attend_eagerly
+    # A copy, because torch.compile specialises code on a slice's storage offset.
+    tensors = (
+        tensor[:, :, tokens.start : tokens.stop].clone()
+        for tensor, tokens in zip(operands, (queries, keys, keys), strict=True)
+    )
+    output, others = attend(*tensors, score_mod=score_mod, **options)
+    return Partial(output, others.lse)
 
 
 def _first(tokens: range, like: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Attention for JAX arrays, with gradients."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,8 @@ from cqs.problem import check_problem
 
 if TYPE_CHECKING:
     from cqs.executors.ray import Cluster
+
+_Forward = Callable[..., Tensor]
 
 
 def attention(
@@ -93,10 +94,6 @@ def attention(
         local_window_size = (local_window_size, local_window_size)
     if isinstance(scale, np.generic | jax.Array):
         scale = scale.item()
-    compute = partial(
-        cqs.api.attention, scale=scale, num_tasks=num_tasks, backend=backend, executor=executor
-    )
-    options = _Options(compute, bool(is_causal), local_window_size, pattern)
     query, key, value = map(jnp.asarray, (query, key, value))
     has_batch = query.ndim > 3
     if not has_batch:
@@ -105,70 +102,51 @@ def attention(
     if mask is not None:
         mask = jnp.asarray(mask)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    lengths = query.shape[1], key.shape[1]
+    pattern = sliding_window(None, None) if pattern is None else pattern
+    if is_causal:
+        pattern = pattern & _band(None, 0, *lengths)
+    if local_window_size is not None:
+        pattern = pattern & _band(*local_window_size, *lengths)
+    compute = partial(
+        cqs.api.attention, scale=scale, num_tasks=num_tasks, backend=backend, executor=executor
+    )
     limits = mask, query_seq_lengths, key_value_seq_lengths
-    output = _attend(options, query, key, value, limits)
+    output = _attend(partial(_forward, compute, pattern), query, key, value, limits)
     return output if has_batch else output[0]
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The static arguments of a call, which JAX does not trace."""
+def _forward(
+    compute: Callable[..., Any], pattern: Pattern, tensors: Sequence[Tensor], limits: Any
+) -> Tensor:
+    """Compute attention.
 
-    compute: Callable[..., Any]
-    """:func:`cqs.attention` with the options that do not affect the mask."""
-    is_causal: bool
-    window: tuple[int, int] | None
-    pattern: Pattern | None
+    Args:
+        compute: :func:`cqs.attention` with the options that do not affect the mask.
+        pattern: The pattern without the limits.
+        tensors: Query, key and value, each ``[batch, rows, heads, columns]``.
+        limits: The mask and the lengths of queries and keys, each an array or ``None``.
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *limits: Any) -> Tensor:
-        """Compute attention.
+    Returns:
+        ``[batch, seqlen_q, num_heads, value_dim]``.
+    """
+    query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
+    lengths = query.shape[2], key.shape[2]
+    mask, q_lengths, kv_lengths = limits
+    if q_lengths is not None or kv_lengths is not None:
+        pattern = pattern & _of_lengths(q_lengths, kv_lengths, *lengths)
+    if mask is not None:
+        mask = np.asarray(mask)
+        pattern = pattern & from_mask(np.broadcast_to(mask, (*mask.shape[:2], *lengths)))
+    output: Tensor = compute(query, key, value, pattern=pattern)
+    return output.transpose(1, 2).contiguous()
 
-        Args:
-            query: ``[batch, seqlen_q, num_heads, head_dim]``.
-            key: ``[batch, seqlen_kv, num_kv_heads, head_dim]``.
-            value: ``[batch, seqlen_kv, num_kv_heads, value_dim]``.
-            limits: The mask and the lengths of queries and keys, each an array or ``None``.
 
-        Returns:
-            ``[batch, seqlen_q, num_heads, value_dim]``.
-        """
-        pattern = self._pattern(query.shape[1], key.shape[1], *limits)
-        by_head = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        output: Tensor = self.compute(*by_head, pattern=pattern)
-        return output.transpose(1, 2).contiguous()
-
-    def backward(
-        self, query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, *limits: Any
-    ) -> tuple[Tensor, ...]:
-        """Compute the gradients of query, key and value.
-
-        Args:
-            query: ``[batch, seqlen_q, num_heads, head_dim]``.
-            key: ``[batch, seqlen_kv, num_kv_heads, head_dim]``.
-            value: ``[batch, seqlen_kv, num_kv_heads, value_dim]``.
-            grad_output: Gradient of the output, ``[batch, seqlen_q, num_heads, value_dim]``.
-            limits: The mask and the lengths of queries and keys, each an array or ``None``.
-        """
-        tensors = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        output = self.forward(*tensors, *limits)
-        gradients = torch.autograd.grad(output, tensors, grad_output)
-        return tuple(gradient.contiguous() for gradient in gradients)
-
-    def _pattern(
-        self, seqlen_q: int, seqlen_kv: int, mask: Any, q_lengths: Any, kv_lengths: Any
-    ) -> Pattern:
-        pattern = sliding_window(None, None) if self.pattern is None else self.pattern
-        if self.is_causal:
-            pattern = pattern & _band(None, 0, seqlen_q, seqlen_kv)
-        if self.window is not None:
-            pattern = pattern & _band(*self.window, seqlen_q, seqlen_kv)
-        if q_lengths is not None or kv_lengths is not None:
-            pattern = pattern & _of_lengths(q_lengths, kv_lengths, seqlen_q, seqlen_kv)
-        if mask is not None:
-            mask = np.asarray(mask)
-            shape = (*mask.shape[:2], seqlen_q, seqlen_kv)
-            pattern = pattern & from_mask(np.broadcast_to(mask, shape))
-        return pattern
+def _backward(forward: _Forward, tensors: Sequence[Tensor], limits: Any) -> tuple[Tensor, ...]:
+    """Compute the gradients of query, key and value; the gradient of the output follows them."""
+    operands = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    gradients = torch.autograd.grad(forward(operands, limits), operands, tensors[3])
+    return tuple(gradient.contiguous() for gradient in gradients)
 
 
 def _as_tensor(array: jax.Array) -> Tensor:
@@ -203,24 +181,24 @@ def _of_lengths(q_lengths: Any, kv_lengths: Any, seqlen_q: int, seqlen_kv: int) 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
+    forward: _Forward, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
 ) -> jax.Array:
     shape = (*query.shape[:3], value.shape[3])
     result = jax.ShapeDtypeStruct(shape, query.dtype)
-    output: jax.Array = _by_torch(options.forward, result, (query, key, value), limits)
+    output: jax.Array = _by_torch(forward, result, (query, key, value), limits)
     return output
 
 
 def _attend_forward(
-    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
+    forward: _Forward, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
 ) -> tuple[jax.Array, Any]:
-    return _attend(options, query, key, value, limits), (query, key, value, limits)
+    return _attend(forward, query, key, value, limits), (query, key, value, limits)
 
 
-def _attend_backward(options: _Options, kept: Any, grad_output: jax.Array) -> tuple[Any, ...]:
+def _attend_backward(forward: _Forward, kept: Any, grad_output: jax.Array) -> tuple[Any, ...]:
     *operands, limits = kept
     results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands)
-    return *_by_torch(options.backward, results, (*operands, grad_output), limits), None
+    return *_by_torch(partial(_backward, forward), results, (*operands, grad_output), limits), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -232,7 +210,7 @@ def _by_torch(
     """Call a function of tensors at once, or by a callback if an array is traced.
 
     Args:
-        function: Called with the operands as tensors, then the unchanged limits.
+        function: Called with the operands as tensors and the unchanged limits.
         results: Shapes and dtypes of the function's results.
         operands: Arrays that become tensors.
         limits: The mask and the lengths of queries and keys, each an array or ``None``.
@@ -241,7 +219,7 @@ def _by_torch(
     def call(give: Callable[[Tensor], Any], operands: Any, limits: Any) -> Any:
         tensors = [*map(torch.from_dlpack, operands)]
         _finish(tensors[0].device)
-        found = function(*tensors, *limits)
+        found = function(tensors, limits)
         _finish(tensors[0].device)
         return jax.tree.map(give, found)
 
