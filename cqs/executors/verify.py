@@ -49,17 +49,13 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
             row, error and bound of the first such row.
     """
     tensors = problem.query, problem.key, problem.value, *answer
-    verify_heads(problem, [each.__getitem__ for each in tensors], num_rows=num_rows, seed=seed)
+    rows = sample_rows(problem.query.shape[2], num_rows, seed)
+    verify_heads(problem, [each.__getitem__ for each in tensors], rows)
 
 
 @torch.no_grad()
 def verify_heads(
-    problem: Problem,
-    heads: Sequence[Head],
-    *,
-    queries: range | None = None,
-    num_rows: int = 32,
-    seed: int = 0,
+    problem: Problem, heads: Sequence[Head], rows: Sequence[int], first: int = 0
 ) -> None:
     """Verify like :func:`verify_rows`, with one KV head and one of its query heads at a time.
 
@@ -67,29 +63,27 @@ def verify_heads(
         problem: The attention problem, whose tensors are not read.
         heads: Functions that return heads of query, key, value, output and LSE. Those of key and
             value are called in turn, once for each element of :func:`kv_places`.
-        queries: Positions of the queries whose rows the functions return; ``None`` means all.
-        num_rows: Number of rows to sample, with replacement; the first and last rows are added.
-        seed: Random seed of the sample.
+        rows: The rows to verify, ascending indices of the rows that the functions return.
+        first: Position of the query in the first of those rows.
 
     Raises:
         VerificationError: A row deviates by more than its bound.
     """
-    queries = range(problem.query.shape[2]) if queries is None else queries
-    rows = [queries[row] for row in sample_rows(len(queries), num_rows, seed)]
     if not rows:
         return
-    positions = torch.tensor(rows, device=problem.query.device)
+    places = torch.tensor(rows, device=problem.query.device)
+    positions = [first + row for row in rows]
     group_size = problem.query.shape[1] // problem.key.shape[1]
     cuts = zip(problem.cuts(), problem.parts(), strict=True)
     for (_, kv_cut), ((_, query_heads), part) in cuts:
-        visible = visible_rows(part, positions)
+        visible = visible_rows(part, places + first)
         for batch, kv_head in _places(problem.key, kv_cut):
             key, value = (read((batch, kv_head)) for read in heads[1:3])
             for head in range(problem.query.shape[1])[query_heads]:
                 if head // group_size == kv_head:
                     place = batch, head
-                    of_rows = (heads[i](place)[positions - queries.start] for i in (0, 3, 4))
-                    _verify_head(problem, place, rows, visible, *of_rows, key, value)
+                    of_rows = (heads[i](place)[places] for i in (0, 3, 4))
+                    _verify_head(problem, place, positions, visible, *of_rows, key, value)
 
 
 def kv_places(problem: Problem) -> Iterator[tuple[int, int]]:

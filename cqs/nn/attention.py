@@ -12,6 +12,7 @@ from cqs.distributed import attention as attend_shards
 from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
 from cqs.nn.mesh import check_divisible, gather, tensor_axis
 from cqs.patterns import Pattern, per_head
+from cqs.problem import check_is_pattern
 
 
 class SelfAttention(nn.Module):
@@ -38,8 +39,8 @@ class SelfAttention(nn.Module):
         hidden_size = as_integer("hidden_size", hidden_size, 1)
         num_heads = as_integer("num_heads", num_heads, 1)
         num_kv_heads = as_integer("num_kv_heads", num_kv_heads, 1)
-        if pattern is not None and not isinstance(pattern, Pattern):
-            raise TypeError(f"pattern must be a cqs.patterns.Pattern, got {type(pattern).__name__}")
+        if pattern is not None:
+            check_is_pattern(pattern)
         if not to_float(rope_theta, "rope_theta must be a number") > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
         if hidden_size % (2 * num_heads):

@@ -34,9 +34,7 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
             lay_out(
                 *lengths,
                 rank,
-                num_heads=12,
-                num_kv_heads=2,
-                head_dim=16,
+                AttentionShape(12, 16, num_kv_heads=2),
                 head_parallel=head_parallel,
                 num_chunks=None,
                 is_causal=is_causal,
@@ -76,7 +74,7 @@ def check_places(routes):
 
 
 def test_heads_of_a_group_see_their_kv_heads():
-    options = {"is_causal": True, "pattern": None, "plan": "quorums", "tile": 1, "head_dim": 16}
+    options = {"is_causal": True, "pattern": None, "plan": "quorums", "tile": 1}
     options |= {"chunk_rule": FETCHED, "with_gradients": False}
     for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
         for rank in range(8):
@@ -84,8 +82,7 @@ def test_heads_of_a_group_see_their_kv_heads():
                 (4,) * 8,
                 (4,) * 8,
                 rank,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
+                AttentionShape(num_heads, 16, num_kv_heads=num_kv_heads),
                 head_parallel=head_parallel,
                 num_chunks=1 + rank % 3,
                 **options,
@@ -103,9 +100,7 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
         (4,) * num_ranks,
         (4,) * num_ranks,
         0,
-        num_heads=24,
-        num_kv_heads=12,
-        head_dim=16,
+        AttentionShape(24, 16, num_kv_heads=12),
         head_parallel=head_parallel,
         num_chunks=4,
         is_causal=False,
@@ -131,9 +126,7 @@ def test_stages_are_as_many_as_pay():
             (tokens // num_ranks,) * num_ranks,
             (tokens // num_ranks,) * num_ranks,
             0,
-            num_heads=16,
-            num_kv_heads=num_kv_heads,
-            head_dim=128,
+            AttentionShape(16, 128, num_kv_heads=num_kv_heads),
             head_parallel=num_ranks,
             num_chunks=num_chunks,
             is_causal=False,
@@ -241,9 +234,7 @@ def test_all_ranks_choose_the_same_split():
             lengths,
             (2**12,) * 32,
             rank,
-            num_heads=40,
-            num_kv_heads=8,
-            head_dim=128,
+            AttentionShape(40, 128, num_kv_heads=8),
             head_parallel="auto",
             num_chunks=None,
             is_causal=False,

@@ -19,6 +19,7 @@ from cqs.executors.distributed.transport import row_copies, streams, transfer
 from cqs.executors.distributed.transport.streams import open_streams
 from cqs.partial import Partial
 from cqs.problem import check_problem
+from cqs.scheduler import AttentionShape
 from cqs.scheduler.heads import FETCHED
 from cqs.worker import Worker
 
@@ -187,9 +188,7 @@ def make_layout(call, rank):
         call["lengths"],
         call["lengths"],
         rank,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=3,
+        AttentionShape(num_heads, 3, num_kv_heads=num_kv_heads),
         head_parallel=call["head_parallel"],
         num_chunks=call["num_chunks"],
         is_causal=call["is_causal"],

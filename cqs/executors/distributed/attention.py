@@ -26,6 +26,7 @@ from cqs.executors.observe import observe
 from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
+from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
 from cqs.scheduler.heads import why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
@@ -224,13 +225,12 @@ def _attend(
     )
 
     def attend(part: Problem) -> Attended:
+        num_heads = part.query.shape[1]
         layout = lay_out(
             shards.seqlens_q,
             shards.seqlens_kv,
             dist.get_rank(group),
-            num_heads=part.query.shape[1],
-            num_kv_heads=part.key.shape[1],
-            head_dim=part.query.shape[3],
+            AttentionShape(num_heads, part.query.shape[3], num_kv_heads=part.key.shape[1]),
             head_parallel=request["head_parallel"],
             num_chunks=request["num_chunks"],
             is_causal=part.is_causal,

@@ -31,16 +31,15 @@ class Exchange:
     The group remains usable after an error if the pass fails on all ranks after the same sends.
     """
 
-    def __init__(self, transport: Transport, num_chunks: int, *, in_place: bool) -> None:
+    def __init__(self, transport: Transport, num_chunks: int) -> None:
         """Prepare an exchange; use it as a context manager.
 
         Args:
             transport: Transport between the ranks of the group.
             num_chunks: Number of head chunks of the pass, each sent once in each direction. Chunk i
                 uses buffer slot ``i % num_turns`` of the transport.
-            in_place: Whether rows that stay on this rank may be views of the caller's tensors.
         """
-        self._transport, self._in_place = transport, in_place
+        self._transport = transport
         self._num_turns = min(num_chunks, transport.num_turns)
         self._transfers: list[Transfer] = []
 
@@ -78,19 +77,8 @@ class Exchange:
         packets = []
         for route, chosen in by_route(shards, routes):
             sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
-            own_rows, own_heads = route.sends[route.rank], [each[route.rank] for each in together]
-            schedule: CopySchedule = ()
-            views: list[Tensor] | None = None
-            if self._in_place and route.stays and len(own_rows) == 1:
-                (rows,) = own_rows
-                views = [
-                    source[:, of_rank.start : of_rank.stop, rows.start : rows.stop]
-                    for source, of_rank in zip(sources, own_heads, strict=True)
-                ]
-            else:
-                schedule = _schedule_out(route, together)
-            widths = list(map(len, own_heads))
-            packets.append(Packet(route, sources, widths, schedule, views, is_home=False))
+            widths, schedule = [len(each[0]) for each in together], _schedule_out(route, together)
+            packets.append(Packet(route, sources, widths, schedule, is_home=False))
         return self._send(chunk, packets)
 
     def send_back(self, chunk: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:

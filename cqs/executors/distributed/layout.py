@@ -170,10 +170,8 @@ def lay_out(
     seqlens_q: Lengths,
     seqlens_kv: Lengths,
     rank: int,
+    shape: AttentionShape,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     head_parallel: int | str,
     num_chunks: int | None,
     is_causal: bool,
@@ -190,9 +188,7 @@ def lay_out(
         seqlens_q: Number of queries in every rank's shard.
         seqlens_kv: Number of keys in every rank's shard.
         rank: The rank to lay out.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of KV heads.
-        head_dim: Size of a query head.
+        shape: Numbers of heads and head_dim.
         head_parallel: Head-parallel degree, see
             :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` chooses it.
         num_chunks: Maximum number of head chunks; ``None`` chooses it by the work.
@@ -209,7 +205,7 @@ def lay_out(
     bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
     workload = Workload(
         sum(seqlens_q),
-        AttentionShape(num_heads, head_dim, num_kv_heads=num_kv_heads),
+        shape,
         is_causal,
         num_keys=sum(seqlens_kv),
         num_pairs=None if bound is None else bound.num_pairs,
@@ -260,14 +256,14 @@ def lay_out(
         of_keys = of_queries
     number = choose_num_chunks(
         num_chunks,
-        flops=4.0 * plan_of_tasks.live_pairs * num_heads * head_dim / num_ranks,
+        flops=4.0 * plan_of_tasks.live_pairs * shape.num_heads * shape.head_dim / num_ranks,
         num_ranks=num_ranks,
-        num_kv_heads=max(num_kv_heads // head_parallel, 1),
+        num_kv_heads=max(shape.kv_heads // head_parallel, 1),
         num_keys=sum(seqlens_kv) * kind.num_groups[1] // plan_of_tasks.num_tasks,
         with_gradients=with_gradients,
         rule=chunk_rule,
     )
-    chunks = _make_chunks(number, num_ranks, head_parallel, num_heads, num_kv_heads)
+    chunks = _make_chunks(number, num_ranks, head_parallel, shape)
     return Layout(
         plan_of_tasks,
         *splits[rank],
@@ -281,7 +277,7 @@ def lay_out(
 
 
 def _make_chunks(
-    number: int, num_ranks: int, head_parallel: int, num_heads: int, num_kv_heads: int
+    number: int, num_ranks: int, head_parallel: int, shape: AttentionShape
 ) -> tuple[HeadChunk, ...]:
     """Divide the head group of every rank into ``number`` equal head chunks."""
 
@@ -292,7 +288,8 @@ def _make_chunks(
         return tuple(range(first + i * size, first + (i + 1) * size) for first in firsts)
 
     return tuple(
-        HeadChunk(i, of_ranks(num_heads, i), of_ranks(num_kv_heads, i)) for i in range(number)
+        HeadChunk(i, of_ranks(shape.num_heads, i), of_ranks(shape.kv_heads, i))
+        for i in range(number)
     )
 
 

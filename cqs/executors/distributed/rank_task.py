@@ -65,7 +65,7 @@ class RankTask:
         at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_streams
         with (
             # Every rank keeps a copy of the tokens that it computes with.
-            Exchange(self.transport, len(layout.chunks), in_place=False) as exchange,
+            Exchange(self.transport, len(layout.chunks)) as exchange,
             open_streams(problem.query.device, min(at_once, len(layout.chunks))) as on_stream,
         ):
 
@@ -115,7 +115,7 @@ class RankTask:
         each_kept = len(kept) // len(layout.chunks)
         at_once = min(self.transport.num_streams, len(layout.chunks))
         with (
-            Exchange(self.transport, len(layout.chunks), in_place=True) as exchange,
+            Exchange(self.transport, len(layout.chunks)) as exchange,
             open_streams(grad_output.device, at_once) as on_stream,
         ):
 
