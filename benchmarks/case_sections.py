@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.case_measurement import RESIDENT, TENSORS, CaseRow
 from benchmarks.plots import case_study as plots
-from cqs.report.content import NOTHING, Chapter, Content, Picture, RowAxis, Section, Show, span
+from cqs.report.content import NOTHING, Chapter, Content, Plot, RowAxis, Section, Show, span
 from cqs.report.measurement import format_rows
 from cqs.report.sections import facts
 from cqs.report.table import digits, mebibytes
@@ -94,10 +94,10 @@ def command(rows: Rows, out: str) -> str:
 
 def _memory_sections(lengths: Sequence[_Length], workers: Sequence[int]) -> tuple[Section, ...]:
     counted = {row.memory for length in lengths for row in length.by_workers.values()}
-    pictures = tuple(
-        Picture(partial(_plot_memory, number), f"Active memory over time, N = {length.tokens:,}")
+    pictures: dict[str, Plot] = {
+        f"Active memory over time, N = {length.tokens:,}": partial(_plot_memory, number)
         for number, length in enumerate(lengths)
-    )
+    }
     return (
         Section(
             "Memory of one worker over time",
@@ -112,7 +112,7 @@ def _memory_sections(lengths: Sequence[_Length], workers: Sequence[int]) -> tupl
             "Measured peaks divided by predicted peaks. Predictions count tensors without the "
             "scratch of kernels, which is up to 0.6 MiB per thread for PyTorch on CPUs.",
             _columns(workers, lambda row: f"{row.peak_bytes / row.predicted_bytes:.3f}"),
-            (),
+            {},
         ),
     )
 
@@ -124,21 +124,21 @@ def _study_sections(workers: Sequence[int]) -> tuple[Section, ...]:
             "Tokens that the worker with the longest subsequence reads. Among equivalent interest "
             "sets the plan uses the one with the shortest longest subsequence.",
             _columns(workers, lambda row: f"{row.held_tokens:,}"),
-            (_picture(plots.plot_longest, "Longest subsequence"),),
+            {"Longest subsequence": _of_lengths(plots.plot_longest)},
         ),
         Section(
             "Time of the longest task",
             "Time in milliseconds. The task computes the pairs that it owns, not all pairs of its "
             "subsequence.",
             _columns(workers, lambda row: digits(row.median_ms)),
-            (_picture(plots.plot_longest_times, "Time of the longest task"),),
+            {"Time of the longest task": _of_lengths(plots.plot_longest_times)},
         ),
         Section(
             "Ratio to the whole",
             "Time of the longest task divided by the time of the whole problem on one worker in "
             "the same repeat. The ideal is 1 / W.",
             _columns(workers, lambda row: digits(row.ratio)),
-            (_picture(plots.plot_ratios, "Time of the longest task over that of the whole"),),
+            {"Time of the longest task over that of the whole": _of_lengths(plots.plot_ratios)},
         ),
     )
 
@@ -153,8 +153,8 @@ def _columns(workers: Sequence[int], show: Callable[[CaseRow], str]) -> dict[str
     return {f"W={number}": partial(of, number) for number in workers}
 
 
-def _picture(plot: Callable[[Rows, Any], Any], caption: str) -> Picture:
-    return Picture(lambda lengths, axes: plot(_rows(lengths), axes), caption)
+def _of_lengths(plot: Callable[[Rows, Any], Any]) -> Plot:
+    return lambda lengths, axes: plot(_rows(lengths), axes)
 
 
 def _plot_memory(number: int, lengths: Sequence[_Length], axes: Any) -> Any:

@@ -36,7 +36,7 @@ class Quantity:
 
 QUANTITIES = {
     "tokens": Quantity(lambda row: row.held_tokens, "{:,}".format),
-    "share": Quantity(lambda row: 100 * row.held_share, "{:.3g} %".format),
+    "share": Quantity(lambda row: 100 * row.held_tokens / row.tokens, "{:.3g} %".format),
     "responsibility ratio": Quantity(lambda row: row.responsibility_ratio, "{:.4g}".format),
     "busiest / mean": Quantity(lambda row: row.balance, "{:.3f}".format),
     "predicted MiB": Quantity(
@@ -53,7 +53,7 @@ QUANTITIES = {
     "transfer": Quantity(lambda row: row.transfer_ms),
     "ms": Quantity(lambda row: row.median_ms),
     "over one task": Quantity(lambda row: row.speedup),
-    "over dense": Quantity(lambda row: row.speedup_over_dense),
+    "over dense": Quantity(lambda row: 1 / row.ratio),
     "devices": Quantity(lambda row: row.num_devices, str),
     "efficiency": Quantity(lambda row: 100 * row.efficiency, "{:.3g} %".format),
     "before": Quantity(lambda row: 1e3 * row.details["before_seconds"]),

@@ -10,15 +10,8 @@ NOTHING = "-"
 
 Show = Callable[[Any], str]
 """Function that formats a quantity of a row."""
-
-
-class Picture(NamedTuple):
-    """A picture of the rows of a chapter."""
-
-    plot: Callable[[Any, Any], Any]
-    """Function that plots rows on matplotlib axes."""
-    caption: str
-    """Caption of the picture."""
+Plot = Callable[[Any, Any], Any]
+"""Function that plots rows on matplotlib axes."""
 
 
 class RowAxis(NamedTuple):
@@ -39,7 +32,8 @@ class Section(NamedTuple):
     text: str
     columns: dict[str, Show]
     """Formatting functions of the columns after the first, by header."""
-    pictures: tuple[Picture, ...]
+    pictures: dict[str, Plot]
+    """Plots of the rows of a chapter, by caption."""
 
 
 class Chapter(NamedTuple):

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from cqs.files import replace_file
 from cqs.plotting import plot_owners
-from cqs.report.content import Content, Picture
+from cqs.report.content import Content, Plot
 from cqs.scheduler import Plan
 
 _FILES = "report.md", "report.html"
@@ -67,17 +67,14 @@ def _escape(text: str) -> str:
     return text
 
 
-def _draw_chart(picture: Picture, rows: Sequence[Any]) -> list[str]:
-    return _draw(lambda axes: picture.plot(rows, axes), "svg", figsize=(4, 3.2))
+def _draw_chart(plot: Plot, rows: Sequence[Any]) -> list[str]:
+    return _draw(lambda axes: plot(rows, axes), "svg", figsize=(4, 3.2))
 
 
 def _draw_matrix(plan: Plan) -> list[str]:
     """Draw a score matrix as pixels: it has too many parts for vector graphics."""
-
-    def plot(axes: Any) -> None:
-        plot_owners(plan, axes).set_title("")
-
-    return _draw(plot, "png", figsize=(4, 4.2), layout="compressed")
+    options = {"figsize": (4, 4.2), "layout": "compressed"}
+    return _draw(lambda axes: plot_owners(plan, axes).set_title(""), "png", **options)
 
 
 def _draw(plot: Callable[[Any], object], kind: str, **options: Any) -> list[str]:

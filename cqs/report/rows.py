@@ -114,19 +114,9 @@ class ScalingRow(ReportRow):
         return self.num_tasks, self.passes
 
     @property
-    def held_share(self) -> float:
-        """Longest subsequence divided by the length of the sequence."""
-        return self.held_tokens / self.tokens
-
-    @property
     def time_balance(self) -> float:
         """Time of the slowest task divided by the mean."""
         return self.slowest_ms / self.mean_ms
-
-    @property
-    def speedup_over_dense(self) -> float:
-        """Time of one dense PyTorch call divided by the time of all workers."""
-        return 1 / self.ratio
 
     @property
     def efficiency(self) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from cqs.report import charts
 from cqs.report.charts import QUANTITIES, Chart
-from cqs.report.content import Chapter, Content, Picture, RowAxis, Section, Show, span
+from cqs.report.content import Chapter, Content, RowAxis, Section, Show, span
 from cqs.report.measurement import format_rows
 from cqs.report.rows import PASSES, ReportRow, ScalingRow
 
@@ -122,8 +122,7 @@ def command(rows: Rows, out: str) -> str:
 
 def _section(title: str, text: str, names: Sequence[str], *drawn: Chart) -> Section:
     columns: dict[str, Show] = {name: QUANTITIES[name] for name in names}
-    pictures = tuple(Picture(chart.plot, chart.caption) for chart in drawn)
-    return Section(title, text, columns, pictures)
+    return Section(title, text, columns, {chart.caption: chart.plot for chart in drawn})
 
 
 _WORKERS = RowAxis("W", "number of workers W", lambda row: str(row.num_tasks))

@@ -22,7 +22,7 @@ def lines_of(axes):
 @pytest.mark.parametrize(
     ("chart", "label", "quantity"),
     [
-        (charts.HELD_TOKENS, "share", lambda row: 100 * row.held_share),
+        (charts.HELD_TOKENS, "share", lambda row: 100 * row.held_tokens / row.tokens),
         (charts.RESPONSIBILITY, "responsibility ratio", lambda row: row.responsibility_ratio),
         (charts.BALANCE, "slowest / mean", lambda row: row.slowest_ms / row.mean_ms),
         (charts.BALANCE, "busiest / mean", lambda row: row.balance),

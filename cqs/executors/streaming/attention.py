@@ -141,8 +141,7 @@ def attention(
     in_strips = _in_strips(problem) if name == "reference" else problem
     if needs_grad:
         executor = StreamingExecutor(where, budget, name)
-        answer = compute(executor, in_strips, executor.make_plan)
-        return answer.to_result(return_lse)
+        return compute(executor, in_strips, executor.make_plan).to_result(return_lse)
     shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
     out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
     # A file that the output is written to changes during the call, so that it is not watched.

@@ -181,12 +181,11 @@ class StreamPlan:
 
     def blocks(self, start: Position = START) -> Iterator[HeldBlock]:
         """Yield the blocks in order, beginning at a position."""
-        groups_per_batch = self.shape.kv_heads // self.heads_at_once
-        row = start.row
         for group in range(start.group, self.num_groups):
-            batch, number = divmod(group, groups_per_batch)
-            kv_heads = range(number * self.heads_at_once, (number + 1) * self.heads_at_once)
+            batch, head = divmod(group * self.heads_at_once, self.shape.kv_heads)
+            kv_heads = range(head, head + self.heads_at_once)
             heads = range(kv_heads.start * self.group_size, kv_heads.stop * self.group_size)
+            row = start.row if group == start.group else 0
             for first in range(row, self.num_held, self.rows):
                 tokens = range(first, min(first + self.rows, self.num_held))
                 is_last = tokens.stop == self.num_held
@@ -195,7 +194,6 @@ class StreamPlan:
                 step = -1 if first // self.rows % 2 else 1
                 chunks = tuple(self.chunks(tokens))[::step]
                 yield HeldBlock(batch, heads, kv_heads, tokens, chunks, end)
-            row = 0
 
     def chunks(self, held: range) -> Iterator[range]:
         """Yield the chunks that have live pairs with some tokens of the held side, ascending."""

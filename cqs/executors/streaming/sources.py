@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,12 +57,9 @@ class Source:
     def __getitem__(self, place: tuple[Any, Any]) -> Any:
         """Return all rows of a batch element and head, or the part of two slices."""
         if isinstance(place[0], slice):
-            batches, heads = (
-                range(length)[index] for length, index in zip(self.shape, place, strict=False)
-            )
-            return Part(
-                (len(batches), len(heads), *self.shape[2:]), self.dtype, self, batches, heads
-            )
+            batches, heads = range(self.shape[0])[place[0]], range(self.shape[1])[place[1]]
+            shape = (len(batches), len(heads), *self.shape[2:])
+            return Part(shape, self.dtype, self, batches, heads)
         found = torch.empty(self.shape[2:], dtype=self.dtype, device="cpu")
         self.read(*place, range(self.shape[2]), found)
         return found
@@ -343,34 +340,18 @@ def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
     path, _, given = str(source).partition(".safetensors:")
     if given or path.endswith(".safetensors"):
         return _in_safetensors(Path(f"{path}.safetensors" if given else path), given or name)
-    mapped = map_array(path, name, "r")
-    found = _file_of(mapped) if mapped.ndim == 4 else None
-    if found is None:
-        raise ValueError(
-            f"'{source}' must have four dimensions in C order, got {mapped.shape} {mapped.dtype}"
-        )
-    return found
-
-
-def map_array(path: str | Path, name: str, mode: Literal["r", "c"]) -> np.memmap:
-    """Map the array of a .npy file into memory.
-
-    Args:
-        path: Path of the .npy file.
-        name: Name of the array in error messages.
-        mode: ``"r"`` maps it read-only, ``"c"`` copy-on-write (changes do not reach the file).
-
-    Raises:
-        ValueError: The file is not a regular file, or does not contain an array.
-        OSError: The file cannot be read.
-    """
     check_input_file(path)
     try:
-        return np.lib.format.open_memmap(path, mode=mode)
+        mapped = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
     except Exception as error:  # NumPy raises errors of many types for malformed headers
         raise ValueError(f"cannot read {name} from '{path}': {error}") from error
+    if (found := _file_of(mapped)) is None:
+        raise ValueError(
+            f"'{source}' must have four dimensions in C order, got {mapped.shape} {mapped.dtype}"
+        )
+    return found
 
 
 def _in_safetensors(path: Path, name: str) -> InFile:
