@@ -3,17 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from cqs.plotting import figures
 from cqs.plotting.colors import letter_color, task_colors
 from cqs.plotting.density import count_cells, cut
-from cqs.plotting.figures import (
-    check_picture,
-    draw_key,
-    label_tokens,
-    new_axes,
-    points_across,
-    save_figure,
-    write_centred,
-)
 from cqs.scheduler import Block, Plan
 
 _SIZE = (7, 7)
@@ -54,12 +46,12 @@ def plot_owners(plan: Plan, axes: Any = None, *, index: int | None = None) -> An
     """
     if index is not None:
         plan.task(index)
-    axes = new_axes(_SIZE) if axes is None else axes
+    axes = figures.new_axes(_SIZE) if axes is None else axes
     colors = [
         color if index in (None, owner) else _OTHERS
         for owner, color in enumerate(task_colors(plan.num_tasks))
     ]
-    label_tokens(axes, plan.seqlen_q, plan.seqlen_kv)
+    figures.label_tokens(axes, plan.seqlen_q, plan.seqlen_kv)
     named = f"{plan.num_tasks} tasks" if index is None else f"task {index} of {plan.num_tasks}"
     axes.set_title(f"{named}, {str(plan.kind).split(' (')[0]}")
     if plan.pattern is None:
@@ -67,7 +59,7 @@ def plot_owners(plan: Plan, axes: Any = None, *, index: int | None = None) -> An
     else:
         _draw_live_pairs(plan, axes, colors)
     if index is None and (plan.num_tasks > _NAMED or plan.pattern is not None):
-        draw_key(axes, colors, 0, "task").ax.invert_yaxis()
+        figures.draw_key(axes, colors, 0, "task").ax.invert_yaxis()
     return axes
 
 
@@ -79,12 +71,12 @@ def save_owners(plan: Plan, path: str | Path) -> None:
         ValueError: The format is unknown.
         OSError: The file cannot be written.
     """
-    check_picture(path)
+    figures.check_picture(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE, layout="compressed")
     plot_owners(plan, figure.add_subplot())
-    save_figure(figure, path, dpi=150)
+    figures.save_figure(figure, path, dpi=150)
 
 
 def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:
@@ -92,7 +84,7 @@ def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:
 
     polygons = [_outline(block) for task in plan.tasks for block in task.blocks]
     faces = [color for task, color in zip(plan.tasks, colors, strict=True) for _ in task.blocks]
-    width = min(0.5, points_across(axes)[0] / plan.num_tasks / 16)
+    width = min(0.5, figures.points_across(axes)[0] / plan.num_tasks / 16)
     axes.add_collection(
         PolyCollection(polygons, facecolors=faces, edgecolors="white", linewidths=width)
     )
@@ -106,7 +98,7 @@ def _name_owner(axes: Any, index: int, block: Block, color: str) -> None:
     """Draw a task's number in a block with enough space; half of a causal block is empty."""
     queries, keys, is_causal = block
     name, room = str(index), 0.5 if is_causal else 1.0
-    width, height = points_across(axes)
+    width, height = figures.points_across(axes)
     if (
         room * len(keys) / axes.viewLim.width * width < len(name) * _NAME_POINTS
         or room * len(queries) / -axes.viewLim.height * height < 1.2 * _NAME_POINTS
@@ -114,7 +106,7 @@ def _name_owner(axes: Any, index: int, block: Block, color: str) -> None:
         return
     x = keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2)
     y = queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2)
-    write_centred(axes, (x, y), name, fontsize=_NAME_POINTS, color=color)
+    figures.write_centred(axes, (x, y), name, fontsize=_NAME_POINTS, color=color)
 
 
 def _outline(block: Block) -> list[tuple[int, int]]:

@@ -68,10 +68,8 @@ class Driver(ABC):
             "dense": lambda: self._seconds(work.dense),
             "all": lambda: self._time_all(work, plan),
         }
-        turns = [
-            RepeatTimes(one=found["one"], dense=found["dense"], **found["all"])
-            for found in run_in_turn(computations, self.settings.repeats, tick)
-        ]
+        found = run_in_turn(computations, self.settings.repeats, tick)
+        turns = [RepeatTimes(**seconds.pop("all"), **seconds) for seconds in found]
         num_devices = min(self.max_devices, num_tasks)
         return make_row(self.settings, name, plan, turns=turns, held=held, num_devices=num_devices)
 

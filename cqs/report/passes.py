@@ -164,11 +164,9 @@ def measure_held(compute: Callable[[], Result], held: Sequence[HeldTokens]) -> t
     compute()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # a cached block may be up to a megabyte larger than requested
-    collects = gc.isenabled()
     gc.disable()  # no other object may be freed during the measurement
     try:
         result, peak = measure_peak_bytes(compute, device)
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
     return result, peak + sum(tokens.joined().nbytes for tokens in held)

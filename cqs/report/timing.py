@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,23 +67,14 @@ def make_timer(last: Callable[[], object] = lambda: None) -> Timer:
     return Timer("cuda", warm_up=make_busy(last))
 
 
-def turns(names: Iterable[str], number: int) -> Iterator[list[str]]:
-    """Yield the names in ``number`` random orders, the same ones in every call.
-
-    A GPU is slower after some work than after other work: the predecessor must vary.
-    """
-    generator, order = random.Random(0), list(names)
-    for _ in range(number):
-        generator.shuffle(order)
-        yield list(order)
-
-
 def run_in_turn(
     computations: Mapping[str, Callable[[], Any]],
     repeats: int,
     tick: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
-    """Run all computations ``repeats`` times, in the orders of :func:`turns`.
+    """Run all computations ``repeats`` times, in random orders, the same ones in every call.
+
+    A GPU is slower after some work than after other work: the predecessor must vary.
 
     Args:
         computations: The computations by name.
@@ -91,8 +82,10 @@ def run_in_turn(
         tick: Called after every repeat.
 
     Yields:
-        The results of each repeat, by name.
+        The results of each repeat, by name, in their order.
     """
-    for order in turns(computations, repeats):
+    generator, order = random.Random(0), list(computations)
+    for _ in range(repeats):
+        generator.shuffle(order)
         yield {name: computations[name]() for name in order}
         tick()

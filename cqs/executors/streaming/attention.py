@@ -21,7 +21,7 @@ from cqs.partial import AttentionOutput, Partial, lse_dtype
 from cqs.patterns import Pattern, causal, sliding_window
 from cqs.problem import Problem, check_problem
 from cqs.uncompiled import uncompiled
-from cqs.worker.backends import check_backend_name, choose_backend
+from cqs.worker.backends import choose_backend
 
 _NAMES = ("query", "key", "value")
 
@@ -106,7 +106,6 @@ def attention(
         >>> torch.allclose(output, dense, atol=1e-5)
         True
     """
-    check_backend_name(backend)
     sources: list[Any] = list(map(as_source, _NAMES, (query, key, value)))
     problem = check_problem(
         *map(_stand_in, sources),
@@ -128,12 +127,8 @@ def attention(
             "query, key and value must not require gradients with out= or resume=: detach them"
         )
     where = _choose_device(device)
-    queries, keys, values = (
-        torch.empty((1, 1, 2, tensor.shape[3]), dtype=tensor.dtype, device=where)
-        for tensor in checked
-    )
-    options = backend, problem.dropout, problem.pattern
-    name = choose_backend(queries, keys, values, *options).name
+    alike = [torch.empty((1, 1, 2, t.shape[3]), dtype=t.dtype, device=where) for t in checked]
+    name = choose_backend(*alike, backend, problem.dropout, problem.pattern).name
     budget = parse_budget(memory_budget, where)
     sources = list(map(_of_shape, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])

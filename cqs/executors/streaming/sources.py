@@ -357,10 +357,8 @@ def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
 def _in_safetensors(path: Path, name: str) -> InFile:
     check_input_file(path)
     try:
-        with safe_open(path, framework="numpy") as file:  # validates the header
-            if name not in file.keys():
-                raise KeyError(name)
-        with open(path, "rb") as content:
+        # safe_open validates the header, but does not tell where the data are.
+        with safe_open(path, framework="numpy"), open(path, "rb") as content:
             length = int.from_bytes(content.read(8), "little")
             entry = json.loads(content.read(length))[name]
         shape, dtype = tuple(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]]
