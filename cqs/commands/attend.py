@@ -22,10 +22,12 @@ from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.problem import check_problem
 from cqs.worker import BACKENDS
 
+_NAMES = ("query", "key", "value")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs attend``."""
-    for name in ("query", "key", "value"):
+    for name in _NAMES:
         parser.add_argument(
             name,
             metavar=name.upper(),
@@ -55,10 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Attend from files to files; an output appears only if all went well."""
-    inputs = [
-        cqs.streaming.open_tensor(getattr(options, name), name)
-        for name in ("query", "key", "value")
-    ]
+    inputs = [cqs.streaming.open_tensor(getattr(options, name), name) for name in _NAMES]
     paths = [str(each.path) for each in inputs]
     check_written("OUTPUT", options.output, [*paths, options.resume])
     if options.lse:

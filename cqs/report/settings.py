@@ -1,6 +1,7 @@
 """The settings of a report: the problem and the options of its measurement."""
 
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,13 +70,11 @@ class Settings:
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
         generator = torch.Generator(device).manual_seed(self.seed)
+        draw = partial(
+            torch.randn, generator=generator, dtype=getattr(torch, self.dtype), device=device
+        )
         query, key, value, grad_output = (
-            torch.randn(
-                (1, heads, self.tokens, self.head_dim),
-                generator=generator,
-                dtype=getattr(torch, self.dtype),
-                device=device,
-            )
+            draw((1, heads, self.tokens, self.head_dim))
             for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
         )
         problem = check_problem(

@@ -17,10 +17,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     """
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in cells]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 

@@ -263,8 +263,7 @@ class Checkpoint:
         if not records or not self._directory.is_owned:
             return
         if not self._directory.is_in_place:
-            path = self._directory.path
-            raise OSError(f"'{path}' was moved or removed while it was in use")
+            raise OSError(f"'{self._directory.path}' was moved or removed while it was in use")
         # The order matters: results, then their records, then the state that refers to both.
         self._output.flush()
         self.lse.flush()

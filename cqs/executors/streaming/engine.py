@@ -159,17 +159,12 @@ class _InputBuffers:
         self._transfers, self._sources, self._of_keys = transfers, side, of_keys
         num_heads = plan.heads_at_once * (1 if of_keys else plan.group_size)
         num_tokens = plan.visit[of_keys != plan.holds_keys]
-        self._buffers = [
-            [
-                torch.empty(
-                    (num_heads, num_tokens, *source.shape[3:]),
-                    dtype=source.dtype,
-                    device=transfers.device,
-                )
-                for source in side
-            ]
-            for _ in range(plan.num_buffers)
-        ]
+
+        def allocate(source: Tensor | Source) -> Tensor:
+            shape = num_heads, num_tokens, *source.shape[3:]
+            return torch.empty(shape, dtype=source.dtype, device=transfers.device)
+
+        self._buffers = [list(map(allocate, side)) for _ in range(plan.num_buffers)]
         self._contents: list[RowsOfHeads | None] = [None] * plan.num_buffers
         # The allocator may return memory that launched kernels still use: wait for these too.
         self._used: list[Any] = [transfers.record_event()] * plan.num_buffers

@@ -73,6 +73,7 @@ class StreamingExecutor:
             torch.OutOfMemoryError: The device has less than a sixteenth of the memory budget.
         """
         answer = into or problem.empty_answer()
+        call = self.device, problem, backend
         position, progress = START, hooks.progress
         before = 0 if progress is None else progress.done
         if self.checkpoint is not None:
@@ -90,16 +91,7 @@ class StreamingExecutor:
             if progress is not None:
                 progress.move(before + plan.pairs_until(position))
             try:
-                stream(
-                    plan,
-                    self.device,
-                    problem,
-                    backend,
-                    answer,
-                    start=position,
-                    progress=progress,
-                    finished=finished,
-                )
+                stream(plan, *call, answer, start=position, progress=progress, finished=finished)
                 return answer
             except RuntimeError as error:
                 plan = self._with_less(plan, error)
@@ -133,12 +125,9 @@ class StreamingExecutor:
     def _with_less(self, plan: StreamPlan, error: RuntimeError) -> StreamPlan:
         """Return a plan for half the memory after an out-of-memory error, else raise ``error``."""
         budget = min(plan.budget, plan.peak_bytes) // 2
-        is_full = isinstance(error, torch.OutOfMemoryError)
         # PyTorch has no error type for a failed allocation on the CPU.
-        if (
-            not (is_full or "DefaultCPUAllocator" in str(error))
-            or budget * _LEAST_SHARE < self.budget
-        ):
+        is_full = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+        if not is_full or budget * _LEAST_SHARE < self.budget:
             raise error
         torch.cuda.empty_cache()
         try:

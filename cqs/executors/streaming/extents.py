@@ -41,6 +41,10 @@ class Extent(NamedTuple):
             rows = rows[0, ...]
         return False
 
+    def overlaps(self, other: "Extent") -> bool:
+        """Return whether two tensors share a byte of this address space."""
+        return self.space == other.space and _share(self.elements, other.elements)
+
 
 class _Mapping(NamedTuple):
     """One line of ``/proc/self/maps``: a mapping of this process's memory."""
@@ -52,20 +56,6 @@ class _Mapping(NamedTuple):
     """Device and inode; ``None`` for anonymous memory."""
     shift: int
     """Position in the file less the address, in bytes."""
-
-
-def share_bytes(some: Sequence[Extent], others: Sequence[Extent]) -> bool:
-    """Return whether two tensors share a byte.
-
-    Args:
-        some: All extents of the first tensor.
-        others: All extents of the second tensor.
-    """
-    return any(
-        one.space == other.space and _share(one.elements, other.elements)
-        for one in some
-        for other in others
-    )
 
 
 def extents_in_memory(tensor: Tensor, *, is_written: bool) -> list[Extent]:

@@ -306,7 +306,7 @@ def as_target(
     apart = []
     for source in sources:
         read = _extents(source, is_written=False)
-        if extents.share_bytes(written, read):
+        if any(one.overlaps(other) for one in written for other in read):
             raise ValueError("out must share neither memory nor a file with query, key and value")
         if spaces.isdisjoint(extent.space for extent in read):
             apart.append(source)
