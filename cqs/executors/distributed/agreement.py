@@ -35,7 +35,6 @@ class Shards(NamedTuple):
 def agree(
     group: Any,
     request: Mapping[str, Any],
-    *,
     seqlen_q: int = 0,
     seqlen_kv: int = 0,
     seed: int = 0,

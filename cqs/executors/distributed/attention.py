@@ -170,17 +170,17 @@ def attention(
                 "verify must be False while a CUDA graph is captured, got True: verify a call "
                 "before the capture"
             )
-        own = {
-            "seqlen_q": query.shape[2],
-            "seqlen_kv": key.shape[2],
-            "seed": 0 if problem.dropout is None else problem.dropout.seed,
-            "machine": _machine_of(query.device),
-        }
+        own = (
+            query.shape[2],
+            key.shape[2],
+            0 if problem.dropout is None else problem.dropout.seed,
+            _machine_of(query.device),
+        )
     calls = calls_on(group)
     with calls.call():
         request["calls since the group was made"] = calls.num_calls
         request["exchanges since the group was made"] = count_sends(group)
-        shards = agree(group, request, **own)
+        shards = agree(group, request, *own)
         calls.num_calls += 1
         answer = _attend(group, calls, problem, request, shards)
     # With gradients the backward pass checks: other ranks wait for this one to run it.

@@ -127,8 +127,11 @@ def attention(
             "query, key and value must not require gradients with out= or resume=: detach them"
         )
     where = _choose_device(device)
-    alike = [torch.empty((1, 1, 2, t.shape[3]), dtype=t.dtype, device=where) for t in checked]
-    name = choose_backend(*alike, backend, problem.dropout, problem.pattern).name
+    queries, keys, values = (
+        torch.empty((1, 1, 2, t.shape[3]), dtype=t.dtype, device=where) for t in checked
+    )
+    options = backend, problem.dropout, problem.pattern
+    name = choose_backend(queries, keys, values, *options).name
     budget = parse_budget(memory_budget, where)
     sources = list(map(_of_shape, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
