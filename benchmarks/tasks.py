@@ -14,6 +14,7 @@ from benchmarks.errors import verify_answer
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import time_in_turn
+from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
@@ -75,14 +76,14 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     contenders = [(_TOGETHER, 1)] + [(kind, w) for kind in kinds for w in _NUM_TASKS]
     grad_output = torch.randn_like(problem.query)
     backend = choose_backend(*tensors).name
-    answer = LocalExecutor().run(problem, plans[1], backend)
+    answer = LocalExecutor().run(Planned(problem, plans[1], backend))
     verify_answer(problem, answer)
 
     def forward(kind: str, plan: Plan) -> Partial:
-        return _forward[kind](problem, plan, backend)
+        return _forward[kind](Planned(problem, plan, backend))
 
     def backward(kind: str, plan: Plan, answer: Partial) -> Gradients:
-        return _backward[kind](problem, plan, answer, grad_output, backend)
+        return _backward[kind](Planned(problem, plan, backend), answer, grad_output)
 
     for kind, num_tasks in contenders:
         verify_answer(problem, forward(kind, plans[num_tasks]))
@@ -132,7 +133,8 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     return rows
 
 
-def _attend_one_by_one(problem: Problem, plan: Plan, backend: str) -> Partial:
+def _attend_one_by_one(part: Planned) -> Partial:
+    problem, plan, backend = part
     tiler = Tiler(plan, *problem.empty_answer())
     worker = Worker.of(problem, backend)
     held = list(map(HeldTokens.whole, (problem.query, problem.key, problem.value)))
@@ -143,9 +145,8 @@ def _attend_one_by_one(problem: Problem, plan: Plan, backend: str) -> Partial:
     return tiler.finish()
 
 
-def _differentiate_one_by_one(
-    problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor, backend: str
-) -> Gradients:
+def _differentiate_one_by_one(part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
+    problem, plan, backend = part
     worker = Worker.of(problem, backend)
     tensors = problem.query, problem.key, problem.value
     total = GradientSum(plan, Gradients.zeros(*tensors))

@@ -8,6 +8,7 @@ from support.exact import attend
 
 import cqs
 from benchmarks.cases import Case, visible_mask
+from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
 from cqs.executors.verify import VerificationError, verify_rows
 from cqs.problem import Dropout
@@ -153,7 +154,7 @@ def test_without_a_seed_pytorch_draws_one():
 @pytest.mark.slow
 def test_verify_knows_which_pairs_were_dropped():
     problem = replace(CASES["ragged-causal"].make(), dropout=Dropout(0.5, 2))
-    answer = LocalExecutor().run(problem, problem.make_plan(7))
+    answer = LocalExecutor().run(Planned(problem, problem.make_plan(7)))
     verify_rows(problem, answer)
     with pytest.raises(VerificationError):
         verify_rows(replace(problem, dropout=Dropout(0.5, 1)), answer)

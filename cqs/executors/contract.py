@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from tqdm import tqdm
@@ -73,6 +73,17 @@ class Hooks:
 NO_HOOKS = Hooks()
 
 
+class Planned(NamedTuple):
+    """A problem with a single pattern, and the choices by which an executor computes it."""
+
+    problem: Problem
+    """The checked problem."""
+    plan: Plan
+    """A plan for the sequence lengths of the problem."""
+    backend: str | None = None
+    """Name of a backend; ``None`` means the preferred one."""
+
+
 class Executor(Protocol):
     """Computes the tasks of a plan somewhere, and merges their results.
 
@@ -83,36 +94,20 @@ class Executor(Protocol):
     num_tasks: int
     """Number of tasks of a call that does not choose one."""
 
-    def run(
-        self,
-        problem: Problem,
-        plan: Plan,
-        backend: str | None = None,
-        hooks: Hooks = NO_HOOKS,
-        into: Partial | None = None,
-    ) -> Partial:
+    def run(self, part: Planned, hooks: Hooks = NO_HOOKS, into: Partial | None = None) -> Partial:
         """Compute output and LSE of a problem with a single pattern.
 
         Args:
-            problem: The checked problem.
-            plan: A plan for the sequence lengths of the problem.
-            backend: Name of a backend; ``None`` means the preferred one.
+            part: The problem, its plan and the backend.
             hooks: Progress and cancellation.
             into: Tensors to write output and LSE to; ``None`` allocates them on the device of the
                 query.
         """
 
-    def run_backward(
-        self,
-        problem: Problem,
-        plan: Plan,
-        answer: Partial,
-        grad_output: Tensor,
-        backend: str | None = None,
-    ) -> Gradients:
+    def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients by the plan of the forward pass, whose result is ``answer``."""
 
-    def name_backend(self, problem: Problem, plan: Plan, backend: str | None) -> str:
+    def name_backend(self, part: Planned) -> str:
         """Return the name of the backend that :meth:`run` uses, or say who chooses it."""
 
 
@@ -148,16 +143,16 @@ def attend(
         hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
 
         def forward(part: Problem, place: Partial | None = None) -> Partial:
-            plan = make_plan(part)
-            name = partial(executor.name_backend, part, plan, backend)
-            with observe("forward", plan, part.num_bytes, name):
-                return executor.run(part, plan, backend, hooks, place)
+            planned = Planned(part, make_plan(part), backend)
+            name = partial(executor.name_backend, planned)
+            with observe("forward", planned.plan, part.num_bytes, name):
+                return executor.run(planned, hooks, place)
 
         def backward(part: Problem, found: Partial, grad_output: Tensor) -> Gradients:
-            plan = make_plan(part)
-            name = partial(executor.name_backend, part, plan, backend)
-            with observe("backward", plan, part.num_bytes, name):
-                return executor.run_backward(part, plan, found, grad_output, backend)
+            planned = Planned(part, make_plan(part), backend)
+            name = partial(executor.name_backend, planned)
+            with observe("backward", planned.plan, part.num_bytes, name):
+                return executor.run_backward(planned, found, grad_output)
 
         if into is None:
             attend_part = partial(keep_operands, forward, backward)

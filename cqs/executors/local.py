@@ -6,7 +6,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from cqs.executors.contract import NO_HOOKS, Hooks
+from cqs.executors.contract import NO_HOOKS, Hooks, Planned
 from cqs.executors.shortage import explain_shortage
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
@@ -21,14 +21,7 @@ class LocalExecutor:
 
     num_tasks = 1
 
-    def run(
-        self,
-        problem: Problem,
-        plan: Plan,
-        backend: str | None = None,
-        hooks: Hooks = NO_HOOKS,
-        into: Partial | None = None,
-    ) -> Partial:
+    def run(self, part: Planned, hooks: Hooks = NO_HOOKS, into: Partial | None = None) -> Partial:
         """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`.
 
         Raises:
@@ -36,6 +29,7 @@ class LocalExecutor:
             torch.OutOfMemoryError: The GPU has too little memory; the message names a number of
                 tasks that would fit.
         """
+        problem, plan, backend = part
         tensors = problem.query, problem.key, problem.value
         steps = _all_steps(plan)
         worker = Worker.of(problem, backend, steps)
@@ -60,20 +54,14 @@ class LocalExecutor:
             hooks.advance(problem, plan.live_pairs)
         return partial if into is None else Partial(*map(Tensor.copy_, into, partial))
 
-    def run_backward(
-        self,
-        problem: Problem,
-        plan: Plan,
-        answer: Partial,
-        grad_output: Tensor,
-        backend: str | None = None,
-    ) -> Gradients:
+    def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`.
 
         Raises:
             NotImplementedError: The named backend does not support the tensors.
             torch.OutOfMemoryError: The GPU has too little memory.
         """
+        problem, plan, backend = part
         if not answer.output.numel() or not problem.key.numel():
             return Gradients.zeros(problem.query, problem.key, problem.value)
         tensors = problem.query, problem.key, problem.value
@@ -87,9 +75,9 @@ class LocalExecutor:
         except torch.OutOfMemoryError as error:
             raise _explained(problem, plan, worker) from error
 
-    def name_backend(self, problem: Problem, plan: Plan, backend: str | None) -> str:
+    def name_backend(self, part: Planned) -> str:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
-        chosen = Worker.of(problem, backend, _all_steps(plan)).chosen
+        chosen = Worker.of(part.problem, part.backend, _all_steps(part.plan)).chosen
         assert chosen is not None
         return chosen.name
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
 from cqs.executors.ray.tasks.job import attend_task, differentiate_task
 from cqs.executors.verify import verify_rows
@@ -55,7 +56,7 @@ class MeasuredPass:
         self._worker = Worker.of(problem, self.backend)
         self._of_queries: tuple[Tensor, ...] = (problem.query,)
         if self.is_backward:
-            self.answer = LocalExecutor().run(problem, self.plan_of_one, self.backend)
+            self.answer = LocalExecutor().run(Planned(problem, self.plan_of_one, self.backend))
             verify_rows(problem, self.answer)
             self._of_queries = (problem.query, self.grad_output, *self.answer)
             self._leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
@@ -70,8 +71,8 @@ class MeasuredPass:
     def run(self, executor: Any, plan: Plan) -> Any:
         """Compute the whole pass by an executor of :mod:`cqs.executors`."""
         if self.is_backward:
-            return executor.run_backward(self.problem, plan, self.answer, self.grad_output)
-        return executor.run(self.problem, plan)
+            return executor.run_backward(Planned(self.problem, plan), self.answer, self.grad_output)
+        return executor.run(Planned(self.problem, plan))
 
     def merger(self, plan: Plan, results: Sequence[Results]) -> Callable[[], Any]:
         """Return a function that merges the results of all tasks; call it once.

@@ -340,9 +340,7 @@ def test_a_budget_makes_as_many_tasks_as_keep_it(cluster, monkeypatch, is_causal
     monkeypatch.setattr(
         TaskExecutor,
         "run",
-        lambda self, problem, plan, *rest: (
-            numbers.append(plan) or compute(self, problem, plan, *rest)
-        ),
+        lambda self, part, *rest: numbers.append(part.plan) or compute(self, part, *rest),
     )
     output = cluster.attention(*tensors, is_causal=is_causal, memory_budget="100KB")
     (plan,) = numbers

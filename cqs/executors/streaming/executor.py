@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from cqs.executors.contract import NO_HOOKS, Hooks
+from cqs.executors.contract import NO_HOOKS, Hooks, Planned
 from cqs.executors.streaming.checkpoint import Checkpoint
 from cqs.executors.streaming.engine import stream
 from cqs.executors.streaming.plan import CPU, GPU, START, HeldBlock, Pass, StreamPlan
@@ -55,14 +55,7 @@ class StreamingExecutor:
             has_single_calls=on_gpu and isinstance(BACKENDS[self.backend], CallBackend),
         ).fit()
 
-    def run(
-        self,
-        problem: Problem,
-        plan: Any,
-        backend: str | None = None,
-        hooks: Hooks = NO_HOOKS,
-        into: Partial | None = None,
-    ) -> Partial:
+    def run(self, part: Planned, hooks: Hooks = NO_HOOKS, into: Partial | None = None) -> Partial:
         """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`.
 
         After an out-of-memory error the blocks that are not final are computed by a plan for half
@@ -72,6 +65,7 @@ class StreamingExecutor:
             OSError: A file cannot be read or written, or an input file was changed.
             torch.OutOfMemoryError: The device has less than a sixteenth of the memory budget.
         """
+        problem, plan, backend = part.problem, cast(StreamPlan, part.plan), part.backend
         answer = into or problem.empty_answer()
         call = self.device, problem, backend
         position, progress = START, hooks.progress
@@ -96,19 +90,13 @@ class StreamingExecutor:
             except RuntimeError as error:
                 plan = self._with_less(plan, error)
 
-    def name_backend(self, problem: Problem, plan: Any, backend: str | None) -> str:
+    def name_backend(self, part: Planned) -> str:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
         return self.backend
 
-    def run_backward(
-        self,
-        problem: Problem,
-        plan: Any,
-        answer: Partial,
-        grad_output: Tensor,
-        backend: str | None = None,
-    ) -> Gradients:
+    def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
+        problem, plan, backend = part.problem, cast(StreamPlan, part.plan), part.backend
         tensors = problem.query, problem.key, problem.value
         gradients = Gradients(*(tensor.new_empty(tensor.shape) for tensor in tensors))
         call, of_answer = (self.device, problem, backend), (grad_output, *answer)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqs.executors.contract import NO_HOOKS, Hooks
+from cqs.executors.contract import NO_HOOKS, Hooks, Planned
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import ActorPool, Answer, Calls, TaskFailedError, WorkersFailedError
@@ -19,7 +19,7 @@ from cqs.executors.ray.tasks.report import RunReport, TaskReport
 from cqs.executors.shortage import explain_shortage
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
-from cqs.scheduler import Plan, Task
+from cqs.scheduler import Task
 from cqs.worker import Worker
 
 _TASKS_IN_FLIGHT = 2
@@ -54,34 +54,21 @@ class TaskExecutor:
         self.reports: list[RunReport] = []
         """Measurements of each run, in order."""
 
-    def run(
-        self,
-        problem: Problem,
-        plan: Plan,
-        backend: str | None = None,
-        hooks: Hooks = NO_HOOKS,
-        into: Partial | None = None,
-    ) -> Partial:
+    def run(self, part: Planned, hooks: Hooks = NO_HOOKS, into: Partial | None = None) -> Partial:
         """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`."""
-        answer: Partial = self._compute(Attend(problem, plan, into), backend, hooks)
+        job = Attend(part.problem, part.plan, into)
+        answer: Partial = self._compute(job, part.backend, hooks)
         return answer
 
-    def run_backward(
-        self,
-        problem: Problem,
-        plan: Plan,
-        answer: Partial,
-        grad_output: Tensor,
-        backend: str | None = None,
-    ) -> Gradients:
+    def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
-        job = Differentiate(problem, plan, answer, grad_output)
-        gradients: Gradients = self._compute(job, backend, NO_HOOKS)
+        job = Differentiate(part.problem, part.plan, answer, grad_output)
+        gradients: Gradients = self._compute(job, part.backend, NO_HOOKS)
         return gradients
 
-    def name_backend(self, problem: Problem, plan: Plan, backend: str | None) -> str:
+    def name_backend(self, part: Planned) -> str:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
-        return backend or "chosen by the actors"
+        return part.backend or "chosen by the actors"
 
     def _compute(self, job: Attend | Differentiate, backend: str | None, hooks: Hooks) -> Any:
         cancelled = hooks.cancelled or threading.Event()
