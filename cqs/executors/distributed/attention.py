@@ -10,13 +10,7 @@ from torch import Tensor
 
 from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import (
-    GroupCalls,
-    Shards,
-    agree,
-    calls_on,
-    errors_shared,
-)
+from cqs.executors.distributed.agreement import Shards, agree, calls_on, errors_shared
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
@@ -182,30 +176,23 @@ def attention(
         request["exchanges since the group was made"] = count_sends(group)
         shards = agree(group, request, *own)
         calls.num_calls += 1
-        answer = _attend(group, calls, problem, request, shards)
+        answer = _attend(group, problem, request, shards)
     # With gradients the backward pass checks: other ranks wait for this one to run it.
     if not answer.output.requires_grad:
         calls.check()
     return answer.to_result(return_lse)
 
 
-def _attend(
-    group: "dist.ProcessGroup | None",
-    calls: GroupCalls,
-    problem: Problem,
-    request: dict[str, Any],
-    shards: Shards,
-) -> Partial:
+def _attend(group: Any, problem: Problem, request: dict[str, Any], shards: Shards) -> Partial:
     """Compute attention with the arguments on which all ranks have agreed.
 
     Args:
         group: The process group; ``None`` means the default group.
-        calls: This process's calls on the group; the current call is entered.
         problem: This rank's shards.
         request: The arguments of :func:`attention` that are equal on all ranks, by name.
         shards: Shard lengths of all ranks.
     """
-    device = problem.query.device
+    device, calls = problem.query.device, calls_on(group)
     transport, requires_grad = transport_of(group, device), request["requires_grad"]
     per_host, links = ranks_per_host(group), request["links"]
     if links is None and per_host < len(shards.seqlens_q):
@@ -264,26 +251,22 @@ def _attend(
 
     answer = attend_differentiably(problem, attend)
     if verify:
-        verify_shards(group, problem, answer, shards.seqlens_q, shards.seqlens_kv)
+        verify_shards(group, problem, answer, shards)
     return answer
 
 
 def _check_group(group: Any) -> None:
     """Raise TypeError or ValueError unless this process has joined a group."""
+    rule = f"group must be one that rank {dist.get_rank()}, this process, has joined"
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise TypeError(
-            f"group must be one that rank {dist.get_rank()}, this process, has joined, got "
-            "GroupMember.NON_GROUP_MEMBER: call this on the ranks of the group only"
-        )
+        advice = "call this on the ranks of the group only"
+        raise TypeError(f"{rule}, got GroupMember.NON_GROUP_MEMBER: {advice}")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
     try:
         dist.get_rank(group)
     except ValueError as unknown:
-        raise ValueError(
-            f"group must be one that rank {dist.get_rank()}, this process, has joined and not "
-            f"destroyed, got {group!r}: {unknown}"
-        ) from unknown
+        raise ValueError(f"{rule} and not destroyed, got {group!r}: {unknown}") from unknown
 
 
 def _machine_of(device: torch.device) -> int:

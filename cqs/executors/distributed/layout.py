@@ -150,6 +150,11 @@ class Layout:
         return self.of_queries.rank
 
     @property
+    def routes(self) -> tuple[Route, Route, Route]:
+        """Routes of query, key and value."""
+        return self.of_queries, self.of_keys, self.of_keys
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """All steps of this rank, which are its whole task."""
         return self.own_steps + self.home_steps + self.away_steps

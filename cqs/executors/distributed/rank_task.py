@@ -71,7 +71,7 @@ class RankTask:
 
             def send_out(i: int) -> Transfer:
                 with on_stream(i):
-                    return exchange.send_out(i, shards, layout.chunks[i].heads, self._routes)
+                    return exchange.send_out(i, shards, layout.chunks[i].heads, layout.routes)
 
             tasks = [
                 ChunkTask(layout, each, self._worker_of(each), shards) for each in layout.chunks
@@ -132,12 +132,11 @@ class RankTask:
                     worker, held = self._worker_of(chunk), [query, key, value]
                     task = ChunkTask(layout, chunk, worker, held=held)
                     found = task.compute_gradients(*transfer.wait(), *own)
-                    returning.append(exchange.send_back(i, found, self._routes))
+                    returning.append(exchange.send_back(i, found, layout.routes))
             gradients = Gradients(*map(grad_output.new_empty, shapes))
             for i, transfer in enumerate(returning):
                 with on_stream(i):
-                    heads = layout.chunks[i].heads
-                    _add_up(gradients, transfer.wait(), heads, self._routes, layout.is_final)
+                    _add_up(gradients, transfer.wait(), layout, layout.chunks[i])
         return gradients
 
     def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
@@ -147,11 +146,6 @@ class RankTask:
         while pending:
             yield pending.popleft()
             pending += map(send, islice(chunks, 1))
-
-    @property
-    def _routes(self) -> tuple[Route, Route, Route]:
-        """Routes of query, key and value."""
-        return self.layout.of_queries, self.layout.of_keys, self.layout.of_keys
 
     def _worker_of(self, chunk: HeadChunk) -> Worker:
         if self.worker.dropout is None:
@@ -334,23 +328,22 @@ def _place(
 
 
 def _add_up(
-    gradients: Gradients,
-    received: Sequence[Tensor],
-    heads: Sequence[HeadsOfRanks],
-    routes: Sequence[Route],
-    is_final: bool,
+    gradients: Gradients, received: Sequence[Tensor], layout: Layout, chunk: HeadChunk
 ) -> None:
     """Write the sum of the received gradients of each row and head into this rank's gradients.
 
     Args:
         gradients: This rank's gradients; written to.
         received: Gradients that other ranks sent back.
-        heads: For each gradient, the heads of every rank.
-        routes: For each gradient, the route by which this rank sent the tokens out.
-        is_final: Whether one rank alone has the gradient of a query row and head.
+        layout: The rank's work and routing tables.
+        chunk: The heads of the gradients.
     """
-    for route, chosen in by_route(received, routes):
-        once = [n for n in chosen if is_final and n == 0 or len({*heads[n]}) == len(heads[n])]
+    heads = chunk.heads
+    for route, chosen in by_route(received, layout.routes):
+        # One rank alone has the gradient of a row and head: of final queries, or of its own heads.
+        once = [
+            n for n in chosen if layout.is_final and n == 0 or len({*heads[n]}) == len(heads[n])
+        ]
         targets, sent = [gradients[n] for n in once], [received[n] for n in once]
         _place(targets, sent, [heads[n] for n in once], route, 0)
         for n in set(chosen).difference(once):

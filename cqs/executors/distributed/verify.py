@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.agreement import control_group, swap_texts
+from cqs.executors.distributed.agreement import Shards, control_group, swap_texts
 from cqs.executors.distributed.layout import cut_shards
 from cqs.executors.verify import VerificationError, kv_places, sample_rows, verify_heads
 from cqs.partial import Partial
@@ -16,13 +16,7 @@ from cqs.problem import Problem
 
 
 @torch.no_grad()
-def verify_shards(
-    group: "dist.ProcessGroup | None",
-    problem: Problem,
-    answer: Partial,
-    seqlens_q: Sequence[int],
-    seqlens_kv: Sequence[int],
-) -> None:
+def verify_shards(group: Any, problem: Problem, answer: Partial, shards: Shards) -> None:
     """Compare sampled rows of this rank's queries with float64 attention; all ranks must call this.
 
     Keys and values of one KV head at a time are gathered on every rank.
@@ -31,8 +25,7 @@ def verify_shards(
         group: The process group; ``None`` means the default group.
         problem: This rank's shards, with the options of the whole sequence.
         answer: Output and LSE of this rank's queries.
-        seqlens_q: Number of queries in every rank's shard.
-        seqlens_kv: Number of keys in every rank's shard.
+        shards: Shard lengths of all ranks.
 
     Raises:
         VerificationError: A row of a rank deviates by more than its bound. All ranks raise; the
@@ -43,15 +36,15 @@ def verify_shards(
     query, key, value = (
         # The shape of the whole sequence, without its memory or values.
         shard.new_empty(()).expand(*shard.shape[:2], sum(lengths), shard.shape[3])
-        for shard, lengths in (
-            (problem.query, seqlens_q),
-            (problem.key, seqlens_kv),
-            (problem.value, seqlens_kv),
+        for shard, lengths in zip(
+            (problem.query, problem.key, problem.value),
+            (shards.seqlens_q, shards.seqlens_kv, shards.seqlens_kv),
+            strict=True,
         )
     )
     whole = replace(problem, query=query, key=key, value=value)
     gathered = (
-        _gather(shard[place], seqlens_kv, rank, group)
+        _gather(shard[place], shards.seqlens_kv, rank, group)
         for place in kv_places(whole)
         for shard in (problem.key, problem.value)
     )
@@ -62,7 +55,7 @@ def verify_shards(
     read = problem.query.__getitem__, gather_next, gather_next, *(t.__getitem__ for t in answer)
     message = ""
     try:
-        queries = cut_shards(seqlens_q)[rank]
+        queries = cut_shards(shards.seqlens_q)[rank]
         verify_heads(whole, read, sample_rows(len(queries)), queries.start)
     except VerificationError as error:
         message = str(error)
