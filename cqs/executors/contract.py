@@ -24,11 +24,21 @@ Report = bool | Callable[[int, int], None]
 class Progress:
     """Counts the live pairs that are done, over all batch elements and query heads."""
 
-    def __init__(self, report: Report, total: int):
-        """Start with no pairs done."""
-        self._bar = tqdm(total=total, unit="pair", unit_scale=True, disable=report is not True)
+    def __init__(self, problem: Problem, make_plan: Callable[[Problem], Plan], report: Report):
+        """Start with no pairs done.
+
+        Args:
+            problem: The checked problem.
+            make_plan: Returns a plan of a part of the problem, which counts its live pairs.
+            report: True draws a bar; a function is called with live pairs done and in total.
+        """
+        self._total = sum(
+            make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]
+            for _, part in problem.parts()
+        )
+        is_silent = report is not True
+        self._bar = tqdm(total=self._total, unit="pair", unit_scale=True, disable=is_silent)
         self._report = report if callable(report) else None
-        self._total = total
         self.done = 0
 
     def __enter__(self) -> "Progress":
@@ -71,6 +81,7 @@ class Hooks:
 
 
 NO_HOOKS = Hooks()
+_UNCOUNTED = nullcontext()
 
 
 class Planned(NamedTuple):
@@ -139,7 +150,7 @@ def attend(
         VerificationError: ``verify`` found a row that deviates by more than its bound.
         Exception: The executor raised.
     """
-    with _UNCOUNTED if progress is False else count_pairs(problem, make_plan, progress) as counted:
+    with _UNCOUNTED if progress is False else Progress(problem, make_plan, progress) as counted:
         hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
 
         def forward(part: Problem, place: Partial | None = None) -> Partial:
@@ -164,25 +175,3 @@ def attend(
     if verify:
         verify_rows(problem, answer)
     return answer
-
-
-_UNCOUNTED = nullcontext()
-
-
-def count_pairs(problem: Problem, make_plan: Callable[[Problem], Plan], report: Report) -> Progress:
-    """Return the progress of a call.
-
-    Args:
-        problem: The checked problem.
-        make_plan: Returns a plan of a part of the problem, which counts its live pairs.
-        report: True draws a bar; a function is called with live pairs done and in total.
-
-    Raises:
-        TypeError: ``report`` is neither a bool nor a function.
-    """
-    check_progress(report)
-    total = sum(
-        make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]
-        for _, part in problem.parts()
-    )
-    return Progress(report, total)

@@ -144,7 +144,10 @@ def _verify_head(
         faint = weights.masked_fill(weights < torch.finfo(problem.query.dtype).tiny, 0)
         may_vanish = _sum_of_infinite(faint, value - finite, visible).isnan()
         exact = exact.masked_fill(output.isnan() & may_vanish, torch.nan)
-    note = "" if _is_finite(problem, scores, value) else _NOT_FINITE
+    # Also of masked pairs, and as kernels accumulate the scores.
+    largest = torch.finfo(lse_dtype(problem.query.dtype)).max
+    is_finite = (scores.abs() <= largest).all() and value.isfinite().all()
+    note = "" if is_finite else _NOT_FINITE
     bound, bound_lse = _bounds(problem, log_weights, magnitudes, visible, factors, finite)
     _compare_rows("output", place, rows, output, exact, bound, note)
     _compare_rows("lse", place, rows, found_lse[:, None], lse[:, None], bound_lse, note)
@@ -217,15 +220,6 @@ def visible_rows(problem: Problem, rows: Tensor) -> Tensor:
         return torch.ones(len(rows), seqlen_kv, dtype=torch.bool, device=rows.device)
     keys = torch.arange(seqlen_kv, device=rows.device)
     return keys <= rows.unsqueeze(1) + (seqlen_kv - seqlen_q)
-
-
-def _is_finite(problem: Problem, scores: Tensor, value: Tensor) -> bool:
-    """Return whether all scores, as kernels accumulate them, and values are finite.
-
-    Masked pairs count too.
-    """
-    largest = torch.finfo(lse_dtype(problem.query.dtype)).max
-    return bool((scores.abs() <= largest).all() and value.isfinite().all())
 
 
 def _sum_of_infinite(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
