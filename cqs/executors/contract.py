@@ -31,7 +31,11 @@ class Progress:
             problem: The checked problem.
             make_plan: Returns a plan of a part of the problem, which counts its live pairs.
             report: True draws a bar; a function is called with live pairs done and in total.
+
+        Raises:
+            TypeError: ``report`` is neither a bool nor a function.
         """
+        check_progress(report)
         self._total = sum(
             make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]
             for _, part in problem.parts()
