@@ -23,7 +23,7 @@ from torch.masked import masked_tensor
 
 import cqs.distributed
 from benchmarks.cases import Case
-from cqs.executors.distributed import layout, probe
+from cqs.executors.distributed import agreement, layout, probe
 from cqs.executors.distributed.agreement import make_control_group, swap
 from cqs.executors.distributed.layout import choose_plan
 from cqs.executors.distributed.transport import transports
@@ -605,17 +605,18 @@ def outcomes_of_steps(group, kind):
     other ranks between the two.
     """
     rank, outcomes, made = dist.get_rank(group), {}, dist.new_group()
-    module, name, call = {
-        "a mask": (masks, "_to_words", lambda size: masks.of_group(made, causal(), size, 0)),
-        "gradients": (gradients, "control_group", lambda size: gradients._of_any(size[0], made)),
+    call = {
+        "a mask": lambda size: masks.of_group(made, causal(), size, 0),
+        "gradients": lambda size: gradients._of_any(size[0], made),
     }[kind]
-    function, is_second = getattr(module, name), threading.Event()
+    agree, is_second = agreement.agree, threading.Event()
 
-    def wait_between(*arguments):
+    def wait_between(*arguments, **options):
+        agreed = agree(*arguments, **options)
         if threading.current_thread().name == "first" and rank:
             is_second.set()
             time.sleep(0.5)
-        return function(*arguments)
+        return agreed
 
     def run_call(size):
         try:
@@ -626,7 +627,7 @@ def outcomes_of_steps(group, kind):
 
     first = threading.Thread(target=run_call, args=(300,), name="first")
     second = threading.Thread(target=run_call, args=(20_000,), name="second")
-    setattr(module, name, wait_between)
+    agreement.agree = wait_between
     try:
         first.start()
         if rank:
@@ -637,7 +638,7 @@ def outcomes_of_steps(group, kind):
         first.join()
         second.join()
     finally:
-        setattr(module, name, function)
+        agreement.agree = agree
     return outcomes
 
 
