@@ -104,7 +104,8 @@ def attention(
     """
     if backend is not None:
         check_backend_name(backend)
-    check_progress(progress)
+    if progress is not False:
+        check_progress(progress)
     problem = check_problem(
         query,
         key,

@@ -2,6 +2,7 @@
 
 import argparse
 import doctest
+import logging
 import os
 import re
 import runpy
@@ -69,6 +70,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys, each_fit_o
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     names = {"__name__": "__main__"}
+    monkeypatch.setattr(logging.getLogger("cqs"), "level", logging.NOTSET)  # a page changes it
     for fence in fences(page):
         capsys.readouterr()
         if fence.language == "python" and fence.file:
