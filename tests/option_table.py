@@ -79,7 +79,7 @@ HOLES: dict[tuple[str, str], str] = {
     },
     **{(row, "streaming"): _PLANNED for row in ("num_tasks", "plan")},
     ("num_chunks", "Ray shards"): "the cluster chooses the number of chunks",
-    ("links", "Ray shards"): "the cluster takes the links of its devices' preset",
+    ("links", "Ray shards"): "the cluster measures the links between its hosts, once",
     ("gradients", "Ray tasks, `submit`"): "a future has no gradients: call `attention`",
     ("gradients", "Ray shards"): "shards on workers do not record gradients",
     **{

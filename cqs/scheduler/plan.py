@@ -98,7 +98,7 @@ class Plan:
     """Assignment of all live pairs to tasks, made by :func:`make_plan`.
 
     The fields define the plan; groups and tasks are computed from them. Token groups are
-    contiguous; causal attention requires no zigzag order.
+    contiguous; causal attention needs no zig-zag order.
 
     With fewer queries than keys, causal queries are aligned with the last keys. The keys before
     them are visible to every query and are cut into W prefix groups, so that both parts are

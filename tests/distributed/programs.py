@@ -291,6 +291,19 @@ def probe_of_hosts(group, hosts):
         return measured, [probe.probe_links(group, device) for _ in range(2)]
 
 
+def links_of_later_groups(group, hosts, links):
+    """Return the links that a group pins, without and with those of an earlier group."""
+    rank, device = dist.get_rank(group), torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transports, "_hosts", {})
+        patch.setattr(transports, "_host", lambda: hosts[rank])
+        patch.setattr(probe, "_measured", {})
+        measured = probe.pin_links(group, None, device)
+        patch.setattr(probe, "_measure", None)  # an earlier group's links are not measured again
+        pinned = probe.pin_links(group, links, device)
+        return measured, pinned, probe.probe_links(group, device)
+
+
 def seen_of_hosts(group, hosts):
     """Return what is known of neighbours on a host, by what layouts choose and by the
     transports."""

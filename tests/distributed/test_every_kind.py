@@ -3,11 +3,18 @@
 import random
 
 import pytest
-from programs import chosen_by_links, count_bytes, largest_errors, probe_of_hosts
+from programs import (
+    chosen_by_links,
+    count_bytes,
+    largest_errors,
+    links_of_later_groups,
+    probe_of_hosts,
+)
 from random_problems import kinds_of, random_case, random_problems
 
 from benchmarks.cases import Case
 from cqs.scheduler import Grid2D, Hosts, Plan, Quorums, make_plan
+from cqs.scheduler.cost_model import Links
 
 NUM_PROBLEMS = 3000
 BATCH = 100
@@ -91,3 +98,11 @@ def test_rank_0_measures_the_links_between_hosts_once(ranks, hosts, other, shari
 
 def test_links_within_a_host_are_not_measured(ranks):
     assert [calls for calls, _ in ranks.run(3, probe_of_hosts, [0, 0, 0])] == [[]] * 3
+
+
+def test_a_later_group_keeps_the_links_of_an_earlier_one(ranks):
+    links = Links(5e6, 1e-3)
+    for measured, pinned, used in ranks.run(3, links_of_later_groups, [0, 1, 1], links):
+        assert measured is not None and pinned == used == links
+    for measured, *_ in ranks.run(3, links_of_later_groups, [0, 0, 0], links):
+        assert measured is None

@@ -55,6 +55,24 @@ def probe_links(group: Any, device: torch.device) -> Links:
     return _measured[group]
 
 
+def pin_links(group: Any, links: Links | None, device: torch.device) -> Links | None:
+    """Make a group use links, or measure them on several hosts; every rank calls this.
+
+    Args:
+        group: The process group.
+        links: Links that an earlier group of the same ranks used; ``None`` means none.
+        device: Device of this rank's tensors.
+
+    Returns:
+        The links that the group uses; ``None`` on one host.
+    """
+    if links is not None:
+        _measured[group] = links
+    elif ranks_per_host(group) < dist.get_world_size(group):
+        links = probe_links(group, device)
+    return links
+
+
 def _measure(group: Any, device: torch.device, other: int, sharing: int) -> Links:
     """Return the links to a rank that calls :func:`_echo`; ``sharing`` ranks use them at once."""
     latency = min(_round_trip(group, device, other, 1) for _ in range(_NUM_ROUND_TRIPS)) / 2

@@ -24,9 +24,9 @@ class Grid2D:
     the plan of ring attention and all-gather: a task has all keys of its queries, and nothing is
     merged.
 
-    Causal masks and patterns are balanced: of the tasks with the same keys, those above the mean
-    give rows to those below. Tasks with other keys are not compared. A causal grid is balanced
-    within 1 % or one row or tile of rows if ``query_groups`` is 1 or ``key_groups`` is even.
+    Work under causal masks and patterns is balanced among tasks with the same keys: rows move from
+    the tasks with the most live pairs to those with the fewest. A causal grid is balanced within
+    1 % or one row or tile of rows if ``query_groups`` is 1 or ``key_groups`` is even.
     """
 
     query_groups: int

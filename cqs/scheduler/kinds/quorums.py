@@ -18,7 +18,7 @@ from cqs.scheduler.token_groups import TokenGroups
 class Quorums:
     """Each task reads the queries and keys of a cyclic quorum of about ``sqrt(num_tasks)`` groups.
 
-    Causal attention requires no zigzag order: of the group pairs (p, q) and (q, p) exactly one is
+    Causal attention needs no zig-zag order: of the group pairs (p, q) and (q, p) exactly one is
     live, and the same task owns both.
     """
 

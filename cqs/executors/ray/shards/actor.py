@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cqs.executors.distributed.probe import pin_links
 from cqs.executors.distributed.transport.transports import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import find_private_folder, import_ray
 from cqs.executors.ray.shards.operation import Address, Rendezvous, Shapes, ShardProducer
+from cqs.scheduler.cost_model import Links
 
 _CONNECT_SECONDS = 10.0
 """Seconds for the connection to a store, which rank 0 has opened before."""
@@ -77,17 +79,20 @@ class ShardActor:
         )
         return host, port
 
-    def join(self, rendezvous: Rendezvous, rank: int) -> None:
+    def join(self, rendezvous: Rendezvous, rank: int) -> Links | None:
         """Leave the current process group, if any, and join a new one.
 
         Args:
             rendezvous: Number, size, store and timeouts of the group.
             rank: Rank of this process.
 
+        Returns:
+            The links between hosts that the group uses; ``None`` on one host.
+
         Raises:
             RuntimeError: The rendezvous timed out or was aborted.
         """
-        generation, num_ranks, address, timeout, call_timeout = rendezvous
+        generation, num_ranks, address, timeout, call_timeout, links = rendezvous
         self._leave()
         timeout = min(timeout, call_timeout)
         seconds = timedelta(seconds=min(timeout, _CONNECT_SECONDS))
@@ -124,6 +129,7 @@ class ShardActor:
             device_id=gpu,
         )
         self._generation = generation
+        return pin_links(dist.group.WORLD, links, gpu or torch.device("cpu"))
 
     def abort(self, generation: int) -> None:
         """Abort a process group, so that calls that wait for its other ranks end.

@@ -17,6 +17,7 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.operation import Rendezvous, ShardOperation, ShardProducer, load_shard
+from cqs.scheduler.cost_model import Links
 
 _Found = TypeVar("_Found")
 
@@ -52,6 +53,7 @@ class WorkerGroup:
         """The actor of each rank."""
         self._numbers = itertools.count()
         self._generation = 0
+        self._links: Links | None = None
         self._is_formed = False
         self._unsettled: ShardOperation | None = None
         """The last collective operation; its shards are lost if a rank fails before it is done."""
@@ -254,8 +256,11 @@ class WorkerGroup:
         timeout = self._retry_policy.start_timeout
         call_timeout = 2 * self._retry_policy.stall_timeout
         address = self._call("bind", lambda rank: (timeout,), [0])[0]
-        where = Rendezvous(self._generation, self.num_ranks, address, timeout, call_timeout)
-        self._call("join", lambda rank: (where, rank), is_collective=True, timeout=timeout)
+        where = Rendezvous(
+            self._generation, self.num_ranks, address, timeout, call_timeout, self._links
+        )
+        joined = self._call("join", lambda rank: (where, rank), is_collective=True, timeout=timeout)
+        self._links = joined[0]
 
     def _mend(self) -> None:
         """Replace failed actors, and free shards that a broken group has made.

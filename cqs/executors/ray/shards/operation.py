@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cqs.executors.distributed.attention import attention
 from cqs.executors.ray.pool import Actor
+from cqs.scheduler.cost_model import Links
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of the tensors of a shard."""
@@ -30,6 +31,8 @@ class Rendezvous(NamedTuple):
     """Seconds for the rendezvous."""
     call_timeout: float
     """Seconds after which a collective fails."""
+    links: Links | None
+    """Links that earlier groups used, so that repeated calls choose the same plans."""
 
 
 @dataclass(frozen=True)
