@@ -1,5 +1,6 @@
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import cqs
 from benchmarks.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.pool import Calls
 from cqs.executors.ray.tasks.job import Differentiate
 
 pytestmark = pytest.mark.ray
@@ -50,6 +52,17 @@ def run_with_signal(cluster, tensors, number, signal_number):
 
     future = cluster.submit(*tensors, is_causal=True, num_tasks=13, progress=strike)
     return future, victims
+
+
+def test_calls_that_end_before_they_are_sent_harm_no_worker(cluster, tensors, undisturbed):
+    """Ray's cancellation of such a call made its actor fail 30 seconds later."""
+    wait_for_workers(cluster, 4)
+    pids = cluster.pids
+    for _ in range(50):
+        with Calls(cluster._pool, threading.Event()) as calls:
+            calls.refill()
+    assert torch.equal(cluster.attention(*tensors, is_causal=True, num_tasks=13), undisturbed)
+    assert cluster.pids == pids
 
 
 @pytest.mark.parametrize("number", [1, 3])

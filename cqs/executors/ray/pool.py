@@ -221,9 +221,11 @@ class Answer(NamedTuple):
 
 
 class Calls:
-    """Pending calls on actors, in a ``with`` block at whose end they are cancelled.
+    """Pending calls on actors, in a ``with`` block at whose end their results are discarded.
 
-    An actor executes its calls one after another.
+    An actor executes its calls one after another, also those whose results are discarded. Ray could
+    cancel them, but the actor waits 30 seconds for the number of a call that was cancelled before
+    it was sent, and is then lost.
     """
 
     def __init__(self, pool: ActorPool, cancelled: threading.Event):
@@ -248,8 +250,6 @@ class Calls:
 
     def __exit__(self, *exception: object) -> None:
         if self._pool.is_connected:
-            for ref in self._actors:
-                self._ray.cancel(ref, force=False)
             self._pool.abandon(list(self._actors))
 
     def __bool__(self) -> bool:
