@@ -22,15 +22,15 @@ BENCHMARKS = {
     "patterns": "sparse patterns compared with dense attention and FlexAttention",
     "streaming": "attention under a memory budget",
     "peers": "methods of context parallelism on the same GPUs, under torchrun",
+    "case-study": "memory and time of one of W tasks, as published",
     "block": "time of the parts of a transformer layer, under torchrun",
 }
 _OTHERS = {
-    "case-study": "memory and time of one of W tasks, as published, in a report",
     "tables": "write the tables of results into the pages",
     "simulate": "fit the cost model to rows, compare it with rows, simulate failures",
 }
 _LEAST = {
-    **dict.fromkeys(("seqlen", "repeats", "heads", "kv_heads", "head_dim", "workers"), 1),
+    **dict.fromkeys(("seqlen", "repeats", "heads", "kv_heads", "head_dim", "workers", "tasks"), 1),
     "failures": 0,
 }
 """Smallest values of options."""

@@ -7,18 +7,17 @@ subsequence that one of 4, 7, 8 and 31 workers receives, the time that it takes,
 import gc
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, gcd
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.memory_samples import STATM, record_memory, record_resident
-from cqs.report.measurement import summarize
+from cqs.report.measurement import Measurement, installed_versions, summarize
 from cqs.report.passes import MeasuredPass
-from cqs.report.rows import ReportRow, fields_of, read_kind
+from cqs.report.rows import fields_of
 from cqs.report.settings import Settings
 from cqs.report.timing import Timer, make_timer, run_in_turn
 from cqs.scheduler import Plan, Quorums, Task, make_plan, quorum
@@ -32,9 +31,14 @@ _MOST_SAMPLES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseRow(ReportRow):
+class CaseRow(Measurement, Settings):
     """A row for the task with the longest subsequence; the ratio refers to the whole problem."""
 
+    tile: int
+    """Number of tokens at whose multiples the plan's groups end."""
+    held_tokens: int
+    """Longest subsequence: tokens that the task reads."""
+    versions: dict[str, str] = field(default_factory=installed_versions)
     interest_set: list[int]
     """Interest set of the plan."""
     whole_ms: float
@@ -49,11 +53,6 @@ class CaseRow(ReportRow):
     """Times of the samples in seconds, from before the task received its inputs."""
     sample_bytes: list[int]
     """Memory from each sample on, in bytes; of many adjacent samples the largest is kept."""
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Key that is unique among the rows of a report."""
-        return self.tokens, self.num_tasks
 
     @property
     def samples(self) -> list[tuple[float, int]]:
@@ -133,11 +132,6 @@ def measure(
         )
         for number in workers
     ]
-
-
-def read_rows(path: Path) -> list[CaseRow]:
-    """Read the case study rows of a file, sorted by number of tokens and of workers."""
-    return sorted(read_kind(CaseRow, path), key=lambda row: row.key)
 
 
 class _Recording(NamedTuple):

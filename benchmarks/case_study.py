@@ -1,74 +1,92 @@
-"""Measure memory and time of one of W tasks, as in the published case study; write a report."""
+"""Memory and time of one of W tasks, as in the published case study."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import case_measurement, case_sections
-from cqs.commands import report
+from benchmarks.case_measurement import NUM_TASKS, TOKENS, CaseRow, measure
+from benchmarks.options import add_common, add_heads
+from benchmarks.plots.case_study import plot_study
+from benchmarks.publish import publish
 from cqs.commands.integers import parse_integers
-from cqs.report.measurement import append_rows
+from cqs.plotting import check_picture
+from cqs.plotting.figures import save_figure
 from cqs.report.progress import progress_bar
 from cqs.report.settings import Settings
+from cqs.report.table import digits, mebibytes
 
 _TOKENS_ON_CPU = (2500, 5000, 10_000)
-_KIND = report.Kind(
-    case_measurement.read_rows, case_sections.describe, case_sections.summarize_rows
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``python -m benchmarks case-study``."""
+    """Declare the options of this benchmark."""
+    add_common(parser, several_lengths=True)
+    add_heads(parser, 8)
     parser.add_argument(
-        "--tasks", type=parse_integers, default=case_measurement.NUM_TASKS, metavar="W,W,...",
-        help=f"default: {','.join(map(str, case_measurement.NUM_TASKS))}",
-    )  # fmt: skip
+        "--tasks", type=parse_integers, metavar="W,W,...", help="default: as published"
+    )
+    parser.add_argument("--causal", action="store_true", default=None)
     parser.add_argument(
-        "--seqlen", type=parse_integers, metavar="N,N,...",
-        help="default: 2500,5000,10000, on a GPU as published, to 49000",
-    )  # fmt: skip
-    report.add_problem(parser, 8, 64, "float16" if torch.cuda.is_available() else "float32")
-    report.add_out(parser, "cqs-report-memory")
-
-
-def run(options: argparse.Namespace) -> None:
-    """Measure the missing rows and write the report, of fewer rows if interrupted."""
-    tokens = case_measurement.TOKENS if torch.cuda.is_available() else _TOKENS_ON_CPU
-    settings = {
-        number: report.read_settings(options, number)
-        for number in sorted(set(options.seqlen or tokens))
-    }
-    every_num_tasks = report.check_num_tasks(options.tasks)
-    any_settings = next(iter(settings.values()))
-    report.write_missing(
-        _KIND,
-        Path(options.out),
-        [(number, num_tasks) for number in settings for num_tasks in every_num_tasks],
-        settings_of=lambda row: replace(any_settings, tokens=row.tokens),
-        measure=partial(_measure, settings),
+        "--picture", metavar="FILE", help="plot memory over time, longest subsequences and times"
     )
 
 
-def _measure(
-    settings: Mapping[int, Settings], missing: Sequence[tuple[int, int]], path: Path
+def run(
+    *,
+    tokens: Sequence[int] | None = None,
+    tasks: Sequence[int] = NUM_TASKS,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    causal: bool = False,
+    repeats: int = 5,
+    out: str | None = None,
+    picture: str | None = None,
 ) -> None:
-    """Measure and append the rows, all numbers of tasks of a sequence length together.
+    """Verify all tasks of every plan, then measure the task with the longest subsequence alone.
 
     Args:
-        settings: Settings by number of tokens.
-        missing: Numbers of tokens and of tasks.
-        path: File of the rows.
+        tokens: Sequence lengths; ``None`` means as published on a GPU, up to 10,000 on a CPU.
+        tasks: Numbers of tasks.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads; ``None`` means as many.
+        head_dim: Size of a head.
+        causal: Whether attention is causal.
+        repeats: Number of repeats, of which medians are shown.
+        out: File to append rows to, or ``None``.
+        picture: File of a picture, or ``None``.
     """
-    tasks_of: dict[int, list[int]] = {}
-    for tokens, number in missing:
-        tasks_of.setdefault(tokens, []).append(number)
-    total = len(missing) + sum(settings[tokens].repeats for tokens in tasks_of)
-    with progress_bar(total) as bar:
-        for tokens, every_num_tasks in tasks_of.items():
-            bar.set_description(f"N = {tokens}")
-            found = case_measurement.measure(settings[tokens], every_num_tasks, bar.update)
-            append_rows([*found], str(path))
+    if picture is not None:
+        check_picture(picture)
+    on_gpu = torch.cuda.is_available()
+    lengths = sorted(set(tokens or (TOKENS if on_gpu else _TOKENS_ON_CPU)))
+    every_num_tasks = sorted(set(tasks))
+    rows: list[CaseRow] = []
+    with progress_bar(len(lengths) * (len(every_num_tasks) + repeats)) as bar:
+        for length in lengths:
+            bar.set_description(f"N = {length}")
+            settings = Settings(
+                "local",
+                length,
+                heads,
+                heads if kv_heads is None else kv_heads,
+                head_dim,
+                "float16" if on_gpu else "float32",
+                is_causal=causal,
+                repeats=repeats,
+            )
+            rows += measure(settings, every_num_tasks, bar.update)
+    columns: dict[str, Callable[[CaseRow], object]] = {
+        "N": lambda row: f"{row.tokens:,}",
+        "W": lambda row: row.num_tasks,
+        "longest": lambda row: f"{row.held_tokens:,}",
+        "MiB": lambda row: mebibytes(row.peak_bytes),
+        "predicted MiB": lambda row: mebibytes(row.predicted_bytes),
+        "ms": lambda row: digits(row.median_ms),
+        "vs. whole": lambda row: digits(row.ratio),
+    }
+    publish(rows, columns, out)
+    print(f"memory: {', '.join(sorted({row.memory for row in rows}))}")
+    if picture is not None:
+        save_figure(plot_study(rows), picture, dpi=100)

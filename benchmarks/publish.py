@@ -1,13 +1,13 @@
 """Rows of a benchmark, printed as a table and appended to a file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from cqs.report.measurement import Measurement, append_rows, format_rows
+from cqs.report.measurement import RowKind, append_rows, format_rows
 
 
 def publish(
-    rows: list[Measurement],
-    columns: Mapping[str, Callable[[Measurement], object]],
+    rows: Sequence[RowKind],
+    columns: Mapping[str, Callable[[RowKind], object]],
     out: str | None,
 ) -> None:
     """Print a table, and append the rows to a file of one JSON object per line.

@@ -20,10 +20,6 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
         seed=0,
         **{"is_causal": False, "pattern": None, **options},
     )
-    details = {}
-    if executor == "ray":
-        parts = ("before", "slowest", "between", "after")
-        details = {"actors": 2} | {f"{part}_seconds": 0.01 for part in parts}
     rows = []
     for number in workers:
         size = int(2**26 * number**-0.5)
@@ -31,10 +27,9 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
             [1.2 / number] * (number - 1) + [1.3 / number],
             one=1.2,
             dense=1.1,
+            merge=1e-3 * number,
             whole=1.4 / number,
-            merge=None if executor == "distributed" else 1e-3 * number,
             transfer=None if executor == "local" else 2e-3 * number,
-            details=details,
         )
         held = TaskBytes(size if passes == "forward" else None, size + 2**20, size // 2, size // 5)
         rows.append(

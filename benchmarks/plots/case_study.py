@@ -20,6 +20,30 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _MARKERS = "os^Dv"
 
 
+def plot_study(rows: Rows) -> Any:
+    """Return a figure of memory over time for each length, longest subsequences and times.
+
+    Args:
+        rows: At least one row.
+    """
+    from matplotlib.figure import Figure
+
+    lengths = sorted({row.tokens for row in rows})
+    plots = plot_longest, plot_longest_times, plot_ratios
+    width, height = _SIZE
+    number = len(lengths) + len(plots)
+    figure = Figure(figsize=(3 * width, -(-number // 3) * height), layout="constrained")
+    panels = iter(figure.subplots(-(-number // 3), 3, squeeze=False).flat)
+    for length, panel in zip(lengths, panels, strict=False):
+        plot_active_memory([row for row in rows if row.tokens == length], panel)
+        panel.set_xlabel(f"milliseconds, N = {length:,}")
+    for plot, panel in zip(plots, panels, strict=False):
+        plot(rows, panel)
+    for panel in panels:
+        panel.set_axis_off()
+    return figure
+
+
 def plot_active_memory(rows: Rows, axes: Any = None) -> Any:
     """Plot the memory of one task over time, for every number of tasks.
 

@@ -87,7 +87,7 @@ def format_rows(rows: Sequence[RowKind], columns: Mapping[str, Callable[[RowKind
     return tabulate(rows, columns)
 
 
-def append_rows(rows: list[Measurement], out: str | None) -> None:
+def append_rows(rows: Sequence[Measurement], out: str | None) -> None:
     """Append rows to a file of one JSON object per line, unless ``out`` is None.
 
     Raises:

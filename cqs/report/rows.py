@@ -1,10 +1,9 @@
 """Rows of reports: plan, predictions and measurements of one number of tasks and one pass."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from cqs.scheduler import Plan, make_plan
 PASSES = ("forward", "backward")
 _BENCHMARK = "scaling"
 
-RowKind = TypeVar("RowKind", bound="ReportRow")
-
 
 class RepeatTimes(NamedTuple):
     """Times of one repeat, in seconds."""
@@ -28,15 +25,13 @@ class RepeatTimes(NamedTuple):
     """The whole problem as one task."""
     dense: float
     """One PyTorch call over all pairs, including masked ones."""
+    merge: float
+    """Merge of the tasks' results."""
     whole: float | None = None
     """The whole problem by all workers; ``None`` if each task was timed alone. Then it is the time
     of the slowest task plus 1/W of the merge, which W devices would share."""
-    merge: float | None = None
-    """Merge of the tasks' results; ``None`` if it is not timed separately."""
     transfer: float | None = None
     """Time in which the slowest device does not compute; ``None`` without communication."""
-    details: dict[str, float] = {}
-    """Further measurements of the executor, by name."""
 
 
 class TaskBytes(NamedTuple):
@@ -53,25 +48,14 @@ class TaskBytes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportRow(Measurement, Settings, ABC):
-    """A row of a report: one measurement of the problem of its settings."""
+class ScalingRow(Measurement, Settings):
+    """A row for one number of tasks and one pass, with medians over the repeats."""
 
     tile: int
     """Number of tokens at whose multiples the plan's groups end."""
     held_tokens: int
     """Longest subsequence: queries or keys, whichever are more, that the largest task reads."""
     versions: dict[str, str] = field(default_factory=installed_versions)
-
-    @property
-    @abstractmethod
-    def key(self) -> tuple[Hashable, ...]:
-        """Key that is unique among the rows of a report."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingRow(ReportRow):
-    """A row for one number of tasks and one pass, with medians over the repeats."""
-
     num_devices: int
     """Number of devices that compute at the same time; the efficiency refers to it."""
     responsibility_ratio: float
@@ -160,9 +144,7 @@ def make_row(
     tasks = np.median([turn.tasks for turn in turns], axis=0)
     slowest = int(tasks.argmax())
     wholes = [
-        turn.tasks[slowest] + (turn.merge or 0) / plan.num_tasks
-        if turn.whole is None
-        else turn.whole
+        turn.tasks[slowest] + turn.merge / plan.num_tasks if turn.whole is None else turn.whole
         for turn in turns
     ]
 
@@ -174,10 +156,6 @@ def make_row(
         benchmark=f"{_BENCHMARK} {passes}",
         baseline="one dense call",
         ratio=float(np.median(np.divide(wholes, [turn.dense for turn in turns]))),
-        details={
-            name: float(np.median([turn.details[name] for turn in turns]))
-            for name in turns[0].details
-        },
         num_devices=num_devices,
         held_tokens=max(task.held_tokens for task in plan.tasks),
         responsibility_ratio=plan.responsibility_ratio,
@@ -197,26 +175,19 @@ def make_row(
 
 
 def read_rows(path: Path) -> list[ScalingRow]:
-    """Read the scaling rows of a file; forward passes first, then by number of tasks."""
-    rows = read_kind(ScalingRow, path)
-    return sorted(rows, key=lambda row: (PASSES.index(row.passes), row.num_tasks))
-
-
-def read_kind(kind: type[RowKind], path: Path) -> list[RowKind]:
-    """Read the rows of a file; of several rows with one key the last is kept.
+    """Read the rows of a file; forward passes first, then by number of tasks.
 
     Args:
-        kind: Class of the rows.
-        path: Path of the JSON lines file; a missing file has no rows.
+        path: Path of the JSON lines file; a missing file has no rows. Of several rows with one key
+            the last is kept.
 
     Raises:
-        ValueError: The path is not a regular file of at most 64 MiB, or a line is not a row of this
-            kind; the message gives the line.
+        ValueError: The path is not a regular file of at most 64 MiB, or a line is not such a row;
+            the message gives the line.
     """
-    if not path.exists():
-        return []
-    rows = measurement.read_rows(path, lambda row: [kind(**row)])
-    return list({row.key: row for row in rows}.values())
+    rows = measurement.read_rows(path, lambda row: [ScalingRow(**row)]) if path.exists() else []
+    last = {row.key: row for row in rows}.values()
+    return sorted(last, key=lambda row: (PASSES.index(row.passes), row.num_tasks))
 
 
 def fields_of(settings: Settings, plan: Plan) -> dict[str, Any]:

@@ -1,177 +1,174 @@
-"""Content of a scaling report: sections with tables and pictures, and facts."""
+"""Sections of a report: quantities of rows, as tables and as pictures."""
 
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from cqs.report import charts
-from cqs.report.charts import QUANTITIES, Chart
-from cqs.report.content import Chapter, Content, RowAxis, Section, Show, span
+from cqs.plotting.figures import add_legend, make_logarithmic, new_axes, write_plainly
 from cqs.report.measurement import format_rows
-from cqs.report.rows import PASSES, ReportRow, ScalingRow
+from cqs.report.rows import ScalingRow
+from cqs.report.table import digits
 
 Rows = Sequence[ScalingRow]
 
-METHODS = {
-    "local": "All tasks ran in one process one after another, each timed alone on the device. The "
-    "time of all workers is that of the slowest task plus 1/W of the merge, which W devices would "
-    "share. There was no communication.",
-    "ray": "Tasks ran on the actors of a Ray cluster. The time of all workers is that of a whole "
-    "call, from tensors on the driver to the result there. The time of one worker is that of a "
-    "call with one task. Merges on the driver overlap with computation.",
-    "distributed": "Every rank of a process group computed its own task of a cyclic quorum set, "
-    "with a head-parallel degree of 1. The time of all workers is that of the slowest rank, "
-    "measured from a barrier. One worker and the dense call were timed on one rank while the "
-    "others waited. The time and memory of each rank's task were also measured alone.",
+_SIZE = (4, 3.2)
+"""Width and height of a new figure in inches."""
+_STYLES = (
+    {"color": "#0072b2", "marker": "o", "linestyle": "-"},
+    {"color": "#d55e00", "marker": "s", "linestyle": "--"},
+    {"color": "#009e73", "marker": "^", "linestyle": "-."},
+    {"color": "#cc79a7", "marker": "D", "linestyle": ":"},
+)
+"""Styles of lines; the colours are those of Okabe and Ito, "Color Universal Design", 2008."""
+_REFERENCE = {"color": "gray", "linewidth": 1}
+_MIB = 2**20
+_IDEAL_SHARE = r"$1/\sqrt{W}$"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number of a row, and its text in tables."""
+
+    of: Callable[[ScalingRow], float | None]
+    """Returns the number; ``None`` if it was not measured."""
+    show: Callable[[Any], str] = digits
+    """Formats the number."""
+
+    def __call__(self, row: ScalingRow) -> str:
+        """Return the text of the number of a row, ``-`` if it was not measured."""
+        number = self.of(row)
+        return "-" if number is None else self.show(number)
+
+
+QUANTITIES = {
+    "tokens": Quantity(lambda row: row.held_tokens, "{:,}".format),
+    "share": Quantity(lambda row: 100 * row.held_tokens / row.tokens, "{:.3g} %".format),
+    _IDEAL_SHARE: Quantity(lambda row: 100 * row.num_tasks**-0.5),
+    "responsibility ratio": Quantity(lambda row: row.responsibility_ratio, "{:.4g}".format),
+    "busiest / mean": Quantity(lambda row: row.balance, "{:.3f}".format),
+    "predicted MiB": Quantity(
+        lambda row: row.predicted_bytes and row.predicted_bytes / _MIB, "{:.1f}".format
+    ),
+    "measured MiB": Quantity(lambda row: row.peak_bytes / _MIB, "{:.1f}".format),
+    "measured / predicted": Quantity(lambda row: row.peak_ratio, "{:.3f}".format),
+    "MiB in": Quantity(lambda row: row.bytes_in / _MIB, "{:.1f}".format),
+    "MiB out": Quantity(lambda row: row.bytes_out / _MIB, "{:.1f}".format),
+    "slowest": Quantity(lambda row: row.slowest_ms),
+    "mean": Quantity(lambda row: row.mean_ms),
+    "slowest / mean": Quantity(lambda row: row.time_balance, "{:.2f}".format),
+    "merge": Quantity(lambda row: row.merge_ms),
+    "transfer": Quantity(lambda row: row.transfer_ms),
+    "ms": Quantity(lambda row: row.median_ms),
+    "over one task": Quantity(lambda row: row.speedup),
+    "over dense": Quantity(lambda row: 1 / row.ratio),
+    "devices": Quantity(lambda row: row.num_devices, str),
+    "efficiency": Quantity(lambda row: 100 * row.efficiency, "{:.3g} %".format),
 }
-"""Description of the measurement of each executor."""
+"""Quantities by name: the header of their column and the label of their line."""
+_REFERENCES = _IDEAL_SHARE, "devices"
+"""Quantities with thin grey lines, with which others are compared."""
 
 
-def describe(rows: Rows, out: str) -> Content:
-    """Return the content of a report.
+@dataclass(frozen=True)
+class Section:
+    """A table with a row for each number of tasks, and a picture of it."""
 
-    Args:
-        rows: At least one row, all with equal settings.
-        out: Directory of the report, for the command that reproduces it.
-    """
-    by_workers = [row for _, row in sorted({row.num_tasks: row for row in rows}.items())]
-    chapters = [Chapter("Distribution of the work", _WORKERS, by_workers, (_SHARES,))]
-    for name in PASSES:
-        if of_pass := [row for row in rows if row.passes == name]:
-            has_parts = all("actors" in row.details for row in of_pass)
-            sections = (_MEMORY, _TRAFFIC, _TIME, _SPEEDUP, *[_RUN] * has_parts)
-            chapters.append(Chapter(f"{name.capitalize()} pass", _WORKERS, of_pass, sections))
-    workers = [row.num_tasks for row in by_workers]
-    noun = "worker" if workers[-1] == 1 else "workers"
-    return Content(
-        title=f"Attention over {rows[0].tokens:,} tokens by {span(workers)} {noun}",
-        method=METHODS[rows[0].executor],
-        facts=facts(rows),
-        command=command(rows, out),
-        chapters=chapters,
-        plans=[row.make_plan() for row in by_workers],
-    )
+    title: str
+    text: str
+    """Explanation of the columns."""
+    columns: tuple[str, ...]
+    """Names of the tabulated quantities."""
+    label: str
+    """Label of the vertical axis of the picture."""
+    lines: tuple[str, ...]
+    """Names of the quantities with a line in the picture."""
+
+    def table(self, rows: Rows) -> list[list[str]]:
+        """Return the header and a line for each row, without quantities that no row has."""
+        names = [name for name in self.columns if any(_points(rows, name))]
+        lines = ([str(row.num_tasks), *(QUANTITIES[name](row) for name in names)] for row in rows)
+        return [["W", *names], *lines]
+
+    def plot(self, rows: Rows, axes: Any = None) -> Any:
+        """Plot a line for each quantity that some row has, against the number of tasks.
+
+        Args:
+            rows: At least one row, all of one report and one pass, sorted by number of tasks.
+            axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+        Returns:
+            The matplotlib axes.
+        """
+        axes = new_axes(_SIZE) if axes is None else axes
+        axes.set_xscale("log", base=2)
+        write_plainly(axes.xaxis)
+        axes.set(xlim=(0.9, 1.2 * rows[-1].num_tasks), xlabel="tasks", ylabel=self.label)
+        axes.grid(color="gray", alpha=0.3)
+        for name, style in zip(self.lines, _STYLES, strict=False):
+            if points := _points(rows, name):
+                options = _REFERENCE if name in _REFERENCES else {**style, "markersize": 5}
+                axes.plot(*zip(*points, strict=True), label=name, **options)
+        make_logarithmic(axes)
+        return add_legend(axes)
 
 
-def facts(rows: Sequence[ReportRow]) -> dict[str, str]:
-    """Return problem, machine, versions and other facts of a report's rows, by name."""
-
-    def distinct(texts: Iterable[str], between: str = ", ") -> str:
-        return between.join(sorted({*texts} - {""}))
-
-    row = rows[0]
-    heads = f"{row.num_heads} heads of {row.head_dim}"
-    if row.num_kv_heads != row.num_heads:
-        heads += f", {row.num_kv_heads} of keys and values"
-    kind = "causal" if row.is_causal else "full"
-    if row.pattern is not None:
-        kind = f"{row.pattern}{' & causal()' if row.is_causal else ''}"
-    versions = [
-        {"cqs": each.cqs_version, "torch": each.torch_version} | each.versions for each in rows
-    ]
-    actors = sorted({int(each.details["actors"]) for each in rows if "actors" in each.details})
-    found = {
-        "Warning": distinct((each.warning for each in rows), "; "),
-        "Problem": f"{span([each.tokens for each in rows])} tokens, {heads}, {row.dtype}",
-        "Attention": kind,
-        "Executor": row.executor + (f", {' or '.join(map(str, actors))} actors" if actors else ""),
-        "Machine": distinct(each.device for each in rows),
-        "Versions": distinct(f"{name} {each[name]}" for each in versions for name in each),
-        "Commit": distinct(each.commit for each in rows) or "unknown",
-        "Seed": str(row.seed),
-        "Repeats": f"{row.repeats}; medians are shown",
-        "Measured": distinct((min(r.utc for r in rows), max(r.utc for r in rows)), " to "),
-    }
-    return {name: fact for name, fact in found.items() if fact}
+def _points(rows: Rows, name: str) -> list[tuple[int, float]]:
+    """Return the numbers of tasks at which a quantity was measured, and the quantity there."""
+    numbers = ((row.num_tasks, QUANTITIES[name].of(row)) for row in rows)
+    return [(num_tasks, number) for num_tasks, number in numbers if number is not None]
 
 
 def summarize_rows(rows: Rows) -> str:
     """Return a text table of the main quantities, for the terminal."""
-    columns: dict[str, Show] = {
-        "W": lambda row: str(row.num_tasks),
+    names = ("share", "responsibility ratio", *MEMORY.columns, *SPEEDUP.columns)
+    columns: dict[str, Callable[[ScalingRow], object]] = {
+        "W": lambda row: row.num_tasks,
         "pass": lambda row: row.passes,
-        "tokens": QUANTITIES["share"],
-        "ratio": QUANTITIES["responsibility ratio"],
-        **_MEMORY.columns,
-        **_SPEEDUP.columns,
+        **{name: QUANTITIES[name] for name in names},
     }
     return format_rows(rows, columns)
 
 
-def command(rows: Rows, out: str) -> str:
-    """Return the command that repeats the measurements; one line per number of ranks.
-
-    Args:
-        rows: Rows of one report.
-        out: Directory of the new report.
-    """
-    options = ["--seqlen", str(rows[0].tokens), "--executor", rows[0].executor]
-    options += rows[0].options
-    workers = sorted({row.num_tasks for row in rows})
-    if "actors" in rows[0].details:
-        options += ["--actors", f"{rows[-1].details['actors']:.0f}"]
-    if any(row.passes == "backward" for row in rows):
-        options.append("--backward")
-    options += ["--out", out]
-    if rows[0].executor != "distributed":
-        return shlex.join(["cqs", "report", "--tasks", ",".join(map(str, workers)), *options])
-    return "\n".join(
-        shlex.join(["torchrun", "--nproc-per-node", str(number), "-m", "cqs", "report", *options])
-        for number in workers
-    )
-
-
-def _section(title: str, text: str, names: Sequence[str], *drawn: Chart) -> Section:
-    columns: dict[str, Show] = {name: QUANTITIES[name] for name in names}
-    return Section(title, text, columns, {chart.caption: chart.plot for chart in drawn})
-
-
-_WORKERS = RowAxis("W", "number of workers W", lambda row: str(row.num_tasks))
-_SHARES = _section(
+SHARES = Section(
     "Longest subsequence and balance",
-    "Tokens that the largest task reads, and their share of the sequence; the responsibility ratio "
-    "(live pairs of the whole problem divided by those of the busiest task, W if balanced); and "
-    "the live pairs of the busiest task divided by the mean.",
+    "Tokens that the largest task reads, and their share of the sequence, which a quorum of m of W "
+    "token groups keeps above about 1 / sqrt(W); the responsibility ratio (live pairs of the whole "
+    "problem divided by those of the busiest task, W if balanced); and the live pairs of the "
+    "busiest task divided by the mean.",
     ("tokens", "share", "responsibility ratio", "busiest / mean"),
-    charts.HELD_TOKENS,
-    charts.RESPONSIBILITY,
+    "share of the tokens, %",
+    ("share", _IDEAL_SHARE),
 )
-_MEMORY = _section(
+MEMORY = Section(
     "Memory",
     "Largest peak memory of a task, including its inputs. Predictions exist for forward passes, "
     "and count tensors without the scratch of kernels (up to 0.6 MiB per thread for PyTorch on "
     "CPUs). Measured / predicted is that of the task with the largest deviation from 1.",
     ("predicted MiB", "measured MiB", "measured / predicted"),
-    charts.PEAK_BYTES,
+    "peak of a task, MiB",
+    ("measured MiB", "predicted MiB"),
 )
-_TRAFFIC = _section(
+TRAFFIC = Section(
     "Traffic",
     "Most bytes that a task receives and returns, including its own shard.",
     ("MiB in", "MiB out"),
-    charts.TRAFFIC,
+    "of a task, MiB",
+    ("MiB in", "MiB out"),
 )
-_TIME = _section(
+TIMES = Section(
     "Time",
     "Time in milliseconds of the slowest task, the mean task and the merge. Transfer is the time "
-    "of a call in which the slowest device does not compute. Missing values were not timed "
-    "separately.",
+    "of a call in which the slowest device does not compute.",
     ("slowest", "mean", "slowest / mean", "merge", "transfer"),
-    charts.TIMES,
-    charts.BALANCE,
+    "milliseconds",
+    ("slowest", "mean", "merge", "transfer"),
 )
-_SPEEDUP = _section(
+SPEEDUP = Section(
     "Speed-up",
-    "Time of all workers in milliseconds; speed-up compared with one task and with one dense call "
+    "Time of all tasks in milliseconds; speed-up compared with one task and with one dense call "
     "of PyTorch's scaled_dot_product_attention, which also computes masked pairs; and parallel "
     "efficiency, the speed-up over one task divided by the number of devices.",
     ("ms", "over one task", "over dense", "devices", "efficiency"),
-    charts.SPEEDUP,
-    charts.EFFICIENCY,
-)
-_RUN = _section(
-    "Parts of a run",
-    "Time in milliseconds before the slowest actor's first task (planning, put, fetch), of its "
-    "computation, between its tasks (fetch, return), and after its last task (return, other "
-    "actors, last merges).",
-    ("before", "computing", "between", "after"),
-    charts.RUN_PARTS,
+    "speed-up",
+    ("over one task", "over dense", "devices"),
 )

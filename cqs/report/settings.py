@@ -10,25 +10,13 @@ from cqs.patterns import Pattern
 from cqs.patterns.text import parse_pattern
 from cqs.problem import Problem, check_problem
 
-OPTIONS = {
-    "--heads": "num_heads",
-    "--kv-heads": "num_kv_heads",
-    "--head-dim": "head_dim",
-    "--dtype": "dtype",
-    "--repeats": "repeats",
-    "--seed": "seed",
-    "--causal": "is_causal",
-    "--pattern": "pattern",
-}
-"""Options of ``cqs report``, and the settings that they state."""
-
 
 @dataclass(frozen=True)
 class Settings:
     """A problem and the options of its measurement, without the number of tasks."""
 
     executor: str
-    """``"local"``, ``"ray"`` or ``"distributed"``."""
+    """``"local"`` or ``"ray"``."""
     tokens: int
     """Number of queries and of keys."""
     num_heads: int
@@ -85,17 +73,6 @@ class Settings:
                 f"pattern must be the same for all heads in a report, got {self.pattern}"
             )
         return problem, grad_output
-
-    @property
-    def options(self) -> list[str]:
-        """The problem as options of ``cqs report``, except lengths and executor."""
-        given = ((option, getattr(self, name)) for option, name in OPTIONS.items())
-        return [
-            word
-            for option, value in given
-            if value is not None and value is not False
-            for word in ([option] if value is True else [option, str(value)])
-        ]
 
     def differences(self, other: "Settings") -> list[str]:
         """Return the differences from other settings, such as ``tokens 8192, not 4096``."""

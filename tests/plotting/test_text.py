@@ -19,8 +19,8 @@ from cqs.plotting import (
     plot_owners,
     plot_timeline,
 )
-from cqs.report import charts
-from cqs.report.charts import Chart
+from cqs.report import sections
+from cqs.report.sections import Section
 
 pytestmark = pytest.mark.slow
 
@@ -117,10 +117,10 @@ def test_memory(check_text, size):
 
 @pytest.mark.parametrize("workers", [(7,), MANY], ids=["one", "many"])
 @pytest.mark.parametrize(
-    "name", [name for name, value in vars(charts).items() if isinstance(value, Chart)]
+    "name", [name for name, value in vars(sections).items() if isinstance(value, Section)]
 )
 def test_scaling(check_text, name, workers):
-    check_text(getattr(charts, name).plot(make_rows(workers, executor="ray")))
+    check_text(getattr(sections, name).plot(make_rows(workers, executor="ray")))
 
 
 @pytest.mark.sample(4)

@@ -3,18 +3,14 @@
 import errno
 import json
 import os
-import shlex
 from pathlib import Path
 
 import pytest
-from scaling_rows import make_rows
 
 from cqs.__main__ import main
 from cqs.commands import report
 from cqs.executors.verify import VerificationError
-from cqs.report.measurement import append_rows
 from cqs.report.rows import read_rows
-from cqs.report.sections import command
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +19,11 @@ TINY = ["report", "--seqlen", "60", "--heads", "2", "--head-dim", "8", "--repeat
 
 @pytest.fixture
 def written(monkeypatch):
-    """What each report that was written has a line for."""
+    """The numbers of tasks of each report that was written."""
     found = []
 
-    def write(content, directory):
-        chapter = content.chapters[0]
-        found.append([int(chapter.axis.show(row)) for row in chapter.rows])
+    def write(rows, directory):
+        found.append([row.num_tasks for row in rows])
 
     monkeypatch.setattr(report, "write_report", write)
     return found
@@ -37,11 +32,7 @@ def written(monkeypatch):
 def test_a_report_is_written(tmp_path, capsys):
     out = tmp_path / "new" / "folder"
     assert main([*TINY, "--tasks", "3,1", "--backward", "--out", str(out)]) == 0
-    assert sorted(path.name for path in out.iterdir()) == [
-        "report.html",
-        "report.md",
-        "rows.jsonl",
-    ]
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "rows.jsonl"]
     rows = read_rows(out / "rows.jsonl")
     assert [row.key for row in rows] == [
         (1, "forward"), (3, "forward"), (1, "backward"), (3, "backward"),
@@ -90,21 +81,6 @@ def test_what_fails_keeps_what_was_measured(tmp_path, monkeypatch, written, caps
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"pattern": "fixed(64, 8) | global_tokens([0, 5])"}, {"is_causal": True}]
-)
-def test_the_command_of_a_report_measures_the_same(tmp_path, written, options):
-    rows = make_rows((1, 7), **options)
-    for backward in (False, True):
-        rows += make_rows((1, 7), passes="backward", **options) if backward else []
-        (tmp_path / "rows.jsonl").unlink(missing_ok=True)
-        append_rows(rows, str(tmp_path / "rows.jsonl"))
-        line = command(rows, str(tmp_path))
-        assert ("--backward" in line) == backward
-        assert main(shlex.split(line.removeprefix("cqs "))) == 0
-        assert len(read_rows(tmp_path / "rows.jsonl")) == len(rows)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
@@ -113,8 +89,6 @@ def test_the_command_of_a_report_measures_the_same(tmp_path, written, options):
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--pattern", "strided("], "is no expression"),
         (["--actors", "2"], "--executor must be ray with --actors"),
-        (["--executor", "distributed"], "started by torchrun"),
-        (["--executor", "distributed", "--tasks", "3"], "--tasks must be left out"),
     ],
 )
 def test_impossible_options_are_refused_in_one_line(tmp_path, capsys, options, message):
@@ -138,7 +112,7 @@ def test_rows_of_other_options_or_machines_are_left_alone(tmp_path, written, cap
     assert path.read_text().count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["report.md", "report.html", "rows.jsonl"])
+@pytest.mark.parametrize("name", ["report.html", "rows.jsonl"])
 @pytest.mark.parametrize("kind", ["file", "folder", "pipe"])
 def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name, kind):
     path = tmp_path / name
@@ -197,4 +171,4 @@ def test_one_process_at_a_time_writes_a_report(tmp_path, monkeypatch, capsys):
 def test_a_report_may_be_in_a_directory_whose_name_is_no_text(tmp_path):
     path = os.fsencode(tmp_path) + b"/\xff"
     assert main([*TINY, "--tasks", "1", "--out", os.fsdecode(path)]) == 0
-    assert b"\\udcff" in Path(os.fsdecode(path), "report.html").read_bytes()
+    assert Path(os.fsdecode(path), "report.html").exists()

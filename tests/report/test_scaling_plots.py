@@ -4,8 +4,8 @@ import matplotlib.pyplot as plt
 import pytest
 from scaling_rows import MANY, make_rows
 
-from cqs.report import charts
-from cqs.report.charts import Chart
+from cqs.report import sections
+from cqs.report.sections import Section
 
 ROWS = make_rows(executor="ray")
 
@@ -20,50 +20,57 @@ def lines_of(axes):
 
 
 @pytest.mark.parametrize(
-    ("chart", "label", "quantity"),
+    ("section", "label", "quantity"),
     [
-        (charts.HELD_TOKENS, "share", lambda row: 100 * row.held_tokens / row.tokens),
-        (charts.RESPONSIBILITY, "responsibility ratio", lambda row: row.responsibility_ratio),
-        (charts.BALANCE, "slowest / mean", lambda row: row.slowest_ms / row.mean_ms),
-        (charts.BALANCE, "busiest / mean", lambda row: row.balance),
-        (charts.PEAK_BYTES, "measured MiB", lambda row: row.peak_bytes / 2**20),
-        (charts.PEAK_BYTES, "predicted MiB", lambda row: row.predicted_bytes / 2**20),
-        (charts.TRAFFIC, "MiB in", lambda row: row.bytes_in / 2**20),
-        (charts.TRAFFIC, "MiB out", lambda row: row.bytes_out / 2**20),
-        (charts.TIMES, "slowest", lambda row: row.slowest_ms),
-        (charts.TIMES, "mean", lambda row: row.mean_ms),
-        (charts.TIMES, "merge", lambda row: row.merge_ms),
-        (charts.TIMES, "transfer", lambda row: row.transfer_ms),
-        (charts.SPEEDUP, "over one task", lambda row: row.speedup),
-        (charts.SPEEDUP, "over dense", lambda row: 1 / row.ratio),
-        (charts.SPEEDUP, "devices", lambda row: min(row.num_tasks, 2)),
-        (charts.EFFICIENCY, "efficiency", lambda row: 100 * row.speedup / row.num_devices),
-        *((charts.RUN_PARTS, part, lambda row: 10.0) for part in charts.RUN_PARTS.lines),
+        (sections.SHARES, "share", lambda row: 100 * row.held_tokens / row.tokens),
+        (sections.SHARES, r"$1/\sqrt{W}$", lambda row: 100 / row.num_tasks**0.5),
+        (sections.MEMORY, "measured MiB", lambda row: row.peak_bytes / 2**20),
+        (sections.MEMORY, "predicted MiB", lambda row: row.predicted_bytes / 2**20),
+        (sections.TRAFFIC, "MiB in", lambda row: row.bytes_in / 2**20),
+        (sections.TRAFFIC, "MiB out", lambda row: row.bytes_out / 2**20),
+        (sections.TIMES, "slowest", lambda row: row.slowest_ms),
+        (sections.TIMES, "mean", lambda row: row.mean_ms),
+        (sections.TIMES, "merge", lambda row: row.merge_ms),
+        (sections.TIMES, "transfer", lambda row: row.transfer_ms),
+        (sections.SPEEDUP, "over one task", lambda row: row.speedup),
+        (sections.SPEEDUP, "over dense", lambda row: 1 / row.ratio),
+        (sections.SPEEDUP, "devices", lambda row: min(row.num_tasks, 2)),
     ],
 )
-def test_a_line_has_the_numbers_of_the_rows(chart, label, quantity):
+def test_a_line_has_the_numbers_of_the_rows(section, label, quantity):
     _, axes = plt.subplots()
-    assert chart.plot(ROWS, axes) is axes
+    assert section.plot(ROWS, axes) is axes
     expected = {row.num_tasks: pytest.approx(quantity(row)) for row in ROWS}
     assert lines_of(axes)[label] == expected
 
 
-def test_every_chart_is_tested():
+def test_every_line_is_tested():
     marks = test_a_line_has_the_numbers_of_the_rows.pytestmark
     (tested,) = (mark.args[1] for mark in marks if mark.name == "parametrize")
-    every = {chart for chart in vars(charts).values() if isinstance(chart, Chart)}
-    assert {(chart, name) for chart, name, _ in tested} == {
-        (chart, name) for chart in every for name in chart.lines
+    every = {section for section in vars(sections).values() if isinstance(section, Section)}
+    assert {(section, name) for section, name, _ in tested} == {
+        (section, name) for section in every for name in section.lines
     }
 
 
-def test_what_no_row_has_is_not_drawn():
+@pytest.mark.parametrize(
+    ("section", "cells"),
+    [
+        (sections.SHARES, ["7", "3,512", "42.9 %", "6.995", "1.001"]),
+        (sections.MEMORY, ["7", "24.2", "25.2", "1.041"]),
+        (sections.TRAFFIC, ["7", "12.1", "4.8"]),
+        (sections.TIMES, ["7", "186", "173", "1.07", "7.00", "14.0"]),
+        (sections.SPEEDUP, ["7", "200", "6.00", "5.50", "2", "300 %"]),
+    ],
+)
+def test_a_table_has_the_numbers_of_the_rows(section, cells):
+    header, *lines = section.table(ROWS)
+    assert header == ["W", *section.columns] and lines[MANY.index(7)] == cells
+
+
+def test_what_no_row_has_is_neither_drawn_nor_tabulated():
     backward = make_rows(passes="backward")
-    assert set(lines_of(charts.PEAK_BYTES.plot(backward))) == {"measured MiB"}
-    assert set(lines_of(charts.TIMES.plot(backward))) == {"slowest", "mean", "merge"}
-
-
-def test_references_are_what_they_are_called():
-    curve = lines_of(charts.HELD_TOKENS.plot(ROWS))[r"$1/\sqrt{W}$"]
-    assert curve == {workers: pytest.approx(100 * workers**-0.5) for workers in curve}
-    assert min(curve) == 1 and max(curve) == MANY[-1]
+    assert set(lines_of(sections.MEMORY.plot(backward))) == {"measured MiB"}
+    assert set(lines_of(sections.TIMES.plot(backward))) == {"slowest", "mean", "merge"}
+    assert sections.MEMORY.table(backward)[0] == ["W", "measured MiB"]
+    assert sections.TIMES.table(backward)[0] == ["W", "slowest", "mean", "slowest / mean", "merge"]
