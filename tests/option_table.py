@@ -67,7 +67,7 @@ HOLES: dict[tuple[str, str], str] = {
     **{(row, "ranks"): _PER_RANK for row in ("num_tasks", "progress")},
     **{
         ("memory_budget", executor): _NO_MEMORY
-        for executor in ("this process", "Ray tasks, `submit`", "Ray shards", "ranks")
+        for executor in ("this process", "Ray tasks", "Ray tasks, `submit`", "Ray shards", "ranks")
     },
     **{
         ("device", executor): "it computes on the device of its tensors"

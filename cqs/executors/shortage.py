@@ -48,42 +48,19 @@ def explain_shortage(
     if needed < capacity / 2:
         message += ", most of which other tensors or processes occupy"
     enough = min(_USABLE * capacity, _LESS * needed)
-    if (found := fewest_tasks(problem, backend, enough, at_least=3)) is None:
-        most = moduli_of_small_covers(_MOST_TASKS)[-1]
-        return f"{message}. No number of tasks up to {most} would help"
-    num_tasks, each = found
-    return (
-        f"{message}. With num_tasks={num_tasks} each task would require {_gibibytes(each)}: call "
-        f"cqs.Cluster(...).attention(..., num_tasks={num_tasks}), whose actors hold one task at "
-        "a time"
-    )
-
-
-def fewest_tasks(
-    problem: Problem, backend: str | None, budget: float, *, at_least: int
-) -> tuple[int, int] | None:
-    """Return the smallest number of tasks whose predicted memory is within a budget.
-
-    Args:
-        problem: The problem to compute.
-        backend: Name of the backend; ``None`` counts no memory of a backend's own.
-        budget: Bytes that a task may hold in the forward pass.
-        at_least: Smallest number of tasks to consider. Larger candidates have small interest
-            sets, so their tasks read few tokens.
-
-    Returns:
-        The number of tasks and the bytes of the largest task; None if no number up to
-        ``_MOST_TASKS`` suffices.
-    """
-    more = (number for number in moduli_of_small_covers(_MOST_TASKS) if number > at_least)
-    for num_tasks in (at_least, *more):
-        if _bytes_of_all(problem) > num_tasks * budget:
+    numbers = moduli_of_small_covers(_MOST_TASKS)
+    for num_tasks in numbers[1:]:  # their interest sets are small, so tasks read few tokens
+        if _bytes_of_all(problem) > num_tasks * enough:
             continue  # some task holds that share of it, or more
-        plan = problem.make_plan(num_tasks)
-        each = max(_cost(problem, task, backend).peak_bytes for task in plan.tasks)
-        if each <= budget:
-            return num_tasks, each
-    return None
+        tasks = problem.make_plan(num_tasks).tasks
+        each = max(_cost(problem, task, backend).peak_bytes for task in tasks)
+        if each <= enough:
+            return (
+                f"{message}. With num_tasks={num_tasks} each task would require "
+                f"{_gibibytes(each)}: call cqs.Cluster(...).attention(..., "
+                f"num_tasks={num_tasks}), whose actors hold one task at a time"
+            )
+    return f"{message}. No number of tasks up to {numbers[-1]} would help"
 
 
 def _cost(problem: Problem, task: Task, backend: str | None) -> TaskCost:

@@ -12,7 +12,6 @@ import cqs
 from benchmarks.cases import CASES, Case
 from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
-from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.executors.verify import VerificationError
 from cqs.scheduler import Quorums
 from cqs.testing import assert_tracks_exact
@@ -203,7 +202,7 @@ def test_submit_rejects_tensors_that_require_gradients(cluster, name):
         cluster.submit(**arguments)
     with torch.no_grad():
         assert not cluster.submit(**arguments).result().requires_grad
-    output = cluster.attention(**arguments, memory_budget="1MB")
+    output = cluster.attention(**arguments)
     (gradient,) = torch.autograd.grad(output.sum(), arguments[name])
     expected = cqs.attention(**arguments)
     (expected_gradient,) = torch.autograd.grad(expected.sum(), arguments[name])
@@ -330,30 +329,3 @@ def test_views_that_are_negated_lazily_are_sent(cluster):
     resolved = [tensor.resolve_neg() for tensor in (query, key, value)]
     output = cluster.attention(query, key, value, num_tasks=7, verify=True)
     assert torch.equal(output, cluster.attention(*resolved, num_tasks=7))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_budget_makes_as_many_tasks_as_keep_it(cluster, monkeypatch, is_causal):
-    problem = Case("long", 500, 500, is_causal=is_causal).make()
-    tensors, numbers = (problem.query, problem.key, problem.value), []
-    compute = TaskExecutor.run
-    monkeypatch.setattr(
-        TaskExecutor,
-        "run",
-        lambda self, part, *rest: numbers.append(part.plan) or compute(self, part, *rest),
-    )
-    output = cluster.attention(*tensors, is_causal=is_causal, memory_budget="100KB")
-    (plan,) = numbers
-    expected = cqs.attention(*tensors, is_causal=is_causal)
-    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
-    monkeypatch.undo()
-    report = cluster.submit(*tensors, is_causal=is_causal, num_tasks=plan.num_tasks)
-    report.result()
-    peaks = [task.peak_bytes for task in report.report.tasks]
-    assert 50_000 < max(peaks) <= 100_000 and plan.num_tasks > 4
-    with pytest.raises(ValueError, match="num_tasks must be None .* got"):
-        cluster.attention(*tensors, memory_budget="1MB", num_tasks=3)
-    with pytest.raises(ValueError, match="memory_budget must .* got 10 bytes"):
-        cluster.attention(*tensors, memory_budget=10)
-    with pytest.raises(ValueError, match="memory_budget must be .* got 'auto'"):
-        cluster.attention(*tensors, memory_budget="auto")

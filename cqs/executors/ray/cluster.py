@@ -20,16 +20,11 @@ from cqs.executors.ray.shards.group import WorkerGroup
 from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, load_shard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
-from cqs.executors.shortage import fewest_tasks
-from cqs.executors.streaming.budget import parse_budget
 from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Kind, Plan
 from cqs.worker.backends import check_backend_name
-
-_PREDICTABLE = 0.95
-"""Fraction of a memory budget that the prediction may fill, which leaves room for its error."""
 
 
 class Cluster:
@@ -150,7 +145,6 @@ class Cluster:
         dropout_p: float = 0.0,
         seed: int | None = None,
         num_tasks: int | None = None,
-        memory_budget: int | str | None = None,
         head_parallel: int | str = "auto",
         plan: Kind | str | None = None,
         backend: str | None = None,
@@ -177,9 +171,6 @@ class Cluster:
             seed: Random seed of the dropout mask; ``None`` draws one.
             num_tasks: Number of tasks, any positive integer; ``None`` means one per worker. A
                 sharded sequence always has one task per worker.
-            memory_budget: Most bytes of memory that a task may hold in the forward pass, by
-                prediction; an integer or text such as ``"8GiB"``. It chooses ``num_tasks``. Not
-                supported for sharded sequences.
             head_parallel: Head-parallel degree of a sharded sequence, see
                 :func:`cqs.distributed.attention`. Tensors support only ``"auto"``.
             plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
@@ -212,10 +203,10 @@ class Cluster:
             is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
         )
         if isinstance(query, Sharded):
-            if not (key is value is num_tasks is memory_budget is None and progress is False):
+            if not (key is value is num_tasks is None and progress is False):
                 raise TypeError(
-                    "a sharded sequence does not support key, value, num_tasks, memory_budget or "
-                    "progress: leave them out"
+                    "a sharded sequence does not support key, value, num_tasks or progress: leave "
+                    "them out"
                 )
             if (number := len(query.shapes[0])) != 3:
                 raise ValueError(
@@ -250,12 +241,6 @@ class Cluster:
         if key is None or value is None:
             raise TypeError("key and value must be tensors unless query is a sharded sequence")
         problem = check_problem(query, key, value, **options)
-        if memory_budget is not None:
-            if num_tasks is not None:
-                raise ValueError(
-                    f"num_tasks must be None if memory_budget chooses it, got {num_tasks}"
-                )
-            num_tasks = self._tasks_within(problem, backend, memory_budget)
         executor, make_plan = self.make_executor(), self._planner(num_tasks, plan)
         answer = attend(
             executor, problem, make_plan, backend=backend, verify=verify, progress=progress
@@ -386,30 +371,6 @@ class Cluster:
         """Return the function that makes the plan of each part of a problem."""
         number = len(self._pool.actors) if num_tasks is None else num_tasks
         return lambda part: part.make_plan(number, plan)
-
-    def _tasks_within(self, problem: Problem, backend: str | None, budget: int | str) -> int:
-        """Return the fewest tasks for which the prediction of each is within a memory budget.
-
-        Raises:
-            ValueError: The budget is ``"auto"``, malformed, or too small for any number of tasks.
-        """
-        if budget == "auto":
-            raise ValueError(
-                "memory_budget must be a number of bytes on a cluster, got 'auto': the memory of "
-                "workers may differ"
-            )
-        num_bytes = parse_budget(budget, torch.device("cpu"))
-        on_gpus = any(info.device.startswith("cuda") for info in self._pool.infos)
-        name = backend or ("triton" if on_gpus else "cpu")
-        limit, least = _PREDICTABLE * num_bytes, len(self._pool.actors)
-        parts = [part for _, part in problem.parts()]
-        found = [fewest_tasks(part, name, limit, at_least=least) for part in parts]
-        if None in found:
-            raise ValueError(
-                "memory_budget must hold the smallest possible task, "
-                f"got {num_bytes} bytes: raise it"
-            )
-        return max(num_tasks for num_tasks, _ in filter(None, found))
 
 
 class TemporaryCluster:
