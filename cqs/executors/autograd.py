@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +32,8 @@ def attend_differentiably(
 ) -> Partial:
     """Compute attention and record its backward pass for autograd.
 
-    Autograd treats the LSE as a constant. A second derivative raises NotImplementedError. Autocast
-    is disabled.
+    Autograd treats the LSE as a constant. A backward pass with ``create_graph=True`` raises
+    NotImplementedError. Autocast is disabled.
 
     Args:
         problem: The checked problem. Per-head patterns are computed in parts.
@@ -56,9 +55,7 @@ def attend_differentiably(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        tensors = query, key, value
-        link = torch.cat([tensor[..., :0].reshape(0) for tensor in tensors])
-        return Partial(*_Attention.apply(*tensors, link, problem, attend))
+        return Partial(*_Attention.apply(query, key, value, problem, attend))
     return attend(problem).answer if forward is None else forward(problem)
 
 
@@ -94,45 +91,28 @@ def _join(answers: Sequence[Partial], dim: int) -> Partial:
 
 
 class _Attention(torch.autograd.Function):
-    """The autograd function of attention.
-
-    The link is made of empty slices of query, key and value. It connects the gradients to these in
-    the graph of a double backward, which then raises an error, without saving the inputs' memory.
-    """
-
     @staticmethod
     def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        link: Tensor,
         problem: Problem,
         attend: Callable[[Problem], Attended],
     ) -> Partial:
         attended = attend(replace(problem, query=query, key=key, value=value))
-        ctx.save_for_backward(link, *attended.kept)
+        ctx.save_for_backward(*attended.kept)
         ctx.mark_non_differentiable(attended.answer.lse)
         ctx.differentiate = attended.differentiate
         return attended.answer
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        link, *kept = ctx.saved_tensors  # read once: activation checkpointing permits one access
-        compute = partial(ctx.differentiate, tuple(kept))
-        return *_Gradients.apply(link, grad_output, compute), *(None,) * 3
-
-
-class _Gradients(torch.autograd.Function):
-    """The gradients of attention as an autograd function whose backward pass raises an error."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, link: Tensor, grad_output: Tensor, compute: Callable[[Tensor], Gradients]
-    ) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled():  # autograd records this pass, to differentiate it again
+            raise NotImplementedError(
+                "attention can be differentiated only once: leave out create_graph=True"
+            )
         with torch.autocast(grad_output.device.type, enabled=False):
-            return tuple(gradient.to(link.dtype) for gradient in compute(grad_output))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError("attention can be differentiated only once")
+            # Read once: activation checkpointing permits one access.
+            gradients = ctx.differentiate(ctx.saved_tensors, grad_output)
+        return *(gradient.to(grad_output.dtype) for gradient in gradients), None, None

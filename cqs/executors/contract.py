@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from tqdm import tqdm
@@ -109,14 +109,14 @@ class Executor(Protocol):
     num_tasks: int
     """Number of tasks of a call that does not choose one."""
 
-    def run(self, part: Planned, hooks: Hooks = NO_HOOKS, into: Partial | None = None) -> Partial:
+    def run(self, part: Planned, into: Partial | None = None, hooks: Hooks = NO_HOOKS) -> Partial:
         """Compute output and LSE of a problem with a single pattern.
 
         Args:
             part: The problem, its plan and the backend.
-            hooks: Progress and cancellation.
             into: Tensors to write output and LSE to; ``None`` allocates them on the device of the
                 query.
+            hooks: Progress and cancellation.
         """
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
@@ -157,18 +157,14 @@ def attend(
     with _UNCOUNTED if progress is False else Progress(problem, make_plan, progress) as counted:
         hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
 
-        def forward(part: Problem, place: Partial | None = None) -> Partial:
+        def observed(name: str, run: Callable[..., Any], part: Problem, *tensors: Any) -> Any:
             planned = Planned(part, make_plan(part), backend)
-            name = partial(executor.name_backend, planned)
-            with observe("forward", planned.plan, part.num_bytes, name):
-                return executor.run(planned, hooks, place)
+            name_backend = partial(executor.name_backend, planned)
+            with observe(name, planned.plan, part.num_bytes, name_backend):
+                return run(planned, *tensors)
 
-        def backward(part: Problem, found: Partial, grad_output: Tensor) -> Gradients:
-            planned = Planned(part, make_plan(part), backend)
-            name = partial(executor.name_backend, planned)
-            with observe("backward", planned.plan, part.num_bytes, name):
-                return executor.run_backward(planned, found, grad_output)
-
+        forward = partial(observed, "forward", partial(executor.run, hooks=hooks))
+        backward = partial(observed, "backward", executor.run_backward)
         if into is None:
             attend_part = partial(keep_operands, forward, backward)
             answer = attend_differentiably(problem, attend_part, forward)

@@ -21,7 +21,7 @@ class LocalExecutor:
 
     num_tasks = 1
 
-    def run(self, part: Planned, hooks: Hooks = NO_HOOKS, into: Partial | None = None) -> Partial:
+    def run(self, part: Planned, into: Partial | None = None, hooks: Hooks = NO_HOOKS) -> Partial:
         """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`.
 
         Raises:

@@ -390,9 +390,9 @@ class TemporaryCluster:
     def __exit__(self, *exception: object) -> None:
         self._cluster.close()
 
-    def run(self, *arguments: Any) -> Partial:
+    def run(self, *arguments: Any, **hooks: Any) -> Partial:
         """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`."""
-        return self._cluster.make_executor().run(*arguments)
+        return self._cluster.make_executor().run(*arguments, **hooks)
 
     def run_backward(self, *arguments: Any) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""

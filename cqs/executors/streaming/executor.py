@@ -55,7 +55,7 @@ class StreamingExecutor:
             has_single_calls=on_gpu and isinstance(BACKENDS[self.backend], CallBackend),
         ).fit()
 
-    def run(self, part: Planned, hooks: Hooks = NO_HOOKS, into: Partial | None = None) -> Partial:
+    def run(self, part: Planned, into: Partial | None = None, hooks: Hooks = NO_HOOKS) -> Partial:
         """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`.
 
         After an out-of-memory error the blocks that are not final are computed by a plan for half

@@ -54,7 +54,7 @@ class TaskExecutor:
         self.reports: list[RunReport] = []
         """Measurements of each run, in order."""
 
-    def run(self, part: Planned, hooks: Hooks = NO_HOOKS, into: Partial | None = None) -> Partial:
+    def run(self, part: Planned, into: Partial | None = None, hooks: Hooks = NO_HOOKS) -> Partial:
         """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`."""
         job = Attend(part.problem, part.plan, into)
         answer: Partial = self._compute(job, part.backend, hooks)
