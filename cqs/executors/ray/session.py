@@ -7,10 +7,10 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
-import zlib
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -19,10 +19,12 @@ _CONNECT_SECONDS = 10.0
 """Seconds to wait for a TCP connection to the address of a cluster."""
 _SESSION = "session_2026-01-31_12-34-56_123456"
 """Example of Ray's name of a session directory, without the process id; it gives the length."""
-_HOST = f"{zlib.crc32(socket.gethostname().encode()) % 2**16:04x}"
-"""Hash of this host's name: its locks may be invisible on other hosts that share a directory."""
-_UNLOCKED, _LOCKED, _RAY_FOLDER = f"cqs-ray.{_HOST}", f"cqs-ray-{_HOST}", "ray"
-"""Prefixes of the names of private directories, and the name of Ray's own directory in them."""
+_PREFIX, _RAY_FOLDER = "cqs-ray-", "ray"
+"""Prefix of the names of private directories, and the name of Ray's own directory in them."""
+_REMOVE_LATER = 'read line; for i in 1 2 3; do sleep "$1"; rm -rf "$0"; done'
+"""Shell command that waits until its input is closed, and then removes a directory."""
+_REMOVAL_SECONDS = 10
+"""Interval of the three removals: Ray's servers run on for a moment, and may write files."""
 _CONFIG = {
     # Metrics and events are not used, and their senders leak a socket after ray.shutdown.
     "enable_metrics_collection": False,
@@ -251,60 +253,29 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
 def private_folder() -> Iterator[str]:
     """Make a directory that other users cannot enter, and remove it at the end of the block.
 
-    Directories that killed processes left are removed first. Ray opens its own directory to all
+    If this process is killed, a shell removes the directory. Ray opens its own directory to all
     users, so Ray gets a subdirectory. The parent is chosen so that the paths of Ray's sockets stay
     within the limit of the operating system.
     """
     parent = tempfile.gettempdir()
-    name = f"{_LOCKED}12345678/{_RAY_FOLDER}/{_SESSION}_{os.getpid()}/sockets/plasma_store"
+    name = f"{_PREFIX}12345678/{_RAY_FOLDER}/{_SESSION}_{os.getpid()}/sockets/plasma_store"
     if len(os.fsencode(os.path.join(parent, name))) > _LONGEST_SOCKET_PATH:
         parent = "/tmp"
-    with contextlib.suppress(OSError):  # this user cannot list the directory
-        for name in os.listdir(parent):
-            if re.fullmatch(re.escape(_LOCKED) + "[a-z0-9_]{8}", name):
-                _remove_abandoned(os.path.join(parent, name))
-    folder = tempfile.mkdtemp(prefix=_UNLOCKED, dir=parent)
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: shutil.rmtree(folder, ignore_errors=True))
-        # Renamed when locked, so no process finds an unlocked directory of a running process. On a
-        # file system without locks it keeps its name, and other processes never remove it.
-        with contextlib.suppress(OSError):
-            _lock(folder, stack)
-            locked = os.path.join(parent, os.path.basename(folder).replace(_UNLOCKED, _LOCKED))
-            os.rename(folder, locked)
-            folder = locked
-        yield folder
-
-
-def _remove_abandoned(folder: str) -> None:
-    """Remove the private directory of a killed process of this user.
-
-    The Ray of a killed process runs for a moment longer and may still write files. The directory
-    then remains, and a later start removes it.
-    """
-    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        _lock(folder, stack)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lock(folder: str, stack: contextlib.ExitStack) -> None:
-    """Lock a directory of this user until the stack is closed or this process ends.
-
-    Raises:
-        OSError: The directory is locked, removed, a link, a file or another user's, or its file
-            system has no locks.
-    """
-    import fcntl
-
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    stack.callback(os.close, opened)
-    if os.stat(opened).st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+    command = ["sh", "-c", _REMOVE_LATER, folder, str(_REMOVAL_SECONDS)]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/", start_new_session=True
+    ) as remover:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            remover.kill()
 
 
 def find_private_folder() -> str | None:
     """Return the directory of the private Ray to which this process is connected, or None."""
     folder, name = os.path.split(import_ray()._private.worker._global_node.get_temp_dir_path())
-    is_ours = name == _RAY_FOLDER and os.path.basename(folder).startswith((_UNLOCKED, _LOCKED))
+    is_ours = name == _RAY_FOLDER and os.path.basename(folder).startswith(_PREFIX)
     return folder if is_ours else None
