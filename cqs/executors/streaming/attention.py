@@ -64,11 +64,11 @@ def attention(
             ``"8GiB"`` or ``"auto"``, 90 % of the free memory of a GPU or 50 % of that of the host.
         device: The device that computes; ``None`` means a GPU if there is one.
         out: Destination of the output: a CPU tensor, a NumPy array or an :class:`InFile`; ``None``
-            allocates a CPU tensor. It must not overlap the inputs or itself, in memory or in a
-            file. Inputs must not require gradients.
+            allocates a CPU tensor. It must not overlap itself, lie between the bytes of an input,
+            or be in the file of an input. Inputs must not require gradients.
         resume: Path of a new or empty directory for working files, which a successful call removes.
             After an error it stays, and the same call continues from it. Requires an ``out`` in a
-            file that holds no input.
+            file.
         is_causal: Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``.
         pattern: Sparse pattern of :mod:`cqs.patterns`, or ``None``.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
@@ -135,17 +135,18 @@ def attention(
     budget = parse_budget(memory_budget, where)
     sources = list(map(_of_shape, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
-    compute = partial(attend, backend=name, verify=verify, progress=progress)
     in_strips = _in_strips(problem) if name == "reference" else problem
+    executor = StreamingExecutor(where, budget, name, sources)
+    hooks: dict[str, Any] = {"backend": name, "verify": verify, "progress": progress}
+    compute = partial(attend, executor, in_strips, executor.make_plan, **hooks)
     if needs_grad:
-        executor = StreamingExecutor(where, budget, name)
-        return compute(executor, in_strips, executor.make_plan).to_result(return_lse)
+        return compute().to_result(return_lse)
     shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
     out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
-    # A file that the output is written to changes during the call, so that it is not watched.
-    target, watched = as_target(out, shape, dtype, sources, is_resumed=resume is not None)
+    target: Any = as_target(out, shape, dtype, sources)
+    if resume is not None and isinstance(target, Tensor):
+        raise ValueError("out must be in a file if resume= is given, got a tensor in memory")
     lse: Any = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
-    executor = StreamingExecutor(where, budget, name, watched)
     with ExitStack() as stack:
         into = Partial(target, lse)
         if resume is not None:
@@ -157,7 +158,7 @@ def attention(
             executor.checkpoint = checkpoint
             saved: Any = checkpoint.lse
             into = Partial(target, saved)
-        compute(executor, in_strips, executor.make_plan, into=into)
+        compute(into=into)
         if resume is not None and return_lse:
             for place in product(*map(range, lse.shape[:2])):
                 lse[place] = saved[place]

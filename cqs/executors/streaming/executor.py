@@ -31,15 +31,15 @@ class StreamingExecutor:
     """Memory budget in bytes."""
     backend: str
     """Backend of all chunks; plans depend on its memory use."""
-    watched: Sequence[Tensor | Source] = ()
+    inputs: Sequence[Tensor | Source] = ()
     """Tensors and sources whose files must not change during the call."""
     checkpoint: Checkpoint | None = None
     """Saves the progress of a call with files as targets, if given."""
     num_tasks: int = 1
 
     def __post_init__(self) -> None:
-        """Take the fingerprints of the watched files, ``None`` for a tensor without a file."""
-        self.fingerprints = _fingerprints(self.watched)
+        """Take the fingerprints of the input files, ``None`` for a tensor without a file."""
+        self.fingerprints = _fingerprints(self.inputs)
 
     def make_plan(self, problem: Problem) -> Any:
         """Return the :class:`StreamPlan` of the forward pass of a problem with a single pattern."""
@@ -75,7 +75,7 @@ class StreamingExecutor:
 
         def finished(block: HeldBlock) -> None:
             nonlocal position
-            if _fingerprints(self.watched) != self.fingerprints:
+            if _fingerprints(self.inputs) != self.fingerprints:
                 raise OSError("an input file was changed while it was read: start again")
             if self.checkpoint is not None:
                 self.checkpoint.add(plan, block, answer)

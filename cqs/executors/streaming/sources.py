@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +167,6 @@ class InFile(Source):
         """Call ``fsync``; raises OSError if written data could not reach the disk."""
         os.fsync(self._descriptor)
 
-    def extents(self) -> list[Extent]:
-        """Return the bytes of the file that contain the elements, ``[batch, heads, rows, dim]``."""
-        size = self.dtype.itemsize
-        strides = (*self.strides, self.shape[3] * size, size)
-        elements = extents.elements_at(self.offset, self.shape, strides, size)
-        return [Extent(name, elements) for name in extents.names_of(self._descriptor)]
-
     def _place(self, batch: int, head: int, row: int) -> int:
         row_bytes = math.prod(self.shape[3:]) * self.dtype.itemsize
         return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
@@ -264,26 +258,20 @@ def as_source(name: str, tensor: Any) -> Tensor | Source:
 
 
 def as_target(
-    out: Any,
-    shape: Shape,
-    dtype: torch.dtype,
-    sources: Sequence[Tensor | Source],
-    *,
-    is_resumed: bool,
-) -> tuple[Any, list[Tensor | Source]]:
-    """Return a user's ``out`` argument as a CPU tensor or a file, and the sources of other files.
+    out: Any, shape: Shape, dtype: torch.dtype, sources: Sequence[Tensor | Source]
+) -> Tensor | InFile:
+    """Return a user's ``out`` argument as a CPU tensor or a file.
 
     Args:
         out: A CPU tensor, a NumPy array (memory-mapped or not) or :class:`InFile`.
         shape: The shape that ``out`` must have.
         dtype: The dtype that ``out`` must have.
         sources: The tensors that are read while ``out`` is written.
-        is_resumed: Whether ``out`` must be in a file that holds no source.
 
     Raises:
         TypeError: ``out`` has another type.
-        ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, shares bytes
-            of memory or of a file with a source, or is not in a file of its own if it must be.
+        ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, lies between
+            the first and the last byte of a source in memory, or is in the file of a source.
     """
     target = as_source("out", out)
     if not isinstance(target, Tensor | InFile):
@@ -292,37 +280,32 @@ def as_target(
         raise ValueError(
             f"out must be {list(shape)} {dtype}, got {list(target.shape)} {target.dtype}"
         )
-    is_writable = (
-        target.is_writable if isinstance(target, InFile) else not extents.is_read_only(target)
-    )
+    if isinstance(target, InFile):
+        row_bytes = shape[3] * dtype.itemsize
+        is_writable, strides = target.is_writable, (*target.strides, row_bytes, dtype.itemsize)
+    else:
+        mapped = extents.mappings(*extents.span_of(target))
+        is_writable = all(mapping.is_writable for mapping in mapped)
+        strides = tuple(stride * dtype.itemsize for stride in target.stride())
     if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only tensor")
-    written = _extents(target, is_written=True)
-    if written[0].repeats:
+    if extents.repeats(shape, strides, dtype.itemsize):
         raise ValueError(
             "out must have one memory location per element, got a tensor that overlaps itself"
         )
-    spaces = {extent.space for extent in written}
-    apart = []
-    for source in sources:
-        read = _extents(source, is_written=False)
-        if any(one.overlaps(other) for one in written for other in read):
+    written = _extents(target, is_written=True)
+    read = chain.from_iterable(_extents(source, is_written=False) for source in sources)
+    for (space, start, stop), (other, first, last) in product(written, read):
+        if space == other and start < last and first < stop:
             raise ValueError("out must share neither memory nor a file with query, key and value")
-        if spaces.isdisjoint(extent.space for extent in read):
-            apart.append(source)
-    if is_resumed and (isinstance(target, Tensor) or len(apart) < len(sources)):
-        raise ValueError(
-            "out must be in a file of its own if resume= is given, not in memory or in the file of "
-            "an input"
-        )
-    return target, apart
+    return target
 
 
 def _extents(tensor: Tensor | Source, *, is_written: bool) -> list[Extent]:
-    """Return the bytes of memory and files of the elements; those of a function are unknown."""
+    """Return the bytes of memory and files of a tensor; those of a function are unknown."""
     if isinstance(tensor, Tensor):
         return extents.extents_in_memory(tensor, is_written=is_written)
-    return tensor.extents() if isinstance(tensor, InFile) else []
+    return extents.extents_of_file(tensor._descriptor) if isinstance(tensor, InFile) else []
 
 
 def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
