@@ -44,6 +44,11 @@ def maps(tmp_path, monkeypatch):
     return [np.load(f"{name}.npy", mmap_mode="r") for name in "qkv"]
 
 
+@pytest.fixture
+def save_every_block(monkeypatch):
+    monkeypatch.setattr(checkpoints, "_SECONDS_BETWEEN_SAVES", 0)
+
+
 def new_output():
     return np.lib.format.open_memmap("out.npy", "w+", np.float32, SHAPE)
 
@@ -73,26 +78,9 @@ def overwrite(path, place, content=b"\xa5"):
 
 
 SPOILED = {
-    "state cut": ("state", lambda path: os.truncate(path, 100)),
-    "state empty": ("state", lambda path: os.truncate(path, 0)),
-    "state a list": ("state", lambda path: path.write_text("[]")),
-    "state not UTF-8": ("state", lambda path: path.write_bytes(b"\xff\xfe")),
-    "state longer": ("state", append),
-    "state with another part": (
-        "state",
-        lambda path: path.write_bytes(path.read_bytes().replace(b'"part": 0', b'"part": 5')),
-    ),
-    "state with another position": (
-        "state",
-        lambda path: path.write_bytes(
-            path.read_bytes().replace(b'"position": [', b'"position": [1')
-        ),
-    ),
-    "state a pipe": ("state", lambda path: (path.unlink(), os.mkfifo(path))),
-    "blocks missing": ("blocks", Path.unlink),
-    "blocks cut": ("blocks", lambda path: os.truncate(path, 50)),
-    "blocks changed": ("blocks", lambda path: overwrite(path, 60)),
-    "blocks a pipe": ("blocks", lambda path: (path.unlink(), os.mkfifo(path))),
+    "journal a list": ("cqs-resume", lambda path: path.write_text("[]\n")),
+    "journal not UTF-8": ("cqs-resume", lambda path: path.write_bytes(b"\xff\xfe\n")),
+    "journal changed": ("cqs-resume", lambda path: overwrite(path, 60)),
     "lse missing": ("lse", Path.unlink),
     "lse cut": ("lse", lambda path: os.truncate(path, 300)),
     "lse garbage": ("lse", lambda path: path.write_text("x")),
@@ -110,16 +98,46 @@ def test_a_damaged_working_file_is_named(maps, what):
     assert {path.name for path in Path("run").iterdir()} == before
 
 
+def test_a_journal_that_is_a_pipe_is_refused(maps):
+    out = stop(maps)
+    os.unlink("run/cqs-resume")
+    os.mkfifo("run/cqs-resume")
+    with pytest.raises(ValueError, match="^resume must be"):
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
+
+
+TORN = [(share, content) for share in (0.02, 0.5, 0.9, 1) for content in (b"", b"\0" * 5000)]
+
+
+@pytest.mark.parametrize(("share", "content"), [*TORN, (1, b"x\n"), (1, b'{"part": 5}\n')])
+def test_what_a_torn_journal_does_not_call_final_is_computed_again(
+    maps, save_every_block, share, content
+):
+    out, journal = stop(maps, number=30), Path("run/cqs-resume")
+    entries = len(journal.read_bytes().splitlines())
+    os.truncate(journal, int(share * os.path.getsize(journal)))
+    append(journal, content)
+    with contextlib.suppress(Stop), WorkingDirectory("run") as directory:
+        found = len(directory.read())
+        assert found == entries if share == 1 else found < entries
+        assert (share < 0.1) == (found == 0)
+        raise Stop
+    cqs.streaming.attention(*maps, out=out, **RESUMED)
+    assert np.array_equal(out, cqs.streaming.attention(*maps, **WITHIN))
+    assert not os.path.exists("run")
+
+
 @pytest.mark.parametrize("row", [0, 127, 130])
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_changed_result_is_named_by_its_rows(maps, row, head):
     out = stop(maps, number=30)
+    before = out[0, head, row, 3]
     out[0, head, row, 3] += 1
     out.flush()
     rows = "rows 0 to 127 of" if row < 128 else "rows 128 to 255 of"
     with pytest.raises(ValueError, match=f"{rows} head {head} of batch element 0 in .*out.npy"):
         cqs.streaming.attention(*maps, out=out, **RESUMED)
-    out[0, head, row, 3] -= 1
+    out[0, head, row, 3] = before
     overwrite("run/lse", 4 * (700 * head + row))
     with pytest.raises(ValueError, match=f"{rows} head {head} of batch element 0 in .*run/lse"):
         cqs.streaming.attention(*maps, out=out, **RESUMED)
@@ -309,19 +327,14 @@ def test_a_directory_that_its_owner_removes_meanwhile_is_not_taken(maps, monkeyp
     monkeypatch.setattr(checkpoints.fcntl, "flock", remove_first)
     with pytest.raises(BlockingIOError), WorkingDirectory("run"):
         pytest.fail("it is of another run")
-    assert os.path.exists("run/cqs-resume.lock")
+    assert os.path.exists("run/cqs-resume")
     third.__exit__(None, None, None)
     assert not os.path.exists("run")
 
 
 @pytest.fixture
-def save_every_block(monkeypatch):
-    monkeypatch.setattr(checkpoints, "_SECONDS_BETWEEN_SAVES", 0)
-
-
-@pytest.fixture
 def disks(monkeypatch, save_every_block):
-    """What a disk has for certain whenever a file has been renamed: what was written there."""
+    """What a disk has for certain whenever the journal was written: what was written there."""
     disk, states = {}, []
 
     def fsync(descriptor, fsync=os.fsync):
@@ -329,14 +342,10 @@ def disks(monkeypatch, save_every_block):
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if path.is_file():
             disk[path.name] = path.read_bytes()
-
-    def rename(source, target, rename=os.replace):
-        rename(source, target)
-        disk[Path(target).name] = disk.pop(Path(source).name, b"")
-        states.append(dict(disk))
+            if path.name == "cqs-resume":
+                states.append(dict(disk))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", rename)
     return states
 
 
@@ -348,17 +357,16 @@ def test_a_checkpoint_holds_after_a_loss_of_power(maps, disks):
     assert len(found) > 3
     for state in found:
         shutil.rmtree("run", ignore_errors=True)
-        with contextlib.suppress(Stop), WorkingDirectory("run"):
-            Path("out.npy").write_bytes(state["out.npy"])
-            for name in ("state", "blocks", "lse"):
-                Path("run", name).write_bytes(state.get(name, b""))
-            raise Stop
+        os.mkdir("run")
+        Path("out.npy").write_bytes(state["out.npy"])
+        for name in checkpoints.FILES:
+            Path("run", name).write_bytes(state[name])
         out = np.load("out.npy", mmap_mode="r+")
         cqs.streaming.attention(*maps, out=out, **RESUMED)
         assert torch.equal(torch.from_numpy(np.load("out.npy")), expected)
 
 
-@pytest.mark.parametrize("name", ["out.npy", "lse", "blocks", "state.new"])
+@pytest.mark.parametrize("name", ["out.npy", "lse", "cqs-resume"])
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_full_disk_leaves_the_checkpoint_before(
     maps, monkeypatch, save_every_block, name, number
@@ -369,13 +377,15 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     def fsync(descriptor, fsync=os.fsync):
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if os.path.basename(path) == name and next(calls) == number:
+            if name == "cqs-resume":
+                os.truncate(path, os.path.getsize(path) - 100)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="No space left"):
         cqs.streaming.attention(*maps, out=out, **RESUMED)
-    assert os.path.exists("run") == (number > 1)
+    assert os.path.exists("run") == (number > 1 or name == "cqs-resume")
     seen = []
     cqs.streaming.attention(*maps, out=out, progress=lambda *done: seen.append(done), **RESUMED)
     assert np.array_equal(out, expected) and not os.path.exists("run")
@@ -402,22 +412,22 @@ def test_saves_are_at_most_one_a_second_and_one_at_the_end(maps, monkeypatch):
     now, saves = [100.0], []
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
 
-    def save(self, state, save=WorkingDirectory.save):
-        saves.append(state["blocks"][0])
-        save(self, state)
+    def write(self, entries, write=WorkingDirectory.append):
+        saves.append(len(entries[-1]["blocks"]))
+        write(self, entries)
 
-    monkeypatch.setattr(WorkingDirectory, "save", save)
+    monkeypatch.setattr(WorkingDirectory, "append", write)
     out = new_output()
     cqs.streaming.attention(*maps, out=out, **RESUMED)
     assert len(saves) == 2, "the first block, and all"
-    num_blocks = saves[-1]
+    num_blocks = sum(saves)
 
     def wait(done, total):
         now[0] += 0.15
 
     saves.clear()
     cqs.streaming.attention(*maps, out=out, progress=wait, **RESUMED)
-    assert 2 < len(saves) < num_blocks / 2 and saves[-1] == num_blocks
+    assert 2 < len(saves) < num_blocks / 2 and sum(saves) == num_blocks
     assert np.array_equal(out, cqs.streaming.attention(*maps, **WITHIN))
 
 
@@ -427,7 +437,7 @@ def test_what_was_not_saved_is_computed_again(maps, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints.Checkpoint, "__exit__", lambda *_: None)
         out = stop(maps, number=30)
-    assert WorkingDirectory("run").read()["blocks"][0] == 1
+    assert len(Path("run/cqs-resume").read_bytes().splitlines()) == 2, "the first block"
     expected = cqs.streaming.attention(*maps, **WITHIN)
     assert not np.array_equal(out, expected)
     cqs.streaming.attention(*maps, out=out, **RESUMED)
@@ -478,20 +488,27 @@ def test_what_is_put_in_the_place_of_the_directory_stays(maps, number):
         assert Path("run", name).read_text() == f"mine: {name}"
 
 
-def unpack_frozen_run(version=3):
-    """Unpack a run of format 3 that was stopped after two of six blocks; return its tensors."""
-    shape, folder = (1, 2, 300, 8), os.getcwd().encode()
+def unpack_frozen_run(version=4):
+    """Unpack a run of format 4 that was stopped after two of six blocks; return its tensors."""
+    make_frozen_inputs()
+    with zipfile.ZipFile(Path(__file__).with_name("resume-format-4.zip")) as frozen:
+        frozen.extractall()
+    journal, folder, digest, lines = Path("run/cqs-resume"), os.getcwd().encode(), b"", []
+    for line in journal.read_bytes().splitlines(keepends=True):
+        content = line.partition(b" ")[2].replace(b"/frozen", folder)
+        content = content.replace(b'"format": 4', b'"format": %d' % version)
+        digest = xxhash.xxh3_128_hexdigest(digest + content).encode()
+        lines.append(digest + b" " + content)
+    journal.write_bytes(b"".join(lines))
+    return [np.load(f"{name}.npy", mmap_mode="r") for name in "qkv"]
+
+
+def make_frozen_inputs():
+    shape = (1, 2, 300, 8)
     for i, name in enumerate("qkv"):
         numbers = np.arange(4800).reshape(shape) * (7919 + 2 * i) % 1000
         np.save(name, (numbers / 500 - 1).astype(np.float32))
         os.utime(f"{name}.npy", (10**9, 10**9))
-    with zipfile.ZipFile(Path(__file__).with_name("resume-format-3.zip")) as frozen:
-        frozen.extractall()
-    content = Path("run/state").read_bytes().partition(b"\n")[2].replace(b"/frozen", folder)
-    content = content.replace(b'"format": 3', b'"format": %d' % version)
-    digest = xxhash.xxh3_128_hexdigest(content).encode()
-    Path("run/state").write_bytes(digest + b"\n" + content)
-    return [np.load(f"{name}.npy", mmap_mode="r") for name in "qkv"]
 
 
 FROZEN = {"memory_budget": 30_000, "device": "cpu", "backend": "cpu"}
@@ -512,8 +529,8 @@ def test_a_frozen_run_of_this_format_goes_on(tmp_path, monkeypatch):
 
 def test_a_run_of_another_format_is_rejected_with_both_versions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    inputs, out = unpack_frozen_run(version=2), np.load("out.npy", mmap_mode="r+")
+    inputs, out = unpack_frozen_run(version=3), np.load("out.npy", mmap_mode="r+")
     before = contents()
-    with pytest.raises(ValueError, match="run' must have resume format 3 .* got format 2"):
+    with pytest.raises(ValueError, match="run' must have resume format 4 .* got format 3"):
         cqs.streaming.attention(*inputs, out=out, resume="run", **FROZEN)
     assert contents() == before

@@ -13,35 +13,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
 from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
 from cqs.executors.streaming.sources import InFile, Part, bytes_of
 from cqs.executors.verify import VerificationError
-from cqs.files import check_input_file
 from cqs.partial import lse_dtype
 
-_LOCK, _STATE, _NEW_STATE, _BLOCKS, _LSE = FILES = (
-    "cqs-resume.lock", "state", "state.new", "blocks", "lse",
-)  # fmt: skip
-"""The files of a resume directory. The lock file identifies it as one."""
-_FORMAT = 3
+_JOURNAL, _LSE = FILES = "cqs-resume", "lse"
+"""The files of a resume directory. The journal identifies it as one, and is locked."""
+_FORMAT = 4
 """Version of the format; a change of the files' contents or of the order of blocks raises it."""
-_CHOICES = ("heads_at_once", "rows", "chunk")
-"""Attributes of a plan that are saved; the others follow from the call."""
-_MOST_NAMED = 5
-"""Changed results that an error message lists."""
 _SECONDS_BETWEEN_SAVES = 1.0
 """Least interval of saves: fsync takes longer than the computation of a small block."""
 _READ_BYTES = 2**20
 """Bytes of results that are read at a time to compute a digest."""
-_RECORD = np.dtype(
-    [(name, "<i8") for name in ("batch", "head", "start", "stop")]
-    + [(name, "<u8") for name in ("output", "lse")]
-)
-"""Record of one head of a finished block: its rows, and the digests of output and LSE."""
 
 
 class WorkingDirectory:
@@ -64,22 +51,22 @@ class WorkingDirectory:
             BlockingIOError: Another process or thread uses the directory.
             OSError: The directory cannot be created.
         """
-        lock = self.path / _LOCK
+        journal = self.path / _JOURNAL
         try:
             self.path.mkdir()
         except FileExistsError:
-            # A run that was killed before it created the lock file leaves an empty directory.
+            # A run that was killed before it created the journal leaves an empty directory.
             is_empty = self.path.is_dir() and not any(self.path.iterdir())
-            if not is_empty and not lock.is_file():
+            if not is_empty and not journal.is_file():
                 raise ValueError(
                     "resume must be a new path, an empty directory or that of an earlier run, got "
                     f"'{self.path}', which has other files"
                 ) from None
         self._process = os.getpid()
         try:
-            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            self._close = weakref.finalize(self, os.close, self._lock)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._journal = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            self._close = weakref.finalize(self, os.close, self._journal)
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self.is_in_place:
                 raise FileNotFoundError  # the owner removed it between our open and our lock
         except (BlockingIOError, FileNotFoundError):
@@ -99,14 +86,14 @@ class WorkingDirectory:
             if self.is_in_place:
                 if error is None:
                     self.forget()
-                if not (self.path / _STATE).exists():
+                if not os.fstat(self._journal).st_size:
                     for name in reversed(FILES):
                         (self.path / name).unlink(missing_ok=True)
                     if not any(self.path.iterdir()):
                         self.path.rmdir()
         finally:
             # Closing alone does not unlock: processes forked meanwhile share the open file.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            fcntl.flock(self._journal, fcntl.LOCK_UN)
             self._close()
 
     @property
@@ -118,60 +105,70 @@ class WorkingDirectory:
     def is_in_place(self) -> bool:
         """Whether the path still names the directory that this process has locked."""
         try:
-            return os.path.samestat(os.fstat(self._lock), os.stat(self.path / _LOCK))
+            return os.path.samestat(os.fstat(self._journal), os.stat(self.path / _JOURNAL))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def forget(self) -> None:
-        """Remove the saved state, so that the next run starts from the beginning."""
-        (self.path / _STATE).unlink(missing_ok=True)
+        """Remove all entries of the journal, so that the next run starts from the beginning."""
+        os.ftruncate(self._journal, 0)
 
-    def read(self) -> dict[str, Any] | None:
-        """Return the state that was saved last, ``None`` if there is none.
+    def read(self) -> list[Any]:
+        """Return the entries of the journal up to the first that is not whole.
+
+        What a damaged entry and those after it call final is computed again.
 
         Raises:
-            ValueError: The state file is damaged (its digest does not match), or another version
-                of cqs wrote it.
+            ValueError: The first entry is damaged, or another version of cqs wrote it.
         """
-        path = self.path / _STATE
-        if not path.exists():
-            return None
-        check_input_file(path)
-        digest, _, content = path.read_bytes().partition(b"\n")
-        if digest != xxhash.xxh3_128_hexdigest(content).encode():
-            raise self.damaged(path)
-        found: dict[str, Any] = json.loads(content)
-        if (version := found["request"]["format"]) != _FORMAT:
+        entries: list[Any] = []
+        self._end, self._digest = 0, b""
+        with open(self._journal, "rb", closefd=False) as file:
+            file.seek(0)
+            for line in file:
+                digest, _, content = line.partition(b" ")
+                if digest != self._chain(content):
+                    if not entries and line.endswith(b"\n"):  # not one that was being written
+                        raise self.damaged(self.path / _JOURNAL)
+                    break
+                entries.append(json.loads(content))
+                self._end, self._digest = self._end + len(line), digest
+        if entries and (version := entries[0]["request"]["format"]) != _FORMAT:
             raise ValueError(
                 f"'{self.path}' must have resume format {_FORMAT} of this version of cqs, got "
                 f"format {version}: resume it with the version that began it, or remove it to "
                 "begin anew"
             )
-        return found
+        return entries
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Replace the saved state atomically: write a new file, fsync it, rename it."""
-        content = json.dumps(state).encode()
-        (self.path / _NEW_STATE).unlink(missing_ok=True)
-        with open(self.path / _NEW_STATE, "xb") as file:
-            file.write(xxhash.xxh3_128_hexdigest(content).encode() + b"\n" + content)
+    def append(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Write entries, of JSON types, after those that were read, and wait for the disk."""
+        with open(self._journal, "r+b", closefd=False) as file:
+            file.seek(self._end)
+            for entry in entries:
+                content = json.dumps(entry).encode() + b"\n"
+                self._digest = self._chain(content)
+                self._end += file.write(self._digest + b" " + content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(self.path / _NEW_STATE, self.path / _STATE)
+
+    def _chain(self, content: bytes) -> bytes:
+        """Return the digest of an entry, which also covers all entries before."""
+        return xxhash.xxh3_128_hexdigest(self._digest + content).encode()
 
     @property
     def output(self) -> Path | None:
-        """Path of the output file of an interrupted run, ``None`` without a saved state."""
-        state = self.read()
-        return None if state is None else Path(state["request"]["output"][0])
+        """Path of the output file of an interrupted run, ``None`` without saved results."""
+        entries = self.read()
+        return Path(entries[0]["request"]["output"][0]) if entries else None
 
     def has_made(self, path: Path) -> bool:
         """Return whether ``path`` is the output file of an interrupted run, even if renamed."""
-        state = self.read()
-        if state is None or not path.is_file():
+        entries = self.read()
+        if not entries or not path.is_file():
             return False
         found = path.stat()
-        return bool(state.get("file") == [found.st_dev, found.st_ino])
+        return bool(entries[0]["file"] == [found.st_dev, found.st_ino])
 
     def damaged(self, path: Path) -> ValueError:
         """Return the error for a working file that is missing or damaged."""
@@ -206,14 +203,18 @@ class Checkpoint:
         """
         self._directory, self._output, self._plans = directory, output, list(plans)
         self._request = {"format": _FORMAT, **request}
-        self._blocks, self._lse = directory.path / _BLOCKS, directory.path / _LSE
-        self._num_records, self._hasher = 0, xxhash.xxh3_128()
-        self._unsaved_records, self._next_save = b"", -math.inf
         self._part, self._reached = -1, (0, START)
-        if (state := directory.read()) is None:
-            self._begin()
+        self._blocks: list[list[int]] = []
+        """Finished blocks that are not saved: batch element, head, rows, digests of the results."""
+        self._next_save = -math.inf
+        self._entries: list[dict[str, Any]] = []
+        """Entries to write before the next."""
+        if found := directory.read():
+            self._load(*found)
         else:
-            self._load(state)
+            first = {"request": self._request, "plans": list(map(_sizes, plans))}
+            self._entries = [{**first, "file": output.identity}]
+            self._create_lse()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -243,12 +244,9 @@ class Checkpoint:
         """
         output, _ = results
         batch, rows, self._plans[self._part] = block.batch, block.tokens, plan
-        records = [
-            (output.batches[batch], output.heads[head], rows.start, rows.stop)
-            + tuple(_digest(each, batch, head, rows) for each in results)
-            for head in block.heads
-        ]
-        self._unsaved_records += np.array(records, _RECORD).tobytes()
+        for head in block.heads:
+            place = output.batches[batch], output.heads[head], rows.start, rows.stop
+            self._blocks.append([*place, *(_digest(each, batch, head, rows) for each in results)])
         self._reached = self._part, block.end
         if time.monotonic() >= self._next_save:
             self.save()
@@ -259,32 +257,19 @@ class Checkpoint:
         Progress of a failed save is discarded, because a file system may report lost data only
         once: the next fsync may succeed although the data were not written.
         """
-        records, self._unsaved_records = self._unsaved_records, b""
-        if not records or not self._directory.is_owned:
+        blocks, self._blocks = self._blocks, []
+        if not blocks or not self._directory.is_owned:
             return
         if not self._directory.is_in_place:
             raise OSError(f"'{self._directory.path}' was moved or removed while it was in use")
-        # The order matters: results, then their records, then the state that refers to both.
+        # The order matters: results, then the entry that calls them final.
         self._output.flush()
         self.lse.flush()
-        with open(self._blocks, "r+b") as file:
-            file.seek(self._num_records * _RECORD.itemsize)
-            file.write(records)
-            file.flush()
-            os.fsync(file.fileno())
-        self._num_records += len(records) // _RECORD.itemsize
-        self._hasher.update(records)
         part, position = self._reached
-        self._directory.save(
-            {
-                "request": self._request,
-                "plans": [{name: getattr(plan, name) for name in _CHOICES} for plan in self._plans],
-                "part": part,
-                "position": position,
-                "blocks": [self._num_records, self._hasher.hexdigest()],
-                "file": self._output.identity,
-            }
-        )
+        sizes = _sizes(self._plans[part])
+        entry = {"part": part, "sizes": sizes, "position": position, "blocks": blocks}
+        self._directory.append([*self._entries, entry])
+        self._entries = []
         self._next_save = time.monotonic() + _SECONDS_BETWEEN_SAVES
 
     @cached_property
@@ -293,66 +278,62 @@ class Checkpoint:
         _, heads, tokens = shape = self._output.shape[:3]
         dtype = lse_dtype(self._output.dtype)
         strides = heads * tokens * dtype.itemsize, tokens * dtype.itemsize
-        return InFile(self._lse, shape, dtype, 0, strides, is_writable=True)
+        return InFile(self._directory.path / _LSE, shape, dtype, 0, strides, is_writable=True)
 
-    def _begin(self) -> None:
-        """Create the files of blocks and LSEs, without final results."""
-        lse_bytes = math.prod(self._output.shape[:3]) * lse_dtype(self._output.dtype).itemsize
-        for path, size in ((self._blocks, 0), (self._lse, lse_bytes)):
-            path.unlink(missing_ok=True)
-            with open(path, "xb") as file:
-                file.truncate(size)
+    def _create_lse(self) -> None:
+        """Create the file of the LSE, without final results."""
+        path = self._directory.path / _LSE
+        path.unlink(missing_ok=True)
+        with open(path, "xb") as file:
+            itemsize = lse_dtype(self._output.dtype).itemsize
+            file.truncate(math.prod(self._output.shape[:3]) * itemsize)
         directory = os.open(self._directory.path, os.O_RDONLY)
         try:
-            os.fsync(directory)  # the state file must not reach the disk before these
+            os.fsync(directory)  # the files must reach the disk before the first entry
         finally:
             os.close(directory)
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of an interrupted run; see the constructor for errors."""
+    def _load(self, first: Mapping[str, Any], *entries: Mapping[str, Any]) -> None:
+        """Continue from the journal of an interrupted run; see the constructor for errors."""
         for name, value in self._request.items():
-            if state["request"].get(name) != value:
+            if first["request"].get(name) != value:
                 raise ValueError(
                     f"resume must be the directory of this computation, got "
-                    f"'{self._directory.path}', whose {name} is {state['request'].get(name)} "
+                    f"'{self._directory.path}', whose {name} is {first['request'].get(name)} "
                     f"instead of {value}: pass another directory"
                 )
-        begun = zip(self._plans, state["plans"], strict=True)
-        self._plans = [replace(plan, **sizes) for plan, sizes in begun]
-        for plan in self._plans[state["part"] :]:
+        if entries:
+            self._reached = entries[-1]["part"], Position(*entries[-1]["position"])
+        changed = {entry["part"]: entry["sizes"] for entry in entries}
+        sizes = dict(enumerate(first["plans"])) | changed
+        self._plans = [replace(plan, **sizes[part]) for part, plan in enumerate(self._plans)]
+        for plan in self._plans[self._reached[0] :]:
             if plan.peak_bytes > plan.budget:
                 raise ValueError(
                     f"memory_budget must be at least {plan.peak_bytes} bytes to resume "
                     f"'{self._directory.path}', got {plan.budget}"
                 )
-        self._check_results(*state["blocks"])
-        self._reached = state["part"], Position(*state["position"])
+        self._check_results([block for entry in entries for block in entry["blocks"]])
 
-    def _check_results(self, num_records: int, digest: str) -> None:
+    def _check_results(self, blocks: Sequence[Sequence[int]]) -> None:
         """Raise ValueError if a final result no longer matches its digest."""
-        path = self._blocks
-        content = path.read_bytes()[: num_records * _RECORD.itemsize] if path.is_file() else b""
-        self._num_records = num_records
-        self._hasher.update(content)
-        if self._hasher.hexdigest() != digest:
-            raise self._directory.damaged(path)
         try:
             self.lse  # noqa: B018
         except (OSError, ValueError):
-            raise self._directory.damaged(self._lse) from None
-        differing = []
-        for batch, head, start, stop, *digests in np.frombuffer(content, _RECORD).tolist():
-            rows = f"rows {start} to {stop - 1} of head {head} of batch element {batch}"
+            raise self._directory.damaged(self._directory.path / _LSE) from None
+        for batch, head, start, stop, *digests in blocks:
             for results, expected in zip((self._output, self.lse), digests, strict=True):
                 if _digest(results, batch, head, range(start, stop)) != expected:
-                    differing.append(f"{rows} in '{results.path}'")
-        if differing:
-            raise ValueError(
-                f"final results of '{self._directory.path}' have changed: "
-                f"{'; '.join(differing[:_MOST_NAMED])}"
-                f"{'; ...' if len(differing) > _MOST_NAMED else ''}. Restore them, or remove "
-                f"'{self._directory.path}' to begin anew"
-            )
+                    raise ValueError(
+                        f"final results of '{self._directory.path}' have changed: rows {start} to "
+                        f"{stop - 1} of head {head} of batch element {batch} in '{results.path}'. "
+                        f"Restore them, or remove '{self._directory.path}' to begin anew"
+                    )
+
+
+def _sizes(plan: StreamPlan) -> dict[str, int]:
+    """Return the attributes of a plan that are saved; the others follow from the call."""
+    return {"heads_at_once": plan.heads_at_once, "rows": plan.rows, "chunk": plan.chunk}
 
 
 def _digest(results: InFile | Part, batch: int, head: int, rows: range) -> int:
