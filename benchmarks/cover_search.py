@@ -3,7 +3,7 @@
 import math
 import random
 
-from cqs.scheduler.difference_covers import translates_with_0_and_1
+from benchmarks.singer_covers import translates_with_0_and_1
 
 
 def search_cover(

@@ -2,12 +2,10 @@
 
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task, TaskCost
-from cqs.scheduler.difference_covers import moduli_of_small_covers
+from cqs.scheduler.difference_covers import PERFECT_MODULI
 from cqs.worker import BACKENDS, TaskBackend
 from cqs.worker.memory import predict_pattern_cost
 
-_MOST_TASKS = 1000
-"""Largest number of tasks that is considered."""
 _USABLE = 0.9
 """Fraction of a GPU's memory that tensors may fill, besides kernels and fragmentation."""
 _LESS = 0.8
@@ -48,8 +46,7 @@ def explain_shortage(
     if needed < capacity / 2:
         message += ", most of which other tensors or processes occupy"
     enough = min(_USABLE * capacity, _LESS * needed)
-    numbers = moduli_of_small_covers(_MOST_TASKS)
-    for num_tasks in numbers[1:]:  # their interest sets are small, so tasks read few tokens
+    for num_tasks in PERFECT_MODULI[1:]:  # their interest sets are small, so tasks read few tokens
         if _bytes_of_all(problem) > num_tasks * enough:
             continue  # some task holds that share of it, or more
         tasks = problem.make_plan(num_tasks).tasks
@@ -60,7 +57,7 @@ def explain_shortage(
                 f"{_gibibytes(each)}: call cqs.Cluster(...).attention(..., "
                 f"num_tasks={num_tasks}), whose actors hold one task at a time"
             )
-    return f"{message}. No number of tasks up to {numbers[-1]} would help"
+    return f"{message}. No number of tasks up to {PERFECT_MODULI[-1]} would help"
 
 
 def _cost(problem: Problem, task: Task, backend: str | None) -> TaskCost:

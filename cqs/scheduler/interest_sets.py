@@ -6,12 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from cqs.arguments import as_integer, as_text, to_integer
-from cqs.scheduler.difference_covers import (
-    missing_differences,
-    ruler_cover,
-    singer_cover,
-    singer_order,
-)
+from cqs.scheduler.difference_covers import missing_differences, ruler_cover
 
 # The folder is next to the package in a source tree, and inside it in an installed wheel.
 _FOLDERS = (
@@ -82,12 +77,10 @@ def list_elements(interest_set: Iterable[int]) -> tuple[int, ...]:
 def load_interest_set(num_tasks: int) -> tuple[int, ...]:
     """Return the best known interest set for ``num_tasks``, after checking it.
 
-    The first of these sources that applies is used:
-
-    1. A stored set: every number from 3 to 111, optimal or the best published, and some larger.
-    2. The perfect difference set of a projective plane, if ``num_tasks == q*q + q + 1`` for a prime
-       power q.
-    3. A constructed set of at most ``sqrt(1.5 * num_tasks) + 6`` elements.
+    It is the stored set, if there is one, and else a constructed set of at most ``sqrt(1.5 *
+    num_tasks) + 6`` elements. Stored are sets for every number from 3 to 300, up to 111 optimal or
+    the best published, and the perfect difference sets of projective planes for larger numbers
+    ``q*q + q + 1`` with a prime power q.
 
     Args:
         num_tasks: Number of tasks and of token groups, from 1 to 262,144.
@@ -112,6 +105,4 @@ def load_interest_set(num_tasks: int) -> tuple[int, ...]:
                 return check_interest_set(map(int, path.read_text().split()), num_tasks)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-    if singer_order(num_tasks):
-        return check_interest_set(singer_cover(num_tasks), num_tasks)
     return check_interest_set(ruler_cover(num_tasks), num_tasks)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from benchmarks.cover_search import search_cover
+from benchmarks.singer_covers import prime_power, singer_cover, singer_order
+from cqs.scheduler import load_interest_set
 from cqs.scheduler.difference_covers import (
+    PERFECT_MODULI,
     missing_differences,
-    prime_power,
     prune_cover,
     ruler_cover,
-    singer_cover,
-    singer_order,
 )
 
 ORDERS = [2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 27]
@@ -43,6 +43,19 @@ def test_singer_order_knows_exactly_the_moduli_of_prime_powers():
     expected = {q * q + q + 1: q for q in prime_powers}
     for modulus in range(1, 2000):
         assert singer_order(modulus) == expected.get(modulus)
+
+
+def test_the_sets_of_projective_planes_are_stored_as_they_are_constructed():
+    orders = {q for q in range(2, 32) if prime_power(q)}
+    assert {1, 3, *(q * q + q + 1 for q in orders)} == set(PERFECT_MODULI)
+    for q in [*orders - {2, 3, 4, 5, 7, 8, 9}, 64, 121, 256]:
+        modulus = q * q + q + 1
+        assert load_interest_set(modulus) == singer_cover(modulus)
+
+
+@pytest.mark.parametrize("q", [q for q in range(2, 512) if prime_power(q)])
+def test_every_number_with_a_projective_plane_has_a_perfect_set(q):
+    assert len(load_interest_set(q * q + q + 1)) == q + 1
 
 
 def is_prime(number):

@@ -4,6 +4,7 @@ import time
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cqs.scheduler import check_interest_set, interest_sets, load_interest_set
@@ -18,7 +19,8 @@ def read_stored(num_tasks):
 
 
 def covers(elements, modulus):
-    return {(a - b) % modulus for a in elements for b in elements} == set(range(modulus))
+    elements = np.array(elements)
+    return len(np.unique((elements[:, None] - elements) % modulus)) == modulus
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from cqs.scheduler import AttentionShape, Step
-from cqs.scheduler.difference_covers import moduli_of_small_covers
+from cqs.scheduler.difference_covers import PERFECT_MODULI
 from cqs.scheduler.interest_sets import load_interest_set
 
 _T = TypeVar("_T")
@@ -30,8 +30,6 @@ _DISTURBANCE = 0.1
 """Cost, in seconds, of one second of copies that overlap computation."""
 _SAMPLE, _SAMPLE_OF_PATTERN = 64, 8
 """Blocks that are sampled to predict traffic, without and with a pattern."""
-_MOST_TASKS = 1000
-"""Largest quorum split that :meth:`StreamPlan.explain` compares with."""
 
 
 class Rates(NamedTuple):
@@ -361,12 +359,12 @@ class StreamPlan:
         """Return a line about the smallest quorum split whose tasks each fit in the budget.
 
         A task of W reads m / W of all tokens, for quorums of m token groups, and returns partial
-        outputs for as many, which the host merges. There is no line if no W up to ``_MOST_TASKS``
+        outputs for as many, which the host merges. There is no line if no W up to 1,000
         fits, or for gradients.
         """
         tokens = self.shape.query_bytes(self.seqlen_q) + self.shape.key_bytes(self.seqlen_kv)
         results = self.shape.result_bytes(self.seqlen_q)
-        for num_tasks in moduli_of_small_covers(_MOST_TASKS) if self.which == Pass.FORWARD else ():
+        for num_tasks in PERFECT_MODULI if self.which == Pass.FORWARD else ():
             share = len(load_interest_set(num_tasks)) / num_tasks
             if self.num_buffers * share * (tokens + results) <= self.budget:
                 moved = num_tasks * share * tokens
