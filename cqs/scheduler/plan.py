@@ -1,7 +1,7 @@
 """Plans: the token groups and the W disjoint tasks of an attention problem."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -196,7 +196,8 @@ class Plan:
         Raises:
             ValueError: ``num_tasks`` is more than 4,096, so :attr:`tasks` cannot be listed.
         """
-        return self._ratio(task.live_pairs for task in self.tasks)
+        busiest = max(task.live_pairs for task in self.tasks)
+        return self.live_pairs / busiest if busiest else 1.0
 
     def predict_cost(
         self, index: int, shape: AttentionShape, backend: str | None = None
@@ -244,21 +245,37 @@ class Plan:
         Raises:
             ValueError: ``list_tasks`` is set and ``num_tasks`` is more than 4,096.
         """
-        written = self._numbers()
+        written: dict[str, Any] = {
+            "version": _JSON_VERSIONS[not isinstance(self.kind, Quorums)],
+            "num_tasks": self.num_tasks,
+            "seqlen_q": self.seqlen_q,
+            "seqlen_kv": self.seqlen_kv,
+            "is_causal": self.is_causal,
+            **self.kind.to_json(),
+        }
+        if self.tile != 1:
+            written["tile"] = self.tile
+        if self.pattern is not None:
+            written["pattern"] = repr(self.pattern)
         if list_tasks:
-            written |= {
-                "token_groups": self._listed_groups(),
-                "responsibility_ratio": self.responsibility_ratio,
-                "tasks": list(map(_listed_task, self.tasks)),
-            }
+            written["token_groups"] = [[group.start, group.stop] for group in self.token_groups]
+            written["responsibility_ratio"] = self.responsibility_ratio
+            written["tasks"] = [
+                {
+                    "index": task.index,
+                    "held_groups": task.held_groups,
+                    "blocks": [(q.start, q.stop, k.start, k.stop) for q, k, _ in task.blocks],
+                    "live_pairs": task.live_pairs,
+                }
+                for task in self.tasks
+            ]
         return json.dumps(written)
 
     @classmethod
     def from_json(cls, text: str, pattern: Any = None) -> "Plan":
         """Read a plan from the text of :meth:`to_json`.
 
-        The plan is made by :func:`make_plan`. Listed tasks are compared with the tasks of that plan
-        one by one, up to the first difference.
+        The plan is made by :func:`make_plan`, and the text must be the one that it would write.
 
         Args:
             text: A JSON object.
@@ -266,13 +283,14 @@ class Plan:
 
         Raises:
             TypeError: ``pattern`` is not a pattern.
-            ValueError: ``text`` is not a JSON object with each field of a plan once; it was written
-                with another ``pattern``; or its groups and tasks contradict its numbers.
+            ValueError: ``text`` is not a JSON object with the fields of a plan; it was written with
+                another ``pattern``; its groups and tasks contradict its numbers; or tasks are
+                listed and ``num_tasks`` is more than 4,096.
         """
         if pattern is not None:
             pattern = _check_pattern(pattern)
         try:
-            written = json.loads(text, object_pairs_hook=_as_dict)
+            written = json.loads(text)
             if written["version"] not in _JSON_VERSIONS:
                 raise ValueError(f"version must be 2 or 3, got {written['version']!r}: plan again")
             of_plan, given = written.get("pattern"), None if pattern is None else repr(pattern)
@@ -289,10 +307,7 @@ class Plan:
                 tile=written.get("tile", 1),
                 pattern=pattern,
             )
-            numbers = plan._numbers()
-            listed = {name: written[name] for name in written if name not in numbers}
-            is_plan = {name: written[name] for name in numbers} == numbers
-            if not is_plan or (listed and not plan._implies(**listed)):
+            if json.loads(plan.to_json(list_tasks="tasks" in written)) != written:
                 raise ValueError("not a plan: its groups or tasks contradict its numbers")
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
@@ -307,38 +322,6 @@ class Plan:
             f"{self.num_tasks} tasks over {self.seqlen_q} x {self.seqlen_kv} {mask} attention, "
             f"{self.kind}"
         )
-
-    def _numbers(self) -> dict[str, Any]:
-        """Return the fields that define the plan, as JSON values."""
-        return {
-            "version": _JSON_VERSIONS[not isinstance(self.kind, Quorums)],
-            "num_tasks": self.num_tasks,
-            "seqlen_q": self.seqlen_q,
-            "seqlen_kv": self.seqlen_kv,
-            "is_causal": self.is_causal,
-            **self.kind.to_json(),
-            **({"tile": self.tile} if self.tile != 1 else {}),
-            **({"pattern": repr(self.pattern)} if self.pattern is not None else {}),
-        }
-
-    def _listed_groups(self) -> list[list[int]]:
-        return [[group.start, group.stop] for group in self.token_groups]
-
-    def _implies(
-        self, *, token_groups: Any = None, responsibility_ratio: Any = None, tasks: Any = None
-    ) -> bool:
-        """Return whether listed groups, ratio and tasks (JSON values) are those of this plan."""
-        return (
-            isinstance(tasks, list)
-            and len(tasks) == self.num_tasks
-            and token_groups == self._listed_groups()
-            and all(task == _listed_task(self.task(index)) for index, task in enumerate(tasks))
-            and responsibility_ratio == self._ratio(task["live_pairs"] for task in tasks)
-        )
-
-    def _ratio(self, live_pairs: Iterable[int]) -> float:
-        """Return the responsibility ratio of tasks with these numbers of live pairs."""
-        return self.live_pairs / max(live_pairs) if self.live_pairs else 1.0
 
     @cached_property
     def _groups(self) -> TokenGroups:
@@ -360,26 +343,6 @@ def _check_pattern(pattern: Any, is_causal: bool = False) -> Any:
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a cqs.patterns.Pattern or None, got {pattern!r}")
     return pattern & causal() if is_causal else pattern
-
-
-def _listed_task(task: Task) -> dict[str, Any]:
-    """Return a task as JSON values."""
-    return {
-        "index": task.index,
-        "held_groups": list(task.held_groups),
-        "blocks": [
-            [queries.start, queries.stop, keys.start, keys.stop] for queries, keys, _ in task.blocks
-        ],
-        "live_pairs": task.live_pairs,
-    }
-
-
-def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a JSON object, or raise ValueError if one is repeated."""
-    found = dict(fields)
-    if len(found) != len(fields):
-        raise ValueError(f"not a plan: a field is there twice: {[name for name, _ in fields]}")
-    return found
 
 
 _remembered_plan = lru_cache(maxsize=8)(Plan)

@@ -111,13 +111,6 @@ def test_a_plan_without_one_of_its_fields_is_refused(name, list_tasks):
             Plan.from_json(json.dumps(written))
 
 
-def test_a_field_that_is_there_twice_is_refused():
-    text = PLANS["full"].to_json()
-    assert Plan.from_json(text) == PLANS["full"]
-    with pytest.raises(ValueError, match="twice.*is_causal"):
-        Plan.from_json(text[:-1] + ', "is_causal": false}')
-
-
 def written_for(num_tasks, **changes):
     """JSON of a plan for so many workers, few bytes whatever their number."""
     interest_set = list(load_interest_set(min(num_tasks, 2**18)))
@@ -150,11 +143,7 @@ def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
         (written_for(10**8, interest_set=[0]), "num_tasks must be at most 262144, got 1000"),
         (written_for(2**18, interest_set=None), "not a plan"),
         (written_for(2**18, interest_set=[0, 1]), "no two elements differ by 2"),
-        (written_for(10**4, token_groups=[], tasks=[]), "not a plan"),
-        (
-            written_for(10**4, token_groups=[], responsibility_ratio=1.0, tasks=[0] * 10**4),
-            "not a plan",
-        ),
+        (written_for(10**4, token_groups=[], tasks=[]), "num_tasks must be at most 4096"),
         (written_for(7, seqlen_q=10**30), "seqlen_q must be at most"),
         (written_for(7, seqlen_q=10**4000), "seqlen_q must be at most .* got 13288 bits"),
         (written_for(7, tile=10**30), "tile must be at most"),
@@ -164,7 +153,7 @@ def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
         ('{"a":' * 10**5, "not a plan"),
         (written_for(7)[:-1] + f', "tasks": {"[" * 10**5}{"]" * 10**5}}}', "not a plan"),
     ],
-    ids=range(16),
+    ids=range(15),
 )
 def test_a_short_text_is_refused_at_once_whatever_it_says(text, message):
     start = time.process_time()
