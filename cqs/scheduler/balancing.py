@@ -13,14 +13,13 @@ With a pattern, groups of equal length do not hold equal work. Balancing has fou
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import reduce
 from heapq import heappop, heappush
 from operator import or_
 from typing import NamedTuple
 
 from cqs.scheduler.strip_assignment import StripAssignment, bit_mask, elements
-from cqs.scheduler.strips import Count, Strip, live_strips
+from cqs.scheduler.token_groups import Strip, TokenGroups
 
 _TOLERANCE = 100
 """The busiest task may exceed the mean by one part in this number, that is, by 1 %."""
@@ -45,28 +44,19 @@ class _Move(NamedTuple):
     receiver: int
 
 
-def balance_work(
-    query_groups: Sequence[range],
-    key_groups: Sequence[range],
-    interest_set: tuple[int, ...],
-    tile: int,
-    count: Count,
-) -> tuple[tuple[Strip, ...], ...]:
-    """Assign every live pair to one of ``len(query_groups)`` tasks, with balanced work.
+def balance_work(token_groups: TokenGroups, interest_set: tuple[int, ...]) -> list[list[Strip]]:
+    """Assign every live pair to one of ``token_groups.number`` tasks, with balanced work.
 
     Args:
-        query_groups: ``num_tasks`` ranges that tile the queries.
-        key_groups: Ranges that tile the keys; range i belongs to token group ``i % num_tasks``.
-        interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
-        tile: Number of rows at whose multiples groups of at least ``2 * tile`` rows are cut.
-        count: Returns the number of live pairs of a range of queries and a range of keys.
+        token_groups: The token groups of a problem with a pattern.
+        interest_set: Difference cover of the integers modulo the number of tasks; contains 0.
 
     Returns:
-        The strips of every task, with one key group each. Every live pair lies in exactly one
-        strip of one task.
+        The strips of every task. Every live pair lies in exactly one strip of one task.
     """
-    assignment = StripAssignment(query_groups, key_groups, interest_set, tile, count)
-    strips = list(live_strips(query_groups, key_groups, count))
+    assignment = StripAssignment(token_groups, interest_set)
+    rows, columns = list(enumerate(token_groups.queries)), range(len(token_groups.keys))
+    strips = list(token_groups.live_strips(rows, columns))
     mean = -(-sum(strip.live_pairs for strip in strips) // assignment.num_tasks)
     tolerated = mean // _TOLERANCE
     thresholds = _Thresholds(mean + tolerated, mean + tolerated // 2, max(tolerated, 1))
@@ -74,7 +64,7 @@ def balance_work(
     _rebalance(assignment, thresholds, within_quorums=True)
     _rebalance(assignment, thresholds._replace(least=max(tolerated // 2, 1)), within_quorums=False)
     _even_out(assignment, thresholds.limit)
-    return tuple(map(tuple, assignment.strips))
+    return assignment.strips
 
 
 def _assign(assignment: StripAssignment, strips: list[Strip], limit: int) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -114,6 +114,10 @@ class Plan:
     pattern: Any = None
     """A :class:`cqs.patterns.Pattern` or ``None``. Only pairs that it allows are computed. It
     includes the causal mask, so ``is_causal`` is False."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields alone; groups and tasks are computed again."""
+        return Plan, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def interest_set(self) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
 """Assignment of the strips of a pattern to tasks, while it is being balanced."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from operator import or_
 
 from cqs.scheduler.quorum import pair_offsets
-from cqs.scheduler.strips import Count, Strip, cut_strip
+from cqs.scheduler.token_groups import Strip, TokenGroups
 
 
 class StripAssignment:
@@ -14,24 +14,16 @@ class StripAssignment:
     Sets of token groups and of tasks are bit masks: bit i of an integer stands for element i.
     """
 
-    def __init__(
-        self,
-        query_groups: Sequence[range],
-        key_groups: Sequence[range],
-        interest_set: tuple[int, ...],
-        tile: int,
-        count: Count,
-    ):
+    def __init__(self, token_groups: TokenGroups, interest_set: tuple[int, ...]):
         """Start with no strips. The arguments are documented at ``balance_work``."""
-        self.num_tasks = len(query_groups)
-        self.strips: list[list[Strip]] = [[] for _ in query_groups]
+        self.num_tasks = token_groups.number
+        self.strips: list[list[Strip]] = [[] for _ in range(self.num_tasks)]
         self.live_pairs = [0] * self.num_tasks
         self._held = [0] * self.num_tasks
         self._holding = [0] * self.num_tasks
         """Bit mask of the tasks that hold each group."""
         self._ranked: dict[int, list[Strip]] = {}
-        self._query_groups, self._key_groups = query_groups, key_groups
-        self._quorum_size, self._tile, self._count = len(interest_set), tile, count
+        self._token_groups, self._quorum_size = token_groups, len(interest_set)
         partners, shared = pair_offsets(interest_set, self.num_tasks)
         self._owner_offsets: dict[int, tuple[int, ...]] = {
             (b - a) % self.num_tasks: (a,) for a, groups in partners.items() for b in groups
@@ -45,8 +37,7 @@ class StripAssignment:
 
     def holders(self, strip: Strip) -> list[int]:
         """Return the tasks whose quorums hold both groups of a strip."""
-        distance = (strip.key_groups[0] - strip.query_group) % self.num_tasks
-        offsets = self._holder_offsets[distance]
+        offsets = self._holder_offsets[(strip.key_group - strip.query_group) % self.num_tasks]
         return [(strip.query_group - offset) % self.num_tasks for offset in offsets]
 
     def plain_parts(self, strip: Strip) -> list[tuple[Strip, int]]:
@@ -55,19 +46,20 @@ class StripAssignment:
         A strip shared by two tasks is cut into halves. If the mirrored strip across the diagonal
         has the same number of live pairs, each task gets one whole strip instead.
         """
-        lap, group = divmod(strip.key_groups[0], self.num_tasks)
+        lap, group = divmod(strip.key_group, self.num_tasks)
         offsets = self._owner_offsets[(group - strip.query_group) % self.num_tasks]
         owners = [(strip.query_group - offset) % self.num_tasks for offset in offsets]
         if len(owners) == 2:
-            across = self._key_groups[lap * self.num_tasks + strip.query_group]
-            if self._count(self._query_groups[group], across) == strip.live_pairs:
+            queries = self._token_groups.queries[group]
+            keys = self._token_groups.keys[lap * self.num_tasks + strip.query_group]
+            if self._token_groups.count(queries, keys) == strip.live_pairs:
                 owners.pop()
         parts = (strip,) if len(owners) == 1 else self._cut(strip, strip.live_pairs // 2)
         return [(part, owner) for part, owner in zip(parts, owners, strict=True) if part]
 
     def groups(self, strip: Strip) -> int:
         """Return the bit mask of the token groups that a strip requires."""
-        return 1 << strip.query_group | 1 << strip.key_groups[0] % self.num_tasks
+        return 1 << strip.query_group | 1 << strip.key_group % self.num_tasks
 
     def num_new(self, index: int, groups: int) -> int:
         """Return how many groups of the bit mask ``groups`` a task does not hold yet."""
@@ -93,7 +85,7 @@ class StripAssignment:
         The mask may have bits beyond the number of tasks. With ``within_quorums`` it contains only
         tasks whose quorums hold both groups.
         """
-        query_group, key_group = strip.query_group, strip.key_groups[0] % self.num_tasks
+        query_group, key_group = strip.query_group, strip.key_group % self.num_tasks
         quorums = bit_mask(self.holders(strip)) if within_quorums else -1
         if num_new >= 1 + (query_group != key_group):
             return quorums
@@ -130,10 +122,24 @@ class StripAssignment:
         self._ranked.pop(index, None)
 
     def _cut(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
-        """Cut off the first rows with at most ``most`` live pairs, at a multiple of the tile."""
-        group = self._query_groups[strip.query_group]
-        unit = self._tile if len(group) >= 2 * self._tile else 1
-        return cut_strip(strip, most, unit, self._key_groups[strip.key_groups[0]], self._count)
+        """Cut off the first rows with at most ``most`` live pairs, at a multiple of the tile.
+
+        Returns:
+            The first part and the rest; ``None`` for an empty part.
+        """
+        if strip.live_pairs <= most:
+            return strip, None
+        groups, queries = self._token_groups, strip.queries
+        keys, unit = groups.keys[strip.key_group], groups.unit(groups.queries[strip.query_group])
+        middle = groups.cut_rows(queries, [keys], most, unit)
+        first, rest = range(queries.start, middle), range(middle, queries.stop)
+        live_pairs = groups.count(first, keys)
+        if not live_pairs:
+            return None, strip
+        return (
+            strip._replace(queries=first, live_pairs=live_pairs),
+            strip._replace(queries=rest, live_pairs=strip.live_pairs - live_pairs),
+        )
 
 
 def bit_mask(numbers: Iterable[int]) -> int:

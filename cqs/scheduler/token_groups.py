@@ -1,13 +1,13 @@
 """Token groups of an attention problem, and the steps that compute parts of its scores."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, groupby, pairwise, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from cqs.scheduler.strips import Strip, join_strips, live_strips
 from cqs.scheduler.task import Step, join_ranges
 
 
@@ -17,6 +17,19 @@ class Area(NamedTuple):
     queries: range
     keys: tuple[range, ...]
     """Ranges of whole key groups."""
+
+
+class Strip(NamedTuple):
+    """Query rows of one group and one key group: the unit of plans with a pattern."""
+
+    query_group: int
+    """Token group of the queries."""
+    queries: range
+    """The query rows."""
+    key_group: int
+    """Index among the key groups of the plan."""
+    live_pairs: int
+    """Number of live pairs of the strip."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +122,9 @@ class TokenGroups:
             keys: Disjoint ranges of whole key groups, in any order.
         """
         if self.pattern is not None:
-            return self.join(self._live_strips(group, queries, join_ranges(keys)))
+            columns = [list(_overlapping(self.keys, run)) for run in join_ranges(keys)]
+            found = [self.live_strips([(group, queries)], each) for each in columns if each]
+            return self.join(chain(*found)) if queries else []
         square = None
         if self.is_causal:
             first = queries.start + self.seqlen_kv - self.seqlen_q
@@ -118,24 +133,117 @@ class TokenGroups:
             keys = [range(each.start, min(each.stop, first)) for each in keys]
         return [Step.of(group, queries, keys, square)] if queries and (square or any(keys)) else []
 
+    def live_strips(
+        self, rows: Sequence[tuple[int, range]], columns: Sequence[int]
+    ) -> Iterator[Strip]:
+        """Yield a strip for every query group and key group that have a live pair.
+
+        The score matrix is halved recursively, so each empty or fully live part costs one count.
+
+        Args:
+            rows: Adjacent query groups, each with its index and queries.
+            columns: Indices of adjacent key groups, except empty ones.
+        """
+
+        def tokens(rows: Sequence[tuple[int, range]], columns: Sequence[int]) -> list[range]:
+            ends = (rows[0][1], rows[-1][1]), (self.keys[columns[0]], self.keys[columns[-1]])
+            return [range(first.start, last.stop) for first, last in ends]
+
+        left = [(rows, columns, self.count(*tokens(rows, columns)))]
+        while left:
+            rows, columns, live_pairs = left.pop()
+            queries, keys = tokens(rows, columns)
+            if not live_pairs:
+                continue
+            if len(rows) == len(columns) == 1:
+                yield Strip(rows[0][0], queries, columns[0], live_pairs)
+                continue
+            if len(rows) >= len(columns):
+                half = len(rows) // 2
+                first, second = (rows[:half], columns), (rows[half:], columns)
+            else:
+                half = len(columns) // 2
+                first, second = (rows, columns[:half]), (rows, columns[half:])
+            part = tokens(*first)
+            is_full = live_pairs == len(queries) * len(keys)
+            of_first = len(part[0]) * len(part[1]) if is_full else self.count(*part)
+            left.append((*second, live_pairs - of_first))
+            left.append((*first, of_first))
+
+    def cut_rows(self, queries: range, keys: Iterable[range], most: int, unit: int) -> int:
+        """Return the end of the first rows that have at most ``most`` live pairs.
+
+        Args:
+            queries: The rows, which have more live pairs.
+            keys: Ranges of keys.
+            most: Largest number of live pairs.
+            unit: Number of rows at whose multiples to cut.
+        """
+        cuts = range(queries.start + unit, queries.stop, unit)
+        number = bisect_right(
+            cuts, most, key=lambda cut: self.count_area(range(queries.start, cut), keys)
+        )
+        return cuts[number - 1] if number else queries.start
+
     def join(self, strips: Iterable[Strip]) -> list[Step]:
-        """Join the strips of one task into steps; see :func:`cqs.scheduler.strips.join_strips`."""
-        return [
-            Step(group, queries, join_ranges(self.keys[i] for i in keys), None, live_pairs)
-            for group, queries, keys, live_pairs in join_strips(strips, self.keys, self.count)
-        ]
+        """Join the strips of one task into steps of several key groups without a common row.
+
+        Rows are cut where their set of live key groups changes. Rows without a live pair are
+        removed from both ends of a step.
+
+        Args:
+            strips: Strips of one task without a common pair.
+
+        Returns:
+            Steps ordered by query group and row.
+        """
+        steps: list[Step] = []
+        by_query_group = attrgetter("query_group")
+        for query_group, group in groupby(sorted(strips, key=by_query_group), by_query_group):
+            owned = list(group)
+            edges = {edge for s in owned for edge in (s.queries.start, s.queries.stop)}
+            joined: list[tuple[range, list[int], int]] = []
+            for queries in starmap(range, pairwise(sorted(edges))):
+                live = {
+                    strip.key_group: live_pairs
+                    for strip in owned
+                    if queries.start in strip.queries
+                    if (
+                        live_pairs := strip.live_pairs
+                        if queries == strip.queries
+                        else self.count(queries, self.keys[strip.key_group])
+                    )
+                }
+                columns, live_pairs = sorted(live), sum(live.values())
+                if joined and joined[-1][1] == columns and joined[-1][0].stop == queries.start:
+                    above, _, of_above = joined.pop()
+                    queries, live_pairs = range(above.start, queries.stop), of_above + live_pairs
+                if columns:
+                    joined.append((queries, columns, live_pairs))
+            for queries, columns, live_pairs in joined:
+                keys = [self.keys[i] for i in columns]
+                rows = self._seeing(queries, keys)
+                steps.append(Step(query_group, rows, join_ranges(keys), None, live_pairs))
+        return steps
 
     def held_keys(self, steps: Iterable[Step]) -> list[int]:
         """Return the ascending indices among :attr:`keys` of the key groups that steps read."""
         blocks = [block.keys for step in steps for block in step.blocks()]
         return sorted({i for keys in set(blocks) for i in _overlapping(self.keys, keys)})
 
-    def _live_strips(self, group: int, queries: range, keys: Iterable[range]) -> Iterator[Strip]:
-        for run in keys if queries else ():
-            indices = list(_overlapping(self.keys, run))
-            columns = [self.keys[i] for i in indices]
-            for strip in live_strips([queries], columns, self.count) if columns else ():
-                yield strip._replace(query_group=group, key_groups=(indices[strip.key_groups[0]],))
+    def _seeing(self, queries: range, keys: Sequence[range]) -> range:
+        """Return the rows from the first to the last that has a live pair; there is one."""
+
+        def is_live(start: int, stop: int) -> bool:
+            return any(self.count(range(start, stop), each) for each in keys)
+
+        start, stop = queries.start, queries.stop
+        if not is_live(start, start + 1):
+            start += bisect_left(queries, True, key=lambda row: is_live(start, row + 1))
+        if not is_live(stop - 1, stop):
+            rows = range(start, stop)
+            stop = start + bisect_left(rows, True, key=lambda row: not is_live(row, stop))
+        return range(start, stop)
 
     def _cut(self, start: int, stop: int) -> tuple[range, ...]:
         """Cut ``range(start, stop)`` into one range per group; sizes differ by at most a tile."""

@@ -1,5 +1,6 @@
 """Plans by rows, grids and hosts, worked out by hand."""
 
+import pickle
 import time
 
 import pytest
@@ -138,3 +139,10 @@ def test_large_plans_take_a_second():
         plan = make_plan(10**9, num_tasks=1000, is_causal=True, kind=kind, tile=128)
         assert max(plan.task(w).live_pairs for w in range(0, 1000, 37)) > 0
         assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("kind", ["quorums", "rows", Hosts(Grid2D(1, 3), 2)])
+def test_a_plan_in_use_can_be_pickled(kind):
+    for pattern in (None, causal() & sliding_window(5)):
+        plan = make_plan(60, num_tasks=6, kind=kind, pattern=pattern)
+        assert plan.tasks == pickle.loads(pickle.dumps(plan)).tasks

@@ -1,9 +1,7 @@
 """Plans by rows and by 2-D grids."""
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from cqs.arguments import as_integer
@@ -96,7 +94,19 @@ class Grid2D:
         """
         columns = self._columns(groups)
         column_of = {group: column for column in columns for group in column}
-        return partial(self._steps, groups, column_of, {})
+        balanced: dict[tuple[int, ...], list[list[Area]]] = {}
+        width = self.query_groups
+
+        def steps(index: int) -> list[Step]:
+            column = column_of[index]
+            if column not in balanced:
+                keys = groups.keys_of(column)
+                blocks = [groups.queries[i : i + width] for i in range(0, groups.number, width)]
+                rows = [range(block[0].start, block[-1].stop) for block in blocks]
+                balanced[column] = balance_rows([[Area(each, keys)] for each in rows], groups)
+            return groups.steps(balanced[column][index // width])
+
+        return steps
 
     def _columns(self, groups: TokenGroups) -> list[tuple[int, ...]]:
         """Return the key groups of every column, which are also the indices of its tasks.
@@ -118,22 +128,6 @@ class Grid2D:
                 columns[i].append(group)
                 loads[i] += work[group - first]
         return [tuple(column) for column in columns]
-
-    def _steps(
-        self,
-        groups: TokenGroups,
-        column_of: dict[int, tuple[int, ...]],
-        balanced: dict[tuple[int, ...], list[list[Area]]],
-        index: int,
-    ) -> list[Step]:
-        """List the steps of a task; ``balanced`` keeps the areas of columns balanced before."""
-        column, width = column_of[index], self.query_groups
-        if column not in balanced:
-            keys = groups.keys_of(column)
-            blocks = [groups.queries[i : i + width] for i in range(0, groups.number, width)]
-            rows = [range(block[0].start, block[-1].stop) for block in blocks]
-            balanced[column] = balance_rows([[Area(each, keys)] for each in rows], groups)
-        return groups.steps(balanced[column][index // width])
 
 
 def balance_rows(shares: list[list[Area]], groups: TokenGroups) -> list[list[Area]]:
@@ -182,13 +176,8 @@ def _take_rows(areas: list[Area], most: int, groups: TokenGroups) -> list[Area]:
             taken.append(areas.pop(0))
             most -= live_pairs
             continue
-        unit = groups.unit(queries)
-        cuts = range(queries.start + unit, queries.stop, unit)
-        number = bisect_right(
-            cuts, most, key=lambda cut: groups.count_area(range(queries.start, cut), keys)
-        )
-        if number:
-            middle = cuts[number - 1]
+        middle = groups.cut_rows(queries, keys, most, groups.unit(queries))
+        if middle > queries.start:
             taken.append(Area(range(queries.start, middle), keys))
             areas[0] = Area(range(middle, queries.stop), keys)
         break

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from cqs.arguments import as_integer
@@ -88,22 +87,18 @@ class Hosts:
         of_hosts = replace(
             groups, number=groups.number // self.size, parts=groups.parts * self.size
         )
-        return partial(self._steps, groups, self.outer.divide(of_hosts), {})
+        steps_of_host = self.outer.divide(of_hosts)
+        balanced: dict[int, list[list[Area]]] = {}
 
-    def _steps(
-        self,
-        groups: TokenGroups,
-        steps_of_host: Callable[[int], list[Step]],
-        balanced: dict[int, list[list[Area]]],
-        index: int,
-    ) -> list[Step]:
-        """List the steps of a task; ``balanced`` keeps the areas of hosts balanced before."""
-        host, rank = divmod(index, self.size)
-        if host not in balanced:
-            shares: list[list[Area]] = [[] for _ in range(self.size)]
-            for step in steps_of_host(host):
-                keys = step.keys if step.causal_keys is None else (*step.keys, step.causal_keys)
-                for group, rows in groups.cut(step.queries):
-                    shares[group % self.size].append(Area(rows, keys))
-            balanced[host] = balance_rows(shares, groups)
-        return groups.steps(balanced[host][rank])
+        def steps(index: int) -> list[Step]:
+            host, rank = divmod(index, self.size)
+            if host not in balanced:
+                shares: list[list[Area]] = [[] for _ in range(self.size)]
+                for step in steps_of_host(host):
+                    keys = step.keys if step.causal_keys is None else (*step.keys, step.causal_keys)
+                    for group, rows in groups.cut(step.queries):
+                        shares[group % self.size].append(Area(rows, keys))
+                balanced[host] = balance_rows(shares, groups)
+            return groups.steps(balanced[host][rank])
+
+        return steps

@@ -1,6 +1,6 @@
 """Plans by cyclic quorum sets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +9,6 @@ from cqs.scheduler.balancing import balance_work
 from cqs.scheduler.group_needs import GroupNeeds, group_needs
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
-from cqs.scheduler.strips import Strip
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
 
@@ -94,42 +93,33 @@ class Quorums:
         """
         if groups.pattern is None:
             return partial(self._steps, groups)
-        shares = balance_work(groups.queries, groups.keys, self.elements, groups.tile, groups.count)
-        return partial(_join, groups, shares)
+        shares = balance_work(groups, self.elements)
+        return lambda index: groups.join(shares[index])
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
-        return [
-            step
-            for group, queries, partners in self._pairs(groups, index)
-            for step in groups.steps_of_group(group, queries, groups.keys_of(partners))
-        ]
-
-    def _pairs(self, groups: TokenGroups, index: int) -> Iterator[tuple[int, range, list[int]]]:
-        """Yield the groups of a task, their rows, and the groups that these are paired with."""
         num_tasks = groups.number
         offsets = pair_offsets(self.elements, num_tasks).partners
         pair = shared_pair(index, self.elements, num_tasks)
+        steps = []
         for group in quorum(index, self.elements, num_tasks):
             rows = groups.queries[group]
             partners = [
                 (b + index) % num_tasks for b in offsets.get((group - index) % num_tasks, ())
             ]
-            if not pair or group not in pair:
-                yield group, rows, partners
-                continue
-            half = pair.index(group)
-            other = pair[1 - half]
-            if not groups.is_causal:
-                yield group, rows, partners + [other] * (half == 0)
-            # A group of one row has an empty first half.
-            elif (other < group or groups.num_prefix) and len(rows) >= 2 - half:
-                tile = groups.unit(rows)
-                middle = len(rows) // 2 // tile * tile
-                yield group, rows[:middle], partners + [other] * (half == 0)
-                yield group, rows[middle:], partners + [other] * (half == 1)
-            else:
-                yield group, rows, partners
-
-
-def _join(groups: TokenGroups, shares: tuple[tuple[Strip, ...], ...], index: int) -> list[Step]:
-    return groups.join(shares[index])
+            parts = [(rows, partners)]
+            if pair and group in pair:
+                half = pair.index(group)
+                other = pair[1 - half]
+                if not groups.is_causal:
+                    partners += [other] * (half == 0)
+                # A group of one row has an empty first half.
+                elif (other < group or groups.num_prefix) and len(rows) >= 2 - half:
+                    tile = groups.unit(rows)
+                    middle = len(rows) // 2 // tile * tile
+                    parts = [
+                        (rows[:middle], partners + [other] * (half == 0)),
+                        (rows[middle:], partners + [other] * (half == 1)),
+                    ]
+            for queries, seen in parts:
+                steps += groups.steps_of_group(group, queries, groups.keys_of(seen))
+        return steps
