@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.group_needs import GroupNeeds
-from cqs.scheduler.heads import choose_num_chunks, possible_head_parallel
+from cqs.scheduler.heads import FETCHED, ChunkRule, possible_head_parallel
 from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
 
 _SUM_ITEMSIZE = 4
@@ -195,33 +195,48 @@ class Workload:
         *,
         is_backward: bool,
         kind: Kind | str = "quorums",
+        rule: ChunkRule = FETCHED,
     ) -> int:
-        """Return the number of head chunks of a device.
+        """Return the number of head chunks of a device: a divisor of its number of KV heads.
+
+        With S chunks, 1/S of the communication is exposed, but each chunk adds launch overhead and
+        a kernel tail. With more than four, kernels become too short.
 
         Args:
-            num_devices: Number of devices.
+            num_devices: Number of devices. One device has no communication to overlap.
             head_parallel: Head-parallel degree.
-            most: Maximum number of chunks; ``None`` chooses by the work.
-            is_backward: Whether a backward pass is included.
+            most: Maximum number of chunks; ``None`` chooses 1, 2 or 4 by the work.
+            is_backward: Whether a backward pass is included, with the same number of chunks.
             kind: Kind of the plan of ``num_devices / head_parallel`` tasks.
+            rule: Thresholds of the transport.
+
+        Example:
+            >>> shape = AttentionShape(32, 128, num_kv_heads=4)
+            >>> [
+            ...     Workload(tokens, shape).num_chunks(8, 1, is_backward=is_backward)
+            ...     for tokens in (2**14, 2**15, 2**18)
+            ...     for is_backward in (False, True)
+            ... ]
+            [2, 2, 2, 4, 4, 2]
         """
         num_tasks = num_devices // head_parallel
-        return choose_num_chunks(
-            most,
-            flops=self.flops(is_backward=False) / self.shape.batch / num_devices,
-            num_ranks=num_devices,
-            num_kv_heads=self.part(head_parallel).kv_heads,
-            num_keys=self._keys * fit_kind(kind, num_tasks).num_groups[1] // num_tasks,
-            with_gradients=is_backward,
-        )
+        if most is None:
+            most = 1
+            flops = self.flops(is_backward=False) / self.shape.batch / num_devices
+            if num_devices > 1 and flops >= rule.two:
+                num_keys = self._keys * fit_kind(kind, num_tasks).num_groups[1] // num_tasks
+                four = rule.four_of_both if is_backward else rule.four
+                are_long = is_backward and num_keys > rule.most_keys
+                most = 4 if flops >= four and not are_long else 2
+        kv_heads = self.part(head_parallel).kv_heads
+        return max(n for n in range(1, min(max(most, 1), kv_heads) + 1) if kv_heads % n == 0)
 
     @property
     def _keys(self) -> int:
         return self.tokens if self.num_keys is None else self.num_keys
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Predicted costs of the slowest device."""
 
     seconds: float
@@ -289,12 +304,14 @@ def predict_plan(
     needs = kind.needs(num_tasks, is_causal=workload.is_causal)
     if head_parallel > 1:
         # A device owns a part of its token group; half of the group may be all of its queries.
-        of_tasks = [
-            (each.queries, each.keys, math.ceil(each.query_results), each.key_results)
-            for each in needs
-        ]
-        of_devices = ([head_parallel * number for number in each] for each in of_tasks)
-        needs = tuple(GroupNeeds(*[*each, float(not is_final), 1]) for each in of_devices)
+        needs = tuple(
+            GroupNeeds(
+                *(head_parallel * number for number in (*there, math.ceil(results), of_keys)),
+                home=float(not is_final),
+                own_keys=1,
+            )
+            for *there, results, of_keys, _, _ in needs
+        )
 
     def bytes_of(needed: GroupNeeds) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return the bytes of inputs and of results that a device sends or receives at most.
@@ -454,27 +471,18 @@ def predict_all_gather(
     return Prediction(seconds, (1 + wider) * moved, answer + buffers)
 
 
-class CostModel(NamedTuple):
-    """The predictions of one method of context parallelism."""
-
-    predict: Callable[..., Prediction]
-    """Predicts one pass; the arguments are those of :func:`predict_ring`."""
-    supports: Callable[[int, int], bool]
-    """Returns whether a head-parallel degree, on a number of devices, belongs to the method."""
-
-
-METHODS = {
-    "cqs quorums": CostModel(predict_plan, lambda n, devices: n == 1),
-    "cqs": CostModel(predict_plan, lambda n, devices: True),
-    "ring": CostModel(predict_ring, lambda n, devices: n == 1),
-    "all-gather": CostModel(predict_all_gather, lambda n, devices: n == 1),
-    "ulysses": CostModel(predict_ring, lambda n, devices: n == devices),
-    "ulysses in two": CostModel(
-        partial(predict_plan, num_chunks=2), lambda n, devices: n == devices
-    ),
-    "2-D": CostModel(predict_ring, lambda n, devices: 1 < n < devices),
+METHODS: dict[str, tuple[Callable[..., Prediction], Callable[[int, int], bool]]] = {
+    "cqs quorums": (predict_plan, lambda n, devices: n == 1),
+    "cqs": (predict_plan, lambda n, devices: True),
+    "ring": (predict_ring, lambda n, devices: n == 1),
+    "all-gather": (predict_all_gather, lambda n, devices: n == 1),
+    "ulysses": (predict_ring, lambda n, devices: n == devices),
+    "ulysses in two": (partial(predict_plan, num_chunks=2), lambda n, devices: n == devices),
+    "2-D": (predict_ring, lambda n, devices: 1 < n < devices),
 }
-"""Cost models by the names of methods in ``python -m benchmarks peers``."""
+"""Cost models by the names of methods in ``python -m benchmarks peers``: a function that predicts
+one pass, and one that returns whether a head-parallel degree belongs to the method, for a number of
+devices."""
 
 
 def predict(
@@ -515,34 +523,28 @@ def predict(
         >>> predict("ulysses", workload, 256, Machine()) is None
         True
     """
-    chosen, shape, per_node = METHODS[method], workload.shape, machine.devices_per_node
+    (predict_pass, supports), shape = METHODS[method], workload.shape
+    per_node = machine.devices_per_node
     if plan is None:
         plan = "any" if per_node < num_devices else "quorums"
     found = []
     degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
     for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
-        if not chosen.supports(degree, num_devices):
+        if not supports(degree, num_devices):
             continue
-        choices: list[dict[str, Any]] = [{}]
+        choices = [predict_pass]
         if method == "cqs":
             kinds = list_kinds(plan, num_devices // degree, per_node / degree)
-            choices = [{"kind": kind} for kind in kinds]
-        for options in choices:
-            each = [
-                chosen.predict(
-                    workload, num_devices, machine, degree, is_backward=is_backward, **options
-                )
-                for is_backward in _PASSES[passes]
-            ]
-            found.append(
-                Prediction(
-                    sum(one.seconds for one in each),
-                    sum(one.bytes_received for one in each),
-                    max(one.peak_bytes for one in each),
-                    degree,
-                    each[0].kind,
-                )
+            choices = [partial(predict_pass, kind=kind) for kind in kinds]
+        for choice in choices:
+            seconds, received, peaks, _, (kind, *_) = zip(
+                *(
+                    choice(workload, num_devices, machine, degree, is_backward=is_backward)
+                    for is_backward in _PASSES[passes]
+                ),
+                strict=True,
             )
+            found.append(Prediction(sum(seconds), sum(received), max(peaks), degree, kind))
     if not found:
         return None
     fastest = min(found, key=lambda one: one.seconds)

@@ -1,7 +1,7 @@
 """The work of every rank of a group, and the rows of each shard that it requires."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from cqs.patterns import BoundPattern
 from cqs.ranges import moved, overlap
 from cqs.scheduler import AttentionShape, Kind, Plan, Step, make_plan
 from cqs.scheduler.cost_model import MACHINES, Machine, Workload, predict
-from cqs.scheduler.heads import ChunkRule, choose_num_chunks
+from cqs.scheduler.heads import ChunkRule
 from cqs.scheduler.task import join_ranges
 
 Lengths = tuple[int, ...]
@@ -202,7 +202,7 @@ def lay_out(
         plan: Kinds of the plan of ``ranks / head_parallel`` tasks to choose from, see
             :func:`choose_plan`.
         tile: Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`.
-        chunk_rule: Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks`.
+        chunk_rule: Thresholds of :meth:`cqs.scheduler.cost_model.Workload.num_chunks`.
         with_gradients: Whether a backward pass will follow.
         machine: Throughput and links of the ranks' devices.
     """
@@ -259,13 +259,12 @@ def lay_out(
     of_keys = Route(shards_kv, wanted_keys, rank)
     if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
         of_keys = of_queries
-    number = choose_num_chunks(
+    number = replace(workload, num_pairs=plan_of_tasks.live_pairs).num_chunks(
+        num_ranks,
+        head_parallel,
         num_chunks,
-        flops=4.0 * plan_of_tasks.live_pairs * shape.num_heads * shape.head_dim / num_ranks,
-        num_ranks=num_ranks,
-        num_kv_heads=max(shape.kv_heads // head_parallel, 1),
-        num_keys=sum(seqlens_kv) * kind.num_groups[1] // plan_of_tasks.num_tasks,
-        with_gradients=with_gradients,
+        is_backward=with_gradients,
+        kind=kind,
         rule=chunk_rule,
     )
     chunks = _make_chunks(number, num_ranks, head_parallel, shape)

@@ -81,11 +81,9 @@ def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
         >>> len(list_kinds("any", 7, 7)), len(list_kinds("any", 6, 1)), len(list_kinds("any", 6, 3))
         (3, 5, 11)
     """
-    if isinstance(plan, str) and plan not in ("grid", "any"):
-        return [fit_kind(plan, num_tasks)]
-    if not isinstance(plan, str):
+    if plan not in ("grid", "any"):
         try:
-            return [plan.fit(num_tasks)]
+            return [fit_kind(plan, num_tasks)]
         except ValueError:
             return []
 

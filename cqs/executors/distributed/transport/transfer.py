@@ -110,7 +110,7 @@ class Transport:
     num_turns: int
     """Maximum number of head chunks that are in transit in one direction at a time."""
     chunk_rule: ChunkRule
-    """Thresholds of :func:`cqs.scheduler.heads.choose_num_chunks` for this transport."""
+    """Thresholds of the number of head chunks for this transport."""
     peak_bytes = 0
     """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
 
