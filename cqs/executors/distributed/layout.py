@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.locality import SplitSteps, keys_of, see_only, split_steps
-from cqs.patterns import BoundPattern
 from cqs.ranges import moved, overlap
 from cqs.scheduler import AttentionShape, Kind, Plan, Step, make_plan
 from cqs.scheduler.cost_model import MACHINES, Machine, Workload, predict
@@ -238,11 +237,9 @@ def lay_out(
         splits = [SplitSteps((), (), task.steps) for task in tasks]
     else:
         splits = [
-            split_steps(task.steps, own_queries, range(0) if kind.is_final else own_keys)
+            split_steps(task.steps, own_queries, range(0) if kind.is_final else own_keys, bound)
             for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
         ]
-        if bound is not None:
-            splits = [SplitSteps(*(_live(part, bound) for part in split)) for split in splits]
     wanted_results = [join_ranges(step.queries for step in split.away) for split in splits]
     if with_gradients:
         wanted_queries = [join_ranges(step.queries for step in task.steps) for task in tasks]
@@ -260,12 +257,7 @@ def lay_out(
     if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
         of_keys = of_queries
     number = replace(workload, num_pairs=plan_of_tasks.live_pairs).num_chunks(
-        num_ranks,
-        head_parallel,
-        num_chunks,
-        is_backward=with_gradients,
-        kind=kind,
-        rule=chunk_rule,
+        num_ranks, head_parallel, num_chunks, is_backward=with_gradients, kind=kind, rule=chunk_rule
     )
     chunks = _make_chunks(number, num_ranks, head_parallel, shape)
     return Layout(
@@ -294,13 +286,6 @@ def _make_chunks(
     return tuple(
         HeadChunk(i, of_ranks(shape.num_heads, i), of_ranks(shape.kv_heads, i))
         for i in range(number)
-    )
-
-
-def _live(steps: Sequence[Step], pattern: BoundPattern) -> tuple[Step, ...]:
-    """Return the steps of which the pattern has a live pair."""
-    return tuple(
-        step for step in steps if any(pattern.count(step.queries, keys) for keys in step.keys)
     )
 
 

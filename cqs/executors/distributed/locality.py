@@ -1,8 +1,9 @@
 """Split of a task's steps by whether a rank holds their tokens and owns their queries."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from cqs.patterns import BoundPattern
 from cqs.ranges import contains, overlap
 from cqs.scheduler import Step
 from cqs.scheduler.task import join_ranges
@@ -19,10 +20,13 @@ class SplitSteps(NamedTuple):
     """Steps with queries of other ranks."""
 
 
-def split_steps(steps: Iterable[Step], queries: range, keys: range) -> SplitSteps:
+def split_steps(
+    steps: Iterable[Step], queries: range, keys: range, pattern: BoundPattern | None = None
+) -> SplitSteps:
     """Split steps by the tokens of a rank's shard, given as positions of its queries and keys.
 
     A causal square is not split along its keys: it is ``own`` only if the shard has all of them.
+    Parts without a live pair of ``pattern`` are dropped.
 
     Example:
         >>> step = Step(0, range(4, 8), (range(0, 4),), range(4, 8), 26)
@@ -40,14 +44,18 @@ def split_steps(steps: Iterable[Step], queries: range, keys: range) -> SplitStep
     for step in steps:
         for rows in _cut(step.queries, queries):
             seen, square = _keys_of_rows(step, rows)
-            if not contains(queries, rows):
-                _add(away, step, rows, seen, square)
-                continue
-            here = [overlap(each, keys) for each in seen]
-            there = [part for each in seen for part in _cut(each, keys) if not contains(keys, part)]
-            is_own = square is not None and contains(keys, square)
-            _add(own, step, rows, here, square if is_own else None)
-            _add(home, step, rows, there, None if is_own else square)
+            parts = [(away, seen, square)]
+            if contains(queries, rows):
+                here = [overlap(each, keys) for each in seen]
+                there = [e for each in seen for e in _cut(each, keys) if not contains(keys, e)]
+                is_own = square is not None and contains(keys, square)
+                parts = [(own, here, square if is_own else None)]
+                parts += [(home, there, None if is_own else square)]
+            for chosen, of_part, diagonal in parts:
+                part = Step.of(step.query_group, rows, of_part, diagonal)
+                live = pattern is None or any(pattern.count(rows, each) for each in part.keys)
+                if part.live_pairs and live:
+                    chosen.append(part)
     return SplitSteps(tuple(own), tuple(home), tuple(away))
 
 
@@ -69,14 +77,6 @@ def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
 def see_only(keys: range, steps: Iterable[Step]) -> bool:
     """Return whether steps read no keys outside ``keys``."""
     return all(contains(keys, block.keys) for step in steps for block in step.blocks())
-
-
-def _add(
-    steps: list[Step], step: Step, rows: range, keys: Sequence[range], square: range | None
-) -> None:
-    """Append a step unless it is empty; its live pairs are counted without a pattern."""
-    if any(keys) or square is not None:
-        steps.append(Step.of(step.query_group, rows, keys, square))
 
 
 def _cut(tokens: range, at: range) -> list[range]:

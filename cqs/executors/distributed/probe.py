@@ -16,10 +16,9 @@ from cqs.worker.cuda_graphs import check_not_captured
 _STEPS_PER_OCTAVE = 4
 """Rates are rounded to powers of ``2 ** (1 / _STEPS_PER_OCTAVE)``."""
 _NUM_ROUND_TRIPS = 5
-"""Round trips of an empty message, of which the shortest counts."""
-_SECONDS = 0.05
-"""Messages are doubled until a round trip takes so long."""
-_MOST_BYTES = 2**26
+"""Round trips of a message of each size, of which the shortest counts."""
+_NUM_BYTES = 2**23
+"""Size of the message that measures the bandwidth; one of 1 byte measures the latency."""
 _measured: "WeakKeyDictionary[Any, Links]" = WeakKeyDictionary()
 
 
@@ -41,15 +40,14 @@ def probe_links(group: Any, device: torch.device) -> Links:
     group = group or dist.group.WORLD
     if group not in _measured:
         check_not_captured(device)
-        steps, num_ranks = [0, 0], dist.get_world_size(group)
+        steps, num_ranks, rank = [0, 0], dist.get_world_size(group), dist.get_rank(group)
         if num_ranks > 1:
-            hosts = hosts_of(group)
+            hosts, per_host = hosts_of(group), ranks_per_host(group)
             other = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
-            sharing = ranks_per_host(group) if hosts[other] != hosts[0] else 1
-            if dist.get_rank(group) == 0:
-                steps = [_as_steps(rate) for rate in _measure(group, device, other, sharing)]
-            elif dist.get_rank(group) == other:
-                _echo(group, device)
+            sharing = per_host if hosts[other] != hosts[0] else 1
+            if rank in (0, other):
+                links = _measure(group, device, other - rank, sharing)
+                steps = [round(_STEPS_PER_OCTAVE * math.log2(rate)) for rate in links]
         found = swap(control_group(group), steps)[: len(steps)]
         _measured[group] = Links(*(2 ** (step / _STEPS_PER_OCTAVE) for step in found))
     return _measured[group]
@@ -74,40 +72,25 @@ def pin_links(group: Any, links: Links | None, device: torch.device) -> Links | 
 
 
 def _measure(group: Any, device: torch.device, other: int, sharing: int) -> Links:
-    """Return the links to a rank that calls :func:`_echo`; ``sharing`` ranks use them at once."""
-    latency = min(_round_trip(group, device, other, 1) for _ in range(_NUM_ROUND_TRIPS)) / 2
-    num_bytes, seconds = 2**16, 0.0
-    while seconds < _SECONDS and num_bytes < _MOST_BYTES:
-        num_bytes *= 2
-        seconds = _round_trip(group, device, other, num_bytes)
-    _round_trip(group, device, other, 0)
-    return Links(num_bytes / max(seconds / 2 - latency, 1e-9) / sharing, max(latency, 1e-9))
+    """Return the links to a rank that calls this too; ``sharing`` ranks use them at once."""
+
+    def seconds(num_bytes: int) -> float:
+        return min(_round_trip(group, device, other, num_bytes) for _ in range(_NUM_ROUND_TRIPS))
+
+    latency = seconds(1) / 2
+    bandwidth = _NUM_BYTES / max(seconds(_NUM_BYTES) / 2 - latency, 1e-9)
+    return Links(bandwidth / sharing, max(latency, 1e-9))
 
 
 def _round_trip(group: Any, device: torch.device, other: int, num_bytes: int) -> float:
-    """Return the seconds of a message to a rank and back; 0 bytes end the measurement."""
-    length = torch.tensor([num_bytes], device=device)
-    dist.send(length, group=group, group_dst=other)
-    message = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    """Return the seconds of a message from the lower rank to the other, and back."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     start = perf_counter()
-    if num_bytes:
+    if dist.get_rank(group) < other:
         dist.send(message, group=group, group_dst=other)
         dist.recv(message, group=group, group_src=other)
-        message[0].item()  # waits for a GPU
+    else:
+        dist.recv(message, group=group, group_src=other)
+        dist.send(message, group=group, group_dst=other)
+    message[0].item()  # waits for a GPU
     return perf_counter() - start
-
-
-def _echo(group: Any, device: torch.device) -> None:
-    """Answer the messages of rank 0 until it ends the measurement."""
-    length = torch.empty(1, dtype=torch.int64, device=device)
-    while True:
-        dist.recv(length, group=group, group_src=0)
-        if not (num_bytes := int(length.item())):
-            return
-        message = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        dist.recv(message, group=group, group_src=0)
-        dist.send(message, group=group, group_dst=0)
-
-
-def _as_steps(rate: float) -> int:
-    return round(_STEPS_PER_OCTAVE * math.log2(rate))

@@ -181,7 +181,8 @@ class PeerMemory(Transport):
             if not received:
                 return []
             # All copies are on one stream: a copy that waits for its flag must not hold up kernels.
-            self._copy_packets(packets, firsts, stream_index, free)
+            self._copy_stream.wait_event(free)
+            self._copy_packets(packets, firsts, stream_index)
             event = self._record_copies()
             return [partial(_wait_copies, event, self._copy_stream, received)]
 
@@ -330,11 +331,7 @@ class PeerMemory(Transport):
         return unread + [new] if new.readers else unread
 
     def _copy_packets(
-        self,
-        packets: Sequence[Packet],
-        firsts: Sequence[int],
-        stream_index: int,
-        free: torch.cuda.Event,
+        self, packets: Sequence[Packet], firsts: Sequence[int], stream_index: int
     ) -> None:
         """Queue copies of the packets of all peers on the copy stream, in ring order.
 
@@ -342,7 +339,6 @@ class PeerMemory(Transport):
         copies over the peers, so that not all ranks read from one.
         """
         stream = self._copy_stream
-        stream.wait_event(free)
         for owner in self._others:
             if not any(packet.expected[owner] for packet in packets):
                 continue
@@ -378,13 +374,7 @@ class PeerMemory(Transport):
         check(driver.cuStreamWaitValue32(stream.cuda_stream, address, value, at_least))
 
     def _write_flag(
-        self,
-        stream: torch.cuda.Stream,
-        rank: int,
-        row: int,
-        value: int,
-        *,
-        about: int | None = None,
+        self, stream: torch.cuda.Stream, rank: int, row: int, value: int, about: int | None = None
     ) -> None:
         """Write a flag of a rank after all earlier work of a stream.
 
