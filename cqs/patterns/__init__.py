@@ -4,7 +4,6 @@ from cqs.patterns.acsr import acsr
 from cqs.patterns.bigbird import bigbird
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.grid import Grid
 from cqs.patterns.masks import block_sparse, from_block_mask, from_deepspeed, from_mask
 from cqs.patterns.pattern import Pattern, per_head
 from cqs.patterns.piece import FAR, Axis, Piece
@@ -24,7 +23,6 @@ __all__ = [
     "Axis",
     "BlockList",
     "BoundPattern",
-    "Grid",
     "Pattern",
     "Piece",
     "View",

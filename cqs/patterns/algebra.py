@@ -17,6 +17,9 @@ MAX_PIECES = 2**16
 _MAX_PAIRS = 2**20
 """Most pairs of pieces that a combination of two patterns compares, in about 2 s."""
 
+_MANY = 64
+"""A union cuts the side with more pieces if it has more than this number times the other's."""
+
 
 class UnequalStepsError(Exception):
     """Two pieces with different steps intersect; a few pieces cannot represent the result."""
@@ -41,9 +44,11 @@ def subtract(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
 
 
 def unite(one: Iterable[Piece], other: Iterable[Piece]) -> list[Piece]:
-    """Return the pairs in either: ``one``, and what ``other`` adds to it."""
-    kept = list(one)
-    return kept + subtract(other, kept)
+    """Return the pairs in either: one of the two, and what the other adds to it."""
+    kept, added = list(one), list(other)
+    if len(kept) > _MANY * len(added):  # each removed piece may cut all that remains
+        kept, added = added, kept
+    return kept + subtract(added, kept)
 
 
 def tidy_all(pieces: Iterable[Piece]) -> list[Piece]:

@@ -1,5 +1,6 @@
 """BigBird: a window, global and random blocks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,11 +9,10 @@ from numpy.typing import NDArray
 
 from cqs.arguments import as_integer
 from cqs.patterns import algebra
-from cqs.patterns.block_list import BlockList
+from cqs.patterns.block_list import Integers, check_num_blocks
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.grid import Grid, Integers, check_num_blocks
 from cqs.patterns.pattern import Lengths, Pattern
-from cqs.patterns.piece import Piece
+from cqs.patterns.piece import Axis, Piece
 
 Words = NDArray[np.uint64]
 
@@ -72,25 +72,31 @@ class _BigBird(Pattern):
         pieces: list[Piece] = []
         for piece in (Piece(queries, keys, -side, side), columns, rows):
             pieces = algebra.unite(pieces, algebra.tidy_all([piece]))
-        return BoundPattern(*lengths, tuple(pieces), self._random_blocks(lengths, side))
+        runs = self._random_runs(queries, keys, side)
+        return BoundPattern(*lengths, (*pieces, *algebra.tidy_all(runs)))
 
-    def _random_blocks(self, lengths: Lengths, side: int) -> BlockList:
-        """Return random blocks outside the global columns and the window of each row."""
-        shift = lengths.seqlen_kv - lengths.seqlen_q
-        grid = Grid(*lengths, self.block, -(shift % self.block))
-        first_row = (grid.origin + shift) // self.block
-        most = min(self.random_blocks, grid.num_columns)
+    def _random_runs(self, queries: Axis, keys: Axis, side: int) -> Iterator[Piece]:
+        """Yield runs of random blocks outside the global columns and the window of each row."""
+        if not (queries.tokens and keys.tokens):
+            return
+        first_row, last_row = queries.cells()
+        num_columns = keys.cells()[1] + 1
+        most = min(self.random_blocks, num_columns)
         # Each draw is compared with all earlier draws of its row, hence the quadratic term.
-        check_num_blocks(grid.num_rows * max(most, 1, most * most // 256))
-        rows = np.arange(max(first_row, self.global_blocks), first_row + grid.num_rows)
+        check_num_blocks((last_row + 1 - first_row) * max(most, 1, most * most // 256))
+        rows = np.arange(max(first_row, self.global_blocks), last_row + 1)
         start = np.maximum(rows - side, self.global_blocks)
-        stop = np.maximum(np.minimum(rows + side + 1, grid.num_columns), start)
-        choices = np.maximum(grid.num_columns - self.global_blocks - (stop - start), 0)
+        stop = np.maximum(np.minimum(rows + side + 1, num_columns), start)
+        choices = np.maximum(num_columns - self.global_blocks - (stop - start), 0)
         drawn = _draw(rows, choices, self.random_blocks, self.seed)
         columns = self.global_blocks + drawn
         columns += np.where(columns >= start, stop - start, 0)
-        ids = (rows - first_row) * grid.num_columns + columns
-        return BlockList.full(grid, np.sort(ids[drawn >= 0]))
+        ids = np.sort((rows * num_columns + columns)[drawn >= 0])
+        begins = (np.diff(ids, prepend=-2) != 1) | (ids % num_columns == 0)
+        for run in np.split(ids, np.flatnonzero(begins)[1:]) if len(ids) else ():
+            row, column = divmod(int(run[0]), num_columns)
+            cells = keys.within_cells(column, column + len(run) - 1)
+            yield Piece(queries.within_cells(row, row), cells)
 
     def __repr__(self) -> str:
         return f"bigbird({', '.join(f'{name}={each}' for name, each in vars(self).items())})"

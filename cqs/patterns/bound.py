@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from cqs.arguments import to_integer
 from cqs.patterns import algebra
-from cqs.patterns.block_list import BlockList, empty_list
-from cqs.patterns.grid import Grid
+from cqs.patterns.block_list import BLOCK, BlockList, Integers, check_num_blocks, no_bits
 from cqs.patterns.piece import Piece, tidy
 from cqs.patterns.views import View, views
-from cqs.ranges import meets
+from cqs.ranges import moved
 from cqs.uncompiled import uncompiled
 
 _FEW_PIECES = 16
@@ -31,6 +30,14 @@ class BoundPattern:
     """Tidy pieces without a common pair."""
     blocks: BlockList | None = None
     """Irregular pairs that are in no piece, or ``None``."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash, kept because there may be thousands of pieces; equal in every process."""
+        return hash((self.seqlen_q, self.seqlen_kv, self.pieces))
 
     @uncompiled
     def count(self, queries: range, keys: range) -> int:
@@ -60,7 +67,8 @@ class BoundPattern:
     def _edges(self) -> NDArray[np.int64]:
         """First query, last + 1, first key, last + 1 of every piece ``[4, num_pieces]``."""
         axes = [(piece.queries.tokens, piece.keys.tokens) for piece in self.pieces]
-        return np.array([(q.start, q.stop, k.start, k.stop) for q, k in axes]).T
+        edges = np.array([(q.start, q.stop, k.start, k.stop) for q, k in axes])
+        return np.ascontiguousarray(edges.T)
 
     @property
     def num_pairs(self) -> int:
@@ -86,7 +94,7 @@ class BoundPattern:
             queries: Query indices within the sequence, a range of step 1.
             keys: Key indices within the sequence, a range of step 1.
         """
-        for piece in self.pieces:
+        for piece in self._near(queries, keys):
             clipped = tidy(piece.within(queries, keys)) if piece.meets(queries, keys) else None
             if clipped is not None:
                 yield from views(clipped)
@@ -100,16 +108,20 @@ class BoundPattern:
         return BoundPattern(self.seqlen_kv, self.seqlen_q, pieces, blocks)
 
     @uncompiled
-    def to_mask(self, queries: range | None = None) -> NDArray[np.bool_]:
-        """Return a boolean array ``[len(queries), seqlen_kv]``, True where a query sees a key."""
+    def to_mask(self, queries: range | None = None, keys: range | None = None) -> NDArray[np.bool_]:
+        """Return a boolean array ``[len(queries), len(keys)]``, True where a query sees a key.
+
+        Args:
+            queries: Query indices within the sequence, a range of step 1; ``None`` means all.
+            keys: Key indices within the sequence, a range of step 1; ``None`` means all.
+        """
         queries = range(self.seqlen_q) if queries is None else queries
-        rows, columns = np.arange(queries.start, queries.stop)[:, None], np.arange(self.seqlen_kv)
-        mask = np.zeros((len(queries), self.seqlen_kv), dtype=bool)
-        for piece in self.pieces:
-            if meets(queries, piece.queries.tokens):
-                mask |= piece.allows(rows, columns)
-        if self.blocks is not None:
-            mask |= self.blocks.to_mask(queries)
+        keys = range(self.seqlen_kv) if keys is None else keys
+        mask = np.zeros((len(queries), len(keys)), dtype=bool)
+        for view in self.views(queries, keys):
+            rows, columns = moved(view.queries, -queries.start), moved(view.keys, -keys.start)
+            where = (slice(each.start, each.stop, each.step) for each in (rows, columns))
+            mask[tuple(where)] |= view.to_mask()
         return mask
 
 
@@ -125,24 +137,22 @@ def check_tokens(name: str, tokens: Any) -> range:
 def unite(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     """Return the pairs in either pattern."""
     pieces = tuple(algebra.unite(one.pieces, other.pieces))
-    lists = _on_one_grid(one, other)
-    if lists is None:
+    if one.blocks is None and other.blocks is None:
         return replace(one, pieces=pieces)
-    either = lists[0].combine(lists[1], np.bitwise_or)
-    return replace(one, pieces=pieces, blocks=_without(either, pieces))
+    either = _list(one) | _list(other)
+    united = replace(one, pieces=pieces, blocks=None)
+    return replace(united, blocks=either - _as_blocks(united, either.ids))
 
 
 def intersect(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     """Return the pairs in both patterns."""
     pieces = tuple(algebra.intersect(one.pieces, other.pieces))
-    lists = _on_one_grid(one, other)
-    if lists is None:
+    if one.blocks is None and other.blocks is None:
         return replace(one, pieces=pieces)
-    first, second = lists
-    both = first.combine(second, np.bitwise_and)
-    for blocks, others in ((first, other), (second, one)):
-        inside = blocks.combine(_as_blocks(others.pieces, blocks), np.bitwise_and)
-        both = both.combine(inside, np.bitwise_or)
+    first, second = _list(one), _list(other)
+    both = first & second
+    both |= first & _as_blocks(other, first.ids)
+    both |= second & _as_blocks(one, second.ids)
     return replace(one, pieces=pieces, blocks=both)
 
 
@@ -152,39 +162,63 @@ def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     If the second has blocks, the remaining pieces of the first are converted to blocks.
     """
     pieces = tuple(algebra.subtract(one.pieces, other.pieces))
-    lists = _on_one_grid(one, other)
-    if lists is None:
+    if one.blocks is None and other.blocks is None:
         return replace(one, pieces=pieces)
-    kept, removed = _without(lists[0], other.pieces), lists[1]
-    if len(removed.ids):
-        kept = kept.combine(BlockList.from_pieces(kept.grid, pieces), np.bitwise_or)
-        kept = kept.combine(removed, np.bitwise_and, invert=True)
-        pieces = ()
-    return replace(one, pieces=pieces, blocks=kept)
+    first, second = _list(one), _list(other)
+    kept = replace(one, pieces=pieces, blocks=first - _as_blocks(other, first.ids))
+    if not len(second.ids):
+        return kept
+    blocks = _list(kept) | _as_blocks(kept, _touched_blocks(kept))
+    return replace(kept, pieces=(), blocks=blocks - second)
 
 
-def _on_one_grid(one: BoundPattern, other: BoundPattern) -> tuple[BlockList, BlockList] | None:
-    """Return the block lists of two patterns on a common grid, or ``None`` if neither has one.
+def _list(bound: BoundPattern) -> BlockList:
+    """Return the blocks of a pattern, none if it consists of pieces alone."""
+    return bound.blocks or BlockList.empty(bound.seqlen_q, bound.seqlen_kv)
 
-    Lists of different grids, or of blocks above the default size, are converted to the default
-    grid.
+
+def _as_blocks(bound: BoundPattern, ids: Integers) -> BlockList:
+    """Return the pairs that the pieces of a pattern have in given blocks.
+
+    Takes one count for every block, and a mask for every partial block.
+
+    Args:
+        bound: The pattern, whose own blocks are ignored.
+        ids: Ids of the blocks, ascending.
     """
-    grids = {each.blocks.grid for each in (one, other) if each.blocks is not None}
-    if not grids:
-        return None
-    usual = Grid(one.seqlen_q, one.seqlen_kv)
-    grid = grids.pop() if len(grids) == 1 else usual
-    grid = usual if grid.block > usual.block else grid
-    first, second = (
-        empty_list(grid) if each.blocks is None else each.blocks.on(grid) for each in (one, other)
-    )
-    return first, second
+    found, pieces = BlockList.empty(bound.seqlen_q, bound.seqlen_kv), replace(bound, blocks=None)
+    edges = np.stack(found.spans(ids), axis=1).tolist()
+    boxes = [(range(q, q_stop), range(k, k_stop)) for q, q_stop, k, k_stop in edges]
+    num_counts = 0
+    counts = np.zeros(len(ids), dtype=np.int64)
+    for i, box in enumerate(boxes):
+        near = list(pieces._near(*box))
+        check_num_blocks(4 * (num_counts := num_counts + max(len(near), 1)))  # one by one: slower
+        counts[i] = sum(piece.count_pairs(*box) for piece in near)
+    is_full = counts == found.areas(ids)
+    partial = np.flatnonzero((counts > 0) & ~is_full)
+    bits = no_bits(len(partial))
+    for i, number in enumerate(partial):
+        mask = np.zeros((BLOCK, BLOCK), dtype=bool)
+        queries, keys = boxes[number]
+        mask[: len(queries), : len(keys)] = pieces.to_mask(queries, keys)
+        bits[i] = np.packbits(mask, axis=-1)
+    return found.with_bits(ids[partial], bits, ids[is_full])
 
 
-def _as_blocks(pieces: tuple[Piece, ...], where: BlockList) -> BlockList:
-    """Return the pairs of pieces within the blocks of a list."""
-    return BlockList.from_pieces(where.grid, pieces, where.ids)
-
-
-def _without(blocks: BlockList, pieces: tuple[Piece, ...]) -> BlockList:
-    return blocks.combine(_as_blocks(pieces, blocks), np.bitwise_and, invert=True)
+def _touched_blocks(bound: BoundPattern) -> Integers:
+    """Return the ids of the blocks from the first to the last key of any piece, ascending."""
+    blocks = _list(bound)
+    ids: set[int] = set()
+    check_num_blocks(16 * blocks.num_rows * len(bound.pieces))
+    num_touched = 0
+    for row in range(blocks.num_rows):
+        for piece in bound.pieces:
+            inside = tidy(piece.within(blocks.row_queries(row), piece.keys.tokens))
+            if inside is not None:
+                keys, first = inside.keys.tokens, row * blocks.num_columns
+                found = range(first + keys.start // BLOCK, first + (keys.stop - 1) // BLOCK + 1)
+                num_touched += len(found)
+                check_num_blocks(16 * num_touched)  # listed one by one: slower
+                ids.update(found)
+    return np.array(sorted(ids), dtype=np.int64)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from cqs.arguments import as_integer
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.grid import Grid
 from cqs.patterns.pattern import Lengths, Pattern, content_digest, per_head
 from cqs.patterns.tokens import as_list
 from cqs.uncompiled import uncompiled
@@ -18,8 +17,6 @@ from cqs.uncompiled import uncompiled
 _MASKED_OUT = -9984.0
 """Largest value of an additive mask that masks a pair out: -10,000, the least negative constant in
 common use, rounded to bfloat16."""
-_BLOCK = 128
-"""Tokens of a kernel's tile; smaller blocks are gathered into blocks of this size."""
 
 
 @uncompiled
@@ -45,11 +42,10 @@ def from_mask(mask: Any) -> Pattern:
             "mask must be [seqlen_q, seqlen_kv] or [batch, heads, seqlen_q, seqlen_kv], "
             f"got {list(array.shape)}"
         )
-    seqlen_q, seqlen_kv = array.shape[-2:]
-    grid = Grid(seqlen_q, seqlen_kv, _BLOCK)
 
     def one(rows: NDArray[np.bool_]) -> Pattern:
-        return Listed("from_mask", BlockList.from_strips(grid, lambda q: rows[q.start : q.stop]))
+        strips = BlockList.from_strips(*rows.shape, lambda q: rows[q.start : q.stop])
+        return Listed("from_mask", strips)
 
     return _per_head(array, one)
 
@@ -133,7 +129,6 @@ def from_block_mask(block_mask: Any) -> Pattern:
     seqlen_q, seqlen_kv = block_mask.seq_lengths
     block_q, block_kv = block_mask.BLOCK_SIZE
     full, partial = read_layouts(block_mask)
-    grid = Grid(seqlen_q, seqlen_kv, block_q if block_q == block_kv else _BLOCK)
 
     def one(batch: int, head: int) -> Pattern:
         def strip(queries: range) -> NDArray[np.bool_]:
@@ -147,7 +142,7 @@ def from_block_mask(block_mask: Any) -> Pattern:
             mask[:, keys] |= unsure[:, keys] & allowed
             return mask
 
-        return Listed("from_block_mask", BlockList.from_strips(grid, strip))
+        return Listed("from_block_mask", BlockList.from_strips(seqlen_q, seqlen_kv, strip))
 
     batches, heads = partial.shape[:2]
     return per_head([[one(batch, head) for head in range(heads)] for batch in range(batches)])
@@ -155,7 +150,7 @@ def from_block_mask(block_mask: Any) -> Pattern:
 
 @dataclass(frozen=True, repr=False)
 class Listed(Pattern):
-    """Pattern of a block list, for the lengths of its grid."""
+    """Pattern of a block list, for its lengths."""
 
     origin: str
     """Name of the function that made the pattern."""
@@ -163,11 +158,11 @@ class Listed(Pattern):
 
     @property
     def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
-        """The lengths of the grid."""
-        return self.blocks.grid.seqlen_q, self.blocks.grid.seqlen_kv
+        """The lengths of the list."""
+        return self.blocks.seqlen_q, self.blocks.seqlen_kv
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Return whether these are the lengths of the grid."""
+        """Return whether these are the lengths of the list."""
         return lengths == self.default_lengths
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
@@ -212,30 +207,15 @@ class _BlockSparse(Pattern):
         size = int(np.prod(self.shape))
         bits = np.unpackbits(np.frombuffer(self.packed, np.uint8), count=size)
         layout = bits.reshape(self.shape).view(bool)
-        usual = Grid(*lengths, _BLOCK)
-        if self.block < _BLOCK and _BLOCK % self.block == 0:
-            return BoundPattern(*lengths, (), _gather(usual, layout, self.block))
-        blocks = BlockList.full(Grid(*lengths, self.block), np.flatnonzero(layout))
-        return BoundPattern(*lengths, (), blocks if self.block % _BLOCK else blocks.on(usual))
+        blocks = BlockList.from_strips(
+            *lengths, lambda queries: layout[np.array(queries) // self.block], self.block
+        )
+        return BoundPattern(*lengths, (), blocks)
 
     def __repr__(self) -> str:
         rows, columns = self.shape
         digest = content_digest(self.packed)
         return f"block_sparse(<{rows} x {columns} blocks, {digest}>, {self.block})"
-
-
-def _gather(grid: Grid, layout: NDArray[np.bool_], block: int) -> BlockList:
-    """Gather the small live blocks of a layout into partial and full blocks of ``grid``."""
-    times = grid.block // block
-    padded = np.zeros((grid.num_rows * times, grid.num_columns * times), dtype=bool)
-    padded[: layout.shape[0], : layout.shape[1]] = layout
-    tiles = padded.reshape(grid.num_rows, times, grid.num_columns, times).swapaxes(1, 2)
-    ids = np.flatnonzero(tiles.any(axis=(2, 3)))
-    live = tiles.reshape(-1, times, times)[ids]
-    whole = live.all(axis=(1, 2))
-    bits = np.packbits(live[~whole].repeat(block, axis=2), axis=-1).repeat(block, axis=1)
-    bits &= grid.full_bits(ids[~whole])
-    return BlockList.from_bits(grid, ids[~whole], bits, ids[whole])
 
 
 def read_layouts(block_mask: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

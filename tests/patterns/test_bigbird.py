@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,12 @@ def test_random_blocks_are_other_blocks_and_all_different(pattern):
             assert columns <= left and len(columns) == (few if row >= 0 else 0)
 
 
+def random_columns(pattern, length):
+    """The columns of the random blocks of every row."""
+    extra = pattern.to_mask(length) & ~replace(pattern, random_blocks=0).to_mask(length)
+    return [np.flatnonzero(row).tolist() for row in extra[:: pattern.block, :: pattern.block]]
+
+
 def splitmix64(number):
     """Word ``number`` of the generator seeded with 0, in Python's integers."""
     word = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
@@ -63,7 +70,7 @@ def test_the_generator_is_splitmix64():
 
 
 def test_random_blocks_are_the_same_on_every_machine():
-    blocks = bigbird(block=64, window_blocks=3, random_blocks=3, seed=7).bind(1024).blocks
+    columns = random_columns(bigbird(block=64, window_blocks=3, random_blocks=3, seed=7), 1024)
     for row in range(1, 16):
         left = [column for column in range(1, 16) if abs(column - row) > 1]
         drawn = set()
@@ -71,16 +78,15 @@ def test_random_blocks_are_the_same_on_every_machine():
             bound = len(left) - 3 + n
             value = splitmix64((splitmix64(7) + 3 * row + n) % 2**64) % (bound + 1)
             drawn.add(bound if value in drawn else value)
-        found = blocks.ids[blocks.ids // 16 == row] % 16
-        assert found.tolist() == sorted(left[value] for value in drawn)
+        assert columns[row] == sorted(left[value] for value in drawn)
 
 
 def test_random_blocks_are_spread_evenly():
-    blocks = bigbird(block=16, window_blocks=3, random_blocks=3).bind(16 * 512).blocks
-    drawn = np.bincount(blocks.ids % 512, minlength=512)
+    columns = random_columns(bigbird(block=2, window_blocks=3, random_blocks=3), 2 * 512)
+    drawn = np.bincount(sum(columns, []), minlength=512)
     assert drawn.sum() == 3 * 511 and drawn[1:].max() <= 14
-    other = bigbird(block=16, window_blocks=3, random_blocks=3, seed=1).bind(16 * 512).blocks
-    assert len(np.intersect1d(blocks.ids, other.ids)) < 40
+    other = random_columns(bigbird(block=2, window_blocks=3, random_blocks=3, seed=1), 2 * 512)
+    assert sum(len({*row} & {*found}) for row, found in zip(columns, other, strict=True)) < 40
 
 
 def test_bigbird_is_a_value_that_depends_on_the_length():
@@ -94,10 +100,11 @@ def test_bigbird_is_a_value_that_depends_on_the_length():
     assert_is(random.Random(1), (pattern & causal()).bind(30), mask)
 
 
-def test_a_million_tokens_are_one_entry_per_random_block():
+def test_a_million_tokens_are_one_piece_per_random_block():
     bound = bigbird(block=128, window_blocks=3, global_blocks=2, random_blocks=3).bind(2**20)
-    assert len(bound.pieces) <= 12 and len(bound.blocks.ids) == 3 * (2**13 - 2)
-    assert not len(bound.blocks.bits)
+    assert len(bound.pieces) <= 12 + 3 * (2**13 - 2) and bound.blocks is None
+    regular = bigbird(block=128, window_blocks=3, global_blocks=2, random_blocks=0).bind(2**20)
+    assert bound.num_pairs - regular.num_pairs == 3 * (2**13 - 2) * 128**2
 
 
 def test_no_more_blocks_are_drawn_than_there_are():
@@ -107,10 +114,9 @@ def test_no_more_blocks_are_drawn_than_there_are():
     assert bigbird(random_blocks=10**8).bind(0).num_pairs == 0
 
 
-def test_large_blocks_combine_as_blocks_of_128():
+def test_large_blocks_combine_exactly():
     pattern = bigbird(block=8192, window_blocks=0, global_blocks=0, random_blocks=2) & causal()
-    blocks = pattern.bind(65536).blocks
-    assert blocks.grid.block == 128 and len(blocks.bits) <= 512
+    assert len(pattern.bind(65536).pieces) <= 16
     mask = bigbird(block=300, random_blocks=1).to_mask(1000) & causal().to_mask(1000)
     combined = bigbird(block=300, random_blocks=1) & causal()
     assert_is(random.Random(2), combined.bind(1000), mask)

@@ -11,8 +11,6 @@ from brute_force import assert_is
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cqs.patterns import (
-    BlockList,
-    Grid,
     block_sparse,
     causal,
     fixed,
@@ -72,27 +70,12 @@ def test_block_layouts_are_what_they_mark(block):
         assert_is(rng, block_sparse(layout, block).bind(seqlen_q, seqlen_kv), mask)
 
 
-def test_lists_are_cut_along_any_grid():
-    rng = random.Random(9)
-    for _ in range(60):
-        shape = rng.randint(1, 90), rng.randint(1, 90)
-        mask = np.random.default_rng(rng.randrange(2**32)).random(shape) < 0.5
-        mask[: rng.randint(0, 90), : rng.randint(0, 90)] = True
-        whole = from_mask(mask).bind(*shape).blocks
-        grids = []
-        for _ in range(2):
-            block = rng.randint(1, 40)
-            grids.append(Grid(*shape, block, -rng.randrange(block)))
-        cut = [BlockList.from_strips(grid, whole.to_mask) for grid in grids]
-        assert cut[0].on(grids[1]) == cut[1]
-
-
 @pytest.mark.slow
 def test_large_blocks_are_cut_without_an_array_of_their_size():
     layout = block_sparse(np.ones((7, 7)), 10_000)
     blocks = (layout & causal()).bind(65536).blocks
-    assert blocks.grid.block == 128 and len(blocks.bits) == 512
-    assert blocks == BlockList.from_pieces(blocks.grid, causal().bind(65536).pieces)
+    assert len(blocks.bits) == 512
+    assert blocks == (block_sparse(np.ones((512, 512)), 128) & causal()).bind(65536).blocks
 
 
 @pytest.mark.slow
