@@ -1,9 +1,8 @@
-"""FlexAttention's interface: block masks become patterns, score functions run per rectangle."""
+"""FlexAttention's interface: block masks become patterns, PyTorch computes score functions."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +11,9 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from cqs.api import attention
 from cqs.arguments import with_advice
-from cqs.partial import AttentionOutput, Partial, lse_dtype
+from cqs.partial import AttentionOutput
 from cqs.patterns import from_block_mask
-from cqs.patterns.masks import read_layouts
-from cqs.problem import Problem, check_problem
+from cqs.problem import check_problem
 from cqs.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -46,10 +44,8 @@ def flex_attention(
     :func:`cqs.attention` computes its live pairs. To convert a mask once for many calls, use
     ``cqs.attention(..., pattern=from_block_mask(block_mask))``.
 
-    With a ``score_mod``, PyTorch's FlexAttention computes every rectangle of a task, compiled on a
-    GPU, and the partial outputs are merged. The function receives positions in the whole sequence;
-    tensors that it captures receive gradients. If partial outputs are merged, half-precision inputs
-    are converted to float32, which is slower on a GPU.
+    A call with a ``score_mod`` is not split into tasks: PyTorch's FlexAttention computes it in this
+    process, compiled on a GPU. Tensors that the function captures receive gradients.
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``; float64, float32, bfloat16 or float16,
@@ -64,10 +60,10 @@ def flex_attention(
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         enable_gqa: Whether ``num_heads`` may be a multiple of ``num_kv_heads``.
         return_lse: Whether to return the log-sum-exp as well.
-        num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
-        backend: Backend name, as in :func:`cqs.attention`. Not with a ``score_mod``.
-        executor: Executor, as in :func:`cqs.attention`. With a ``score_mod`` only this process
-            computes.
+        num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray). Must be
+            ``None`` with a ``score_mod``.
+        backend: Backend name, as in :func:`cqs.attention`. Must be ``None`` with a ``score_mod``.
+        executor: Executor, as in :func:`cqs.attention`. Must be ``None`` with a ``score_mod``.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype of ``query``. With
@@ -79,8 +75,8 @@ def flex_attention(
         ValueError: Shapes, dtypes or devices do not fit together; ``block_mask`` is for other
             lengths, batch or heads; or ``num_heads`` and ``num_kv_heads`` differ without
             ``enable_gqa``.
-        NotImplementedError: A ``score_mod`` is combined with a backend or an executor, or no
-            backend supports the call.
+        NotImplementedError: A ``score_mod`` is combined with ``num_tasks``, ``backend`` or
+            ``executor``, or no backend supports the call.
 
     Example:
         >>> from torch.nn.attention.flex_attention import create_block_mask
@@ -108,118 +104,32 @@ def flex_attention(
             executor=executor,
             return_lse=return_lse,
         )
-    if backend is not None or executor not in (None, "local"):
+    if not num_tasks is backend is executor is None:
         raise NotImplementedError(
-            f"backend and executor must be None with a score_mod, got {backend!r} and "
-            f"{executor!r}: FlexAttention computes it in this process"
+            "num_tasks, backend and executor must be None with a score_mod, which PyTorch's "
+            f"FlexAttention computes, got {num_tasks!r}, {backend!r} and {executor!r}"
         )
-    layouts = [] if block_mask is None else _read_layouts(block_mask, problem)
-    plan = problem.make_plan(1 if num_tasks is None else num_tasks)
-    rectangles = [
-        (step.queries, keys) for task in plan.tasks for step in task.steps for keys in step.keys
-    ]
-    operands: Sequence[Tensor] = problem.query, problem.key, problem.value
-    if sum(len(queries) for queries, _ in rectangles) > query.shape[2]:
-        # Queries have several partial outputs, which FlexAttention returns in the dtype of its
-        # inputs: half precision would round them, and their gradients, before they are merged.
-        operands = [each.to(lse_dtype(each.dtype)) for each in operands]
-    options = {
-        "scale": problem.scale,
-        "enable_gqa": query.shape[1] != key.shape[1],
-        "return_aux": torch_flex.AuxRequest(lse=True),
-        # TF32, where the program allows it, rounds probabilities more than half precision does.
-        "kernel_options": {"FLOAT32_PRECISION": "'ieee'"} if query.dtype.itemsize == 2 else {},
-    }
-    parts = []
-    for queries, keys in rectangles:
-        mask = None if block_mask is None else _cut(block_mask, layouts, queries, keys)
-        if mask is not None or block_mask is None:
-            found = _attend(operands, queries, keys, score_mod, block_mask=mask, **options)
-            parts.append((queries, found))
-    return _merge(problem, parts).to_result(return_lse)
-
-
-def _read_layouts(mask: "BlockMask", problem: Problem) -> list[Tensor]:
-    """Return the full and partial blocks of a block mask that fits the problem, or raise."""
-    if not isinstance(mask, torch_flex.BlockMask):
-        raise TypeError(f"block_mask must be a BlockMask, got {type(mask).__name__}")
-    lengths = problem.query.shape[2], problem.key.shape[2]
-    if tuple(mask.seq_lengths) != lengths:
-        raise ValueError(f"block_mask must be for lengths {lengths}, got {mask.seq_lengths}")
-    for name, number, of_mask in zip(
-        ("batch", "number of heads"), problem.query.shape[:2], mask.shape[:2], strict=True
-    ):
-        if of_mask not in (1, number):
-            raise ValueError(f"block_mask must be for a {name} of {number} or 1, got {of_mask}")
-    return [torch.from_numpy(each).to(mask.kv_indices.device) for each in read_layouts(mask)]
-
-
-def _cut(
-    mask: "BlockMask", layouts: Sequence[Tensor], queries: range, keys: range
-) -> "BlockMask | None":
-    """Return the block mask of a rectangle, ``None`` if all of it is masked out.
-
-    Args:
-        mask: The block mask of the whole sequence.
-        layouts: Its blocks without masked pairs, and its blocks in which the mask function decides,
-            bool ``[batch or 1, heads or 1, block rows, block columns]``.
-        queries: Positions of the queries.
-        keys: Positions of the keys.
-    """
-    sizes, inner = mask.BLOCK_SIZE, mask.mask_mod
-    rows, columns = (
-        slice(tokens.start // size, -(-tokens.stop // size))
-        for tokens, size in zip((queries, keys), sizes, strict=True)
+    if block_mask is not None:
+        if not isinstance(block_mask, torch_flex.BlockMask):
+            raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
+        batch, num_heads, *_ = problem.query.shape
+        if block_mask.shape[0] not in (1, batch) or block_mask.shape[1] not in (1, num_heads):
+            raise ValueError(
+                f"block_mask must be for a batch of 1 or {batch} and for 1 or {num_heads} heads, "
+                f"got shape {block_mask.shape}"
+            )
+    attend = _compiled() if query.is_cuda else _attend_eagerly
+    output, others = attend(
+        problem.query,
+        problem.key,
+        problem.value,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=problem.scale,
+        enable_gqa=enable_gqa,
+        return_aux=torch_flex.AuxRequest(lse=True),
     )
-    full, partial = layouts
-    if not (full | partial)[..., rows, columns].any():
-        return None
-    batch, heads = full.shape[:2]
-    first_query, first_key = _first(queries, full), _first(keys, full)
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q, k = q + first_query, k + first_key
-        block = b % batch, h % heads, q // sizes[0], k // sizes[1]
-        return full[block] | (partial[block] & inner(b, h, q, k))
-
-    shape = batch, heads, len(queries), len(keys)
-    return torch_flex.create_block_mask(mask_mod, *shape, device=full.device, BLOCK_SIZE=sizes)
-
-
-def _attend(
-    operands: Sequence[Tensor],
-    queries: range,
-    keys: range,
-    inner: Callable[..., Tensor],
-    **options: Any,
-) -> Partial:
-    """Compute the partial output of a rectangle.
-
-    Args:
-        operands: Query, key and value of the whole sequence.
-        queries: Positions of the queries.
-        keys: Positions of the keys.
-        inner: The score function, in positions of the whole sequence.
-        **options: Further arguments of PyTorch's FlexAttention.
-    """
-    first_query, first_key = (_first(tokens, operands[0]) for tokens in (queries, keys))
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return inner(score, b, h, q + first_query, k + first_key)
-
-    attend = _compiled() if operands[0].is_cuda else _attend_eagerly
-    # A copy, because torch.compile specialises code on a slice's storage offset.
-    tensors = (
-        tensor[:, :, tokens.start : tokens.stop].clone()
-        for tensor, tokens in zip(operands, (queries, keys, keys), strict=True)
-    )
-    output, others = attend(*tensors, score_mod=score_mod, **options)
-    return Partial(output, others.lse)
-
-
-def _first(tokens: range, like: Tensor) -> Tensor:
-    """Return the first position as a tensor: torch.compile would specialise on an integer."""
-    return torch.tensor(tokens.start, device=like.device)
+    return AttentionOutput(output, others.lse) if return_lse else output
 
 
 @cache
@@ -237,47 +147,3 @@ def _attend_eagerly(query: Tensor, key: Tensor, value: Tensor, **options: Any) -
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         return torch_flex.flex_attention(query, key, value, **options)
-
-
-def _merge(problem: Problem, parts: Sequence[tuple[range, Partial]]) -> Partial:
-    """Merge partial outputs in their order, with operations that autograd differentiates.
-
-    Args:
-        problem: The checked problem.
-        parts: Partial outputs over disjoint keys, each with its query rows.
-    """
-    edges = {0, problem.query.shape[2]}
-    edges |= {edge for queries, _ in parts for edge in (queries.start, queries.stop)}
-    merged = [_merge_rows(problem, parts, *rows) for rows in pairwise(sorted(edges))]
-    if not merged:
-        return problem.empty_answer()
-    return Partial(*(torch.cat(tensors, dim=2) for tensors in zip(*merged, strict=True)))
-
-
-def _merge_rows(
-    problem: Problem, parts: Sequence[tuple[range, Partial]], start: int, stop: int
-) -> Partial:
-    """Merge the query rows from ``start`` to ``stop``; each partial output has all or none of them.
-
-    The formulas are those of :class:`cqs.partial.RunningMerge`: ``output = sum(exp(lse_i - M) *
-    output_i) / S`` with ``M = max(lse_i)`` and ``S = sum(exp(lse_i - M))``.
-    """
-    shape = (*problem.query.shape[:2], stop - start)
-    found = [
-        [part[:, :, start - queries.start : stop - queries.start] for part in partial]
-        for queries, partial in parts
-        if queries.start <= start < queries.stop
-    ]
-    if not found:
-        lse = problem.query.new_full(shape, -torch.inf, dtype=lse_dtype(problem.query.dtype))
-        return Partial(problem.value.new_zeros((*shape, problem.value.shape[3])), lse)
-    outputs, lses = (torch.stack(tensors) for tensors in zip(*found, strict=True))
-    largest = lses.detach().amax(dim=0)
-    largest = largest.masked_fill(largest == -torch.inf, 0)
-    weights = torch.exp(lses - largest)
-    total = weights.sum(dim=0)
-    is_blind = total == 0
-    total = total.masked_fill(is_blind, 1)
-    output = ((weights / total).unsqueeze(-1) * outputs).sum(dim=0)
-    lse = (largest + total.log()).masked_fill(is_blind, -torch.inf)
-    return Partial(output.to(problem.query.dtype), lse)

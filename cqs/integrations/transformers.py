@@ -1,11 +1,9 @@
 """Hugging Face transformers: models with ``attn_implementation="cqs"``."""
 
-import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,10 +53,8 @@ def register(
     of a model that reads or changes the mask gets an ordinary boolean tensor. A query that sees no
     key, as in padding on the left, has output 0.
 
-    A model that does not use the interface, such as Falcon and BLOOM, raises ``ValueError`` when it
-    is built with the name; ``set_attn_implementation`` logs transformers' own warning and changes
-    nothing. A model that does not declare its support, such as the speech encoder of Granite
-    Speech, gives a warning: layers that do not use the interface keep their own attention.
+    Layers that do not use the interface, such as those of BLOOM, keep their own attention.
+    ``set_attn_implementation`` logs transformers' warning about a model without such layers.
 
     Unsupported arguments of a layer raise an error that names the layer when the model is called:
     capped or biased scores, attention sinks, sparse indices, a paged cache, and attention weights
@@ -77,7 +73,7 @@ def register(
         backend: Name of a backend; ``None`` selects one, see :func:`cqs.attention`.
 
     Raises:
-        ImportError: transformers is not installed, or too old to have the interface.
+        ImportError: transformers is not installed, or has no ``AttentionInterface``.
         ValueError: ``group`` is given together with ``executor`` or ``num_tasks``.
 
     Example:
@@ -88,7 +84,12 @@ def register(
         >>> BertModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
         torch.Size([1, 3, 32])
     """
-    attention_interface, mask_interface, dense_mask = _extension_points()
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        message = "transformers must be 5.4 or later: pip install 'transformers>=5.4'"
+        raise ImportError(message) from error
     check_backend_name(backend)
     compute: Callable[..., Any]
     if group is None:
@@ -100,84 +101,9 @@ def register(
             "executor and num_tasks must be None with a process group, "
             f"got {executor!r} and {num_tasks!r}"
         )
-    implementation = _Implementation(compute, dense_mask, group)
-    _check_models(name)
-    attention_interface.register(name, implementation.attend)
-    mask_interface.register(name, implementation.mask)
-
-
-def _extension_points() -> tuple[Any, Any, Any]:
-    """Return transformers' registries of attention and masks, and its function of dense masks."""
-    needed = "pip install 'transformers>=5.4'"
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(f"transformers is not installed: {needed}") from error
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
-
-        inspect.signature(sdpa_mask).bind_partial(q_offset=0)
-    except (ImportError, TypeError) as error:
-        raise ImportError(
-            f"transformers must have AttentionInterface and AttentionMaskInterface, got version "
-            f"{transformers.__version__}: {needed}"
-        ) from error
-    return AttentionInterface, AttentionMaskInterface, sdpa_mask
-
-
-_names: set[str] = set()
-"""The registered names."""
-
-
-def _check_models(name: str) -> None:
-    """Check every model that is built with a registered name, as transformers does for ``sdpa``.
-
-    Transformers checks its own names in a method of all models and accepts any other registered
-    name. The method is therefore wrapped, once for all names.
-    """
-    import transformers
-
-    base: Any = transformers.PreTrainedModel
-    if not _names:
-        check = base.get_correct_attn_implementation
-
-        @wraps(check)
-        def check_with_names(model: Any, requested: str | None, *args: Any, **options: Any) -> Any:
-            if requested in _names:
-                _check_model(model, requested)
-            return check(model, requested, *args, **options)
-
-        base.get_correct_attn_implementation = check_with_names
-    _names.add(name)
-
-
-def _check_model(model: Any, name: str) -> None:
-    """Raise for a model with its own attention; warn if some of its layers may have their own.
-
-    Args:
-        model: A model of transformers.
-        name: The requested ``attn_implementation``.
-
-    Raises:
-        ValueError: The code of the model does not use transformers' ``AttentionInterface``.
-    """
-    family = type(model).__name__
-    uses_interface = model._can_set_attn_implementation()
-    if not (uses_interface or model._supports_attention_backend):
-        others = "'eager' or 'sdpa'" if model._supports_sdpa else "'eager'"
-        raise ValueError(
-            f"attn_implementation must be {others} for {family}, got {name!r}: the model does not "
-            "use transformers' AttentionInterface"
-        )
-    declared = model._supports_attention_backend or model._supports_sdpa
-    if not (uses_interface and declared):
-        warnings.warn(
-            f"{family} does not declare that all of its layers support transformers' "
-            f"AttentionInterface: attn_implementation={name!r} applies to those that use it, the "
-            "others keep their own attention",
-            stacklevel=2,
-        )
+    implementation = _Implementation(compute, sdpa_mask, group)
+    AttentionInterface.register(name, implementation.attend)
+    AttentionMaskInterface.register(name, implementation.mask)
 
 
 @dataclass(frozen=True)
