@@ -35,7 +35,7 @@ class CallBackend(Backend):
     joins_calls = False
     """Whether calls of one shape are joined into a batched call."""
     least_keys = 1
-    """Fewest keys of a call that the kernels support."""
+    """Fewest keys of a call that the kernels support; the reference computes smaller calls."""
 
     def attend(self, operands: Operands) -> Partial:
         """Compute output and LSE of one call; no tensor may be empty.

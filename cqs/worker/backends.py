@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cqs.patterns import BoundPattern, Pattern
 from cqs.problem import Dropout
-from cqs.worker.backend import Backend, CallBackend
+from cqs.worker.backend import Backend
 from cqs.worker.cpu import CPU
 from cqs.worker.cudnn import CUDNN
 from cqs.worker.flash import FLASH
@@ -37,11 +37,6 @@ accumulates in a nondeterministic order.
 
 BEST_FOR_WHOLE_CALLS = ("cpu", "flash", "triton", "cudnn", "reference")
 """Names of all backends in the order of preference for work that is a single call."""
-
-BEST_FOR_CALLS = tuple(
-    name for name in BEST_FOR_WHOLE_CALLS if isinstance(BACKENDS[name], CallBackend)
-)
-"""Names of the backends for one call among several, in the order of preference."""
 
 
 def check_backend_name(backend: str | None) -> None:

@@ -11,17 +11,15 @@ from cqs.patterns import BoundPattern
 from cqs.problem import Dropout, Problem
 from cqs.scheduler import Step
 from cqs.worker.backend import Backend, CallBackend, TaskBackend
-from cqs.worker.backends import (
-    BACKENDS,
-    BEST_FOR_CALLS,
-    BEST_FOR_WHOLE_CALLS,
-    check_backend_name,
-    choose_backend,
-)
+from cqs.worker.backends import BACKENDS, BEST_FOR_WHOLE_CALLS, choose_backend
 from cqs.worker.calls import add_call_gradients, attend_call, attend_calls, lse_for_gradients
 from cqs.worker.held_tokens import HeldTokens, rows_of
 from cqs.worker.operands import Operands, TaskOperands
+from cqs.worker.reference import REFERENCE
 from cqs.worker.work import make_work
+
+_Call = tuple[range, tuple[range, ...], bool]
+"""Queries and key ranges that a backend computes at once, and whether they are a causal square."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,6 @@ class Worker:
     """Pattern that masks pairs of the steps, or ``None``."""
     chosen: Backend | None = None
     """What :meth:`choose_backend` has returned, if all steps are to use it."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if ``backend`` is not the name of a backend."""
-        if self.backend is not None:
-            check_backend_name(self.backend)
 
     @classmethod
     def of(
@@ -92,7 +85,11 @@ class Worker:
         return choose_backend(query, key, value, *options, _best_first(steps))
 
     def run_steps(
-        self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None
+        self,
+        steps: Sequence[Step],
+        *held: HeldTokens,
+        dtype: torch.dtype | None = None,
+        into: Partial | None = None,
     ) -> list[Partial]:
         """Compute the partial output of each of some steps.
 
@@ -101,6 +98,8 @@ class Worker:
             held: Query, key and value.
             dtype: Dtype of the outputs, if the backend supports a choice; ``None`` means that of
                 the query.
+            into: Tensors with a last stride of 1 to write to: the queries of each step, one step
+                after another. ``None`` means new ones.
 
         Returns:
             One partial output for each step, in their order.
@@ -113,14 +112,19 @@ class Worker:
             return []
         backend = self.chosen or self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
-            whole = backend.attend(self._task_operands(steps, held), dtype=dtype)
             lengths = [len(step.queries) for step in steps]
+            whole = backend.attend(self._task_operands(steps, held), dtype=dtype, into=into)
             return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
         assert isinstance(backend, CallBackend)
         if self.pattern is None:
-            return [self._run_step(backend, step, *held) for step in steps]
-        operands = self._task_operands(steps, held)
-        return [attend_calls(row, backend, operands) for row in operands.work.block_rows]
+            parts = [self._run_step(backend, step, held) for step in steps]
+        else:
+            operands = self._task_operands(steps, held)
+            parts = [attend_calls(row, backend, operands) for row in operands.work.block_rows]
+        if into is not None:
+            for target, found in zip(into, zip(*parts, strict=True), strict=True):
+                torch.cat(found, dim=2, out=target)
+        return parts
 
     def run_together(
         self,
@@ -153,29 +157,6 @@ class Worker:
         merge_rows(answer, list(zip(parts, rows, strict=True)))
         return answer
 
-    def run_into(self, answer: Partial, steps: Sequence[Step], *held: HeldTokens) -> None:
-        """Compute steps of any number of tasks and write their partial outputs to tensors.
-
-        Args:
-            answer: Output ``[batch, num_heads, rows, value_dim]`` and LSE ``[batch, num_heads,
-                rows]`` with a last stride of 1; written to. The rows are the queries of each step,
-                one step after another.
-            steps: The steps; no pair may be in two of them.
-            held: Query, key and value.
-        """
-        if not steps:
-            return
-        backend = self._choose_for(steps, held)
-        if isinstance(backend, TaskBackend):
-            backend.attend(self._task_operands(steps, held), into=answer)
-            return
-        first = 0
-        for step, part in zip(steps, self.run_steps(steps, *held), strict=True):
-            rows = slice(first, first + len(step.queries))
-            for target, found in zip(answer, part, strict=True):
-                target[:, :, rows].copy_(found)
-            first = rows.stop
-
     def run_backward(
         self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None
     ) -> Gradients:
@@ -198,22 +179,22 @@ class Worker:
             operands = self._task_operands(steps, held)
             return Gradients(*backend.differentiate(operands, *_join(*held[3:]), dtype=dtype))
         sums = lse_dtype(query.sample.dtype)
-        calls = [(step.queries, *call) for step in steps for call in _calls(step)]
-        seen = [((queries,), key_ranges) for queries, key_ranges, _ in calls]
+        calls = [call for step in steps for call in _calls(step)]
+        seen = [((queries,), keys) for queries, keys, _ in calls]
         if self.pattern is None and seen == [(query.ranges, key.ranges)]:  # nothing to add up
-            found = self._differentiate(backend, *calls[0], *held)
+            found = self._differentiate(backend, calls[0], held)
             return Gradients(*(gradient.to(dtype or sums) for gradient in found))
         gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
         if self.pattern is None:
-            for queries, key_ranges, is_causal in calls:
-                found = self._differentiate(backend, queries, key_ranges, is_causal, *held)
-                gradients.query[:, :, _slice(queries, query)] += found[0]
-                first = 0
-                for tokens in key_ranges:
-                    rows, part = _slice(tokens, key), slice(first, first + len(tokens))
-                    gradients.key[:, :, rows] += found[1][:, :, part]
-                    gradients.value[:, :, rows] += found[2][:, :, part]
-                    first += len(tokens)
+            for call in calls:
+                queries, keys, _ = call
+                of_query, *of_keys = self._differentiate(backend, call, held)
+                gradients.query[:, :, _slice(queries, query)] += of_query
+                parts = (part.split(list(map(len, keys)), dim=2) for part in of_keys)
+                for tokens, of_key, of_value in zip(keys, *parts, strict=True):
+                    rows = _slice(tokens, key)
+                    gradients.key[:, :, rows] += of_key
+                    gradients.value[:, :, rows] += of_value
         elif steps:
             assert isinstance(backend, CallBackend)
             operands, of_queries = self._task_operands(steps, held), _join(*held[3:])
@@ -255,70 +236,40 @@ class Worker:
         tensors = query.joined(), key.joined(), value.joined()
         return TaskOperands(*tensors, work, self.scale, dropout, bits)
 
-    def _run_step(
-        self,
-        backend: CallBackend,
-        step: Step,
-        query: HeldTokens,
-        key: HeldTokens,
-        value: HeldTokens,
-    ) -> Partial:
+    def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
-        rows, partials = query.take([step.queries]), []
+        partials = []
         square = () if step.causal_keys is None else (step.causal_keys,)
-        for key_ranges, is_causal in ((step.keys, False), (square, True)):
-            if key_ranges:
-                operands = self._operands(rows, step.queries, key_ranges, is_causal, key, value)
-                of_call = backend
-                if backend.least_keys > 1:
-                    of_call = self._backend_of_call(backend, operands)
-                partials.append(attend_call(of_call, operands))
+        for keys, is_causal in ((step.keys, False), (square, True)):
+            if keys:
+                call = step.queries, keys, is_causal
+                partials.append(attend_call(*self._operands(backend, call, held)))
         return partials[0] if len(partials) == 1 else merge_partials(partials)
 
     def _differentiate(
-        self,
-        backend: Backend,
-        queries: range,
-        key_ranges: Sequence[range],
-        is_causal: bool,
-        *held: HeldTokens,
+        self, backend: Backend, call: _Call, held: Sequence[HeldTokens]
     ) -> Sequence[Tensor]:
         """Compute the gradients of one call, for the tokens that it reads."""
         assert isinstance(backend, CallBackend)
-        query, key, value, *of_queries = held
-        rows = query.take([queries])
-        operands = self._operands(rows, queries, key_ranges, is_causal, key, value)
-        grad_output, output, lse = (each.take([queries]) for each in of_queries)
-        lse = lse_for_gradients(lse)
-        backend = self._backend_of_call(backend, operands)
-        return backend.differentiate(operands, grad_output, output, lse)
-
-    def _backend_of_call(self, backend: CallBackend, operands: Operands) -> CallBackend:
-        """Return the backend of a call that may have too few keys for the task's backend."""
-        query, key, value, *_ = operands
-        if key.shape[2] >= backend.least_keys:
-            return backend
-        tensors = query, key, value
-        found = choose_backend(*tensors, self.backend, self.dropout, best_first=BEST_FOR_CALLS)
-        assert isinstance(found, CallBackend)
-        return found
+        backend, operands = self._operands(backend, call, held)
+        grad_output, output, lse = (each.take([call[0]]) for each in held[3:])
+        return backend.differentiate(operands, grad_output, output, lse_for_gradients(lse))
 
     def _operands(
-        self,
-        query: Tensor,
-        queries: range,
-        keys: Sequence[range],
-        is_causal: bool,
-        key: HeldTokens,
-        value: HeldTokens,
-    ) -> Operands:
-        """Return the operands of one call: ``query`` has the rows ``queries``."""
+        self, backend: CallBackend, call: _Call, held: Sequence[HeldTokens]
+    ) -> tuple[CallBackend, Operands]:
+        """Return the backend and the operands of one call.
+
+        The reference computes a call with fewer keys than the task's backend supports.
+        """
+        queries, keys, is_causal = call
+        query, key, value = held[0].take([queries]), held[1].take(keys), held[2].take(keys)
         kept, keep_scale = None, 1.0
         if self.dropout is not None:
             kept = self.dropout.kept(self.dropout.random_bits(query, [queries], keys))
             keep_scale = self.dropout.scale
-        of_keys = key.take(keys), value.take(keys)
-        return Operands(query, *of_keys, is_causal, self.scale, None, kept, keep_scale)
+        operands = Operands(query, key, value, is_causal, self.scale, None, kept, keep_scale)
+        return backend if key.shape[2] >= backend.least_keys else REFERENCE, operands
 
 
 def _best_first(steps: Sequence[Step]) -> Iterable[str]:
@@ -327,10 +278,11 @@ def _best_first(steps: Sequence[Step]) -> Iterable[str]:
     return BEST_FOR_WHOLE_CALLS if is_one_call else BACKENDS
 
 
-def _calls(step: Step) -> list[tuple[tuple[range, ...], bool]]:
-    """Return the calls of a step: its key ranges, and whether they form a causal square."""
-    calls = [(step.keys, False)] if step.keys else []
-    return calls if step.causal_keys is None else [*calls, ((step.causal_keys,), True)]
+def _calls(step: Step) -> list[_Call]:
+    """Return the calls of a step: one for its keys, and one for its causal square."""
+    calls = [(step.queries, step.keys, False)] if step.keys else []
+    square = step.causal_keys
+    return calls if square is None else [*calls, (step.queries, (square,), True)]
 
 
 def _join(*held: HeldTokens) -> tuple[Tensor, ...]:

@@ -372,14 +372,14 @@ def error_beside_messages(group, case, cuts, options):
 
 def error_after_failure(group, case, cuts, options):
     """The same after a call that failed on all ranks with messages in flight."""
-    whole = Worker.run_together, Worker.run_into
+    whole = Worker.run_together, Worker.run_steps
 
     def fail(self, *arguments, **options):
-        Worker.run_together, Worker.run_into = whole
+        Worker.run_together, Worker.run_steps = whole
         raise torch.OutOfMemoryError("as if")
 
     tensors, *_ = shards_of(case.make(torch.float64), cuts, dist.get_rank(group))
-    Worker.run_together = Worker.run_into = fail
+    Worker.run_together = Worker.run_steps = fail
     with pytest.raises(torch.OutOfMemoryError):
         cqs.distributed.attention(*tensors, group=group, is_causal=case.is_causal, **options)
     return largest_error(group, case, cuts, options)

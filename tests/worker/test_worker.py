@@ -134,7 +134,7 @@ def test_results_are_the_same_wherever_they_are_written(case, backend, device):
             output.new_full((rows, *output.shape[:2], output.shape[3]), torch.nan).movedim(0, 2),
             lse.new_full((rows, *lse.shape[:2]), torch.nan).movedim(0, 2),
         )
-        worker.run_into(places, task.steps, *held)
+        worker.run_steps(task.steps, *held, into=places)
         for place, found in zip(places, zip(*expected, strict=True), strict=True):
             assert torch.equal(place, torch.cat(found, dim=2))
         together = worker.run_together(task.steps, *held)

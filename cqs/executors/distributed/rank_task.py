@@ -231,7 +231,7 @@ class ChunkTask:
         """Write the results of the received queries to ``results``."""
         query = HeldTokens.packed(self.held[0], self.layout.of_queries.held)
         steps = self.layout.away_steps
-        self.worker.run_into(results, steps, query, *self._held_keys(steps))
+        self.worker.run_steps(steps, query, *self._held_keys(steps), into=results)
 
     def compute_gradients(self, *of_queries: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the held tokens, in the dtype of the query.

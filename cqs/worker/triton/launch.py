@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,6 @@ from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
     TILE_ROW_STOP,
-    Launch,
     Steps,
     key_launches,
     make_tile_list,
@@ -108,7 +108,7 @@ def attend_block_rows(
         _launch(kernel, operands, tiles, lists, batch * num_heads, tensors, numbers, sizes)
         return answer
 
-    all_lists = _query_lists(query.device, work, tiles.rows, tiles.block, packed=not is_united)
+    all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, packed=not is_united)
     answer = into or new(dtype)
     if len(all_lists) == 1:
         return launch(all_lists[0], answer)
@@ -149,20 +149,14 @@ def gradients_of_block_rows(
     statistics = _row_statistics(grad_output, output, lse)
     tiles = _choose_tiles(operands, is_backward=True)
 
-    def compute(
-        kernel: Any,
-        all_lists: list[_Lists],
-        likes: tuple[Tensor, ...],
-        sizes: tuple[int, ...],
-    ) -> Sequence[Tensor]:
-        """Compute the gradients of ``likes``: the query, or the key and the value.
-
-        Args:
-            kernel: The kernel to launch.
-            all_lists: The launches, whose tiles are rows of ``likes``.
-            likes: The tensors whose gradients are computed.
-            sizes: The kernel's arguments from ``num_heads`` to the dimensions.
-        """
+    def compute(likes: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Compute the gradients of ``likes``: the query, or the key and the value."""
+        tiles_are_keys = len(likes) == 2
+        kernel = _GRADIENT_KERNELS[tiles.on_hopper, tiles_are_keys]
+        all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, of_keys=tiles_are_keys)
+        sizes = num_heads, num_queries, head_dim
+        if tiles_are_keys:
+            sizes = num_heads, num_queries, num_keys, head_dim, value_dim
         num_tile_heads, num_rows = likes[0].shape[1:3]
         # Several launches add up, which is done in float32.
         of_targets = dtype or torch.float32 if len(all_lists) == 1 else torch.float32
@@ -170,7 +164,6 @@ def gradients_of_block_rows(
         if into is None and (not all_lists or all_lists[0].num_rows < num_rows):
             for target in targets:
                 target.zero_()
-        tiles_are_keys = len(likes) == 2
         rows_q, rows_k = tiles.rows, tiles.block
         if tiles_are_keys:
             rows_q, rows_k = rows_k, rows_q
@@ -196,23 +189,18 @@ def gradients_of_block_rows(
             _launch(kernel, operands, tiles, lists, heads, tensors, numbers, options)
         return into or [target.to(dtype or torch.float32) for target in targets]
 
-    gradients: list[Tensor] = []
-    list_arguments = query.device, work, tiles.rows, tiles.block
-    if into is None or len(into) == 1:
-        gradients += compute(
-            query_gradients_on_hopper if tiles.on_hopper else query_gradients,
-            _query_lists(*list_arguments),
-            (query,),
-            (num_heads, num_queries, head_dim),
-        )
-    if into is None or len(into) == 2:
-        gradients += compute(
-            key_gradients_on_hopper if tiles.on_hopper else key_gradients,
-            _key_lists(*list_arguments),
-            (key, value),
-            (num_heads, num_queries, num_keys, head_dim, value_dim),
-        )
-    return gradients
+    sides: list[tuple[Tensor, ...]] = [(query,), (key, value)]
+    found = [compute(likes) for likes in sides if into is None or len(into) == len(likes)]
+    return list(chain.from_iterable(found))
+
+
+_GRADIENT_KERNELS = {
+    (False, False): query_gradients,
+    (False, True): key_gradients,
+    (True, False): query_gradients_on_hopper,
+    (True, True): key_gradients_on_hopper,
+}
+"""The backward kernels, by GPU (Hopper or other) and side of the tiles (keys or queries)."""
 
 
 class _Tiles(NamedTuple):
@@ -338,24 +326,18 @@ class _Lists(NamedTuple):
 
 
 @cached_on_device
-def _query_lists(
-    device: torch.device, work: Work, tile_rows: int, block: int, *, packed: bool = False
-) -> list[_Lists]:
-    """Return the launches whose tiles are of queries; see ``query_launches`` in tiles.py."""
-    return _make_lists(device, query_launches(work, packed=packed), tile_rows, block)
-
-
-@cached_on_device
-def _key_lists(device: torch.device, work: Work, tile_rows: int, block: int) -> list[_Lists]:
-    """Return the launches whose tiles are of keys; see ``key_launches`` in tiles.py."""
-    return _make_lists(device, key_launches(work), tile_rows, block)
-
-
 def _make_lists(
-    device: torch.device, launches: list[Launch], tile_rows: int, block: int
+    device: torch.device,
+    work: Work,
+    tile_rows: int,
+    block: int,
+    *,
+    of_keys: bool = False,
+    packed: bool = False,
 ) -> list[_Lists]:
+    """Return the launches whose tiles are of queries, or of keys; see tiles.py."""
     lists = []
-    for launch in launches:
+    for launch in key_launches(work) if of_keys else query_launches(work, packed=packed):
         found = make_tile_list(launch, tile_rows, block)
         num_rows = int((found.tiles[:, TILE_ROW_STOP] - found.tiles[:, TILE_ROW_START]).sum())
         has_bits = len(launch.mask_bits) > 0
