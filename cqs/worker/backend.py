@@ -1,8 +1,8 @@
 """What a backend is: one kind of kernels that compute attention on one device."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from cqs.partial import Partial
@@ -82,26 +82,12 @@ class TaskBackend(Backend):
 
     supports_dropout = supports_patterns = True
 
-    def attend(
-        self,
-        operands: TaskOperands,
-        *,
-        is_united: bool = False,
-        dtype: torch.dtype | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def attend(self, operands: TaskOperands, **options: Any) -> Partial:
         """Compute partial outputs; see :func:`cqs.worker.triton.launch.attend_block_rows`."""
         raise NotImplementedError
 
     def differentiate(
-        self,
-        operands: TaskOperands,
-        grad_output: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        into: Sequence[Tensor] | None = None,
+        self, operands: TaskOperands, *of_queries: Tensor, **options: Any
     ) -> Sequence[Tensor]:
         """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_block_rows`."""
         raise NotImplementedError

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,17 +114,22 @@ class Call(NamedTuple):
         return torch.from_numpy(self.view.to_mask()).to(device)
 
 
-def make_calls(views: Iterable[View], *, in_batches: bool) -> list[Call]:
-    """Cut views into calls.
+def make_calls(block_row: BlockRow, backend: CallBackend) -> Iterator[tuple[Call, bool]]:
+    """Yield the calls of a block row, and whether each is the first of all its query rows.
 
-    Args:
-        views: Views of the score matrix; no pair may be in two of them.
-        in_batches: Whether to join calls of one shape. If False, every view without bits is cut
-            into strips, and no call is causal.
+    Calls of one shape are joined if the backend supports it. Otherwise every view without bits is
+    cut into strips, and no call is causal.
     """
-    if in_batches:
-        return list(_join(call for view in views for call in _cut(view)))
-    return [call for view in views for call in _strips(view)]
+    if backend.joins_calls:
+        calls = list(_join(call for view in block_row.views for call in _cut(view)))
+    else:
+        calls = [call for view in block_row.views for call in _strips(view)]
+    has_result = np.zeros(len(block_row.queries), dtype=bool)
+    for call in calls:
+        queries = call.view.moved(-block_row.queries.start, 0).queries
+        rows = np.array(queries) + call.stride * np.arange(call.number)[:, None]
+        yield call, not has_result[rows].any()
+        has_result[rows] = True
 
 
 def attend_call(backend: CallBackend, operands: Operands) -> Partial:
@@ -155,11 +161,8 @@ def attend_calls(block_row: BlockRow, backend: CallBackend, operands: TaskOperan
         query.new_zeros((*shape, value.shape[-1]), dtype=dtype),
         query.new_full(shape, -torch.inf, dtype=dtype),
     )
-    has_result = torch.zeros(1, 1, len(block_row.queries), dtype=torch.bool)
-    for call in make_calls(block_row.views, in_batches=backend.joins_calls):
+    for call, is_first in make_calls(block_row, backend):
         of_call = _with_options(operands, call)
-        marks = call.of_queries(has_result, _FIRST if call.number > 1 else None, first)
-        is_first = not marks.any()
         for place in call.places(batch, num_heads // key.shape[1]):
             found = attend_call(backend, call.operands(of_call, place))
             rows = Partial(*(call.of_queries(part, place, first) for part in answer))
@@ -167,7 +170,6 @@ def attend_calls(block_row: BlockRow, backend: CallBackend, operands: TaskOperan
                 found = merge_partials([rows, Partial(found.output.to(dtype), found.lse)])
             for target, part in zip(rows, found, strict=True):
                 target.copy_(part)
-        marks.fill_(True)
     return Partial(answer.output.to(query.dtype), answer.lse)
 
 
@@ -193,7 +195,7 @@ def add_call_gradients(
     """
     lse = lse_for_gradients(lse)
     batch, num_heads, _, _ = operands.query.shape
-    for call in make_calls(block_row.views, in_batches=backend.joins_calls):
+    for call, _ in make_calls(block_row, backend):
         of_call = _with_options(operands, call)
         for place in call.places(batch, num_heads // operands.key.shape[1]):
             of_queries = (call.of_queries(each, place) for each in (grad_output, output, lse))
@@ -240,9 +242,6 @@ def lse_for_gradients(lse: Tensor) -> Tensor:
     score of +inf have +inf, which becomes NaN: their probabilities are NaN, as in PyTorch.
     """
     return lse.nan_to_num(nan=torch.nan, posinf=torch.nan, neginf=torch.inf)
-
-
-_FIRST = _Place(0, 0, 1)
 
 
 def _with_options(operands: TaskOperands, call: Call) -> Operands:

@@ -20,7 +20,7 @@ _BLOCK = 32
 _LEAST_ROWS = 4
 """Fewest rows of a block: with fewer, MKL accumulates all keys in sequence and errors are ten times
 as large."""
-LEAST_COLUMNS = 16
+_LEAST_COLUMNS = 16
 """Fewest columns: with 2 to 9 columns, MKL accumulates all keys in sequence too."""
 
 
@@ -55,7 +55,7 @@ class _Cpu(CallBackend):
         padded, positive_scale = query, scale
         if scale < MIN_SCALE:
             padded, positive_scale = with_positive_scale(query, scale)
-        num_padding, num_columns = padding_rows(num_queries), max(LEAST_COLUMNS - head_dim, 0)
+        num_padding, num_columns = _padding_rows(num_queries), max(_LEAST_COLUMNS - head_dim, 0)
         if num_padding or num_columns:
             padded = _pad(padded, num_padding, num_columns)
             key, value = _pad(key, 0, num_columns), _pad(value, 0, num_columns)
@@ -91,21 +91,20 @@ class _Cpu(CallBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, is_causal, scale, visible, *_ = operands
         num_queries = query.shape[2]
-        num_padding = padding_rows(num_queries)
+        num_padding = _padding_rows(num_queries)
         positive_query, positive_scale = with_positive_scale(query, scale)
         if visible is not None:  # NaN in a query without a live pair must not reach the keys
             positive_query = positive_query.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
         of_queries = [_pad(each, num_padding) for each in (grad_output, positive_query, output)]
         padded_grad, padded_query, padded_output = with_adjacent_columns(*of_queries)
+        padded_lse = _pad(lse.unsqueeze(-1), num_padding, value=torch.inf)  # P = exp(s - lse) = 0
         grad_query, grad_key, grad_value = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 padded_grad,
                 padded_query,
                 *with_adjacent_columns(key, value),
                 padded_output,
-                _pad(lse.unsqueeze(-1), num_padding, value=torch.inf).squeeze(
-                    -1
-                ),  # P = exp(s - lse) = 0
+                padded_lse.squeeze(-1),
                 0.0,
                 is_causal,
                 attn_mask=None if visible is None else _addend(visible, query, num_padding),
@@ -118,7 +117,7 @@ class _Cpu(CallBackend):
 CPU = _Cpu()
 
 
-def padding_rows(num_queries: int) -> int:
+def _padding_rows(num_queries: int) -> int:
     """Return how many rows to append to the queries so that no block has too few."""
     last_block = num_queries % _BLOCK
     return max(_LEAST_ROWS - last_block, 0) if last_block else 0

@@ -1,7 +1,5 @@
 """Backend ``cudnn``: cuDNN's fused attention, through the operator that returns its LSE."""
 
-import warnings
-
 import torch
 from torch import Tensor
 
@@ -31,6 +29,8 @@ class _Cudnn(CallBackend):
             return "requires more than one key, got 1"
         if not torch.backends.cudnn.is_available():
             return "requires a PyTorch built with cuDNN"
+        if torch.are_deterministic_algorithms_enabled():
+            return "requires torch.use_deterministic_algorithms(False): its gradients differ by run"
         if (capability := torch.cuda.get_device_capability(query.device)) < (8, 0):
             return f"requires compute capability 8.0 or later, got {capability[0]}.{capability[1]}"
         return None
@@ -52,7 +52,6 @@ class _Cudnn(CallBackend):
     def differentiate(
         self, operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        _check_is_allowed()
         query, key, value, is_causal, scale, *_ = operands
         positive_query, positive_scale = with_positive_scale(query, scale)
         # Where a row of the output is -inf, the kernel gives finite gradients to keys of other
@@ -76,19 +75,6 @@ class _Cudnn(CallBackend):
             )
         )
         return with_sign_of(scale, grad_query), grad_key, grad_value
-
-
-def _check_is_allowed() -> None:
-    """Raise RuntimeError, or warn, if :func:`torch.use_deterministic_algorithms` asks for it."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return
-    message = (
-        "backend 'cudnn' has no deterministic gradients, and torch.use_deterministic_algorithms is "
-        "set: all other backends are deterministic"
-    )
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise RuntimeError(message)
-    warnings.warn(message, stacklevel=2)
 
 
 CUDNN = _Cudnn()

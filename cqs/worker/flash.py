@@ -42,13 +42,7 @@ class _Flash(CallBackend):
             return reason
         if (capability := torch.cuda.get_device_capability(query.device))[0] != 9:
             return f"requires compute capability 9.x, got {capability[0]}.{capability[1]}"
-        if (version := _installed_version()) is None:
-            return "requires the package flash-attn-4, which is not installed"
-        if version not in _VERSIONS:
-            return f"requires flash-attn-4 from {_VERSIONS[0]} to {_VERSIONS[-1]}, got {version}"
-        if error := _import_error():
-            return f"requires flash-attn-4, which cannot be imported: {error}"
-        return None
+        return _why_not_importable()
 
     def attend(self, operands: Operands) -> Partial:
         from flash_attn.cute.interface import _flash_attn_fwd
@@ -149,20 +143,19 @@ def _gradients(
 
 
 @cache
-def _import_error() -> str | None:
+def _why_not_importable() -> str | None:
+    """Return why the package cannot be used, or None if it can."""
+    try:
+        version = metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return "requires the package flash-attn-4, which is not installed"
+    if version not in _VERSIONS:
+        return f"requires flash-attn-4 from {_VERSIONS[0]} to {_VERSIONS[-1]}, got {version}"
     try:
         import flash_attn.cute.interface  # noqa: F401
     except Exception as error:  # its compiler inspects the machine and may raise anything
-        return repr(error)
+        return f"requires flash-attn-4, which cannot be imported: {error!r}"
     return None
-
-
-@cache
-def _installed_version() -> str | None:
-    try:
-        return metadata.version("flash-attn-4")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 FLASH = _Flash()

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.autograd.profiler import profile
 
 from cqs.partial import SUM_BLOCK
@@ -17,7 +15,6 @@ from cqs.scheduler import AttentionShape, Task, TaskCost, predict_cost
 from cqs.worker.backend import CallBackend
 from cqs.worker.backends import BACKENDS
 from cqs.worker.calls import Call, make_calls
-from cqs.worker.cpu import LEAST_COLUMNS, padding_rows
 from cqs.worker.triton.tiles import make_tile_list, query_launches
 from cqs.worker.work import BlockRow, Work, make_work
 
@@ -116,46 +113,25 @@ def _bytes_of_block_row(block_row: BlockRow, shape: AttentionShape, backend: Cal
 
     While a call computes, what the one before returned is still there.
     """
-    has_result = np.zeros(len(block_row.queries), dtype=bool)
     before = peak = 0
-    for call in make_calls(block_row.views, in_batches=backend.joins_calls):
-        is_first = not _mark(has_result, call, block_row.queries.start)
-        rows = shape.batch * shape.num_heads * len(call.view.queries)
-        num_calls = 1
+    for call, is_first in make_calls(block_row, backend):
+        rows, num_calls = shape.batch * shape.num_heads * len(call.view.queries), 1
         if call.number > 1:
             num_calls = shape.batch * shape.num_heads // shape.kv_heads
             rows = rows // num_calls * call.number
         computing, found = _bytes_of_call(call, rows, shape, backend.name)
-        sums = rows * shape.value_columns * shape.sum_itemsize
-        lse = rows * shape.sum_itemsize
-        for _ in range(num_calls):
+        peak, before = max(peak, before + computing), found
+        if not is_first:
+            sums, lse = rows * shape.value_columns * shape.sum_itemsize, rows * shape.sum_itemsize
+            converted = sums * shape.sums_apart
+            peak = max(peak, found + converted + sums + _LSES_OF_A_MERGE * lse)
+            before = sums + lse
+        if num_calls > 1:
             peak = max(peak, before + computing)
-            before = found
-            if not is_first:
-                converted = sums * shape.sums_apart
-                peak = max(peak, found + converted + sums + _LSES_OF_A_MERGE * lse)
-                before = sums + lse
     rows = shape.batch * shape.num_heads * len(block_row.queries)
     if shape.sums_apart:
         peak = max(peak, rows * shape.value_columns * shape.itemsize)
     return rows * (shape.value_columns + 1) * shape.sum_itemsize + peak
-
-
-def _mark(has_result: NDArray[np.bool_], call: Call, first: int) -> bool:
-    """Mark the query rows of a call, and return whether one was marked before.
-
-    Args:
-        has_result: Marks of the rows, bool ``[rows]``; written to.
-        call: The call.
-        first: Row number, in the call's coordinates, of mark 0.
-    """
-    marked = False
-    for i in range(call.number):
-        tokens = call.view.moved(i * call.stride - first, 0).queries
-        rows = has_result[tokens.start : tokens.stop : tokens.step]
-        marked |= bool(rows.any())
-        rows[:] = True
-    return marked
 
 
 def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -> tuple[int, int]:
@@ -174,7 +150,7 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     found = output + lse
     if backend != "reference":  # the mask: twice as bool, and once as an additive mask
         mask = (2 + shape.itemsize) * area * has_mask
-        return mask + found + lse * has_mask + _bytes_of_padding(call, rows, shape), found
+        return mask + found + lse * has_mask, found
 
     size, width = shape.sum_itemsize, shape.batch * shape.kv_heads
     is_repeated = 1 < width < shape.batch * shape.num_heads  # a single one need not be copied
@@ -187,19 +163,6 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     converted, added = key_rows * shape.value_columns * size, sums * (num_keys > SUM_BLOCK)
     weighing = 2 * scores + lse + max(sums + max(converted, added), dropout_mask)
     return area * has_mask + dropout_mask + max(scoring, weighing, sums + found), found
-
-
-def _bytes_of_padding(call: Call, rows: int, shape: AttentionShape) -> int:
-    """Return the bytes of the padded operands and the padded output of a call of the CPU kernel."""
-    num_queries = len(call.view.queries)
-    num_padding = padding_rows(num_queries)
-    if not num_padding and shape.head_dim >= LEAST_COLUMNS:
-        return 0
-    columns = max(shape.head_dim, LEAST_COLUMNS)
-    padded_rows = rows // num_queries * (num_queries + num_padding)
-    key_rows = shape.batch * shape.kv_heads * len(call.view.keys)
-    is_narrow = shape.head_dim < LEAST_COLUMNS
-    return 2 * (padded_rows + key_rows * is_narrow) * columns * shape.itemsize
 
 
 def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:

@@ -207,14 +207,13 @@ def test_the_best_backend_that_can_is_chosen(hopper, tensor, best):
 
 def test_flash_is_the_best_for_work_that_is_one_call(hopper):
     tensor = TensorLike()
-    hopper.setattr("cqs.worker.flash._installed_version", lambda: "4.0.0b36")
-    hopper.setattr("cqs.worker.flash._import_error", lambda: None)
+    hopper.setattr("cqs.worker.flash._why_not_importable", lambda: None)
     whole, part = (make_plan(100, num_tasks=w).task(0).steps for w in (1, 7))
     assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole).name == "flash"
     assert Worker(1.0).choose_backend(tensor, tensor, tensor, part).name == "triton"
     dropping = Worker(1.0, dropout=Dropout(0.5, 1))
     assert dropping.choose_backend(tensor, tensor, tensor, whole).name == "triton"
-    hopper.setattr("cqs.worker.flash._installed_version", lambda: None)
+    hopper.setattr("cqs.worker.flash._why_not_importable", lambda: "requires the package")
     assert Worker(1.0).choose_backend(tensor, tensor, tensor, whole).name == "triton"
 
 
@@ -267,12 +266,13 @@ def test_one_message_names_the_reasons_of_all(hopper):
     assert message.endswith("'reference' supports them")
 
 
-def test_cudnn_has_no_gradients_where_deterministic_algorithms_are_required():
-    operands, rest = Operands(*[torch.ones(1, 1, 8, 8)] * 3, False, 1.0), [torch.ones(1)] * 3
+def test_cudnn_is_declined_where_deterministic_algorithms_are_required(hopper):
+    tensor = TensorLike()
+    assert BACKENDS["cudnn"].why_not(tensor, tensor, tensor) is None
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(RuntimeError, match="backend 'cudnn'"):
-            BACKENDS["cudnn"].differentiate(operands, *rest)
+        reason = BACKENDS["cudnn"].why_not(tensor, tensor, tensor)
+        assert "requires torch.use_deterministic_algorithms(False)" in reason
     finally:
         torch.use_deterministic_algorithms(False)
 

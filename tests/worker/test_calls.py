@@ -7,7 +7,8 @@ import pytest
 
 from cqs.patterns.piece import FAR
 from cqs.patterns.views import View
-from cqs.worker import calls
+from cqs.worker import CallBackend, calls
+from cqs.worker.work import BlockRow
 
 
 def random_view(generator):
@@ -23,6 +24,13 @@ def random_view(generator):
     return View(queries, keys, low, high)
 
 
+def make_calls(view, joins_calls):
+    backend = CallBackend()
+    backend.joins_calls = joins_calls
+    queries = range(view.queries.start, view.queries.stop)
+    return [call for call, _ in calls.make_calls(BlockRow(queries, (view,)), backend)]
+
+
 @pytest.mark.parametrize("in_batches", [False, True])
 def test_calls_have_every_pair_of_a_view_once(monkeypatch, in_batches):
     monkeypatch.setattr(calls, "_LEAST_SQUARE", 2)
@@ -34,7 +42,7 @@ def test_calls_have_every_pair_of_a_view_once(monkeypatch, in_batches):
         view = random_view(generator)
         counts, expected = np.zeros((2, 70, 90), int)
         expected[np.ix_(view.queries, view.keys)] = view.to_mask()
-        for call in calls.make_calls([view], in_batches=in_batches):
+        for call in make_calls(view, in_batches):
             kinds.add((call.is_causal, call.view.is_full, call.number > 1))
             for i in range(call.number):
                 part = call.view.moved(i * call.stride, i * call.stride)
@@ -48,7 +56,7 @@ def test_calls_have_every_pair_of_a_view_once(monkeypatch, in_batches):
 
 def test_a_window_is_few_calls():
     view = View(range(4096), range(4096), -500, 500)
-    found = calls.make_calls([view], in_batches=True)
+    found = make_calls(view, True)
     assert sum(call.is_causal for call in found) == 1
     assert max(call.number for call in found) > 90
     assert len(found) < 25
@@ -57,5 +65,5 @@ def test_a_window_is_few_calls():
 @pytest.mark.parametrize("high", [FAR, 0, 9])
 def test_calls_on_their_own_are_small(high):
     view = View(range(5000), range(5000), -FAR, high)
-    found = calls.make_calls([view], in_batches=False)
+    found = make_calls(view, False)
     assert max(len(call.view.queries) * len(call.view.keys) for call in found) <= 2**20

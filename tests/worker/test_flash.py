@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -301,8 +301,7 @@ def tensor_like(**changes):
 def sound(monkeypatch):
     """A Hopper GPU and the package, as far as anyone tells."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_installed_version", lambda: "4.0.0b36")
-    monkeypatch.setattr(flash, "_import_error", lambda: None)
+    monkeypatch.setattr(flash, "_why_not_importable", lambda: None)
     return monkeypatch
 
 
@@ -353,29 +352,26 @@ def test_other_gpus_are_declined(sound, capability):
         (None, "requires the package flash-attn-4, which is not installed"),
     ],
 )
-def test_only_versions_that_were_read_are_called(sound, version, reason):
-    sound.setattr(flash, "_installed_version", lambda: version)
-    assert FLASH.why_not(*[tensor_like()] * 3) == reason
+def test_only_versions_that_were_read_are_called(monkeypatch, version, reason):
+    def find(name):
+        if version is None:
+            raise flash.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(flash.metadata, "version", find)
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert flash._why_not_importable.__wrapped__() == reason
 
 
 def test_a_package_that_cannot_be_imported_is_declined(sound):
     sound.undo()
     sound.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    sound.setattr(flash, "_installed_version", lambda: "4.0.0b36")
+    sound.setattr(flash.metadata, "version", lambda name: "4.0.0b36")
     sound.setitem(sys.modules, "flash_attn", None)
-    flash._import_error.cache_clear()
+    flash._why_not_importable.cache_clear()
     assert "cannot be imported: ModuleNotFoundError" in FLASH.why_not(*[tensor_like()] * 3)
-    flash._import_error.cache_clear()
-
-
-def test_a_package_that_is_not_there_has_no_version(monkeypatch):
-    def missing(name):
-        raise flash.metadata.PackageNotFoundError(name)
-
-    flash._installed_version.cache_clear()
-    monkeypatch.setattr(flash.metadata, "version", missing)
-    assert flash._installed_version() is None
-    flash._installed_version.cache_clear()
+    flash._why_not_importable.cache_clear()
 
 
 @pytest.mark.slow
