@@ -58,7 +58,8 @@ def flex_attention(
             the modified score.
         block_mask: A mask made by ``create_block_mask`` for these lengths.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-        enable_gqa: Whether ``num_heads`` may be a multiple of ``num_kv_heads``.
+        enable_gqa: Whether ``num_heads`` may be a multiple of ``num_kv_heads``; always allowed
+            without a ``score_mod``.
         return_lse: Whether to return the log-sum-exp as well.
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray). Must be
             ``None`` with a ``score_mod``.
@@ -72,9 +73,8 @@ def flex_attention(
 
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
-        ValueError: Shapes, dtypes or devices do not fit together; ``block_mask`` is for other
-            lengths, batch or heads; or ``num_heads`` and ``num_kv_heads`` differ without
-            ``enable_gqa``.
+        ValueError: Shapes, dtypes or devices do not fit together, or ``block_mask`` is for other
+            lengths, batch or heads.
         NotImplementedError: A ``score_mod`` is combined with ``num_tasks``, ``backend`` or
             ``executor``, or no backend supports the call.
 
@@ -87,11 +87,6 @@ def flex_attention(
         True
     """
     problem = check_problem(query, key, value, scale=scale)
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"enable_gqa must be True for {query.shape[1]} query heads and {key.shape[1]} KV "
-            "heads, got False"
-        )
     if score_mod is None:
         return attention(
             query,

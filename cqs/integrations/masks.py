@@ -244,12 +244,9 @@ def of_group(
             )
     batch, length = visible.shape
     request = {"call": "a mask", "pattern": pattern, "batch": batch}
-    # Padding is a few runs, so ranks exchange the places at which the flags change.
-    changes = np.flatnonzero(np.diff(visible.ravel() != 0, prepend=False)).tolist()
-    parts = []
-    for num_keys, *places in gather(group, request, [length, *changes]):
-        has_changed = np.zeros(batch * num_keys, dtype=bool)
-        has_changed[places] = True
-        parts.append(np.logical_xor.accumulate(has_changed).reshape(batch, num_keys))
-    visible = np.concatenate(parts, axis=1)
+    parts = [
+        np.unpackbits(np.array(packed, np.uint8), count=batch * num_keys).reshape(batch, num_keys)
+        for num_keys, *packed in gather(group, request, [length, *np.packbits(visible).tolist()])
+    ]
+    visible = np.concatenate(parts, axis=1).astype(bool)
     return pattern if visible.all() else pattern & of_padding(visible)

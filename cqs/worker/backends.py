@@ -68,7 +68,7 @@ def choose_backend(
     Raises:
         ValueError: ``backend`` is not the name of a backend.
         NotImplementedError: The named backend does not support the tensors or options. The message
-            gives the reason for every backend.
+            gives the reason.
     """
 
     def why_not(found: Backend) -> str | None:
@@ -81,9 +81,9 @@ def choose_backend(
     if backend is not None:
         check_backend_name(backend)
     for name in best_first if backend is None else [backend]:
-        if not why_not(BACKENDS[name]):
+        reason = why_not(BACKENDS[name])
+        if reason is None:
             return BACKENDS[name]
-    reasons = {name: why_not(found) for name, found in BACKENDS.items()}
-    declined = f"backend {backend!r} {reasons.pop(str(backend))}"
-    others = (f"{name!r} {reason or 'supports them'}" for name, reason in reasons.items())
-    raise NotImplementedError("; ".join([declined, *others]))
+    raise NotImplementedError(
+        f"backend {backend!r} {reason}: backend=None chooses one that supports the call"
+    )

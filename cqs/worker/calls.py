@@ -43,12 +43,8 @@ _LEAST_SQUARE = 64
 """Fewest rows of a causal square that gets a call of its own."""
 
 
-class _Place(NamedTuple):
-    """Batch element, and query head within each GQA group, of one batched call."""
-
-    batch: int
-    member: int
-    group_size: int
+_Place = tuple[int, slice]
+"""Batch element, and query heads with one place in each GQA group, of one batched call."""
 
 
 class Call(NamedTuple):
@@ -64,7 +60,8 @@ class Call(NamedTuple):
         """List the batched calls; ``None`` is one call for all batch elements and heads."""
         if self.number == 1:
             return iter([None])
-        return (_Place(b, m, group_size) for b, m in product(range(batch), range(group_size)))
+        heads = [slice(member, None, group_size) for member in range(group_size)]
+        return product(range(batch), heads)
 
     def of_queries(self, tensor: Tensor, place: _Place | None, first: int = 0) -> Tensor:
         """Return the call's query rows of a tensor as a view of its memory.
@@ -78,19 +75,16 @@ class Call(NamedTuple):
             ``[batch, num_heads, queries, ...]``, or ``[num_kv_heads, number, queries, ...]`` for a
             batched call.
         """
-        tokens = self.view.queries
-        if place is None:
-            return tensor[:, :, tokens.start - first : tokens.stop - first : tokens.step]
-        return self._select(tensor[place.batch, place.member :: place.group_size], tokens, first)
+        return self._select(tensor, place, self.view.queries, first)
 
     def of_keys(self, tensor: Tensor, place: _Place | None) -> Tensor:
         """Return the key rows of ``[batch, num_kv_heads, rows, ...]``; see :meth:`of_queries`."""
-        tokens = self.view.keys
-        if place is None:
-            return tensor[:, :, tokens.start : tokens.stop : tokens.step]
-        return self._select(tensor[place.batch], tokens, 0)
+        return self._select(tensor, place and place[0], self.view.keys, 0)
 
-    def _select(self, heads: Tensor, tokens: range, first: int) -> Tensor:
+    def _select(self, tensor: Tensor, index: Any, tokens: range, first: int) -> Tensor:
+        if index is None:
+            return tensor[:, :, tokens.start - first : tokens.stop - first : tokens.step]
+        heads = tensor[index]
         num_heads, _, *dim = heads.shape
         head_stride, row_stride, *rest = heads.stride()
         return heads.as_strided(
@@ -178,9 +172,7 @@ def add_call_gradients(
     backend: CallBackend,
     gradients: Gradients,
     operands: TaskOperands,
-    grad_output: Tensor,
-    output: Tensor,
-    lse: Tensor,
+    *of_queries: Tensor,
 ) -> None:
     """Add the contribution of a block row's live pairs to the gradients, in place.
 
@@ -189,17 +181,17 @@ def add_call_gradients(
         backend: The backend that computes the calls.
         gradients: Sums that are added to, in the shapes of ``query``, ``key`` and ``value``.
         operands: All rows of query, key and value, and the options of all calls.
-        grad_output: ``[batch, num_heads, rows_q, value_dim]``.
-        output: Output of the whole problem, ``[batch, num_heads, rows_q, value_dim]``.
-        lse: LSE of the whole problem, ``[batch, num_heads, rows_q]``.
+        of_queries: Gradient of the output, ``[batch, num_heads, rows_q, value_dim]``; output of the
+            whole problem, in the same shape; and its LSE, ``[batch, num_heads, rows_q]``.
     """
-    lse = lse_for_gradients(lse)
+    *outputs, lse = of_queries
+    of_queries = *outputs, lse_for_gradients(lse)
     batch, num_heads, _, _ = operands.query.shape
     for call, _ in make_calls(block_row, backend):
         of_call = _with_options(operands, call)
         for place in call.places(batch, num_heads // operands.key.shape[1]):
-            of_queries = (call.of_queries(each, place) for each in (grad_output, output, lse))
-            found = backend.differentiate(call.operands(of_call, place), *of_queries)
+            rows = (call.of_queries(each, place) for each in of_queries)
+            found = backend.differentiate(call.operands(of_call, place), *rows)
             call.of_queries(gradients.query, place).add_(found[0])
             for target, part in zip(gradients[1:], found[1:], strict=True):
                 if place is None:
@@ -207,7 +199,7 @@ def add_call_gradients(
                     continue
                 for i, one in enumerate(part.unbind(1)):  # key rows of views may overlap
                     tokens = call.view.moved(0, i * call.stride).keys
-                    target[place.batch, :, tokens.start : tokens.stop : tokens.step].add_(one)
+                    target[place[0], :, tokens.start : tokens.stop : tokens.step].add_(one)
 
 
 def _compute_again(found: Partial, is_wanted: Tensor, operands: Operands) -> None:

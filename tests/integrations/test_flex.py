@@ -204,8 +204,8 @@ def test_what_does_not_fit_is_refused():
             cqs.flex_attention(query, key, value, score_mod, causal())
     with pytest.raises(TypeError, match="query must be a torch.Tensor, got list"):
         cqs.flex_attention([1], [1], [1])
-    with pytest.raises(ValueError, match="enable_gqa must be True"):
-        cqs.flex_attention(query, key[:, :2], value[:, :2])
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        cqs.flex_attention(query, key[:, :2], value[:, :2], capped)
     with pytest.raises(ValueError, match=r"block_mask was created for .*90, 300"):
         cqs.flex_attention(query, key, value, capped, block_mask(up_to, 90))
     three = torch_flex.create_block_mask(up_to, 3, None, TOKENS, TOKENS, device="cpu")

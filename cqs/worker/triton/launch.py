@@ -1,7 +1,7 @@
 """Partial outputs and gradients of block rows, in one kernel launch for each pair of steps."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ def attend_block_rows(
     """
     positive_query, scale = with_positive_scale(operands.query, operands.scale)
     operands = operands._replace(query=positive_query, scale=scale)
-    query, key, value, work, *_ = operands
+    query, _, value, work, *_ = operands
     batch, num_heads, num_rows, _ = query.shape
     value_dim = value.shape[-1]
     tiles = _choose_tiles(operands, is_backward=False)
@@ -87,14 +87,7 @@ def attend_block_rows(
         output, lse = answer
         if lists.num_rows < num_rows:  # rows without a live pair have no tile
             output.zero_(), lse.fill_(-torch.inf)
-        query_step, key_step = lists.steps
-        rows_q = tiles.rows // 2 if tiles.on_hopper else tiles.rows
-        tensors = (
-            _describe(query, query_step, rows_q, tiles),
-            _describe(key, key_step, tiles.block, tiles),
-            _describe(value, key_step, tiles.block, tiles),
-            *answer,
-        )
+        kernels = attend_tiles, attend_tiles_on_hopper
         numbers = (
             *((lists.num_polls, num_heads) if tiles.on_hopper else (num_heads, query.shape[2])),
             output.stride()[:3],
@@ -103,9 +96,7 @@ def attend_block_rows(
             scale / math.log(2),
             value_dim,
         )
-        sizes = {} if tiles.on_hopper else {"TILE_Q": tiles.rows, "TILE_K": tiles.block}
-        kernel = attend_tiles_on_hopper if tiles.on_hopper else attend_tiles
-        _launch(kernel, operands, tiles, lists, batch * num_heads, tensors, numbers, sizes)
+        _launch(kernels, operands, tiles, lists, answer, numbers)
         return answer
 
     all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, packed=not is_united)
@@ -144,7 +135,7 @@ def gradients_of_block_rows(
         Gradients of query, key and value in their shapes; ``into`` if that is given.
     """
     query, key, value, work, scale, *_ = operands
-    batch, num_heads, num_queries, head_dim = query.shape
+    _, num_heads, num_queries, head_dim = query.shape
     _, _, num_keys, value_dim = value.shape
     statistics = _row_statistics(grad_output, output, lse)
     tiles = _choose_tiles(operands, is_backward=True)
@@ -152,41 +143,31 @@ def gradients_of_block_rows(
     def compute(likes: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Compute the gradients of ``likes``: the query, or the key and the value."""
         tiles_are_keys = len(likes) == 2
-        kernel = _GRADIENT_KERNELS[tiles.on_hopper, tiles_are_keys]
         all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, of_keys=tiles_are_keys)
-        sizes = num_heads, num_queries, head_dim
+        kernels, sizes = _QUERY_KERNELS, (num_heads, num_queries, head_dim)
         if tiles_are_keys:
-            sizes = num_heads, num_queries, num_keys, head_dim, value_dim
-        num_tile_heads, num_rows = likes[0].shape[1:3]
+            kernels, sizes = _KEY_KERNELS, (num_heads, num_queries, num_keys, head_dim, value_dim)
         # Several launches add up, which is done in float32.
         of_targets = dtype or torch.float32 if len(all_lists) == 1 else torch.float32
         targets = into or [like.new_empty(like.shape, dtype=of_targets) for like in likes]
-        if into is None and (not all_lists or all_lists[0].num_rows < num_rows):
+        if into is None and (not all_lists or all_lists[0].num_rows < likes[0].shape[2]):
             for target in targets:
                 target.zero_()
-        rows_q, rows_k = tiles.rows, tiles.block
-        if tiles_are_keys:
-            rows_q, rows_k = rows_k, rows_q
-        if tiles.on_hopper:
-            rows_q = rows_k = 64  # tiles come in halves
         for i, lists in enumerate(all_lists):
-            query_step, key_step = lists.steps[::-1] if tiles_are_keys else lists.steps
-            tensors = (
-                _describe(query, query_step, rows_q, tiles),
-                _describe(key, key_step, rows_k, tiles),
-                _describe(value, key_step, rows_k, tiles),
-                _describe(grad_output, query_step, rows_q, tiles),
-                *statistics,
-                *targets,
-            )
             numbers: list[float] = [*lists.steps, *sizes, scale]
-            options: dict[str, int] = {"IS_SUM": into is not None or i > 0}
             if tiles.on_hopper:
                 numbers.append(scale / math.log(2))
-            else:
-                options |= {"TILE_Q": rows_q, "TILE_K": rows_k}
-            heads = batch * num_tile_heads
-            _launch(kernel, operands, tiles, lists, heads, tensors, numbers, options)
+            _launch(
+                kernels,
+                operands,
+                tiles,
+                lists,
+                (*statistics, *targets),
+                numbers,
+                grad_output=grad_output,
+                tiles_are_keys=tiles_are_keys,
+                IS_SUM=into is not None or i > 0,
+            )
         return into or [target.to(dtype or torch.float32) for target in targets]
 
     sides: list[tuple[Tensor, ...]] = [(query,), (key, value)]
@@ -194,13 +175,8 @@ def gradients_of_block_rows(
     return list(chain.from_iterable(found))
 
 
-_GRADIENT_KERNELS = {
-    (False, False): query_gradients,
-    (False, True): key_gradients,
-    (True, False): query_gradients_on_hopper,
-    (True, True): key_gradients_on_hopper,
-}
-"""The backward kernels, by GPU (Hopper or other) and side of the tiles (keys or queries)."""
+_QUERY_KERNELS = query_gradients, query_gradients_on_hopper
+_KEY_KERNELS = key_gradients, key_gradients_on_hopper
 
 
 class _Tiles(NamedTuple):
@@ -295,8 +271,7 @@ class _Lists(NamedTuple):
     steps: Steps
     tiles: Tensor
     runs: Tensor
-    mask_bits: Tensor
-    has_bits: bool
+    mask_bits: Tensor | None
     num_rows: int
     """Number of rows of all tiles."""
     blocks: np.ndarray
@@ -340,69 +315,86 @@ def _make_lists(
     for launch in key_launches(work) if of_keys else query_launches(work, packed=packed):
         found = make_tile_list(launch, tile_rows, block)
         num_rows = int((found.tiles[:, TILE_ROW_STOP] - found.tiles[:, TILE_ROW_START]).sum())
-        has_bits = len(launch.mask_bits) > 0
-        mask_bits = launch.mask_bits if has_bits else np.zeros(1, np.int32)  # a kernel argument
-        arrays = found.tiles, found.runs, mask_bits
+        arrays = found.tiles, found.runs, launch.mask_bits
         tiles, runs, bits = (torch.from_numpy(each).to(device) for each in arrays)
-        lists.append(_Lists(launch.steps, tiles, runs, bits, has_bits, num_rows, found.blocks))
+        mask_bits = bits if len(bits) else None
+        lists.append(_Lists(launch.steps, tiles, runs, mask_bits, num_rows, found.blocks))
     return lists
 
 
 def _launch(
-    kernel: Any,
+    kernels: tuple[Any, Any],
     operands: TaskOperands,
     tiles: _Tiles,
     lists: _Lists,
-    num_heads: int,
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     numbers: Sequence[Any],
-    options: Mapping[str, int],
+    *,
+    grad_output: Tensor | None = None,
+    tiles_are_keys: bool = False,
+    **options: bool,
 ) -> None:
     """Launch a kernel over all tiles of all heads.
 
     Args:
-        kernel: The kernel for the GPU of ``tiles``.
+        kernels: The kernels for all GPUs and for Hopper GPUs.
         operands: Tensors and options of the call.
         tiles: Sizes of the tiles.
         lists: Tiles and runs.
-        num_heads: Number of heads of all batch elements; each has all tiles.
-        tensors: The kernel's arguments before the tiles.
+        tensors: The kernel's arguments between the descriptors and the tiles.
         numbers: The kernel's arguments after the numbers of tiles and items.
+        grad_output: Gradient of the output, which has the last descriptor; ``None`` forward.
+        tiles_are_keys: Whether tiles are of keys and runs of queries.
         options: Further constants of the kernel.
     """
     query, key, value, _, _, dropout, dropout_bits = operands
+    rows_of_tile = tiles.rows // 2 if tiles.on_hopper else tiles.rows  # there tiles are two halves
+    sides = [(lists.steps.row, rows_of_tile), (lists.steps.column, tiles.block)]
+    (query_step, rows_q), (key_step, rows_k) = sides[::-1] if tiles_are_keys else sides
+    descriptors = [
+        _describe(query, query_step, rows_q, tiles),
+        _describe(key, key_step, rows_k, tiles),
+        _describe(value, key_step, rows_k, tiles),
+    ]
+    if grad_output is not None:
+        descriptors.append(_describe(grad_output, query_step, rows_q, tiles))
     num_tiles, group_size = len(lists.tiles), query.shape[1] // key.shape[1]
+    num_heads = math.prod((key if tiles_are_keys else query).shape[:2])
     num_items = num_tiles * num_heads
     if tiles.on_hopper:
         grid = _persistent(num_items, query.device)
-        kernel[grid](
+        kernels[1][grid](
+            *descriptors,
             *tensors,
             lists.tiles,
             lists.runs,
-            lists.mask_bits,
+            lists.tiles if lists.mask_bits is None else lists.mask_bits,  # must be a pointer
             torch.zeros(2, dtype=torch.int32, device=query.device),  # items taken and started
             num_tiles,
             lists.num_long(num_heads, *grid),
             num_items,
             *numbers,
             GROUP_SIZE=group_size,
-            HAS_BITS=lists.has_bits,
+            HAS_BITS=lists.mask_bits is not None,
             num_warps=4,
             **tiles.options,
             **options,
         )
         return
-    kernel[(num_items,)](
+    kernels[0][(num_items,)](
+        *descriptors,
         *tensors,
         lists.tiles,
         lists.runs,
-        lists.mask_bits if lists.has_bits else None,
+        lists.mask_bits,
         dropout_bits,
         num_tiles,
         *numbers,
         drop_below=0 if dropout is None else dropout.threshold,
         keep_scale=1.0 if dropout is None else dropout.scale,
         GROUP_SIZE=group_size,
+        TILE_Q=rows_q,
+        TILE_K=rows_k,
         BLOCK_D=triton.next_power_of_2(query.shape[-1]),
         BLOCK_V=triton.next_power_of_2(value.shape[-1]),
         PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
