@@ -55,7 +55,7 @@ class _Cpu(CallBackend):
         padded, positive_scale = query, scale
         if scale < MIN_SCALE:
             padded, positive_scale = with_positive_scale(query, scale)
-        num_padding, num_columns = _padding_rows(num_queries), max(_LEAST_COLUMNS - head_dim, 0)
+        num_padding, num_columns = padding_rows(num_queries), max(_LEAST_COLUMNS - head_dim, 0)
         if num_padding or num_columns:
             padded = _pad(padded, num_padding, num_columns)
             key, value = _pad(key, 0, num_columns), _pad(value, 0, num_columns)
@@ -91,7 +91,7 @@ class _Cpu(CallBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, is_causal, scale, visible, *_ = operands
         num_queries = query.shape[2]
-        num_padding = _padding_rows(num_queries)
+        num_padding = padding_rows(num_queries)
         positive_query, positive_scale = with_positive_scale(query, scale)
         if visible is not None:  # NaN in a query without a live pair must not reach the keys
             positive_query = positive_query.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
@@ -117,7 +117,7 @@ class _Cpu(CallBackend):
 CPU = _Cpu()
 
 
-def _padding_rows(num_queries: int) -> int:
+def padding_rows(num_queries: int) -> int:
     """Return how many rows to append to the queries so that no block has too few."""
     last_block = num_queries % _BLOCK
     return max(_LEAST_ROWS - last_block, 0) if last_block else 0

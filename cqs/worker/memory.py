@@ -15,6 +15,7 @@ from cqs.scheduler import AttentionShape, Task, TaskCost, predict_cost
 from cqs.worker.backend import CallBackend
 from cqs.worker.backends import BACKENDS
 from cqs.worker.calls import Call, make_calls
+from cqs.worker.cpu import padding_rows
 from cqs.worker.triton.tiles import make_tile_list, query_launches
 from cqs.worker.work import BlockRow, Work, make_work
 
@@ -150,6 +151,9 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     found = output + lse
     if backend != "reference":  # the mask: twice as bool, and once as an additive mask
         mask = (2 + shape.itemsize) * area * has_mask
+        if num_padding := padding_rows(len(call.view.queries)):  # a copy, and its output
+            padded_rows = rows + rows // len(call.view.queries) * num_padding
+            mask += 2 * padded_rows * shape.head_dim * shape.itemsize
         return mask + found + lse * has_mask, found
 
     size, width = shape.sum_itemsize, shape.batch * shape.kv_heads
