@@ -1,7 +1,5 @@
-"""Checks of input files, atomic replacement of files, and exclusive use of directories."""
+"""Checks of input files, and atomic replacement of files."""
 
-import errno
-import fcntl
 import os
 import secrets
 import stat
@@ -30,11 +28,11 @@ def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a text file of at most 64 MiB.
 
     Raises:
-        ValueError: The file is not a regular file, is larger than 64 MiB, or is not UTF-8 text.
+        ValueError: The file is not a regular file, or is larger than 64 MiB.
         OSError: The file cannot be read.
     """
     check_input_file(path, _MAX_ROWS_BYTES)
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
         return list(file)
 
 
@@ -63,32 +61,3 @@ def replace_file(path: str | Path) -> Iterator[Path]:
         with suppress(OSError):  # the first error says more
             partial.unlink()
         raise
-
-
-@contextmanager
-def lock_directory(name: str, path: Path) -> Iterator[None]:
-    """Lock a directory until the end of the block, without creating a file.
-
-    Args:
-        name: Name of the argument in the error, such as ``--out``.
-        path: An existing directory.
-
-    Raises:
-        BlockingIOError: Another process or thread has locked the directory.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(
-                errno.EWOULDBLOCK,
-                f"{name} must be a directory that no other process uses: wait for that process, "
-                "or pass another directory",
-                str(path),
-            ) from None
-        except OSError:
-            pass  # some network file systems lock no directories
-        yield
-    finally:
-        os.close(descriptor)

@@ -27,32 +27,28 @@ _NAMES = ("query", "key", "value")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs attend``."""
+    add = parser.add_argument
+    kinds = "FILE.npy, FILE.safetensors with a tensor '{0}', or FILE.safetensors:NAME"
     for name in _NAMES:
-        parser.add_argument(
-            name,
-            metavar=name.upper(),
-            help=f"FILE.npy, FILE.safetensors with a tensor '{name}', or FILE.safetensors:NAME",
-        )
-    parser.add_argument("output", metavar="OUTPUT", help="FILE.npy or FILE.safetensors to write")
-    parser.add_argument("--lse", metavar="FILE", help="also write the log of the denominators")
-    parser.add_argument("--is-causal", "--causal", action="store_true")
-    parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
-    parser.add_argument("--scale", type=float)
-    parser.add_argument("--tasks", dest="num_tasks", type=parse_integer, metavar="W")
-    parser.add_argument("--backend", choices=list(BACKENDS))
-    parser.add_argument("--executor", choices=["local", "ray"], default="local")
-    parser.add_argument("--verify", action="store_true", help="recompute sampled rows in float64")
+        add(name, metavar=name.upper(), help=kinds.format(name))
+    add("output", metavar="OUTPUT", help="FILE.npy or FILE.safetensors to write")
+    add("--lse", metavar="FILE", help="also write the log of the denominators")
+    add("--is-causal", "--causal", action="store_true")
+    add("--pattern", metavar="CALL", help=PATTERN_HELP)
+    add("--scale", type=float)
+    add("--tasks", dest="num_tasks", type=parse_integer, metavar="W")
+    add("--backend", choices=list(BACKENDS))
+    add("--executor", choices=["local", "ray"], default="local")
+    add("--verify", action="store_true", help="recompute sampled rows in float64")
     streaming = parser.add_argument_group("sequences longer than memory, in this process")
-    streaming.add_argument(
-        "--budget", metavar="BYTES", help="hold at most 8GiB, say, on the device: read as needed"
-    )
-    streaming.add_argument("--device", help="where to compute; default: a GPU if there is one")
-    streaming.add_argument(
-        "--resume",
-        metavar="DIR",
+    add = streaming.add_argument
+    add("--budget", metavar="BYTES", help="hold at most 8GiB, say, on the device: read as needed")
+    add("--device", help="where to compute; default: a GPU if there is one")
+    add(
+        "--resume", metavar="DIR",
         help="keep working files in this directory, a new one or that of a run that was stopped, "
         "which goes on; removed at the end",
-    )
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
@@ -74,7 +70,7 @@ def _attend_mapped(
     """Attend from files to files that are mapped into memory."""
     if options.device is not None or options.resume is not None:
         raise ValueError("--device and --resume go with --budget")
-    mapped = (map_tensor(each.path, each.offset, each.shape, each.dtype, "c") for each in inputs)
+    mapped = (map_tensor(each, "c") for each in inputs)
     problem = check_problem(*mapped, **_problem_options(options))
     with ExitStack() as files:
         output = files.enter_context(create_tensor(options.output, "output", shape, dtype))

@@ -8,7 +8,6 @@ import torch
 
 import cqs
 from cqs.report.measurement import installed_versions
-from cqs.scheduler import load_interest_set
 from cqs.worker import BACKENDS, choose_backend
 
 _PACKAGES = ("torch", "triton", "flash-attn-4", "numpy", "ray", "matplotlib", "safetensors")
@@ -33,8 +32,6 @@ def run(options: argparse.Namespace) -> None:
         )
     if not torch.cuda.is_available():
         print("GPU: none that PyTorch can use")
-    sizes = {num_tasks: len(load_interest_set(num_tasks)) for num_tasks in (7, 64, 1000)}
-    print("interest sets: " + ", ".join(f"W = {w}: {m} groups" for w, m in sizes.items()))
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         print(f"\nbackends for tensors on {device}, head_dim 64, by preference:")
         for name in BACKENDS:

@@ -18,32 +18,23 @@ _MAX_DRAWN = 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs plan``."""
-    parser.add_argument("--seqlen", dest="seqlen_q", type=parse_integer, default=16384, metavar="N")
-    parser.add_argument(
-        "--seqlen-kv", type=parse_integer, metavar="N", help="default: as many as queries"
-    )
-    parser.add_argument(
-        "--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7"
-    )
-    parser.add_argument("--is-causal", "--causal", action="store_true")
-    parser.add_argument("--pattern", metavar="CALL", help=PATTERN_HELP)
-    parser.add_argument(
-        "--interest-set", type=parse_integers, metavar="A,B,...", help="default: the best known"
-    )
-    parser.add_argument(
-        "--kind", choices=("quorums", "rows", "grid"), default="quorums", help="default: quorums"
-    )
-    parser.add_argument("--num-heads", type=int, default=8, help="for the predicted costs")
-    parser.add_argument("--head-dim", type=int, default=64, help="for the predicted costs")
-    parser.add_argument(
-        "--itemsize", type=int, default=2, help="bytes per element, for the predicted costs"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--seqlen", dest="seqlen_q", type=parse_integer, default=16384, metavar="N")
+    add("--seqlen-kv", type=parse_integer, metavar="N", help="default: as many as queries")
+    add("--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7")
+    add("--is-causal", "--causal", action="store_true")
+    add("--pattern", metavar="CALL", help=PATTERN_HELP)
+    add("--interest-set", type=parse_integers, metavar="A,B,...", help="default: the best known")
+    add("--kind", choices=("quorums", "rows", "grid"), default="quorums", help="default: quorums")
+    add("--num-heads", type=int, default=8, help="for the predicted costs")
+    add("--head-dim", type=int, default=64, help="for the predicted costs")
+    add("--itemsize", type=int, default=2, help="bytes per element, for the predicted costs")
+    add(
         "--json", nargs="?", const="numbers", choices=("numbers", "tasks"),
         help="print the plan as one object: the numbers that define it, or also the tasks that "
         "they imply; default: numbers",
     )  # fmt: skip
-    parser.add_argument("--picture", metavar="FILE", help="draw the score matrix by owner")
+    add("--picture", metavar="FILE", help="draw the score matrix by owner")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,10 +1,9 @@
 """Measure memory, time and speed-up of W tasks on this machine; write a report and rows."""
 
 import argparse
-import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -12,14 +11,13 @@ import torch
 import cqs
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
-from cqs.files import lock_directory
 from cqs.patterns.text import PATTERN_HELP
 from cqs.plotting import check_picture
 from cqs.report.drivers import LocalDriver, RayDriver
-from cqs.report.measurement import append_rows, describe_device
+from cqs.report.measurement import append_rows, check_rows
 from cqs.report.page import FILE, check_directory, write_report
 from cqs.report.progress import progress_bar
-from cqs.report.rows import PASSES, ScalingRow, read_rows
+from cqs.report.rows import PASSES, ScalingRow
 from cqs.report.sections import summarize_rows
 from cqs.report.settings import Settings
 from cqs.scheduler.plan import MAX_LISTED
@@ -54,18 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--address", help="ray: of a running cluster; default: a private one")
     add(
         "--out", metavar="DIR", default="cqs-report",
-        help=f"directory for {FILE} and rows.jsonl; earlier rows with the same options are kept; "
+        help=f"directory for {FILE} and rows.jsonl, to which rows are appended; "
         "default: cqs-report",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure the missing rows and write the report, of fewer rows if interrupted.
+    """Measure all rows and write the report, of fewer rows if the command is interrupted.
 
     Raises:
-        ValueError: An option is invalid, or the directory has other files of these names, or rows
-            that were measured with other settings or on another machine.
-        BlockingIOError: Another process writes to the directory.
+        ValueError: An option is invalid, or the directory has other files of these names.
     """
     settings = _read_settings(options)
     tasks = sorted({as_integer("--tasks", number, 1, MAX_LISTED) for number in options.tasks})
@@ -73,25 +69,27 @@ def run(options: argparse.Namespace) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     check_picture(directory / "report.png")
     check_directory(directory)
-    with lock_directory("--out", directory):
-        path = directory / "rows.jsonl"
-        rows = read_rows(path)
-        known = {row.key for row in rows}
-        keys = [(number, name) for number in tasks for name in PASSES[: 1 + options.backward]]
-        missing = [key for key in keys if key not in known]
+    path = directory / "rows.jsonl"
+    check_rows(str(path))
+    keys = list(product(PASSES[: 1 + options.backward], tasks))
+    rows: list[ScalingRow] = []
+    try:
+        with ExitStack() as stack:
+            if settings.executor == "local":
+                driver = LocalDriver(settings)
+            else:
+                cluster = cqs.Cluster(options.actors, address=options.address)
+                driver = RayDriver(settings, stack.enter_context(cluster))
+            bar = stack.enter_context(progress_bar(len(keys) * (1 + settings.repeats)))
+            for name, num_tasks in keys:
+                bar.set_description(f"W = {num_tasks}, {name}")
+                rows.append(driver.measure(num_tasks, name, bar.update))
+                append_rows(rows[-1:], str(path))
+    finally:
         if rows:
-            _check_same(rows[0], settings, path, is_complete=not missing)
-        try:
-            if missing:
-                _measure(options, settings, missing, path)
-        except KeyboardInterrupt:
-            print("interrupted: run the same command again to resume", file=sys.stderr)
-            raise SystemExit(130) from None
-        finally:
-            if rows := read_rows(path):
-                write_report(rows, directory)
-        print(summarize_rows(rows))
-        print(directory / FILE)
+            write_report(rows, directory)
+    print(summarize_rows(rows))
+    print(directory / FILE)
 
 
 def _read_settings(options: argparse.Namespace) -> Settings:
@@ -114,41 +112,3 @@ def _read_settings(options: argparse.Namespace) -> Settings:
             f"--executor must be ray with --actors or --address, got {settings.executor}"
         )
     return settings
-
-
-def _check_same(row: ScalingRow, settings: Settings, path: Path, *, is_complete: bool) -> None:
-    """Raise ValueError unless rows with these settings may join those of a file."""
-    differences = row.differences(settings)
-    if not is_complete and row.device != describe_device():
-        differences.append(f"machine {row.device}, not {describe_device()}")
-    if differences:
-        raise ValueError(
-            f"--out must have rows of these options, got {path} with "
-            f"{'; '.join(differences)}: pass another directory"
-        )
-
-
-def _measure(
-    options: argparse.Namespace,
-    settings: Settings,
-    missing: Sequence[tuple[int, str]],
-    path: Path,
-) -> None:
-    """Measure rows and append them; the bar counts the verification and repeats of each.
-
-    Args:
-        options: The parsed options.
-        settings: The problem and the options of its measurement.
-        missing: Numbers of tasks and passes.
-        path: File of the rows.
-    """
-    with ExitStack() as stack:
-        if settings.executor == "ray":
-            cluster = stack.enter_context(cqs.Cluster(options.actors, address=options.address))
-            driver: LocalDriver = RayDriver(settings, cluster)
-        else:
-            driver = LocalDriver(settings)
-        bar = stack.enter_context(progress_bar(len(missing) * (1 + settings.repeats)))
-        for num_tasks, name in missing:
-            bar.set_description(f"W = {num_tasks}, {name}")
-            append_rows([driver.measure(num_tasks, name, bar.update)], str(path))

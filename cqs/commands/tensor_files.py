@@ -15,28 +15,22 @@ import torch
 from torch import Tensor
 
 from cqs.executors.streaming.checkpoint import WorkingDirectory
-from cqs.executors.streaming.sources import SAFETENSORS_DTYPES
+from cqs.executors.streaming.sources import SAFETENSORS_DTYPES, InFile
 
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
-def map_tensor(
-    path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype, mode: Literal["c", "r+"]
-) -> Tensor:
+def map_tensor(source: InFile, mode: Literal["c", "r+"]) -> Tensor:
     """Map a tensor of a file into memory.
 
     Args:
-        path: The file.
-        offset: Position of the first element in the file, in bytes.
-        shape: Shape of the tensor, in C order.
-        dtype: Its dtype.
+        source: The tensor in the file, in C order.
         mode: ``"c"`` copies on write (changes do not reach the file), ``"r+"`` writes to the file.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if not num_bytes:  # an empty range cannot be mapped
-        return torch.empty(shape, dtype=dtype)
-    mapped = np.memmap(path, np.uint8, mode, offset, (num_bytes,))
-    return torch.from_numpy(mapped).view(dtype).reshape(shape)
+    if not source.nbytes:  # an empty range cannot be mapped
+        return torch.empty(source.shape, dtype=source.dtype)
+    mapped = np.memmap(source.path, np.uint8, mode, source.offset, (source.nbytes,))
+    return torch.from_numpy(mapped).view(source.dtype).reshape(source.shape)
 
 
 @contextmanager
@@ -47,7 +41,7 @@ def create_tensor(
     with create_file(target, name, shape, dtype) as path:
         # Files of both kinds end with the data.
         offset = os.path.getsize(path) - math.prod(shape) * dtype.itemsize
-        yield map_tensor(path, offset, shape, dtype, "r+")
+        yield map_tensor(InFile(path, shape, dtype, offset, (0, 0)), "r+")
         with open(path) as file:
             os.fsync(file.fileno())
 

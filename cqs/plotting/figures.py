@@ -9,8 +9,8 @@ from typing import Any
 
 from cqs.files import replace_file
 
-_FEW = 16
-"""Most tokens that have one tick each, at their centre."""
+PLAIN = "{x:,.6g}"
+"""Format of the numbers of a logarithmic axis, instead of powers."""
 
 
 def new_axes(size: tuple[float, float]) -> Any:
@@ -39,19 +39,16 @@ def label_tokens(axes: Any, seqlen_q: int, seqlen_kv: int) -> None:
         aspect="equal" if seqlen_q == seqlen_kv else "auto",
     )
     width, height = points_across(axes)
-    _number(axes.xaxis, seqlen_kv, width / (7 * len(f"{seqlen_kv:,}")))
-    _number(axes.yaxis, seqlen_q, height / 20)
+    _number(axes.xaxis, width / (7 * len(f"{seqlen_kv:,}")))
+    _number(axes.yaxis, height / 20)
 
 
-def _number(axis: Any, length: int, room: float) -> None:
+def _number(axis: Any, room: float) -> None:
     """Set the token ticks of an axis with space for ``room`` numbers."""
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+    from matplotlib.ticker import MaxNLocator
 
-    if length <= min(_FEW, room):
-        axis.set_ticks([token + 0.5 for token in range(length)], labels=map(str, range(length)))
-    else:
-        axis.set_major_locator(MaxNLocator(max(min(int(room) - 1, 5), 1), integer=True))
-        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axis.set_major_locator(MaxNLocator(max(min(int(room) - 1, 5), 1), integer=True))
+    axis.set_major_formatter("{x:,.0f}")
 
 
 def draw_key(
@@ -71,7 +68,7 @@ def draw_key(
     from matplotlib.ticker import MaxNLocator
 
     width, height = points_across(axes)
-    most = min(_FEW, int(height / 20 if location == "right" else width / 30))
+    most = min(16, int(height / 20 if location == "right" else width / 30))
     edges = [first + i - 0.5 for i in range(len(colors) + 1)]
     bar = axes.figure.colorbar(
         ScalarMappable(BoundaryNorm(edges, len(colors)), ListedColormap(colors)),
@@ -85,19 +82,10 @@ def draw_key(
     return bar
 
 
-def write_plainly(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers instead of powers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(base=2, numticks=9))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
-
-
 def make_logarithmic(axes: Any) -> None:
     """Make the vertical axis logarithmic, between powers of two; call after drawing."""
     axes.set_yscale("log", base=2)
-    write_plainly(axes.yaxis)
+    axes.yaxis.set_major_formatter(PLAIN)
     low, high = axes.dataLim.intervaly
     axes.set_ylim(0.9 * 2 ** floor(log2(low)), 1.1 * 2 ** ceil(log2(high)))
 

@@ -97,16 +97,12 @@ def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:
 def _name_owner(axes: Any, index: int, block: Block, color: str) -> None:
     """Draw a task's number in a block with enough space; half of a causal block is empty."""
     queries, keys, is_causal = block
-    name, room = str(index), 0.5 if is_causal else 1.0
     width, height = figures.points_across(axes)
-    if (
-        room * len(keys) / axes.viewLim.width * width < len(name) * _NAME_POINTS
-        or room * len(queries) / -axes.viewLim.height * height < 1.2 * _NAME_POINTS
-    ):
-        return
-    x = keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2)
-    y = queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2)
-    figures.write_centred(axes, (x, y), name, fontsize=_NAME_POINTS, color=color)
+    size = min(len(keys) * width / axes.viewLim.width, -len(queries) * height / axes.viewLim.height)
+    if size >= _NAME_POINTS * (3 if is_causal else 1.5):
+        x = keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2)
+        y = queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2)
+        figures.write_centred(axes, (x, y), str(index), fontsize=_NAME_POINTS, color=color)
 
 
 def _outline(block: Block) -> list[tuple[int, int]]:

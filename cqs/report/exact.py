@@ -63,8 +63,7 @@ def _exact_gradients(
 ) -> Gradients:
     """Compute the gradients of the sampled queries, keys and values in float64.
 
-    They are derivatives of ``sum(P * (grad_output value^T - D))`` with constant LSE and D. Those of
-    queries need the sampled rows of P only, those of keys and values the sampled columns.
+    Those of queries need the sampled rows of P only, those of keys and values the sampled columns.
     """
     tensors = problem.query, problem.key, problem.value
     group_size = problem.query.shape[1] // problem.key.shape[1]
@@ -81,18 +80,15 @@ def _exact_gradients(
             for tensor in (problem.query, answer.output, grad_output, answer.lse)
         )
         key, value = (tensor[:, of_keys, columns].double() for tensor in tensors[1:])
-        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-        with torch.enable_grad():
-            exponents = problem.scale * query @ key.mT - lse[..., None]
-            weights = exponents.masked_fill(~visible, -torch.inf).exp()
-            row_sums = (grad * output).sum(dim=-1, keepdim=True)
-            total = (weights * (grad @ value.mT - row_sums)).sum()
-        slopes = torch.autograd.grad(total, leaves)
+        scores = problem.scale * query @ key.mT - lse[..., None]
+        weights = scores.masked_fill(~visible, -torch.inf).exp()
+        row_sums = (grad * output).sum(dim=-1, keepdim=True)
+        slopes = problem.scale * weights * (grad @ value.mT - row_sums)
         if rows is sample:
-            found.query[:, head] = slopes[0]
+            found.query[:, head] = slopes @ key
         else:
-            found.key[:, of_keys] += slopes[1]
-            found.value[:, of_keys] += slopes[2]
+            found.key[:, of_keys] += slopes.mT @ query
+            found.value[:, of_keys] += weights.mT @ grad
     return found
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +51,9 @@ class MeasuredPass:
                 f"pattern must have live pairs, got {settings.pattern}, which masks out all pairs "
                 f"of {settings.tokens} tokens"
             )
-        self._is_causal = settings.is_causal
+        self._attend_densely: Any = partial(
+            F.scaled_dot_product_attention, is_causal=settings.is_causal, enable_gqa=True
+        )
         self._tensors = problem.query, problem.key, problem.value
         self.backend = Worker.of(problem).choose_backend(*self._tensors).name
         self._worker = Worker.of(problem, self.backend)
@@ -140,12 +143,6 @@ class MeasuredPass:
             return None
         pattern = self.problem.bound_pattern
         return predict_pattern_cost(task, self.problem.shape, backend, pattern).peak_bytes
-
-    def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output: Tensor = F.scaled_dot_product_attention(
-            query, key, value, is_causal=self._is_causal, enable_gqa=True
-        )
-        return output
 
 
 def hold(tensor: Tensor, ranges: Sequence[range]) -> HeldTokens:

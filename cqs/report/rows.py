@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cqs.report import measurement
 from cqs.report.measurement import Measurement, installed_versions, summarize
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, make_plan
@@ -93,11 +91,6 @@ class ScalingRow(Measurement, Settings):
         return self.benchmark.removeprefix(f"{_BENCHMARK} ")
 
     @property
-    def key(self) -> tuple[int, str]:
-        """Key that is unique among the rows of a report."""
-        return self.num_tasks, self.passes
-
-    @property
     def time_balance(self) -> float:
         """Time of the slowest task divided by the mean."""
         return self.slowest_ms / self.mean_ms
@@ -172,22 +165,6 @@ def make_row(
         **fields_of(settings, plan),
         **summarize(wholes),  # type: ignore[arg-type]
     )
-
-
-def read_rows(path: Path) -> list[ScalingRow]:
-    """Read the rows of a file; forward passes first, then by number of tasks.
-
-    Args:
-        path: Path of the JSON lines file; a missing file has no rows. Of several rows with one key
-            the last is kept.
-
-    Raises:
-        ValueError: The path is not a regular file of at most 64 MiB, or a line is not such a row;
-            the message gives the line.
-    """
-    rows = measurement.read_rows(path, lambda row: [ScalingRow(**row)]) if path.exists() else []
-    last = {row.key: row for row in rows}.values()
-    return sorted(last, key=lambda row: (PASSES.index(row.passes), row.num_tasks))
 
 
 def fields_of(settings: Settings, plan: Plan) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cqs.plotting.figures import add_legend, make_logarithmic, new_axes, write_plainly
+from cqs.plotting.figures import PLAIN, add_legend, make_logarithmic, new_axes
 from cqs.report.measurement import format_rows
 from cqs.report.rows import ScalingRow
 from cqs.report.table import digits
@@ -13,14 +13,9 @@ Rows = Sequence[ScalingRow]
 
 _SIZE = (4, 3.2)
 """Width and height of a new figure in inches."""
-_STYLES = (
-    {"color": "#0072b2", "marker": "o", "linestyle": "-"},
-    {"color": "#d55e00", "marker": "s", "linestyle": "--"},
-    {"color": "#009e73", "marker": "^", "linestyle": "-."},
-    {"color": "#cc79a7", "marker": "D", "linestyle": ":"},
-)
-"""Styles of lines; the colours are those of Okabe and Ito, "Color Universal Design", 2008."""
-_REFERENCE = {"color": "gray", "linewidth": 1}
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""Colour-blind safe colours of Okabe and Ito, "Color Universal Design", 2008."""
+_LINES = ("o-", "s--", "^-.", "D:")
 _MIB = 2**20
 _IDEAL_SHARE = r"$1/\sqrt{W}$"
 
@@ -73,9 +68,6 @@ _REFERENCES = _IDEAL_SHARE, "devices"
 class Section:
     """A table with a row for each number of tasks, and a picture of it."""
 
-    title: str
-    text: str
-    """Explanation of the columns."""
     columns: tuple[str, ...]
     """Names of the tabulated quantities."""
     label: str
@@ -101,13 +93,14 @@ class Section:
         """
         axes = new_axes(_SIZE) if axes is None else axes
         axes.set_xscale("log", base=2)
-        write_plainly(axes.xaxis)
+        axes.xaxis.set_major_formatter(PLAIN)
         axes.set(xlim=(0.9, 1.2 * rows[-1].num_tasks), xlabel="tasks", ylabel=self.label)
         axes.grid(color="gray", alpha=0.3)
-        for name, style in zip(self.lines, _STYLES, strict=False):
+        for name, color, line in zip(self.lines, _COLORS, _LINES, strict=False):
             if points := _points(rows, name):
-                options = _REFERENCE if name in _REFERENCES else {**style, "markersize": 5}
-                axes.plot(*zip(*points, strict=True), label=name, **options)
+                axes.plot(*zip(*points, strict=True), line, color=color, ms=5, label=name)
+                if name in _REFERENCES:
+                    axes.lines[-1].set(color="gray", linewidth=1, marker="", linestyle="-")
         make_logarithmic(axes)
         return add_legend(axes)
 
@@ -130,44 +123,22 @@ def summarize_rows(rows: Rows) -> str:
 
 
 SHARES = Section(
-    "Longest subsequence and balance",
-    "Tokens that the largest task reads, and their share of the sequence, which a quorum of m of W "
-    "token groups keeps above about 1 / sqrt(W); the responsibility ratio (live pairs of the whole "
-    "problem divided by those of the busiest task, W if balanced); and the live pairs of the "
-    "busiest task divided by the mean.",
     ("tokens", "share", "responsibility ratio", "busiest / mean"),
     "share of the tokens, %",
     ("share", _IDEAL_SHARE),
 )
 MEMORY = Section(
-    "Memory",
-    "Largest peak memory of a task, including its inputs. Predictions exist for forward passes, "
-    "and count tensors without the scratch of kernels (up to 0.6 MiB per thread for PyTorch on "
-    "CPUs). Measured / predicted is that of the task with the largest deviation from 1.",
     ("predicted MiB", "measured MiB", "measured / predicted"),
     "peak of a task, MiB",
     ("measured MiB", "predicted MiB"),
 )
-TRAFFIC = Section(
-    "Traffic",
-    "Most bytes that a task receives and returns, including its own shard.",
-    ("MiB in", "MiB out"),
-    "of a task, MiB",
-    ("MiB in", "MiB out"),
-)
+TRAFFIC = Section(("MiB in", "MiB out"), "of a task, MiB", ("MiB in", "MiB out"))
 TIMES = Section(
-    "Time",
-    "Time in milliseconds of the slowest task, the mean task and the merge. Transfer is the time "
-    "of a call in which the slowest device does not compute.",
     ("slowest", "mean", "slowest / mean", "merge", "transfer"),
     "milliseconds",
     ("slowest", "mean", "merge", "transfer"),
 )
 SPEEDUP = Section(
-    "Speed-up",
-    "Time of all tasks in milliseconds; speed-up compared with one task and with one dense call "
-    "of PyTorch's scaled_dot_product_attention, which also computes masked pairs; and parallel "
-    "efficiency, the speed-up over one task divided by the number of devices.",
     ("ms", "over one task", "over dense", "devices", "efficiency"),
     "speed-up",
     ("over one task", "over dense", "devices"),

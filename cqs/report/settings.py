@@ -1,6 +1,6 @@
 """The settings of a report: the problem and the options of its measurement."""
 
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import torch
@@ -73,9 +73,3 @@ class Settings:
                 f"pattern must be the same for all heads in a report, got {self.pattern}"
             )
         return problem, grad_output
-
-    def differences(self, other: "Settings") -> list[str]:
-        """Return the differences from other settings, such as ``tokens 8192, not 4096``."""
-        names = [field.name for field in fields(Settings)]
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in names)
-        return [f"{name} {ours}, not {theirs}" for name, ours, theirs in pairs if ours != theirs]

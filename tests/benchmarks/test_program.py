@@ -71,7 +71,7 @@ def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, c
     with open("rows.jsonl", "w") as file:
         file.write("[" * 100_000)
     assert main(["simulate", "--fit", "rows.jsonl"]) == 2
-    assert "rows.jsonl, line 1" in capsys.readouterr().err
+    assert "rows.jsonl', line 1" in capsys.readouterr().err
 
 
 def test_pictures_replace_nothing_that_is_read(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,6 @@
-"""``cqs report`` goes on where it was stopped, and mixes nothing."""
+"""``cqs report`` writes a page of its rows, and replaces nothing else."""
 
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from cqs.__main__ import main
 from cqs.commands import report
 from cqs.executors.verify import VerificationError
-from cqs.report.rows import read_rows
+from cqs.report.measurement import read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -29,55 +28,47 @@ def written(monkeypatch):
     return found
 
 
+def keys_of(path):
+    return read_rows(path, lambda row: [(row["num_tasks"], row["benchmark"].split()[-1])])
+
+
 def test_a_report_is_written(tmp_path, capsys):
     out = tmp_path / "new" / "folder"
     assert main([*TINY, "--tasks", "3,1", "--backward", "--out", str(out)]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "rows.jsonl"]
-    rows = read_rows(out / "rows.jsonl")
-    assert [row.key for row in rows] == [
+    assert keys_of(out / "rows.jsonl") == [
         (1, "forward"), (3, "forward"), (1, "backward"), (3, "backward"),
     ]  # fmt: skip
     assert str(out / "report.html") in capsys.readouterr().out
 
 
-def test_an_interrupted_report_goes_on(tmp_path, monkeypatch, written, capsys):
-    path, append = tmp_path / "rows.jsonl", report.append_rows
-
-    def interrupt(rows, out):
-        append(rows, out)
-        if len(read_rows(path)) == 2:
-            raise KeyboardInterrupt
-
-    options = [*TINY, "--tasks", "1,2,3,7", "--out", str(tmp_path)]
-    monkeypatch.setattr(report, "append_rows", interrupt)
-    with pytest.raises(SystemExit) as stopped:
-        main(options)
-    assert stopped.value.code == 130
-    assert "run the same command again" in capsys.readouterr().err
-    kept = path.read_text()
-    assert kept.count("\n") == 2 and written == [[1, 2]]
-
-    monkeypatch.setattr(report, "append_rows", append)
-    assert main(options) == 0
-    assert path.read_text().startswith(kept) and written == [[1, 2], [1, 2, 3, 7]]
-    with monkeypatch.context() as patch:
-        patch.setattr("cqs.report.drivers.MeasuredPass", lambda *_: pytest.fail("it was measured"))
-        assert main(options) == 0 and len(written) == 3
+def test_another_run_appends_its_rows_and_shows_them_alone(tmp_path, written):
+    for tasks in ("1", "3,2"):
+        assert main([*TINY, "--tasks", tasks, "--out", str(tmp_path)]) == 0
+    assert [tasks for tasks, _ in keys_of(tmp_path / "rows.jsonl")] == [1, 2, 3]
+    assert written == [[1], [2, 3]]
 
 
-def test_what_fails_keeps_what_was_measured(tmp_path, monkeypatch, written, capsys):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, VerificationError])
+def test_what_fails_keeps_what_was_measured(tmp_path, monkeypatch, written, capsys, error):
     from cqs.report.passes import MeasuredPass
 
-    verify = MeasuredPass.verify
+    verify, path = MeasuredPass.verify, tmp_path / "rows.jsonl"
 
     def fail_at_three(work, result):
-        if read_rows(tmp_path / "rows.jsonl"):
-            raise VerificationError("it is wrong")
+        if path.exists():
+            raise error("it is wrong")
         verify(work, result)
 
     monkeypatch.setattr(MeasuredPass, "verify", fail_at_three)
-    assert main([*TINY, "--tasks", "2,3", "--out", str(tmp_path)]) == 1
-    assert "cqs report: it is wrong" in capsys.readouterr().err and written == [[2]]
+    command = [*TINY, "--tasks", "2,3", "--out", str(tmp_path)]
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            main(command)
+    else:
+        assert main(command) == 1
+        assert "cqs report: it is wrong" in capsys.readouterr().err
+    assert written == [[2]] and keys_of(path) == [(2, "forward")]
 
 
 @pytest.mark.parametrize(
@@ -96,20 +87,6 @@ def test_impossible_options_are_refused_in_one_line(tmp_path, capsys, options, m
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("cqs report: ") and message in error
     assert not (tmp_path / "rows.jsonl").exists()
-
-
-def test_rows_of_other_options_or_machines_are_left_alone(tmp_path, written, capsys):
-    path = tmp_path / "rows.jsonl"
-    assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 0
-    options = [*TINY, "--seqlen", "70", "--causal", "--out", str(tmp_path)]
-    assert main(options) == 2
-    assert f"{path} with tokens 60, not 70; is_causal False, not True" in capsys.readouterr().err
-    row = json.loads(path.read_text()) | {"device": "elsewhere"}
-    path.write_text(json.dumps(row) + "\n")
-    assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 0
-    assert main([*TINY, "--tasks", "1,2", "--out", str(tmp_path)]) == 2
-    assert "machine elsewhere, not " in capsys.readouterr().err
-    assert path.read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["report.html", "rows.jsonl"])
@@ -136,7 +113,7 @@ def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name
 def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypatch):
     options = [*TINY, "--tasks", "1", "--out", str(tmp_path)]
     assert main(options) == 0
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = (tmp_path / "report.html").read_bytes()
 
     def interrupt(self, text, write=Path.write_text, **options):
         write(self, text[:100], **options)
@@ -145,27 +122,8 @@ def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", interrupt)
         assert main(options) == 2
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert main(options) == 0
-
-
-def test_one_process_at_a_time_writes_a_report(tmp_path, monkeypatch, capsys):
-    """Two that measure the same, or another problem, would both find no rows and add their own."""
-    command = [*TINY, "--tasks", "1", "--out", str(tmp_path)]
-    measure, statuses = report._measure, []
-
-    def measure_twice(*arguments):
-        monkeypatch.setattr(report, "_measure", measure)
-        statuses.append(main([*command, "--seqlen", "70"]))
-        measure(*arguments)
-
-    monkeypatch.setattr(report, "_measure", measure_twice)
-    assert main(command) == 0 and statuses == [2]
-    error = capsys.readouterr().err
-    assert (
-        "--out must be a directory that no other process uses" in error and str(tmp_path) in error
-    )
-    assert [row.tokens for row in read_rows(tmp_path / "rows.jsonl")] == [60]
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "rows.jsonl"]
 
 
 def test_a_report_may_be_in_a_directory_whose_name_is_no_text(tmp_path):
