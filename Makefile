@@ -8,7 +8,7 @@ PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-scri
 .PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
 
 help:  # the first target, so that `make` alone prints it
-	@echo "make demo          attention over a text on a private Ray cluster, checked (installs 1.4 GB)"
+	@echo "make demo          attention on a private Ray cluster, checked (installs 1.4 GB)"
 	@echo "make quick         the fast tests: no Ray, no GPU (under 2 minutes)"
 	@echo "make test          every test except the large samples (under 10 minutes on 2 cores)"
 	@echo "make test-long     the large samples"

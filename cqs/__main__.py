@@ -8,7 +8,7 @@ from cqs.commands.program import Command, run_program
 
 _COMMANDS = {
     "plan": "show the tasks of a plan: a table, JSON or a picture",
-    "demo": "compute attention over a text on a private Ray cluster and verify it",
+    "demo": "compute attention on a private Ray cluster and verify it",
     "attend": "compute attention from query, key and value files",
     "doctor": "show the devices of this machine and the backends that it supports",
     "simulate": "compare the predicted costs of context-parallel methods",

@@ -1,10 +1,8 @@
-"""Attend to Python's own help topics on a private Ray cluster, checked and tabulated."""
+"""Attend to random tensors on a private Ray cluster, checked and tabulated."""
 
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
-from pydoc_data import topics
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,7 @@ _NUM_HEADS, _HEAD_DIM = 8, 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs demo``."""
     add = parser.add_argument
-    add("--seqlen", type=parse_integer, default=16384, metavar="N", help="bytes to read")
+    add("--seqlen", type=parse_integer, default=16384, metavar="N", help="default: 16K")
     add("--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7")
     add("--actors", type=int, metavar="P", help="default: one per GPU, else per core")
     add("--is-causal", "--causal", action="store_true")
@@ -33,19 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the main job and print what happened."""
-    text = Path(topics.__file__).read_bytes()[: as_integer("--seqlen", options.seqlen, 1)]
+    shape = 3, 1, _NUM_HEADS, as_integer("--seqlen", options.seqlen, 1), _HEAD_DIM
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    tensors = project_text(text, dtype)
-    problem = check_problem(*tensors, is_causal=options.is_causal)
+    query, key, value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    problem = check_problem(query, key, value, is_causal=options.is_causal)
     plan = problem.make_plan(options.num_tasks)
-    print(f"{len(text)} bytes of text, {_NUM_HEADS} heads of {_HEAD_DIM}, {dtype}")
+    print(f"random tensors, {_NUM_HEADS} heads of {_HEAD_DIM}, {dtype}")
     print(plan)
 
     start = time.perf_counter()
     with cqs.Cluster(options.actors) as cluster:
         print(f"{len(cluster.pids)} actors in {time.perf_counter() - start:.1f} s")
         future = cluster.submit(
-            *tensors,
+            query,
+            key,
+            value,
             is_causal=options.is_causal,
             num_tasks=plan.num_tasks,
             verify=True,
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         output, report = future.result(), future.report
     assert isinstance(output, Tensor)
     start = time.perf_counter()
-    dense = F.scaled_dot_product_attention(*tensors, is_causal=options.is_causal)
+    dense = F.scaled_dot_product_attention(query, key, value, is_causal=options.is_causal)
     dense_seconds = time.perf_counter() - start
 
     print(tasks_table(problem, plan, report))
@@ -64,18 +64,6 @@ def run(options: argparse.Namespace) -> None:
     )
     difference = float((output - dense).abs().max())
     print(f"float64 on sampled rows: correct; largest difference from dense: {difference:.2g}")
-
-
-def project_text(text: bytes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Make query, key and value, ``[1, 8, len(text), 64]``, from bytes by seeded projections."""
-    generator = torch.Generator().manual_seed(0)
-    width = _NUM_HEADS * _HEAD_DIM
-    embedding = torch.randn(256, width, generator=generator)
-    weights = torch.randn(3, width, width, generator=generator) * width**-0.5
-    tokens = embedding[torch.frombuffer(bytearray(text), dtype=torch.uint8).int()]
-    heads = (tokens @ weights).view(3, 1, len(text), _NUM_HEADS, _HEAD_DIM)
-    query, key, value = heads.transpose(2, 3).to(dtype).contiguous()
-    return query, key, value
 
 
 def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> str:

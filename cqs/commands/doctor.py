@@ -7,10 +7,9 @@ import platform
 import torch
 
 import cqs
-from cqs.report.measurement import installed_versions
+from cqs.report.measurement import PACKAGES, installed_versions
 from cqs.worker import BACKENDS, choose_backend
 
-_PACKAGES = ("torch", "triton", "flash-attn-4", "numpy", "ray", "matplotlib", "safetensors")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -20,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the findings."""
-    found = installed_versions(_PACKAGES)
+    found = installed_versions()
     print(f"cqs {cqs.__version__}, Python {found['python']}, {platform.platform()}")
-    print(", ".join(f"{name} {found.get(name, 'not installed')}" for name in _PACKAGES))
+    print(", ".join(f"{name} {found.get(name, 'not installed')}" for name in PACKAGES))
     print(f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} PyTorch threads")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

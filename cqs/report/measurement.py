@@ -18,9 +18,11 @@ import numpy as np
 import torch
 
 import cqs
-from cqs.files import read_lines
+from cqs.files import check_input_file, read_lines
 from cqs.report.table import tabulate
 
+PACKAGES = ("torch", "triton", "flash-attn-4", "numpy", "ray", "matplotlib", "safetensors")
+"""Packages that affect results, or that commands require."""
 _RENAMED = {"num_workers": "num_tasks"}
 """Names of fields in rows of earlier commits, and their names today."""
 
@@ -93,11 +95,13 @@ def append_rows(rows: Sequence[Measurement], out: str | None) -> None:
         OSError: The file cannot be written.
     """
     if out is not None:
-        check_rows(out)  # to open a pipe may wait forever
+        if Path(out).exists():
+            check_input_file(out)  # to open a pipe may wait forever
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         content = b"".join(json.dumps(asdict(row)).encode() + b"\n" for row in rows)
         with open(out, "a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # another process may be writing a row
+            check_rows(out)
             end = file.seek(0, os.SEEK_END)
             file.seek(max(end - 1, 0))
             if file.read(1) not in (b"", b"\n"):  # an editor has removed the end of the line
@@ -139,16 +143,10 @@ def _rename(row: Any) -> Any:
     return {_RENAMED.get(name, name): value for name, value in row.items()}
 
 
-def installed_versions(
-    packages: Sequence[str] = ("numpy", "ray", "triton", "flash-attn-4"),
-) -> dict[str, str]:
-    """Return the versions of Python and of packages, without packages that are not installed.
-
-    Args:
-        packages: Their names; by default the packages that affect results.
-    """
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of those of :data:`PACKAGES` that are installed."""
     found = {"python": platform.python_version()}
-    for package in packages:
+    for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

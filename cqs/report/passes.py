@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -51,8 +50,8 @@ class MeasuredPass:
                 f"pattern must have live pairs, got {settings.pattern}, which masks out all pairs "
                 f"of {settings.tokens} tokens"
             )
-        self._attend_densely: Any = partial(
-            F.scaled_dot_product_attention, is_causal=settings.is_causal, enable_gqa=True
+        self._attend_densely = lambda query, key, value: F.scaled_dot_product_attention(
+            query, key, value, is_causal=settings.is_causal, enable_gqa=True
         )
         self._tensors = problem.query, problem.key, problem.value
         self.backend = Worker.of(problem).choose_backend(*self._tensors).name

@@ -74,8 +74,8 @@ class ScalingRow(Measurement, Settings):
     """Time of the slowest task in milliseconds."""
     mean_ms: float
     """Mean time of a task in milliseconds."""
-    merge_ms: float | None
-    """Time of the merge in milliseconds; ``None`` if it is not timed separately."""
+    merge_ms: float
+    """Time of the merge in milliseconds."""
     transfer_ms: float | None
     """Time in which the slowest device does not compute, in milliseconds, or ``None``."""
     one_ms: float
