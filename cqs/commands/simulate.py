@@ -16,9 +16,14 @@ _LINKS = {"nvlink": 300e9, "ib": 50e9}
 """Bytes per second of a device and direction: NVLink 4 as NCCL uses it, and 400 Gb/s InfiniBand."""
 
 
-def link(text: str) -> float:
+def _link(text: str) -> float:
     """Return the bytes per second of a link's name, or of a number of GB/s."""
-    return _LINKS[text] if text in _LINKS else 1e9 * float(text)
+    try:
+        return _LINKS[text] if text in _LINKS else 1e9 * float(text)
+    except ValueError:
+        names = ", ".join(_LINKS)
+        error = f"must be {names} or a number of GB/s, got {text!r}"
+        raise argparse.ArgumentTypeError(error) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add = parser.add_argument_group("machine").add_argument
     add(
-        "--link", dest="bandwidth", type=link, metavar="LINK",
+        "--link", dest="bandwidth", type=_link, metavar="LINK",
         help="nvlink, ib or a number of GB/s per device and direction; default: nvlink",
     )  # fmt: skip
     add("--latency", type=float, metavar="MICROSECONDS", help="of a collective or hop; default: 20")
     add("--rate", type=float, metavar="TFLOPS", help="default: 600 forward, 0.7 of it backward")
     add("--devices-per-node", type=int, metavar="D", help="--link then applies within a node")
-    add("--between", type=link, metavar="LINK", help="link of nodes; default: ib")
+    add("--between", type=_link, metavar="LINK", help="link of nodes; default: ib")
 
 
 def run(options: argparse.Namespace) -> None:
