@@ -128,19 +128,13 @@ def test_elements_that_share_memory_take_no_output(tensors, strides):
         cqs.streaming.attention(*tensors, out=out, **WITHIN)
 
 
-def test_elements_in_any_order_take_the_output(tensors, tmp_path):
+def test_elements_in_any_order_take_the_output(tensors):
     expected = cqs.streaming.attention(*tensors, **WITHIN)
     space = torch.zeros(40_000)
     for strides in ((9600, 4800, 16, 1), (1, 4800, 1, 300), (1, 1, 32, 2), (7, 20_000, 33, 2)):
         out = space.as_strided(SHAPE, strides)
         cqs.streaming.attention(*tensors, out=out, **WITHIN)
         assert torch.equal(out, expected)
-    path = tmp_path / "raw"
-    path.write_bytes(bytes(4 * 9600))
-    out = InFile(path, SHAPE, torch.float32, 0, (0, 300 * 64), is_writable=True)
-    cqs.streaming.attention(*tensors, out=out, **WITHIN)
-    with pytest.raises(ValueError, match="^out must"):
-        cqs.streaming.attention(*tensors, out=replace(out, strides=(0, 299 * 64)), **WITHIN)
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -460,7 +460,7 @@ def test_a_file_that_is_described_by_hand(arrays, tmp_path):
     *mapped, _ = arrays
     path = tmp_path / "raw"
     path.write_bytes(b"head" + np.ascontiguousarray(mapped[0]).tobytes())
-    query = InFile(path, (2, 4, 500, 16), torch.float32, 4, (4 * 500 * 64, 500 * 64))
+    query = InFile(path, (2, 4, 500, 16), torch.float32, 4)
     found = cqs.streaming.attention(query, *mapped[1:], memory_budget=200_000, device="cpu")
     torch.testing.assert_close(found, expected_of(arrays), atol=1e-6, rtol=1e-5)
 

@@ -275,10 +275,9 @@ class Checkpoint:
     @cached_property
     def lse(self) -> InFile:
         """The LSE, ``[batch, num_heads, seqlen_q]``, in a working file."""
-        _, heads, tokens = shape = self._output.shape[:3]
         dtype = lse_dtype(self._output.dtype)
-        strides = heads * tokens * dtype.itemsize, tokens * dtype.itemsize
-        return InFile(self._directory.path / _LSE, shape, dtype, 0, strides, is_writable=True)
+        shape = self._output.shape[:3]
+        return InFile(self._directory.path / _LSE, shape, dtype, 0, is_writable=True)
 
     def _create_lse(self) -> None:
         """Create the file of the LSE, without final results."""

@@ -4,7 +4,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,19 +80,14 @@ def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
     )
 
 
-def repeats(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
-    """Return whether elements may share bytes.
+def repeats(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor may share memory.
 
     False if every stride is at least the span of all dimensions with smaller strides.
-
-    Args:
-        shape: Shape of the tensor.
-        strides: Stride of each dimension, in bytes.
-        size: Bytes of an element.
     """
-    span = size
-    for stride, length in sorted(zip(strides, shape, strict=True)) if min(shape) else ():
-        if stride < span and length > 1:
+    span = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride < span and length > 1 and tensor.numel():
             return True
         span += stride * (length - 1)
     return False

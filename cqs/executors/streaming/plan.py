@@ -9,8 +9,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from cqs.scheduler import AttentionShape, Step
-from cqs.scheduler.difference_covers import PERFECT_MODULI
-from cqs.scheduler.interest_sets import load_interest_set
 
 _T = TypeVar("_T")
 
@@ -345,38 +343,6 @@ class StreamPlan:
             f"{blocks} blocks of {self.rows} {held}, held while "
             f"{chunks} chunks of {self.chunk} {streamed} stream past"
         )
-
-    def explain(self) -> str:
-        """Describe the plan and its predictions, and compare it with the quorum split."""
-        lines = [
-            f"{self.which.value}: {self}",
-            f"peak {self.peak_bytes / 2**20:.0f} MiB of a budget of {self.budget / 2**20:.0f}; "
-            f"{self.bytes_uploaded / 2**30:.3g} GiB to the device; about {self.seconds:.3g} s",
-        ]
-        return "\n".join([*lines, *self._explain_quorums()])
-
-    def _explain_quorums(self) -> list[str]:
-        """Return a line about the smallest quorum split whose tasks each fit in the budget.
-
-        A task of W reads m / W of all tokens, for quorums of m token groups, and returns partial
-        outputs for as many, which the host merges. There is no line if no W up to 1,000
-        fits, or for gradients.
-        """
-        tokens = self.shape.query_bytes(self.seqlen_q) + self.shape.key_bytes(self.seqlen_kv)
-        results = self.shape.result_bytes(self.seqlen_q)
-        for num_tasks in PERFECT_MODULI if self.which == Pass.FORWARD else ():
-            share = len(load_interest_set(num_tasks)) / num_tasks
-            if self.num_buffers * share * (tokens + results) <= self.budget:
-                moved = num_tasks * share * tokens
-                computing = self.flops / self.rates.flops + num_tasks * _LAUNCH_SECONDS
-                exposed = share * (tokens + results) / self.rates.link
-                seconds = max(computing, moved / self.rates.link) + exposed
-                return [
-                    f"the cyclic quorum split into {num_tasks} tasks would send "
-                    f"{moved / 2**30:.3g} GiB to this device and as many results in both "
-                    f"directions; about {seconds:.3g} s. It is for tasks that have a device each"
-                ]
-        return []
 
     def _met(self, held: range) -> range:
         """Return the tokens in chunks with live pairs, without regard to a pattern."""

@@ -90,8 +90,7 @@ class Part(Source):
 class InFile(Source):
     """A tensor in a file, accessed by ``pread`` and ``pwrite`` without a memory map.
 
-    The rows of one head are contiguous in C order; heads and batch elements have any strides. The
-    constructor opens the file and raises:
+    Its elements are contiguous, in C order. The constructor opens the file and raises:
 
     - ValueError: A number is negative, or ``path`` is not a regular file with all elements.
     - OSError: The file cannot be opened.
@@ -103,8 +102,6 @@ class InFile(Source):
     dtype: torch.dtype
     offset: int
     """Position of the first element in the file, in bytes."""
-    strides: tuple[int, int]
-    """Distances between batch elements and between heads, in bytes."""
     is_writable: bool = False
     """Whether the file is opened for writing too."""
     _descriptor: int = field(init=False, repr=False, compare=False)
@@ -112,26 +109,23 @@ class InFile(Source):
 
     def __post_init__(self) -> None:
         """Open the file; raise ValueError unless it is regular and contains all elements."""
-        batch, heads, *_ = self.shape
-        if min(*self.shape, *self.strides, self.offset) < 0:
+        if min(*self.shape, self.offset) < 0:
             raise ValueError(
-                f"shape, strides and offset must not be negative, got {self.shape}, "
-                f"{self.strides} and {self.offset}"
+                f"shape and offset must not be negative, got {self.shape} and {self.offset}"
             )
         check_input_file(self.path)
         descriptor = os.open(self.path, os.O_RDWR if self.is_writable else os.O_RDONLY)
         object.__setattr__(self, "_descriptor", descriptor)
         weakref.finalize(self, os.close, descriptor)
-        needed = self._place(batch - 1, heads - 1, self.shape[2]) if min(self.shape) else 0
+        needed = self.offset + self.nbytes if self.nbytes else 0
         if (size := os.fstat(self._descriptor).st_size) < needed:
             raise ValueError(f"'{self.path}' is cut short: {size} of {needed} bytes")
 
     @property
-    def fingerprint(self) -> tuple[str, int, int, int, int, int]:
-        """Path, offset, strides, file size in bytes and modification time in nanoseconds."""
+    def fingerprint(self) -> tuple[str, int, int, int]:
+        """Path, offset, file size in bytes and modification time in nanoseconds."""
         found = os.fstat(self._descriptor)
-        place = str(self.path.resolve()), self.offset, *self.strides
-        return *place, found.st_size, found.st_mtime_ns
+        return str(self.path.resolve()), self.offset, found.st_size, found.st_mtime_ns
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -168,8 +162,8 @@ class InFile(Source):
         os.fsync(self._descriptor)
 
     def _place(self, batch: int, head: int, row: int) -> int:
-        row_bytes = math.prod(self.shape[3:]) * self.dtype.itemsize
-        return self.offset + batch * self.strides[0] + head * self.strides[1] + row * row_bytes
+        rows = (batch * self.shape[1] + head) * self.shape[2] + row
+        return self.offset + rows * math.prod(self.shape[3:]) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -281,15 +275,14 @@ def as_target(
             f"out must be {list(shape)} {dtype}, got {list(target.shape)} {target.dtype}"
         )
     if isinstance(target, InFile):
-        row_bytes = shape[3] * dtype.itemsize
-        is_writable, strides = target.is_writable, (*target.strides, row_bytes, dtype.itemsize)
+        is_writable, repeats = target.is_writable, False
     else:
         mapped = extents.mappings(*extents.span_of(target))
         is_writable = all(mapping.is_writable for mapping in mapped)
-        strides = tuple(stride * dtype.itemsize for stride in target.stride())
+        repeats = extents.repeats(target)
     if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only tensor")
-    if extents.repeats(shape, strides, dtype.itemsize):
+    if repeats:
         raise ValueError(
             "out must have one memory location per element, got a tensor that overlaps itself"
         )
@@ -349,13 +342,11 @@ def _in_safetensors(path: Path, name: str) -> InFile:
         raise ValueError(f"'{path}' has no tensor {name!r} to read: {error!r}") from error
     if len(shape) != 4:
         raise ValueError(f"{name} of '{path}' must have four dimensions, got {list(shape)}")
-    head_bytes = shape[2] * shape[3] * dtype.itemsize
-    offset = 8 + length + entry["data_offsets"][0]
-    return InFile(path, shape, dtype, offset, (shape[1] * head_bytes, head_bytes))
+    return InFile(path, shape, dtype, 8 + length + entry["data_offsets"][0])
 
 
 def _file_of(mapped: np.memmap) -> InFile | None:
-    """Return the tensor in the file of a memory map, or None if the two may differ.
+    """Return the tensor in the file of a contiguous memory map, or None if the two may differ.
 
     A copy-on-write map may have been changed, and the path may now name another file.
     """
@@ -366,8 +357,7 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         mapped.filename is None
         or mapped.mode == "c"
         or mapped.ndim != 4
-        or not mapped[:1, :1].flags.c_contiguous
-        or min(mapped.strides[:2]) < 0
+        or not mapped.flags.c_contiguous
         or not Path(mapped.filename).is_file()
     ):
         return None
@@ -380,7 +370,6 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         mapped.shape,
         dtype,
         whole.offset + mapped.ctypes.data - whole.ctypes.data,
-        (mapped.strides[0], mapped.strides[1]),
         is_writable=bool(mapped.flags.writeable),
     )
     is_same = not mapped.size or extents.is_mapped_from(mapped, found._descriptor, found.offset)
