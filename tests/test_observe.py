@@ -12,19 +12,17 @@ TENSORS = [torch.randn(1, 2, 60, 16, requires_grad=True) for _ in range(3)]
 NUM_BYTES = 3 * 2 * 60 * 16 * 4
 
 
-def attend_on_ray(*tensors, **options):
-    return cqs.attention(*tensors, executor="ray", **options)
-
-
 @pytest.mark.parametrize(
     ("attend", "backend"),
     [
         (cqs.attention, "backend reference"),
         (cqs.streaming.attention, "backend reference"),
-        pytest.param(attend_on_ray, "backend reference", marks=[pytest.mark.ray]),
+        pytest.param(None, "backend reference", marks=[pytest.mark.ray]),
     ],
 )
-def test_each_pass_is_logged(caplog, attend, backend):
+def test_each_pass_is_logged(request, caplog, attend, backend):
+    if attend is None:
+        attend = request.getfixturevalue("cluster").attention
     caplog.set_level(logging.DEBUG, "cqs")
     attend(*TENSORS, backend="reference").sum().backward()
     forward, backward = (record.getMessage() for record in caplog.records if record.name == "cqs")

@@ -149,8 +149,20 @@ def _verify_head(
     is_finite = (scores.abs() <= largest).all() and value.isfinite().all()
     note = "" if is_finite else _NOT_FINITE
     bound, bound_lse = _bounds(problem, log_weights, magnitudes, visible, factors, finite)
-    _compare_rows("output", place, rows, output, exact, bound, note)
-    _compare_rows("lse", place, rows, found_lse[:, None], lse[:, None], bound_lse, note)
+    of_output = "output", output, exact, bound
+    of_lse = "lse", found_lse.unsqueeze(-1), lse.unsqueeze(-1), bound_lse
+    for name, found, right, limit in (of_output, of_lse):
+        error = (found - right).abs()
+        is_same = (found == right) | (found.isnan() & right.isnan())
+        wrong = ~is_same & ~(error <= limit)
+        if wrong.any():
+            first = int(wrong.any(dim=-1).nonzero()[0])
+            worst = int(error[first].masked_fill(~wrong[first], 0).argmax())
+            raise VerificationError(
+                f"{name} of batch {place[0]}, head {place[1]}, row {rows[first]} deviates by "
+                f"{error[first, worst]:.3g}, more than rounding explains "
+                f"({limit[first, worst]:.3g}){note}"
+            )
 
 
 def _bounds(
@@ -226,25 +238,3 @@ def _sum_of_infinite(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """Compute ``weights @ value`` over the visible keys only, so that masked NaNs do not count."""
     rows = zip(weights, visible, strict=True)
     return torch.stack([(row[sees].unsqueeze(-1) * value[sees]).sum(dim=0) for row, sees in rows])
-
-
-def _compare_rows(
-    name: str,
-    batch_and_head: tuple[int, int],
-    rows: Sequence[int],
-    actual: Tensor,
-    exact: Tensor,
-    bound: Tensor,
-    note: str,
-) -> None:
-    error = (actual - exact).abs()
-    same = (actual == exact) | (actual.isnan() & exact.isnan())
-    wrong = ~same & ~(error <= bound)
-    if wrong.any():
-        first = int(wrong.any(dim=-1).nonzero()[0])
-        worst = int(error[first].masked_fill(~wrong[first], 0).argmax())
-        raise VerificationError(
-            f"{name} of batch {batch_and_head[0]}, head {batch_and_head[1]}, row {rows[first]} "
-            f"deviates by {error[first, worst]:.3g}, more than rounding explains "
-            f"({bound[first, worst]:.3g}){note}"
-        )

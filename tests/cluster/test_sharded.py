@@ -345,14 +345,13 @@ def test_lost_shards_are_made_again(cluster, problem, undisturbed, tmp_path):
 
     first, second, third = answers(cluster, problem)
     made, changing = cluster.make_sharded(log), cluster.make_sharded(change)
-    copied = made.map(lambda *shard: shard)
-    copied.replicate()
+    copied = cluster.shard(*made.map(lambda *shard: shard).to_local())
     del first, third
     assert len(os.listdir(tmp_path)) == 4
     os.kill(cluster.pids[1], signal.SIGKILL)
     assert torch.equal(second.to_local(), undisturbed[cluster][1])
     assert all(map(torch.equal, copied.to_local(), whole()))
-    assert len(os.listdir(tmp_path)) == 4, "a replica needs no maker"
+    assert len(os.listdir(tmp_path)) == 4, "a copy needs no maker"
     assert all(map(torch.equal, made.to_local(), whole()))
     assert len(os.listdir(tmp_path)) == 5, "only the lost shard is made again"
     with pytest.raises(ValueError, match=r"must repeat the shapes .*\(\(1,\),\), got \(\(2,\),\)"):

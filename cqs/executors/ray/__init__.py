@@ -11,7 +11,7 @@ import sys
 if sys.platform != "linux":
     raise ImportError(f"cqs.Cluster requires Linux, got {sys.platform}")
 
-from cqs.executors.ray.cluster import Cluster, TemporaryCluster
+from cqs.executors.ray.cluster import Cluster, temporary_executor
 from cqs.executors.ray.future import AttentionFuture
 from cqs.executors.ray.pool import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.sharded import Sharded
@@ -24,6 +24,6 @@ __all__ = [
     "Sharded",
     "TaskFailedError",
     "TaskReport",
-    "TemporaryCluster",
     "WorkersFailedError",
+    "temporary_executor",
 ]

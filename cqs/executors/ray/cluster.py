@@ -1,8 +1,8 @@
 """A cluster of Ray actors that compute attention."""
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -20,7 +20,6 @@ from cqs.executors.ray.shards.group import WorkerGroup
 from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, load_shard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
-from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Kind, Plan
@@ -373,35 +372,11 @@ class Cluster:
         return lambda part: part.make_plan(number, plan)
 
 
-class TemporaryCluster:
-    """Computes tasks on a cluster of a ``with`` block; each backward pass starts another one.
-
-    An executor, see :class:`cqs.executors.contract.Executor`.
-    """
-
-    num_tasks: int
-
-    def __enter__(self) -> Self:
-        """Start a cluster, for which :class:`cqs.Cluster` chooses the workers."""
-        self._cluster = Cluster()
-        self.num_tasks = len(self._cluster.pids)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._cluster.close()
-
-    def run(self, *arguments: Any, **hooks: Any) -> Partial:
-        """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`."""
-        return self._cluster.make_executor().run(*arguments, **hooks)
-
-    def run_backward(self, *arguments: Any) -> Gradients:
-        """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
-        with Cluster() as cluster:
-            return cluster.make_executor().run_backward(*arguments)
-
-    def name_backend(self, *arguments: Any) -> str:
-        """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
-        return self._cluster.make_executor().name_backend(*arguments)
+@contextmanager
+def temporary_executor() -> Iterator[TaskExecutor]:
+    """Start a cluster, for which :class:`Cluster` chooses the workers; yield an executor of it."""
+    with Cluster() as cluster:
+        yield cluster.make_executor()
 
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:

@@ -16,13 +16,11 @@ from torch import Tensor
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError
-from cqs.executors.ray.shards.operation import Rendezvous, ShardOperation, ShardProducer, load_shard
+from cqs.executors.ray.shards.operation import Rendezvous, ShardOperation, ShardProducer
 from cqs.scheduler.cost_model import Links
 
 _Found = TypeVar("_Found")
 
-_INLINE_BYTES = 2**16
-"""Producers up to this size are sent with the call; larger ones through the object store."""
 _GRACE_SECONDS = 1.0
 """Seconds in which the other ranks of a group report errors after the first error."""
 _ABORT_SECONDS = 5.0
@@ -101,7 +99,7 @@ class WorkerGroup:
         operation = ShardOperation(
             next(self._numbers),
             producer,
-            self._pickle(producer),
+            self._ray.cloudpickle.dumps(producer),
             sources,
             stored or [()] * self.num_ranks,
             holders=[None] * self.num_ranks,
@@ -163,17 +161,6 @@ class WorkerGroup:
         found = self.restore(operation, lambda: self._call_settled("fetch", operation.number))
         return [found[rank] for rank in range(self.num_ranks)]
 
-    def replicate(self, operation: ShardOperation) -> None:
-        """Copy the shards into the object store, and restore lost shards from there.
-
-        The operation no longer refers to its sources. Raises as :meth:`restore` does.
-        """
-        shards = self.fetch(operation)
-        operation.stored = [tuple(map(self._ray.put, shard)) for shard in shards]
-        operation.producer = ShardProducer("shard", load_shard)
-        operation.pickled = self._pickle(operation.producer)
-        operation.sources = ()
-
     def rest(self, cancelled: threading.Event) -> None:
         """Wait until every actor is free for other work: none waits for a failed rank.
 
@@ -188,11 +175,6 @@ class WorkerGroup:
             raise
         except Exception:
             pass  # lost shards are made again when they are needed; errors are raised there
-
-    def _pickle(self, producer: ShardProducer) -> Any:
-        """Pickle a producer; a small one is sent with the call, which is faster than the store."""
-        pickled = self._ray.cloudpickle.dumps(producer)
-        return pickled if len(pickled) <= _INLINE_BYTES else self._ray.put(pickled)
 
     def _missing(self, operation: ShardOperation) -> list[tuple[ShardOperation, list[int]]]:
         """Return the operations to execute, in order, each with the ranks that lack its shard."""

@@ -72,8 +72,8 @@ class ShardOperation:
     """Sequence number of the operation, greater than those of its sources."""
     producer: ShardProducer
     """Makes the shards."""
-    pickled: Any
-    """The pickled producer, or a Ray reference to it."""
+    pickled: bytes
+    """The pickled producer."""
     sources: "tuple[ShardOperation, ...]"
     """Operations whose shards are inputs of the producer."""
     stored: list[tuple[Any, ...]]

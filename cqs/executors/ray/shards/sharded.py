@@ -139,16 +139,3 @@ class Sharded:
         is_collective = as_bool("is_collective", is_collective)
         producer = ShardProducer("map", partial(map_shard, function), is_collective)
         return Sharded.make(self._group, producer, (self, *others))
-
-    def replicate(self) -> None:
-        """Copy the shards to the object store, from which lost shards are then restored.
-
-        Lost shards are not computed again. The sequences from which they were computed are
-        released, unless other sequences need them.
-
-        Raises:
-            ValueError: The cluster is closed.
-            WorkersFailedError: No replacement for a failed worker could be started.
-            TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
-        """
-        self._group.call(self._group.replicate, self._operation)
