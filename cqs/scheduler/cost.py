@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from cqs.arguments import as_integer
+from cqs.ranges import contains
 from cqs.scheduler.task import Step, Task
 
 _LSE_ITEMSIZE = 4
@@ -154,7 +155,7 @@ def _dense_bytes(task: Task, shape: AttentionShape, backend: str | None) -> int:
         returned += results
         gathered = shape.key_bytes(sum(map(len, step.keys))) if _must_gather(step, task) else 0
         sums = shape.batch * shape.num_heads * sum_bytes * len(step.queries)
-        merged = 2 * (results + sums) if step.is_split else 0
+        merged = 2 * (results + sums) if step.keys and step.causal_keys else 0
         beside = 0 if backend == "triton" else max(gathered, merged)
         if backend == "reference":
             beside = max(gathered + _reference_bytes(step, shape), merged)
@@ -185,7 +186,5 @@ def _reference_bytes(step: Step, shape: AttentionShape) -> int:
 
 def _must_gather(step: Step, task: Task) -> bool:
     """Return whether the keys of a step must be copied together from several held ranges."""
-    if len(step.keys) != 1:
-        return bool(step.keys)
-    (keys,) = step.keys
-    return not any(held.start <= keys.start and keys.stop <= held.stop for held in task.held_keys)
+    is_held = len(step.keys) == 1 and any(contains(held, *step.keys) for held in task.held_keys)
+    return bool(step.keys) and not is_held

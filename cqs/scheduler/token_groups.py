@@ -8,6 +8,7 @@ from itertools import chain, groupby, pairwise, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from cqs.ranges import overlap
 from cqs.scheduler.task import Step, join_ranges
 
 
@@ -110,8 +111,7 @@ class TokenGroups:
         Queries that see no key by causality are dropped.
         """
         for group in _overlapping(self.queries, queries):
-            own = self.queries[group]
-            yield group, range(max(own.start, queries.start), min(own.stop, queries.stop))
+            yield group, overlap(self.queries[group], queries)
 
     def steps_of_group(self, group: int, queries: range, keys: Sequence[range]) -> list[Step]:
         """Return the steps that compute the live pairs of rows of one group.

@@ -109,12 +109,16 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int] | None = None)
     return found.tolist()
 
 
+def swap_lists(control: Any, own: Sequence[int]) -> list[list[int]]:
+    """Gather any number of integers from every rank; every rank must call this."""
+    lengths = swap(control, [len(own)])
+    found = iter(swap(control, own, lengths))
+    return [list(islice(found, length)) for length in lengths]
+
+
 def swap_texts(control: Any, own: str) -> list[str]:
     """Gather a text from all ranks, in rank order; every rank must call this."""
-    text = own.encode()
-    lengths = swap(control, [len(text)])
-    found = iter(swap(control, text, lengths))
-    return [bytes(islice(found, length)).decode() for length in lengths]
+    return [bytes(text).decode() for text in swap_lists(control, own.encode())]
 
 
 def gather(group: Any, request: Mapping[str, Any], own: Sequence[int]) -> list[list[int]]:
@@ -133,10 +137,10 @@ def gather(group: Any, request: Mapping[str, Any], own: Sequence[int]) -> list[l
     """
     calls = calls_on(group)
     with calls.call():  # messages of other threads must not interleave
-        lengths = agree(group, request, seqlen_kv=len(own)).seqlens_kv
-        found = iter(swap(control_group(group), own, lengths))
+        agree(group, request)
+        found = swap_lists(control_group(group), own)
     calls.check()
-    return [list(islice(found, length)) for length in lengths]
+    return found
 
 
 def barrier(control: Any) -> None:

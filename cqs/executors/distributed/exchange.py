@@ -1,15 +1,17 @@
 """Exchange of token rows: shards to the ranks that compute with them, results to their owners."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from torch import Tensor
 
 from cqs.executors.distributed.layout import Route
 from cqs.executors.distributed.transport.row_copies import CopySchedule, RowCopy
+from cqs.executors.distributed.transport.streams import OnStream
 from cqs.executors.distributed.transport.transfer import (
     Fill,
     LostError,
@@ -80,6 +82,32 @@ class Exchange:
             widths, schedule = [len(each[0]) for each in together], _schedule_out(route, together)
             packets.append(Packet(route, sources, widths, schedule, is_home=False))
         return self._send(chunk, packets)
+
+    def send_all(
+        self,
+        on_stream: OnStream,
+        shards: Sequence[Tensor],
+        heads: Sequence[Sequence[HeadsOfRanks]],
+        routes: Sequence[Route],
+    ) -> Iterator[Transfer]:
+        """Yield the transfers of all head chunks, with up to ``num_turns`` of them in transit.
+
+        Args:
+            on_stream: Returns the context in which a chunk is sent.
+            shards: This rank's tensors, each ``[batch, heads, rows, ...]``.
+            heads: For each chunk and tensor, the heads that every rank requires.
+            routes: For each tensor, its route.
+        """
+
+        def send(i: int) -> Transfer:
+            with on_stream(i):
+                return self.send_out(i, shards, heads[i], routes)
+
+        chunks = iter(range(len(heads)))
+        pending = deque(map(send, islice(chunks, self._transport.num_turns)))
+        while pending:
+            yield pending.popleft()
+            pending += map(send, islice(chunks, 1))
 
     def send_back(self, chunk: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Send results for the tokens held to the ranks that own the tokens.

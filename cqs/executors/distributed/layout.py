@@ -340,11 +340,11 @@ def choose_plan(
     passes = "both" if with_gradients else "forward"
     options: dict[str, Any] = {"plan": plan, "head_parallel": head_parallel}
     found = predict("cqs", workload, num_ranks, machine, passes, slack=_SLACK, **options)
-    if found is None:  # the kind fits no number of tasks: raise its error
-        assert plan is not None and not isinstance(plan, str), "other plans fit a degree of 1"
-        degree = 1 if isinstance(head_parallel, str) else head_parallel
-        return plan.fit(num_ranks // degree), degree
-    assert found.kind is not None, "cqs has a plan"
+    if found is None or found.kind is None:
+        raise ValueError(
+            f"plan must fit the number of ranks / head_parallel, for {num_ranks} ranks and "
+            f"head_parallel={head_parallel!r}, got {plan}"
+        )
     return found.kind, found.head_parallel
 
 

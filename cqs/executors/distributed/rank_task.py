@@ -1,10 +1,8 @@
 """Forward and backward pass of one rank: its task of the plan and the exchanges around it."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bind
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -68,16 +66,13 @@ class RankTask:
             Exchange(self.transport, len(layout.chunks)) as exchange,
             open_streams(problem.query.device, min(at_once, len(layout.chunks))) as on_stream,
         ):
-
-            def send_out(i: int) -> Transfer:
-                with on_stream(i):
-                    return exchange.send_out(i, shards, layout.chunks[i].heads, layout.routes)
-
+            heads = [chunk.heads for chunk in layout.chunks]
+            incoming = exchange.send_all(on_stream, shards, heads, layout.routes)
             tasks = [
                 ChunkTask(layout, each, self._worker_of(each), shards) for each in layout.chunks
             ]
             returning: list[Transfer] = []
-            for i, (task, transfer) in enumerate(zip(tasks, self._in_turns(send_out), strict=True)):
+            for i, (task, transfer) in enumerate(zip(tasks, incoming, strict=True)):
                 with on_stream(i):
                     if i == 0:  # overlaps the exchange of the first head chunk
                         task.compute_own()
@@ -118,14 +113,9 @@ class RankTask:
             Exchange(self.transport, len(layout.chunks)) as exchange,
             open_streams(grad_output.device, at_once) as on_stream,
         ):
-
-            def send_out(i: int) -> Transfer:
-                heads, routes = layout.chunks[i].query_heads, [layout.of_queries] * len(of_shard)
-                with on_stream(i):
-                    return exchange.send_out(i, of_shard, [heads] * len(of_shard), routes)
-
-            returning = []
-            incoming = self._in_turns(send_out)
+            returning, routes = [], [layout.of_queries] * len(of_shard)
+            heads = [[chunk.query_heads] * len(of_shard) for chunk in layout.chunks]
+            incoming = exchange.send_all(on_stream, of_shard, heads, routes)
             for i, (chunk, transfer) in enumerate(zip(layout.chunks, incoming, strict=True)):
                 with on_stream(i):
                     query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
@@ -138,14 +128,6 @@ class RankTask:
                 with on_stream(i):
                     _add_up(gradients, transfer.wait(), layout, layout.chunks[i])
         return gradients
-
-    def _in_turns(self, send: Callable[[int], Transfer]) -> Iterator[Transfer]:
-        """Yield the transfers of all head chunks, with up to ``num_turns`` of them in transit."""
-        chunks = iter(range(len(self.layout.chunks)))
-        pending = deque(map(send, islice(chunks, self.transport.num_turns)))
-        while pending:
-            yield pending.popleft()
-            pending += map(send, islice(chunks, 1))
 
     def _worker_of(self, chunk: HeadChunk) -> Worker:
         if self.worker.dropout is None:

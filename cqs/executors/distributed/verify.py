@@ -33,14 +33,12 @@ def verify_shards(group: Any, problem: Problem, answer: Partial, shards: Shards)
         RuntimeError: A rank has failed.
     """
     rank = dist.get_rank(group)
+    tensors = problem.query, problem.key, problem.value
+    lengths = shards.seqlens_q, shards.seqlens_kv, shards.seqlens_kv
     query, key, value = (
         # The shape of the whole sequence, without its memory or values.
-        shard.new_empty(()).expand(*shard.shape[:2], sum(lengths), shard.shape[3])
-        for shard, lengths in zip(
-            (problem.query, problem.key, problem.value),
-            (shards.seqlens_q, shards.seqlens_kv, shards.seqlens_kv),
-            strict=True,
-        )
+        shard.new_empty(()).expand(*shard.shape[:2], sum(numbers), shard.shape[3])
+        for shard, numbers in zip(tensors, lengths, strict=True)
     )
     whole = replace(problem, query=query, key=key, value=value)
     gathered = (

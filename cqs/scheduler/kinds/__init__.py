@@ -16,17 +16,6 @@ Kind = Quorums | Grid2D | Hosts
 - ``to_json()`` returns the field that :func:`read_kind` reads, and ``str`` describes the kind.
 """
 
-__all__ = [
-    "Grid2D",
-    "Hosts",
-    "Kind",
-    "Quorums",
-    "check_kind",
-    "fit_kind",
-    "list_kinds",
-    "read_kind",
-]
-
 
 def check_kind(kind: Any, name: str = "kind") -> Kind | str:
     """Return a kind or the name of one, or raise TypeError or ValueError."""

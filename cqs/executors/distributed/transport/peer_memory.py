@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,8 +182,19 @@ class PeerMemory(Transport):
             # All copies are on one stream: a copy that waits for its flag must not hold up kernels.
             self._copy_stream.wait_event(free)
             self._copy_packets(packets, firsts, stream_index)
-            event = self._record_copies()
-            return [partial(_wait_copies, event, self._copy_stream, received)]
+            event, copies = self._record_copies(), self._copy_stream
+
+        def wait(timeout: timedelta | None) -> None:
+            if timeout is None or is_captured(copies.device):
+                torch.cuda.current_stream(copies.device).wait_event(event)
+                return
+            end = time.monotonic() + timeout.total_seconds()
+            while not event.query() and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            for tensor in received:  # a late copy must not write to memory that was reused
+                tensor.record_stream(copies)
+
+        return [wait]
 
     def release(self, seconds: float) -> None:
         """Release all streams that wait for other ranks; rows not yet received are undefined.
@@ -428,23 +438,6 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
     memory = IpcMemory(device, dist.get_rank(group), num_ranks, flags)
     reached = memory.allocate(control, memory.flag_bytes)
     return PeerMemory(group, device, memory) if reached else None
-
-
-def _wait_copies(
-    event: torch.cuda.Event,
-    stream: torch.cuda.Stream,
-    received: list[Tensor],
-    timeout: timedelta | None,
-) -> None:
-    """Wait for the event after which the copy stream has received rows, see ``Wait``."""
-    if timeout is None or is_captured(stream.device):
-        torch.cuda.current_stream(stream.device).wait_event(event)
-        return
-    end = time.monotonic() + timeout.total_seconds()
-    while not event.query() and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
-    for tensor in received:  # a late copy must not write to memory that was reused
-        tensor.record_stream(stream)
 
 
 def _watch(
