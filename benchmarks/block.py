@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.errors import verify_close
+from benchmarks.exact import exact_rows
 from benchmarks.layer_parts import PARTS, time_communication, time_parts
 from benchmarks.options import add_common, add_heads
 from benchmarks.peers import peak_bytes, time_together, verify_together
@@ -25,7 +26,6 @@ from cqs.nn.mesh import AXES
 from cqs.patterns import Pattern, sliding_window
 from cqs.problem import check_problem
 from cqs.report.measurement import Measurement, append_rows, summarize
-from cqs.testing import exact_rows
 
 _ROWS = 48
 """Number of rows that are compared with float64."""

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from benchmarks.exact import exact_rows
 from cqs.executors.verify import sample_rows, verify_rows
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.report.exact import TOLERANCES, check_error
-from cqs.testing import exact_rows
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from benchmarks.errors import relative_error
+from benchmarks.exact import exact_rows
 from cqs.executors.streaming.plan import CPU
 from cqs.problem import check_problem
 from cqs.report.exact import check_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.scheduler import AttentionShape
 from cqs.streaming import make_stream_plan
-from cqs.testing import exact_rows
 
 _SAMPLE = 16
 _ERROR = 1e-5

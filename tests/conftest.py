@@ -12,13 +12,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 os.environ["MPLBACKEND"] = "agg"
 
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import visible_mask
 from cqs.partial import lse_dtype
 from cqs.problem import Problem
-from cqs.testing import assert_tracks_exact
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

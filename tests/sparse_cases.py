@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 import cqs
 from cqs.patterns import (
@@ -21,7 +21,6 @@ from cqs.patterns import (
     sliding_window,
     strided,
 )
-from cqs.testing import assert_tracks_exact
 
 
 def random_bits(*shape, share=0.3):

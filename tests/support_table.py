@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from conftest import assert_lse_tracks_exact  # and Triton's interpreter where there is no GPU
 from sparse_cases import assert_gradients_right, random_bits
-from support.exact import attend, eager_output, exact_answer
+from support.exact import assert_tracks_exact, attend, eager_output, exact_answer
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.cases import Case
@@ -34,7 +34,6 @@ from cqs.patterns import (
     strided,
 )
 from cqs.problem import Problem
-from cqs.testing import assert_tracks_exact
 from cqs.worker import BACKENDS
 
 PAGE = Path(__file__).parent.parent / "docs" / "pattern-support.md"

@@ -5,14 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.exact import attend, eager_output, exact_answer
+from support.exact import assert_tracks_exact, attend, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
 from cqs.patterns import causal, per_head, sliding_window
 from cqs.problem import check_problem
 from cqs.scheduler import Grid2D, Hosts, Quorums
-from cqs.testing import assert_tracks_exact
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 DTYPES = {

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.exact import assert_tracks_exact
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import cqs
 from benchmarks.cases import CASES, Case, visible_mask
 from cqs.patterns import causal, per_head, strided
-from cqs.testing import assert_tracks_exact
 
 BY_NAME = {case.name: case for case in CASES}
 SHAPES = (

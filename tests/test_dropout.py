@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.exact import attend
+from support.exact import assert_tracks_exact, attend
 
 import cqs
 from benchmarks.cases import Case, visible_mask
@@ -12,7 +12,6 @@ from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
 from cqs.executors.verify import VerificationError, verify_rows
 from cqs.problem import Dropout
-from cqs.testing import assert_tracks_exact
 from cqs.worker import BACKENDS
 
 CASES = {

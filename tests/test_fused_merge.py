@@ -1,9 +1,9 @@
 import pytest
 import torch
+from support.exact import assert_tracks_exact
 
 from cqs.partial import Partial, RunningMerge
 from cqs.partial.fused_merge import merge_rows
-from cqs.testing import assert_tracks_exact
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
-from cqs.testing import assert_tracks_exact, exact_rows
+from benchmarks.exact import exact_rows
 from cqs.worker import choose_backend
 
 pytestmark = pytest.mark.gpu

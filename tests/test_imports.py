@@ -38,7 +38,6 @@ ONE_WAY = {
     "cqs.partial": {"ray", "cqs.worker", "cqs.tiler", "cqs.executors", "cqs.problem"},
     "cqs.executors.verify": {"ray", "cqs.worker", "cqs.tiler", "cqs.executors.local"},
     "cqs.executors.local": {"ray"},
-    "cqs.testing": {"ray", "cqs.worker", "cqs.tiler"},
 }
 """Modules, and the modules that they do without."""
 LOAD = "import cqs; cqs.attention"

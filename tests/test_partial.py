@@ -2,11 +2,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 from benchmarks.cases import CASES
 from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials
-from cqs.testing import assert_tracks_exact
 from cqs.worker.operands import Operands
 from cqs.worker.reference import REFERENCE
 

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from cqs.executors.distributed.agreement import errors_shared, gather
 from cqs.patterns import (
-    Axis,
     BoundPattern,
     Pattern,
-    Piece,
     causal,
     documents,
     from_mask,
@@ -25,6 +23,7 @@ from cqs.patterns import (
 )
 from cqs.patterns.masks import as_array
 from cqs.patterns.pattern import Lengths
+from cqs.patterns.piece import Axis, Piece
 from cqs.patterns.regular import bind_pieces
 from cqs.ranges import moved
 

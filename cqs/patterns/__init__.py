@@ -2,11 +2,9 @@
 
 from cqs.patterns.acsr import acsr
 from cqs.patterns.bigbird import bigbird
-from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.masks import block_sparse, from_block_mask, from_deepspeed, from_mask
 from cqs.patterns.pattern import Pattern, per_head
-from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.regular import (
     block_diagonal,
     causal,
@@ -16,16 +14,10 @@ from cqs.patterns.regular import (
     strided,
 )
 from cqs.patterns.tokens import documents, global_tokens, longformer
-from cqs.patterns.views import View, views
 
 __all__ = [
-    "FAR",
-    "Axis",
-    "BlockList",
     "BoundPattern",
     "Pattern",
-    "Piece",
-    "View",
     "acsr",
     "bigbird",
     "block_diagonal",
@@ -42,5 +34,4 @@ __all__ = [
     "per_head",
     "sliding_window",
     "strided",
-    "views",
 ]

@@ -2,7 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import and_
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.bound import BoundPattern
@@ -41,33 +45,30 @@ def acsr(start: Any, step: Any, count: Any) -> Pattern:
             raise TypeError(f"{name} must be a row of integers, got {values!r}")
         if array.size and array.min() < least:
             raise ValueError(f"{name} must be at least {least}, got {array.min()}")
-        columns.append(array.tolist())
+        columns.append(np.array(array.tolist(), dtype=object))  # ends may exceed int64
     if len({len(column) for column in columns}) > 1:
         raise ValueError(
             f"start, step and count must be of one length, got {list(map(len, columns))}"
         )
-    rows = [_Progression(*row) for row in zip(range(len(columns[0])), *columns, strict=True)]
-    seqlen_kv = max((row.last + 1 for row in rows if row.num_keys), default=0)
+    first, steps, counts = columns
+    rows = _Rows(first, steps, counts, first + steps * (counts - 1))
+    seqlen_kv = max((rows.last + 1)[rows.num_keys > 0], default=0)
     if seqlen_kv > FAR:
         raise ValueError(f"keys must lie below {FAR}, got {seqlen_kv - 1}")
-    return _Rows(len(rows), seqlen_kv, tuple(tidy_all(_as_pieces(rows))))
+    return _Progressions(len(rows.start), seqlen_kv, tuple(tidy_all(_as_pieces(rows))))
 
 
-class _Progression(NamedTuple):
-    """The keys of one query, as an arithmetic progression."""
+class _Rows(NamedTuple):
+    """First key, step, number of keys and last key of every row, as Python integers."""
 
-    query: int
-    start: int
-    step: int
-    num_keys: int
-
-    @property
-    def last(self) -> int:
-        return self.start + self.step * (self.num_keys - 1)
+    start: NDArray[np.object_]
+    step: NDArray[np.object_]
+    num_keys: NDArray[np.object_]
+    last: NDArray[np.object_]
 
 
 @dataclass(frozen=True, repr=False)
-class _Rows(Pattern):
+class _Progressions(Pattern):
     num_rows: int
     num_keys: int
     """Largest key index of any row, plus 1."""
@@ -94,58 +95,43 @@ class _Rows(Pattern):
         return f"acsr(<{self.num_rows} rows, {len(self.pieces)} pieces, {digest}>)"
 
 
-def _as_pieces(rows: list[_Progression]) -> Iterator[Piece]:
-    """Yield one piece for each longest run of rows that a single piece can represent."""
-    run: list[_Progression] = []
-    rules: set[str] = set()
-    for row in [*rows, _Progression(len(rows), 0, 1, 0)]:  # a row without keys ends the last run
-        fewer = rules & _rules(run[0], row) if run else rules
-        if _suffice(fewer):
-            rules = fewer
-            run.append(row)
-            continue
-        if run:
-            yield _as_piece(run[0], run[-1], rules)
-        run, rules = [row] if row.num_keys else [], _rules(row, row)
+def _as_pieces(rows: _Rows) -> Iterator[Piece]:
+    """Yield one piece for each longest run of rows that a single piece can represent.
 
-
-def _rules(first: _Progression, row: _Progression) -> set[str]:
-    """Return the rules under which ``row`` continues a run that begins with ``first``.
-
-    In a diagonal run, the first and the last key each advance by one per row or stay in one cell.
+    In a run, rows are equal, or their first and last keys each advance by one per row or stay in
+    one cell.
     """
-    step, moved = row.step, row.query - first.query
-    if step != first.step or not row.num_keys:
-        return set()
-    is_diagonal = (row.start - first.start - moved) % step == 0
-    found = {
-        "constant": row[1:] == first[1:],
-        "start advances": is_diagonal and row.start - first.start == moved,
-        "start is constant": is_diagonal and row.start // step == first.start // step,
-        "last advances": is_diagonal and row.last - first.last == moved,
-        "last is constant": is_diagonal and row.last // step == first.last // step,
-    }
-    return {rule for rule, holds in found.items() if holds}
+    start, step, count, last = rows
+    ahead, has_keys = np.diff(start), count > 0
+    is_alike = (np.diff(step) == 0) & has_keys[1:] & has_keys[:-1]
+    is_diagonal = is_alike & ((ahead - 1) % step[1:] == 0)
+    rules = [is_alike & (ahead == 0) & (np.diff(count) == 0)]
+    for edge in (start, last):
+        rules += [is_diagonal & (np.diff(edge) == 1), is_diagonal & (np.diff(edge // step) == 0)]
+    first, held = 0, (True,) * 5
+    for row, pair in enumerate(zip(*(each.tolist() for each in rules), strict=True), 1):
+        fewer = tuple(map(and_, held, pair))
+        if fewer[0] or (fewer[1] or fewer[2]) and (fewer[3] or fewer[4]):
+            held = fewer
+            continue
+        if has_keys[first]:
+            yield _as_piece(rows, range(first, row), held)
+        first, held = row, (True,) * 5
+    if len(start) and has_keys[first]:
+        yield _as_piece(rows, range(first, len(start)), held)
 
 
-def _suffice(rules: set[str]) -> bool:
-    edges = {rule.partition(" ")[0] for rule in rules}
-    return "constant" in edges or edges >= {"start", "last"}
-
-
-def _as_piece(first: _Progression, final: _Progression, rules: set[str]) -> Piece:
-    queries, step = range(first.query, final.query + 1), first.step
-    if "constant" in rules:
-        return Piece(Axis(queries), Axis(range(first.start, first.last + 1), first.start, step))
-    ahead = (first.start - first.query) % step
-    low, high, start, stop = -FAR, FAR, 0, max(first.last, final.last) + 1
-    if "start advances" in rules:
-        low = (first.start - first.query) // step
-    else:
-        start = first.start // step * step
-    if "last advances" in rules:
-        high = (first.last - first.query) // step
-    else:
-        stop = (first.last // step + 1) * step
-    rows, columns = Axis(queries, -ahead, step, step), Axis(range(start, stop), 0, step, step)
-    return Piece(rows, columns, low, high, 0, 0)
+def _as_piece(rows: _Rows, queries: range, rules: tuple[bool, ...]) -> Piece:
+    first, step = rows.start[queries[0]], rows.step[queries[0]]
+    last, final = rows.last[queries[0]], rows.last[queries[-1]]
+    is_constant, start_advances, _, last_advances, _ = rules
+    if is_constant:
+        return Piece(Axis(queries), Axis(range(first, last + 1), first, step))
+    start, stop = first // step * step, (last // step + 1) * step
+    low, high = -FAR, FAR
+    if start_advances:
+        start, low = 0, (first - queries[0]) // step
+    if last_advances:
+        stop, high = max(last, final) + 1, (last - queries[0]) // step
+    cells = Axis(queries, -((first - queries[0]) % step), step, step)
+    return Piece(cells, Axis(range(start, stop), 0, step, step), low, high, 0, 0)

@@ -65,7 +65,7 @@ class _BigBird(Pattern):
     depends_on_length: ClassVar[bool] = True
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        queries, keys = lengths.queries(step=self.block), lengths.keys(step=self.block)
+        queries, keys = lengths.queries(self.block), lengths.keys(self.block)
         side = self.window_blocks // 2 if self.window_blocks else -1
         columns = Piece(queries, keys.within_cells(0, self.global_blocks - 1))
         rows = Piece(queries.within_cells(0, self.global_blocks - 1), keys)

@@ -81,24 +81,24 @@ class BlockList:
         whole = cls.empty(seqlen_q, seqlen_kv)
         check_num_blocks(max(whole.num_rows * whole.num_columns, 2 * seqlen_kv) // 16)
         columns = np.arange(whole.num_columns * BLOCK) // width
-        columns[seqlen_kv:] = num_columns = -(-seqlen_kv // width)
+        columns[seqlen_kv:] = num_in_strip = -(-seqlen_kv // width)
         # First column, last + 1 of every block; np.ufunc.reduceat reduces between them.
         last = np.minimum(np.arange(BLOCK, BLOCK + len(columns), BLOCK), seqlen_kv) - 1
         edges = np.stack((columns[::BLOCK], last // width + 1), axis=1).ravel()
-        columns = columns.reshape(-1, BLOCK)
+        tiles = columns.reshape(-1, BLOCK)
         ids, full, bits = [whole.ids], [whole.ids], [whole.bits]
         for row in range(whole.num_rows if seqlen_kv else 0):
             queries = whole.row_queries(row)
-            mask = np.zeros((BLOCK, num_columns + 1), dtype=bool)
+            mask = np.zeros((BLOCK, num_in_strip + 1), dtype=bool)
             mask[: len(queries), :-1] = strip(queries)
             some = np.logical_or.reduceat(mask.any(axis=0), edges)[::2]
             every = np.logical_and.reduceat(mask[: len(queries)].all(axis=0), edges)[::2]
             partial = np.flatnonzero(some & ~every)
             full.append(row * whole.num_columns + np.flatnonzero(every))
             ids.append(row * whole.num_columns + partial)
-            tiles = np.take(mask, columns[partial], axis=1)
-            bits.append(np.packbits(tiles, axis=-1).swapaxes(0, 1))
-        return whole.with_bits(*map(np.concatenate, (ids, bits, full)))
+            live = np.take(mask, tiles[partial], axis=1)
+            bits.append(np.packbits(live, axis=-1).swapaxes(0, 1))
+        return whole.with_bits(np.concatenate(ids), np.concatenate(bits), np.concatenate(full))
 
     def with_bits(self, ids: Integers, bits: NDArray[np.uint8], full: Integers) -> "BlockList":
         """Return the list, for the same lengths, of blocks with given masks.

@@ -44,7 +44,8 @@ def from_mask(mask: Any) -> Pattern:
         )
 
     def one(rows: NDArray[np.bool_]) -> Pattern:
-        strips = BlockList.from_strips(*rows.shape, lambda q: rows[q.start : q.stop])
+        seqlen_q, seqlen_kv = rows.shape
+        strips = BlockList.from_strips(seqlen_q, seqlen_kv, lambda q: rows[q.start : q.stop])
         return Listed("from_mask", strips)
 
     return _per_head(array, one)

@@ -27,14 +27,13 @@ class Lengths(NamedTuple):
     seqlen_q: int
     seqlen_kv: int
 
-    def queries(self, origin: int = 0, step: int = 1, width: int | None = None) -> Axis:
-        """Return all queries, in cells from position ``origin``; ``width`` defaults to ``step``."""
-        origin -= self.seqlen_kv - self.seqlen_q
-        return Axis(range(self.seqlen_q), origin, step, step if width is None else width)
+    def queries(self, step: int = 1) -> Axis:
+        """Return all queries, in cells of ``step`` positions."""
+        return Axis(range(self.seqlen_q), self.seqlen_q - self.seqlen_kv, step, step)
 
-    def keys(self, origin: int = 0, step: int = 1, width: int | None = None) -> Axis:
-        """Return all keys, in cells from position ``origin``; ``width`` defaults to ``step``."""
-        return Axis(range(self.seqlen_kv), origin, step, step if width is None else width)
+    def keys(self, step: int = 1) -> Axis:
+        """Return all keys, in cells of ``step`` positions."""
+        return Axis(range(self.seqlen_kv), 0, step, step)
 
 
 class Pattern(ABC):
@@ -65,14 +64,9 @@ class Pattern(ABC):
         """Return whether the pattern supports these lengths, ``(seqlen_q, seqlen_kv)``."""
         return True
 
-    @property
-    def has_positions(self) -> bool:
-        """Whether the pattern refers to positions of queries instead of their indices."""
-        return self.default_lengths is None
-
-    def offsets(self) -> set[int]:
-        """Return the offsets between key and query positions that packed documents use."""
-        return set()
+    def offsets(self, lengths: Lengths) -> set[int]:
+        """Return differences of index and position of queries; none if indices are meant."""
+        return {lengths.seqlen_kv - lengths.seqlen_q} if self.default_lengths is None else set()
 
     def intersected(self, other: "Pattern") -> "Pattern | None":
         """Return ``self & other`` if it is a pattern of this kind, else ``None``."""
@@ -197,18 +191,14 @@ class Combination(Pattern):
         """Return whether both patterns support these lengths."""
         return self.left.suits(lengths) and self.right.suits(lengths)
 
-    @property
-    def has_positions(self) -> bool:
-        """Whether either pattern refers to positions of queries."""
-        return self.left.has_positions or self.right.has_positions
-
-    def offsets(self) -> set[int]:
+    def offsets(self, lengths: Lengths) -> set[int]:
         """Return the offsets of both patterns."""
-        return self.left.offsets() | self.right.offsets()
+        return self.left.offsets(lengths) | self.right.offsets(lengths)
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
         left, right = self.left.bind(*lengths), self.right.bind(*lengths)
-        if self.has_positions and self.offsets() - {lengths.seqlen_kv - lengths.seqlen_q}:
+        one, other = self.left.offsets(lengths), self.right.offsets(lengths)
+        if one and other and one != other:
             raise ValueError(
                 f"{self!r} must not mix positions: documents with cu_seqlens_kv count them from "
                 "the end of each document, the other side from the end of the sequence; combine "
@@ -247,14 +237,10 @@ class PerHead(Pattern):
         batches, heads = self.heads
         return self.patterns[batch if batches > 1 else 0][head if heads > 1 else 0]
 
-    def bind(self, seqlen_q: int, seqlen_kv: int | None = None) -> BoundPattern:
-        """Raise ValueError, because each head has a bound pattern of its own."""
+    def _bind(self, lengths: Lengths) -> BoundPattern:
         raise ValueError(
             f"{self!r} differs by head: bind the pattern of one head, .head(batch, head)"
         )
-
-    def _bind(self, lengths: Lengths) -> BoundPattern:
-        return self.bind(*lengths)
 
     def count(self, queries: range, keys: range) -> int:
         """Return the number of live pairs within a rectangle, summed over :attr:`heads`."""

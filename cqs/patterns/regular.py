@@ -147,22 +147,22 @@ def _window(lengths: Lengths, left: int | None = None, right: int | None = 0) ->
 
 
 def _dilated(lengths: Lengths, left: int, right: int, step: int) -> list[Piece]:
-    return [Piece(lengths.queries(step=step), lengths.keys(step=step), -left, right, 0, 0)]
+    return [Piece(lengths.queries(step), lengths.keys(step), -left, right, 0, 0)]
 
 
 def _strided(lengths: Lengths, stride: int) -> list[Piece]:
-    earlier = Piece(lengths.queries(step=stride), lengths.keys(step=stride), -FAR, -1, 0, 0)
+    earlier = Piece(lengths.queries(stride), lengths.keys(stride), -FAR, -1, 0, 0)
     return [*_window(lengths, stride - 1), earlier]
 
 
 def _fixed(lengths: Lengths, stride: int, columns: int) -> list[Piece]:
-    queries, keys = lengths.queries(step=stride), lengths.keys(step=stride)
+    queries, keys = lengths.queries(stride), lengths.keys(stride)
     pieces = [Piece(queries, keys, 0, 0, inner_high=0)]
     if columns:
-        summary = lengths.keys(stride - columns, stride, columns)
+        summary = keys._replace(origin=stride - columns, width=columns)
         pieces.append(Piece(queries, summary, -FAR, -1))
     return pieces
 
 
 def _block_diagonal(lengths: Lengths, size: int) -> list[Piece]:
-    return [Piece(lengths.queries(step=size), lengths.keys(step=size), 0, 0)]
+    return [Piece(lengths.queries(size), lengths.keys(size), 0, 0)]

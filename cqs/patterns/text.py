@@ -16,7 +16,7 @@ PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4
 _CALLS: dict[str, Callable[..., Any]] = {
     name: getattr(patterns, name)
     for name in patterns.__all__
-    if name.islower() and name not in ("from_block_mask", "from_deepspeed", "views")
+    if name.islower() and name not in ("from_block_mask", "from_deepspeed")
 } | {"range": range}
 """The functions that make patterns from literals, and ``range``."""
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -44,9 +44,7 @@ def parse_pattern(text: str) -> Pattern:
         found = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"pattern {text!r} is no expression: {error.msg}") from None
-    except RecursionError:
-        raise ValueError("the pattern is nested too deeply") from None
-    except MemoryError:
+    except (RecursionError, MemoryError):
         raise ValueError("the pattern is nested too deeply, or too large for memory") from None
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"pattern {text!r}: {error}") from error

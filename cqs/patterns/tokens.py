@@ -136,11 +136,9 @@ class _Documents(Pattern):
             return lengths[0] == lengths[1]
         return lengths[0] >= self.ends[-1] and lengths[1] >= self.ends_kv[-1]
 
-    def offsets(self) -> set[int]:
+    def offsets(self, lengths: Lengths) -> set[int]:
         """Return the differences between the ends of keys and of queries of the documents."""
-        if self.ends_kv is None:
-            return set()
-        ends = zip(self.ends[1:], self.ends_kv[1:], strict=True)
+        ends = zip(self.ends[1:], (self.ends_kv or self.ends)[1:], strict=True)
         return {stop_kv - stop for stop, stop_kv in ends}
 
     def intersected(self, other: Pattern) -> Pattern | None:

@@ -1,9 +1,9 @@
 """The tensors and options of one attention call."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 from torch import Tensor
 
@@ -73,45 +73,28 @@ class Problem:
 
     def cuts(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
         """Yield ``(batch elements, query heads), (batch elements, KV heads)`` of each part."""
-        for row in self._rows_of_parts():
-            for heads, kv_heads in self._heads_of_parts(row.start or 0):
-                yield (row, heads), (row, kv_heads)
-
-    def _rows_of_parts(self) -> Iterator[slice]:
-        """Yield the batch elements of each part."""
-        batches, num_heads = (1, 1) if self.pattern is None else self.pattern.heads
-        if self.pattern is None or batches == 1:
-            yield slice(None)
-            return
+        pattern, whole = self.pattern, slice(None)
+        batches, num_heads = (1, 1) if pattern is None else pattern.heads
         patterns = [
-            tuple(self.pattern.head(batch, head) for head in range(num_heads))
+            tuple(pattern and pattern.head(batch, head) for head in range(num_heads))
             for batch in range(batches)
         ]
-        first = 0
-        for _, alike in groupby(patterns):
-            stop = first + len(list(alike))
-            yield slice(first, stop)
-            first = stop
-
-    def _heads_of_parts(self, batch: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the query heads and the KV heads of each part of a batch element."""
-        num_heads = 1 if self.pattern is None else self.pattern.heads[1]
-        if self.pattern is None or num_heads == 1:
-            yield slice(None), slice(None)
-            return
-        group_size = num_heads // self.key.shape[1]
-        first = 0
-        while first < num_heads:
-            pattern, stop = self.pattern.head(batch, first), first + 1
-            while stop < num_heads and self.pattern.head(batch, stop) == pattern:
-                stop += 1
-            # GQA: a part is within one KV head, or consists of whole groups of query heads.
-            if first % group_size:
-                stop = min(stop, first + group_size - first % group_size)
-            elif stop - first > group_size:
-                stop -= stop % group_size
-            yield slice(first, stop), slice(first // group_size, -(-stop // group_size))
-            first = stop
+        group_size = num_heads // self.key.shape[1] if num_heads > 1 else 1
+        for row in _runs(patterns) if batches > 1 else [whole]:
+            if num_heads == 1:
+                yield (row, whole), (row, whole)
+                continue
+            for heads in _runs(patterns[row.start or 0]):
+                first = heads.start
+                # GQA: a part is within one KV head, or consists of whole groups of query heads.
+                while first < (stop := heads.stop):
+                    if first % group_size:
+                        stop = min(stop, first + group_size - first % group_size)
+                    elif stop - first > group_size:
+                        stop -= stop % group_size
+                    of_keys = slice(first // group_size, -(-stop // group_size))
+                    yield (row, slice(first, stop)), (row, of_keys)
+                    first = stop
 
     @property
     def num_bytes(self) -> int:
@@ -133,16 +116,13 @@ class Problem:
 
     def make_plan(self, num_tasks: int, kind: Kind | str | None = None) -> Plan:
         """Divide this problem into tasks; see :func:`cqs.make_plan`."""
-        lengths = self.query.shape[2], self.key.shape[2]
-        tile = GPU_TILE if self.query.is_cuda else 1
-        if type(num_tasks) is int and kind is None:
-            return _plan(*lengths, num_tasks, self.is_causal, tile, self.pattern)
         return make_plan(
-            *lengths,
+            self.query.shape[2],
+            self.key.shape[2],
             num_tasks=num_tasks,
             is_causal=self.is_causal,
             kind="quorums" if kind is None else kind,
-            tile=tile,
+            tile=GPU_TILE if self.query.is_cuda else 1,
             pattern=self.pattern,
         )
 
@@ -155,16 +135,10 @@ class Problem:
         )
 
 
-@lru_cache(maxsize=64)
-def _plan(
-    seqlen_q: int,
-    seqlen_kv: int,
-    num_tasks: int,
-    is_causal: bool,
-    tile: int,
-    pattern: Pattern | None,
-) -> Plan:
-    """Return a plan; repeated calls skip the checks of its arguments."""
-    return make_plan(
-        seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal, tile=tile, pattern=pattern
-    )
+def _runs(values: Sequence[Any]) -> Iterator[slice]:
+    """Yield the slices of equal neighbours."""
+    first = 0
+    for _, alike in groupby(values):
+        stop = first + len(list(alike))
+        yield slice(first, stop)
+        first = stop

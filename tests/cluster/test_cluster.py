@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
@@ -14,7 +14,6 @@ from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.verify import VerificationError
 from cqs.scheduler import Quorums
-from cqs.testing import assert_tracks_exact
 
 pytestmark = pytest.mark.ray
 

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 import torch.distributed as dist
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
@@ -23,7 +23,6 @@ from cqs.executors.ray import TaskFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.verify import VerificationError
 from cqs.patterns import global_tokens, sliding_window
-from cqs.testing import assert_tracks_exact
 
 pytestmark = pytest.mark.ray
 

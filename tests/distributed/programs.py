@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,6 @@ from cqs.executors.distributed.transport import transports
 from cqs.integrations import masks
 from cqs.nn import gradients
 from cqs.patterns import causal
-from cqs.testing import assert_tracks_exact
 from cqs.worker import Worker
 
 

@@ -13,7 +13,7 @@ def make_context():
     """Where processes begin with what takes long to import."""
     context = mp.get_context("forkserver")
     # DTensor imports torch._dynamo where it is first used.
-    context.set_forkserver_preload(["cqs.nn", "cqs.testing", "pytest", "torch._dynamo"])
+    context.set_forkserver_preload(["cqs.nn", "support.exact", "pytest", "torch._dynamo"])
     return context
 
 

@@ -9,9 +9,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import torch
+from support.exact import assert_tracks_exact
 
 from cqs.integrations.jax import attention
-from cqs.testing import assert_tracks_exact
 
 PLATFORM = "gpu"
 TOKENS = 1000

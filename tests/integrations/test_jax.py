@@ -1,5 +1,6 @@
 """Attention for JAX is that of jax.nn, on the same arrays, with its gradients."""
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -121,7 +122,10 @@ def test_arrays_stay_on_the_gpu():
     """In a process of its own, with a JAX that has not taken most of the memory."""
     pytest.importorskip("jax_plugins", reason="needs JAX for CUDA")
     program = Path(__file__).with_name("jax_on_gpu.py")
-    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, program], env=os.environ | paths, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
 
 

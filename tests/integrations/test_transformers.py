@@ -8,13 +8,13 @@ import shards
 import tiny_models
 import torch
 import transformers
+from support.exact import assert_tracks_exact
 from tiny_models import BATCHES, FAMILIES, TOKENS, make_model, passes, with_attention
 from transformers import AttentionInterface, masking_utils
 
 import cqs
 from cqs.integrations.masks import Stacked, by_batch
 from cqs.integrations.transformers import register
-from cqs.testing import assert_tracks_exact
 
 pytestmark = pytest.mark.slow
 

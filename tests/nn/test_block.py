@@ -20,10 +20,10 @@ from models import (
     train,
     uneven_difference,
 )
+from support.exact import assert_tracks_exact
 
 from cqs.nn import HybridDecoder, HybridTransformerBlock
 from cqs.patterns import causal, global_tokens, per_head, sliding_window, strided
-from cqs.testing import assert_tracks_exact
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from brute_force import count_in, random_range
 
-from cqs.patterns import FAR, Axis, Piece, views
 from cqs.patterns.algebra import UnequalStepsError, intersect, subtract, unite
-from cqs.patterns.piece import count_band, tidy
-from cqs.patterns.views import cutting_methods
+from cqs.patterns.piece import FAR, Axis, Piece, count_band, tidy
+from cqs.patterns.views import cutting_methods, views
 
 
 def random_axis(rng, length, step):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES
@@ -23,7 +23,6 @@ from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.plan import CPU, GPU, StreamPlan
 from cqs.patterns import global_tokens, sliding_window
 from cqs.streaming import InFile, OnDemand, Pass, make_stream_plan, open_tensor
-from cqs.testing import assert_tracks_exact
 from cqs.worker import BACKENDS
 from cqs.worker.memory import measure_peak_bytes
 

@@ -58,3 +58,27 @@ def eager_output(problem: Problem) -> Tensor:
         enable_gqa=True,
     )
     return output.nan_to_num(0.0)
+
+
+def assert_tracks_exact(
+    actual: Tensor, eager: Tensor, exact: Tensor, *, slack: float = 2.0, name: str = "output"
+) -> None:
+    """Raise AssertionError unless the error is at most ``slack`` times that of eager PyTorch.
+
+    One rounding step of the largest exact value is added to the bound, so that an eager result
+    without error does not require a result without error.
+
+    Args:
+        actual: The result under test, in its dtype.
+        eager: Result of plain PyTorch in the dtype under test.
+        exact: Result in float64 for the same quantised inputs.
+        slack: Largest permitted ratio of the two errors.
+        name: Name of the result in the message.
+    """
+    assert actual.shape == exact.shape, f"{name}: shape {actual.shape}, expected {exact.shape}"
+    assert torch.isfinite(actual).all(), f"{name}: non-finite values"
+    exact = exact.double()
+    rounding = torch.finfo(actual.dtype).eps * exact.abs().max()
+    budget = slack * (eager.double() - exact).abs().max() + rounding
+    error = (actual.double() - exact).abs().max()
+    assert error <= budget, f"{name}: error {error:.3e} exceeds budget {budget:.3e}"

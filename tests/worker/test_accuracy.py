@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.exact import assert_tracks_exact
 
 import cqs
 from benchmarks.cases import Case
-from cqs.testing import assert_tracks_exact
 
 VALUES = {
     "constant": lambda query, value: (0 * query, torch.full_like(value, 0.7)),

@@ -7,10 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 from benchmarks.cases import CASES, Case
-from cqs.testing import assert_tracks_exact
 from cqs.worker import flash
 from cqs.worker.flash import FLASH
 from cqs.worker.operands import Operands
