@@ -20,8 +20,8 @@ _ADVICE = {
     ("k",): "pass key, [batch, num_kv_heads, seqlen, head_dim]",
     ("v",): "pass value, [batch, num_kv_heads, seqlen, value_dim]",
     ("attn_mask", "attention_mask", "mask", "key_padding_mask", "attn_bias", "bias"): (
-        "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention; a bias is a score_mod of "
-        "cqs.flex_attention"
+        "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention; for a bias call PyTorch's "
+        "FlexAttention"
     ),
     ("pattern",): "pass it to cqs.attention",
     ("block_mask",): "pass pattern=cqs.patterns.from_block_mask(block_mask)",
@@ -31,7 +31,7 @@ _ADVICE = {
     ("window_size", "sliding_window", "local_window_size"): (
         "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
     ),
-    ("score_mod", "softcap", "alibi_slopes"): "call cqs.flex_attention with a score_mod",
+    ("score_mod", "softcap", "alibi_slopes"): "call PyTorch's FlexAttention",
     ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"): (
         "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with "
         "all documents in one batch element"

@@ -1,19 +1,13 @@
-"""FlexAttention's interface: block masks become patterns, PyTorch computes score functions."""
+"""FlexAttention's interface: block masks become patterns."""
 
-import warnings
-from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 
 from cqs.api import attention
 from cqs.arguments import with_advice
 from cqs.partial import AttentionOutput
 from cqs.patterns import from_block_mask
-from cqs.problem import check_problem
 from cqs.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -28,7 +22,7 @@ def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: Callable[..., Tensor] | None = None,
+    score_mod: None = None,
     block_mask: "BlockMask | None" = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -44,9 +38,6 @@ def flex_attention(
     :func:`cqs.attention` computes its live pairs. To convert a mask once for many calls, use
     ``cqs.attention(..., pattern=from_block_mask(block_mask))``.
 
-    A call with a ``score_mod`` is not split into tasks: PyTorch's FlexAttention computes it in this
-    process, compiled on a GPU. Tensors that the function captures receive gradients.
-
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``; float64, float32, bfloat16 or float16,
             on the CPU or a GPU.
@@ -54,31 +45,28 @@ def flex_attention(
             ``query``.
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``, in the dtype and on the device of
             ``query``.
-        score_mod: A function ``score_mod(score, batch, head, query_index, key_index)`` that returns
-            the modified score.
+        score_mod: Must be ``None``: PyTorch's FlexAttention computes score functions.
         block_mask: A mask made by ``create_block_mask`` for these lengths.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-        enable_gqa: Whether ``num_heads`` may be a multiple of ``num_kv_heads``; always allowed
-            without a ``score_mod``.
+        enable_gqa: Ignored: ``num_heads`` may always be a multiple of ``num_kv_heads``.
         return_lse: Whether to return the log-sum-exp as well.
-        num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray). Must be
-            ``None`` with a ``score_mod``.
-        backend: Backend name, as in :func:`cqs.attention`. Must be ``None`` with a ``score_mod``.
-        executor: Executor, as in :func:`cqs.attention`. Must be ``None`` with a ``score_mod``.
+        num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
+        backend: Backend name, as in :func:`cqs.attention`.
+        executor: Executor, as in :func:`cqs.attention`.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype of ``query``. With
         ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``, float32 (float64 for float64
-        inputs), differentiable only with a ``score_mod``.
+        inputs).
 
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
         ValueError: Shapes, dtypes or devices do not fit together, or ``block_mask`` is for other
             lengths, batch or heads.
-        NotImplementedError: A ``score_mod`` is combined with ``num_tasks``, ``backend`` or
-            ``executor``, or no backend supports the call.
+        NotImplementedError: ``score_mod`` is not ``None``, or no backend supports the call.
 
     Example:
+        >>> import torch
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
         >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 100, 100, device="cpu")
@@ -86,59 +74,18 @@ def flex_attention(
         >>> torch.allclose(output, attention(q, k, v, is_causal=True), atol=1e-5)
         True
     """
-    problem = check_problem(query, key, value, scale=scale)
-    if score_mod is None:
-        return attention(
-            query,
-            key,
-            value,
-            pattern=None if block_mask is None else from_block_mask(block_mask),
-            scale=scale,
-            num_tasks=num_tasks,
-            backend=backend,
-            executor=executor,
-            return_lse=return_lse,
-        )
-    if not num_tasks is backend is executor is None:
+    if score_mod is not None:
         raise NotImplementedError(
-            "num_tasks, backend and executor must be None with a score_mod, which PyTorch's "
-            f"FlexAttention computes, got {num_tasks!r}, {backend!r} and {executor!r}"
+            f"score_mod must be None, got {score_mod!r}: call flex_attention of PyTorch"
         )
-    if block_mask is not None:
-        if not isinstance(block_mask, torch_flex.BlockMask):
-            raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
-        batch, num_heads, *_ = problem.query.shape
-        if block_mask.shape[0] not in (1, batch) or block_mask.shape[1] not in (1, num_heads):
-            raise ValueError(
-                f"block_mask must be for a batch of 1 or {batch} and for 1 or {num_heads} heads, "
-                f"got shape {block_mask.shape}"
-            )
-    attend = _compiled() if query.is_cuda else _attend_eagerly
-    output, others = attend(
-        problem.query,
-        problem.key,
-        problem.value,
-        score_mod=score_mod,
-        block_mask=block_mask,
-        scale=problem.scale,
-        enable_gqa=enable_gqa,
-        return_aux=torch_flex.AuxRequest(lse=True),
+    return attention(
+        query,
+        key,
+        value,
+        pattern=None if block_mask is None else from_block_mask(block_mask),
+        scale=scale,
+        num_tasks=num_tasks,
+        backend=backend,
+        executor=executor,
+        return_lse=return_lse,
     )
-    return AttentionOutput(output, others.lse) if return_lse else output
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    # A wrapper, so that its variants do not count towards the recompile limit of flex_attention.
-    def flex_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        return torch_flex.flex_attention(query, key, value, **options)
-
-    compiled: Callable[..., Any] = torch.compile(flex_attention)
-    return compiled
-
-
-def _attend_eagerly(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """Compute without compilation on a CPU, where each rectangle's shape would be retraced."""
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        return torch_flex.flex_attention(query, key, value, **options)

@@ -87,8 +87,7 @@ def attention(
     """
     if bias is not None:
         raise NotImplementedError(
-            f"bias must be None, got {type(bias).__name__}: pass a mask or a pattern, or call "
-            "cqs.flex_attention with a score_mod"
+            f"bias must be None, got {type(bias).__name__}: pass a mask or a pattern"
         )
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)

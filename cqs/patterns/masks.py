@@ -263,7 +263,7 @@ def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:
     if is_bias.any():
         raise ValueError(
             f"mask must be boolean, or 0 and at most -10,000, got {mask[is_bias][0]}: "
-            "add a bias to the scores with the score_mod of cqs.flex_attention"
+            "PyTorch's FlexAttention supports a bias"
         )
     return ~masked_out
 

@@ -48,14 +48,6 @@ def block_mask(mask_mod, seqlen_q=TOKENS, seqlen_kv=TOKENS, device="cpu", **opti
     )
 
 
-def capped(score, batch, head, query, key):
-    return 5 * torch.tanh(score / 5)
-
-
-def alibi(score, batch, head, query, key):
-    return score - 0.05 * (head + 1) * (query - key).abs()
-
-
 def by_torch(query, key, value, **options):
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -84,40 +76,20 @@ def test_a_block_mask_gives_what_torch_gives(mask_mod):
     check(found, by_torch(*tensors, block_mask=mask, scale=0.3))
 
 
-@pytest.mark.parametrize(
-    ("score_mod", "mask_mod"),
-    [(capped, None), (alibi, None), (alibi, up_to), (capped, near_or_first), (alibi, below_blocks)],
-)
-def test_torch_computes_a_score_function(score_mod, mask_mod):
-    mask = None if mask_mod is None else block_mask(mask_mod)
-    tensors = operands()
-    found = cqs.flex_attention(*tensors, score_mod, mask, return_lse=True)
-    check(found, by_torch(*tensors, score_mod=score_mod, block_mask=mask))
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew():
-    """Tests are programs of their own, whose compiled variants do not add up to a limit."""
-    yield
-    torch.compiler.reset()
-
-
 def test_a_key_of_batch_one_is_that_of_all_queries():
     tensors = operands()
     shared = tensors[0], tensors[1][:1], tensors[2][:1]
     whole = [each.expand(2, -1, -1, -1) for each in shared]
     mask = block_mask(up_to)
-    for options in ({"score_mod": capped}, {"block_mask": mask}):
-        found = cqs.flex_attention(*shared, **options, return_lse=True)
-        check(found, by_torch(*whole, **options))
+    found = cqs.flex_attention(*shared, block_mask=mask, num_tasks=3, return_lse=True)
+    check(found, by_torch(*whole, block_mask=mask))
 
 
-def test_a_score_function_of_unequal_lengths_and_grouped_queries():
+def test_unequal_lengths_and_grouped_queries():
     tensors = operands(2, seqlen_q=90)
     mask = block_mask(near_or_first, 90, BLOCK_SIZE=(32, 64))
-    options = {"score_mod": alibi, "block_mask": mask}
-    found = cqs.flex_attention(*tensors, **options, enable_gqa=True, return_lse=True)
-    check(found, by_torch(*tensors, **options))
+    found = cqs.flex_attention(*tensors, block_mask=mask, num_tasks=3, return_lse=True)
+    check(found, by_torch(*tensors, block_mask=mask))
 
 
 def test_blocks_count_whatever_the_mask_function_says():
@@ -147,72 +119,31 @@ def test_gradients_through_a_block_mask():
     )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("mask_mod", [None, *MASKS])
-def test_gradients_through_a_score_function(mask_mod):
-    mask = None if mask_mod is None else block_mask(mask_mod, device="cuda")
-    tensors = operands(dtype=torch.float32, device="cuda")
-    table = torch.randn(4, 2 * TOKENS, device="cuda")
-    tensors = [each.requires_grad_() for each in (*tensors, table)]
-
-    def biased(score, batch, head, query, key):
-        return score + table[head, query - key + TOKENS]
-
-    output, lse = cqs.flex_attention(*tensors[:3], biased, mask, return_lse=True)
-    distance = torch.arange(TOKENS, device="cuda")[:, None] - torch.arange(TOKENS, device="cuda")
-    scores = tensors[0] @ tensors[1].mT / 4 + table[:, distance + TOKENS]
-    if mask_mod is not None:
-        positions = torch.arange(TOKENS, device="cuda")
-        heads = torch.arange(4, device="cuda")[:, None, None]
-        scores = scores.masked_fill(~mask_mod(0, heads, positions[:, None], positions), -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    expected = weights @ tensors[2]
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-2)
-    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-2)
-    grad_output = torch.randn_like(output)
-    for got, want in zip(
-        torch.autograd.grad(output, tensors, grad_output),
-        torch.autograd.grad(expected, tensors, grad_output),
-        strict=True,
-    ):
-        assert (got - want).norm() < 1e-2 * want.norm()
-
-
 def test_a_compiled_function_computes_the_same():
-    """Also where PyTorch's FlexAttention is called for its score."""
     layer = torch.nn.Linear(16, 16, dtype=torch.float64)
 
-    def attend(query, mask, score_mod):
+    def attend(query, mask):
         query = layer(query)
-        return cqs.flex_attention(query, query, query, score_mod, mask).sin()
+        return cqs.flex_attention(query, query, query, block_mask=mask, num_tasks=3).sin()
 
     compiled = torch.compile(attend, backend="aot_eager")
     for tokens in (90, 100):
         query = torch.randn(2, 4, tokens, 16, dtype=torch.float64)
         mask = block_mask(up_to, tokens, tokens, BLOCK_SIZE=32)
-        outputs = [each(query, mask, None) for each in (attend, compiled)]
+        outputs = [each(query, mask) for each in (attend, compiled)]
         check(*(torch.autograd.grad(each.sum(), layer.parameters()) for each in outputs))
-        with torch.no_grad():
-            check([compiled(query, mask, capped)], [attend(query, mask, capped)])
 
 
 def test_what_does_not_fit_is_refused():
     query, key, value = operands()
-    for score_mod in (None, capped):
-        with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
-            cqs.flex_attention(query, key, value, score_mod, causal())
+    with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
+        cqs.flex_attention(query, key, value, block_mask=causal())
     with pytest.raises(TypeError, match="query must be a torch.Tensor, got list"):
         cqs.flex_attention([1], [1], [1])
-    with pytest.raises(ValueError, match="enable_gqa=True"):
-        cqs.flex_attention(query, key[:, :2], value[:, :2], capped)
-    with pytest.raises(ValueError, match=r"block_mask was created for .*90, 300"):
-        cqs.flex_attention(query, key, value, capped, block_mask(up_to, 90))
-    three = torch_flex.create_block_mask(up_to, 3, None, TOKENS, TOKENS, device="cpu")
-    with pytest.raises(ValueError, match=r"block_mask must be for a batch of 1 or 2 .* got .*3, 1"):
-        cqs.flex_attention(query, key, value, capped, three)
-    for options in ({"num_tasks": 1}, {"backend": "cpu"}, {"executor": "ray"}):
-        with pytest.raises(NotImplementedError, match="num_tasks, backend and executor must be"):
-            cqs.flex_attention(query, key, value, capped, **options)
-    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        cqs.flex_attention(query.requires_grad_(), key, value, capped)
+    with pytest.raises(ValueError, match="90"):
+        cqs.flex_attention(query, key, value, block_mask=block_mask(up_to, 90))
+    three = torch_flex.create_block_mask(near_or_first, None, 3, TOKENS, TOKENS, device="cpu")
+    with pytest.raises(ValueError, match="num_heads must be 3 .* got 4"):
+        cqs.flex_attention(query, key, value, block_mask=three)
+    with pytest.raises(NotImplementedError, match="score_mod must be None, got <function"):
+        cqs.flex_attention(query, key, value, lambda score, *indices: score.tanh())
