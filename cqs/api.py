@@ -75,8 +75,8 @@ def attention(
             selects the first of :data:`cqs.worker.backends.BACKENDS` that supports the call. A
             named backend never falls back to another; it raises.
         executor: ``None`` or ``"local"`` computes in this process, a :class:`cqs.Cluster` on its
-            workers, and ``"ray"`` on a cluster that is started for this call (takes seconds), whose
-            result cannot be differentiated.
+            workers, and ``"ray"`` on a cluster that is started for this call (takes seconds), and
+            again for its backward pass.
         return_lse: Whether to return the log-sum-exp as well.
         verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
         progress: True draws a progress bar. A function is called as ``progress(pairs_done,
@@ -143,10 +143,10 @@ def open_executor(executor: "str | Cluster | None") -> AbstractContextManager[Ex
         return _LOCAL
     if isinstance(executor, str) and executor != "ray":
         raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
-    from cqs.executors.ray import Cluster, temporary_executor
+    from cqs.executors.ray import Cluster, one_call_executor
 
     if isinstance(executor, str):
-        return temporary_executor()
+        return one_call_executor()
     if not isinstance(executor, Cluster):
         raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
     return nullcontext(executor.make_executor())

@@ -98,11 +98,16 @@ def test_a_private_cluster_serves_all_heads(ray_session, monkeypatch):
         attend(problem, executor="ray", num_tasks=2), attend(problem, num_tasks=2)
     )
     assert started == [1]
-    output = cqs.attention(
-        problem.query.requires_grad_(), problem.key, problem.value, executor="ray"
-    )
-    with pytest.raises(ValueError, match="this cluster is closed: open another"):
-        output.sum().backward()
+
+
+def test_a_private_cluster_starts_again_for_gradients(ray_session):
+    problem = Case("gradients", 64, 64, 4, 2).make()
+    leaves = [tensor.requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
+    found = [
+        torch.autograd.grad(cqs.attention(*leaves, **options).sum(), leaves)
+        for options in ({"executor": "ray", "num_tasks": 3}, {})
+    ]
+    torch.testing.assert_close(*found)
 
 
 def test_submit_takes_patterns_that_all_heads_share(cluster, assert_right):

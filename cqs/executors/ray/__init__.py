@@ -11,7 +11,7 @@ import sys
 if sys.platform != "linux":
     raise ImportError(f"cqs.Cluster requires Linux, got {sys.platform}")
 
-from cqs.executors.ray.cluster import Cluster, temporary_executor
+from cqs.executors.ray.cluster import Cluster, one_call_executor
 from cqs.executors.ray.future import AttentionFuture
 from cqs.executors.ray.pool import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.sharded import Sharded
@@ -25,5 +25,5 @@ __all__ = [
     "TaskFailedError",
     "TaskReport",
     "WorkersFailedError",
-    "temporary_executor",
+    "one_call_executor",
 ]

@@ -20,6 +20,7 @@ from cqs.executors.ray.shards.group import WorkerGroup
 from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, load_shard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
+from cqs.partial import Gradients
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Kind, Plan
@@ -362,9 +363,11 @@ class Cluster:
         )
         return AttentionFuture(future, executor, cancelled, return_lse)
 
-    def make_executor(self, *, is_in_dispatcher: bool = False) -> TaskExecutor:
+    def make_executor(
+        self, kind: type[TaskExecutor] = TaskExecutor, *, is_in_dispatcher: bool = False
+    ) -> TaskExecutor:
         """Return an executor of one call; see :class:`cqs.executors.contract.Executor`."""
-        return TaskExecutor(self._dispatcher, self._group.rest, is_in_dispatcher=is_in_dispatcher)
+        return kind(self._dispatcher, self._group.rest, is_in_dispatcher=is_in_dispatcher)
 
     def _planner(self, num_tasks: int | None, plan: Kind | str | None) -> Callable[[Problem], Plan]:
         """Return the function that makes the plan of each part of a problem."""
@@ -372,11 +375,20 @@ class Cluster:
         return lambda part: part.make_plan(number, plan)
 
 
+class _OneCallExecutor(TaskExecutor):
+    """An executor of a cluster that is closed after the forward pass."""
+
+    def run_backward(self, *arguments: Any) -> Gradients:
+        """Compute the gradients on another cluster."""
+        with Cluster() as cluster:
+            return cluster.make_executor().run_backward(*arguments)
+
+
 @contextmanager
-def temporary_executor() -> Iterator[TaskExecutor]:
+def one_call_executor() -> Iterator[TaskExecutor]:
     """Start a cluster, for which :class:`Cluster` chooses the workers; yield an executor of it."""
     with Cluster() as cluster:
-        yield cluster.make_executor()
+        yield cluster.make_executor(_OneCallExecutor)
 
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
