@@ -495,11 +495,11 @@ def test_workers_at_work_outlive_the_failure_of_another(ray_session, ends, tmp_p
 
 def test_workers_in_a_rendezvous_outlive_one_that_fails(ray_session, problem, tmp_path):
     class Mortal(TaskActor):
-        def join(self, rendezvous, rank):
-            if rank == 1 and not (tmp_path / "mark").exists():
+        def join(self, generation, place, *arguments):
+            if place[0] == 1 and not (tmp_path / "mark").exists():
                 (tmp_path / "mark").touch()
                 os._exit(1)
-            super().join(rendezvous, rank)
+            super().join(generation, place, *arguments)
 
     class MortalCluster(cqs.Cluster):
         actor_class = Mortal

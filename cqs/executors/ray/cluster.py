@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from cqs.executors.ray.shards.group import WorkerGroup
 from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, load_shard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
-from cqs.partial import Gradients
+from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.scheduler import Kind, Plan
@@ -241,11 +241,9 @@ class Cluster:
         if key is None or value is None:
             raise TypeError("key and value must be tensors unless query is a sharded sequence")
         problem = check_problem(query, key, value, **options)
-        executor, make_plan = self.make_executor(), self._planner(num_tasks, plan)
-        answer = attend(
-            executor, problem, make_plan, backend=backend, verify=verify, progress=progress
-        )
-        return answer.to_result(return_lse)
+        hooks = {"backend": backend, "verify": verify, "progress": progress}
+        compute = self._bind(self.make_executor(), problem, num_tasks, plan, **hooks)
+        return compute().to_result(return_lse)
 
     def shard(self, *tensors: Tensor, dim: int = 2) -> Sharded:
         """Split tensors into contiguous parts, one for each worker, and send them to the workers.
@@ -312,22 +310,19 @@ class Cluster:
         key: Tensor,
         value: Tensor,
         *,
-        is_causal: bool = False,
-        pattern: Pattern | None = None,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        seed: int | None = None,
         num_tasks: int | None = None,
         plan: Kind | str | None = None,
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
         progress: Report = False,
+        **options: Unpack[ProblemOptions],
     ) -> AttentionFuture:
         """Start :meth:`attention` and return at once; a cluster executes calls one after another.
 
-        The arguments are those of :meth:`attention`. Do not write to the tensors until the future
-        is done, because the call reads them in the background.
+        The arguments are those of :meth:`attention`; ``options`` are ``is_causal``, ``pattern``,
+        ``scale``, ``dropout_p`` and ``seed``. Do not write to the tensors until the future is done,
+        because the call reads them in the background.
 
         Returns:
             The future result, without gradients.
@@ -338,29 +333,13 @@ class Cluster:
             TypeError: An argument has the wrong type.
         """
         self._dispatcher.check_open()
-        options = ProblemOptions(
-            is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
-        )
         problem = check_problem(query, key, value, **options)
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
-        check_backend_name(backend)
-        check_progress(progress)
-        make_plan = self._planner(num_tasks, plan)
-        for _, part in problem.parts():
-            make_plan(part)  # reports wrong options at once
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
-        future = self._dispatcher.submit(
-            lambda: attend(
-                executor,
-                problem,
-                make_plan,
-                backend=backend,
-                verify=verify,
-                progress=progress,
-                cancelled=cancelled,
-            )
-        )
+        hooks = {"backend": backend, "verify": verify, "progress": progress}
+        compute = self._bind(executor, problem, num_tasks, plan, cancelled=cancelled, **hooks)
+        future = self._dispatcher.submit(compute)
         return AttentionFuture(future, executor, cancelled, return_lse)
 
     def make_executor(
@@ -369,10 +348,33 @@ class Cluster:
         """Return an executor of one call; see :class:`cqs.executors.contract.Executor`."""
         return kind(self._dispatcher, self._group.rest, is_in_dispatcher=is_in_dispatcher)
 
-    def _planner(self, num_tasks: int | None, plan: Kind | str | None) -> Callable[[Problem], Plan]:
-        """Return the function that makes the plan of each part of a problem."""
+    def _bind(
+        self,
+        executor: TaskExecutor,
+        problem: Problem,
+        num_tasks: int | None,
+        plan: Kind | str | None,
+        **hooks: Any,
+    ) -> Callable[[], Partial]:
+        """Check the options of a call before it starts; return the function that computes it.
+
+        Args:
+            executor: Computes the problem.
+            problem: The checked problem.
+            num_tasks: Number of tasks; ``None`` means one per worker.
+            plan: Kind of the plan of each part of the problem.
+            hooks: The other arguments of :func:`cqs.executors.contract.attend`.
+        """
+        check_backend_name(hooks["backend"])
+        check_progress(hooks["progress"])
         number = len(self._pool.actors) if num_tasks is None else num_tasks
-        return lambda part: part.make_plan(number, plan)
+
+        def make_plan(part: Problem) -> Plan:
+            return part.make_plan(number, plan)
+
+        for _, part in problem.parts():
+            make_plan(part)
+        return partial(attend, executor, problem, make_plan, **hooks)
 
 
 class _OneCallExecutor(TaskExecutor):

@@ -18,7 +18,7 @@ from cqs.executors.distributed.probe import pin_links
 from cqs.executors.distributed.transport.transports import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import find_private_folder, import_ray
-from cqs.executors.ray.shards.operation import Address, Rendezvous, Shapes, ShardProducer
+from cqs.executors.ray.shards.operation import Address, Shapes, ShardProducer
 from cqs.scheduler.cost_model import Links
 
 _CONNECT_SECONDS = 10.0
@@ -79,12 +79,22 @@ class ShardActor:
         )
         return host, port
 
-    def join(self, rendezvous: Rendezvous, rank: int) -> Links | None:
+    def join(
+        self,
+        generation: int,
+        place: tuple[int, int],
+        address: Address,
+        timeouts: tuple[float, float],
+        links: Links | None,
+    ) -> Links | None:
         """Leave the current process group, if any, and join a new one.
 
         Args:
-            rendezvous: Number, size, store and timeouts of the group.
-            rank: Rank of this process.
+            generation: Number of the group, greater than those of earlier groups.
+            place: Rank of this process, and number of ranks.
+            address: Address of the store that rank 0 has opened.
+            timeouts: Seconds for the rendezvous, and after which a collective fails.
+            links: Links that earlier groups used, so that repeated calls choose the same plans.
 
         Returns:
             The links between hosts that the group uses; ``None`` on one host.
@@ -92,9 +102,9 @@ class ShardActor:
         Raises:
             RuntimeError: The rendezvous timed out or was aborted.
         """
-        generation, num_ranks, address, timeout, call_timeout, links = rendezvous
+        rank, num_ranks = place
         self._leave()
-        timeout = min(timeout, call_timeout)
+        timeout, call_timeout = min(timeouts), timeouts[1]
         seconds = timedelta(seconds=min(timeout, _CONNECT_SECONDS))
         if isinstance(address, str):
             opened: dist.Store = dist.FileStore(address, num_ranks)

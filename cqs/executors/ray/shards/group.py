@@ -16,7 +16,7 @@ from torch import Tensor
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError
-from cqs.executors.ray.shards.operation import Rendezvous, ShardOperation, ShardProducer
+from cqs.executors.ray.shards.operation import ShardOperation, ShardProducer
 from cqs.scheduler.cost_model import Links
 
 _Found = TypeVar("_Found")
@@ -238,11 +238,12 @@ class WorkerGroup:
         timeout = self._retry_policy.start_timeout
         call_timeout = 2 * self._retry_policy.stall_timeout
         address = self._call("bind", lambda rank: (timeout,), [0])[0]
-        where = Rendezvous(
-            self._generation, self.num_ranks, address, timeout, call_timeout, self._links
-        )
-        joined = self._call("join", lambda rank: (where, rank), is_collective=True, timeout=timeout)
-        self._links = joined[0]
+        group = address, (timeout, call_timeout), self._links
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            return self._generation, (rank, self.num_ranks), *group
+
+        self._links = self._call("join", arguments, is_collective=True, timeout=timeout)[0]
 
     def _mend(self) -> None:
         """Replace failed actors, and free shards that a broken group has made.

@@ -3,36 +3,18 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.distributed.attention import attention
 from cqs.executors.ray.pool import Actor
-from cqs.scheduler.cost_model import Links
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of the tensors of a shard."""
 Address = str | tuple[str, int]
 """Path of a file store, or host and port of a TCP store."""
-
-
-class Rendezvous(NamedTuple):
-    """Where and how the ranks of a process group meet."""
-
-    generation: int
-    """Number of the group, greater than those of earlier groups."""
-    num_ranks: int
-    """Number of ranks of the group."""
-    address: Address
-    """Address of the store that rank 0 has opened."""
-    timeout: float
-    """Seconds for the rendezvous."""
-    call_timeout: float
-    """Seconds after which a collective fails."""
-    links: Links | None
-    """Links that earlier groups used, so that repeated calls choose the same plans."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
+_SUMMED = ("put_seconds", "get_seconds", "merge_seconds", "failures", "reruns")
+"""Measurements of which those of a call are the sums over its runs."""
+
 
 @dataclass(frozen=True)
 class TaskReport:
@@ -63,12 +66,8 @@ class RunReport:
         return cls(
             started=first.started,
             seconds=last.started - first.started + last.seconds,
-            put_seconds=sum(run.put_seconds for run in runs),
-            get_seconds=sum(run.get_seconds for run in runs),
-            merge_seconds=sum(run.merge_seconds for run in runs),
             tasks=tuple(task for run in runs for task in run.tasks),
-            failures=sum(run.failures for run in runs),
-            reruns=sum(run.reruns for run in runs),
+            **{name: sum(getattr(run, name) for run in runs) for name in _SUMMED},
         )
 
     @property
