@@ -25,7 +25,7 @@ def search_cover(
         prove that no such cover exists.
 
     Example:
-        >>> from cqs.scheduler.difference_covers import missing_differences
+        >>> from cqs.scheduler.interest_sets import missing_differences
         >>> cover = search_cover(13, 4)
         >>> len(cover), missing_differences(cover, 13)
         (4, [])

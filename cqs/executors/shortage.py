@@ -2,7 +2,7 @@
 
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task, TaskCost
-from cqs.scheduler.difference_covers import PERFECT_MODULI
+from cqs.scheduler.interest_sets import PERFECT_MODULI
 from cqs.worker import BACKENDS, TaskBackend
 from cqs.worker.memory import predict_pattern_cost
 

@@ -91,13 +91,9 @@ class _Balancer:
         by their excess over the limit, then in this order: the owner in a plan without a pattern,
         the fewest newly held groups, the least work.
         """
-
-        def order(part: tuple[Strip, int]) -> tuple[bool, int]:
-            strip, _ = part
-            return len(self._holders(strip)) > 1, -strip.live_pairs
-
         parts = [part for strip in strips for part in self._plain_parts(strip)]
-        for strip, owner in sorted(parts, key=order):
+        parts.sort(key=lambda part: (len(self._holders(part[0])) > 1, -part[0].live_pairs))
+        for strip, owner in parts:
             choices = []
             for index in self._holders(strip):
                 total = self._live_pairs[index] + strip.live_pairs

@@ -34,9 +34,8 @@ class AttentionShape:
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError unless ``batch`` is at least 0 and the rest at least 1."""
         for field in fields(self):
-            if field.name == "has_dropout":
-                continue
-            if (number := getattr(self, field.name)) is not None:
+            number = getattr(self, field.name)
+            if number is not None and field.name != "has_dropout":
                 number = as_integer(field.name, number, least=int(field.name != "batch"))
                 object.__setattr__(self, field.name, number)
 

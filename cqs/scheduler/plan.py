@@ -16,6 +16,8 @@ from cqs.scheduler.validate import validate_single_tasks, validate_tasks
 
 _JSON_VERSIONS = (2, 3)
 """Versions of the format of :meth:`Plan.to_json`: of quorum plans, and of plans of other kinds."""
+_JSON_NUMBERS = ("num_tasks", "seqlen_q", "seqlen_kv", "is_causal")
+"""Fields of a plan that its JSON object has under the same name."""
 _MAX_WITH_PATTERN = 1024
 """Largest number of tasks of a plan with a pattern: balancing examines all pairs of groups."""
 MAX_LISTED = 4096
@@ -251,10 +253,7 @@ class Plan:
         """
         written: dict[str, Any] = {
             "version": _JSON_VERSIONS[not isinstance(self.kind, Quorums)],
-            "num_tasks": self.num_tasks,
-            "seqlen_q": self.seqlen_q,
-            "seqlen_kv": self.seqlen_kv,
-            "is_causal": self.is_causal,
+            **{name: getattr(self, name) for name in _JSON_NUMBERS},
             **self.kind.to_json(),
         }
         if self.tile != 1:
@@ -303,10 +302,7 @@ class Plan:
                     f"the pattern of the plan is {of_plan}, got {given}: pass the same"
                 )
             plan = make_plan(
-                written["seqlen_q"],
-                written["seqlen_kv"],
-                num_tasks=written["num_tasks"],
-                is_causal=written["is_causal"],
+                **{name: written[name] for name in _JSON_NUMBERS},
                 kind=read_kind(written),
                 tile=written.get("tile", 1),
                 pattern=pattern,

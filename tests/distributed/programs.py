@@ -306,9 +306,9 @@ def seen_of_hosts(group, hosts):
     transports."""
     rank, found = dist.get_rank(group), []
 
-    def choose(workload, num_ranks, machine, **options):
+    def choose(workload, num_ranks, with_gradients, machine, **options):
         found.append(machine.devices_per_node)
-        return choose_plan(workload, num_ranks, machine, **options)
+        return choose_plan(workload, num_ranks, with_gradients, machine, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "_hosts", {})

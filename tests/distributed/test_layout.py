@@ -182,7 +182,7 @@ def test_between_hosts_the_kind_with_the_least_traffic_is_chosen():
 
     def kind(num_ranks, num_kv_heads, machine=ONE_BY_ONE, **options):
         case = Workload(2**15, AttentionShape(17, 128, num_kv_heads=num_kv_heads))
-        return choose_plan(case, num_ranks, machine, with_gradients=False, **options)[0]
+        return choose_plan(case, num_ranks, False, machine, **options)[0]
 
     assert [kind(num_ranks, 1) for num_ranks in (4, 7, 13)] == [Grid2D(1, n) for n in (4, 7, 13)]
     assert [len(kind(num_ranks, 17).interest_set) for num_ranks in (7, 13, 31)] == [3, 4, 6]

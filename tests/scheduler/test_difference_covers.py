@@ -6,7 +6,7 @@ import pytest
 from benchmarks.cover_search import search_cover
 from benchmarks.singer_covers import prime_power, singer_cover, singer_order
 from cqs.scheduler import load_interest_set
-from cqs.scheduler.difference_covers import (
+from cqs.scheduler.interest_sets import (
     PERFECT_MODULI,
     missing_differences,
     prune_cover,

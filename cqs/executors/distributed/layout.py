@@ -205,31 +205,16 @@ def lay_out(
         with_gradients: Whether a backward pass will follow.
         machine: Throughput and links of the ranks' devices.
     """
-    num_ranks = len(seqlens_q)
-    bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
-    workload = Workload(
-        sum(seqlens_q),
-        shape,
-        is_causal,
-        num_keys=sum(seqlens_kv),
-        num_pairs=None if bound is None else bound.num_pairs,
-    )
+    num_ranks, lengths = len(seqlens_q), (sum(seqlens_q), sum(seqlens_kv))
+    bound = None if pattern is None else pattern.bind(*lengths)
+    num_pairs = None if bound is None else bound.num_pairs
+    workload = Workload(lengths[0], shape, is_causal, lengths[1], num_pairs)
     kind, head_parallel = choose_plan(
-        workload,
-        num_ranks,
-        machine,
-        with_gradients=with_gradients,
-        plan=plan,
-        head_parallel=head_parallel,
+        workload, num_ranks, with_gradients, machine, plan=plan, head_parallel=head_parallel
     )
+    num_tasks = num_ranks // head_parallel
     plan_of_tasks = make_plan(
-        sum(seqlens_q),
-        sum(seqlens_kv),
-        num_tasks=num_ranks // head_parallel,
-        is_causal=is_causal,
-        kind=kind,
-        tile=tile,
-        pattern=pattern,
+        *lengths, num_tasks=num_tasks, is_causal=is_causal, kind=kind, tile=tile, pattern=pattern
     )
     tasks = [plan_of_tasks.task(r // head_parallel) for r in range(num_ranks)]
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
@@ -260,16 +245,8 @@ def lay_out(
         num_ranks, head_parallel, num_chunks, is_backward=with_gradients, kind=kind, rule=chunk_rule
     )
     chunks = _make_chunks(number, num_ranks, head_parallel, shape)
-    return Layout(
-        plan_of_tasks,
-        *splits[rank],
-        shards_q[rank],
-        shards_kv[rank],
-        of_queries,
-        of_keys,
-        of_results,
-        chunks,
-    )
+    own = shards_q[rank], shards_kv[rank]
+    return Layout(plan_of_tasks, *splits[rank], *own, of_queries, of_keys, of_results, chunks)
 
 
 def _make_chunks(
@@ -302,9 +279,9 @@ def cut_shards(lengths: Sequence[int]) -> list[range]:
 def choose_plan(
     workload: Workload,
     num_ranks: int,
+    with_gradients: bool,
     machine: Machine = MACHINES["H200"],
     *,
-    with_gradients: bool,
     plan: Kind | str | None = None,
     head_parallel: int | str = "auto",
 ) -> tuple[Kind, int]:
@@ -318,8 +295,8 @@ def choose_plan(
     Args:
         workload: The attention problem.
         num_ranks: Number of ranks that compute it.
-        machine: Throughput and links of the ranks' devices.
         with_gradients: Whether to predict forward and backward pass together, or forward alone.
+        machine: Throughput and links of the ranks' devices.
         plan: Kinds to choose from: ``"quorums"``, ``"rows"``, ``"grid"`` for all grids, ``"any"``,
             or a kind. ``None`` means quorums on one host, and any kind on several.
         head_parallel: The degree, or ``"auto"`` to choose it.
@@ -329,12 +306,12 @@ def choose_plan(
 
     Example:
         >>> workload = Workload(2**16, AttentionShape(16, 128), is_causal=True)
-        >>> [choose_plan(workload, 4, with_gradients=both)[1] for both in (False, True)]
+        >>> [choose_plan(workload, 4, both)[1] for both in (False, True)]
         [1, 4]
         >>> from dataclasses import replace
         >>> workload = Workload(2**16, AttentionShape(28, 128, num_kv_heads=4))
         >>> hosts = replace(MACHINES["H100"], devices_per_node=1, between=1e9)
-        >>> choose_plan(workload, 7, hosts, with_gradients=False)
+        >>> choose_plan(workload, 7, False, hosts)
         (Grid2D(query_groups=1, key_groups=7), 1)
     """
     passes = "both" if with_gradients else "forward"

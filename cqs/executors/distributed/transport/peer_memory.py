@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ class PeerMemory(Transport):
         """Start without a send buffer for packets; use :func:`connect_peers` to construct."""
         self._group = weakref.ref(group)
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._others = [(self._rank + i) % self._num_ranks for i in range(1, self._num_ranks)]
+        """The other ranks in ring order, starting after this rank."""
         self._device, self._memory = device, memory
         self._timeout = timeout_of(group)
         self.peak_bytes = 0
@@ -152,8 +155,7 @@ class PeerMemory(Transport):
             self._grow(num_bytes)
             with self._launching:
                 self._open_pass()
-        first = flag_bytes + turn * sum(sizes)
-        firsts = [first + sum(sizes[:i]) for i in range(len(sizes))]
+        *firsts, end = accumulate(sizes, initial=flag_bytes + turn * sum(sizes))
         readers = [rank for rank in self._others if any(each.lengths[rank] for each in packets)]
         # The allocator may have given `received` memory that this stream still uses: the copies
         # wait for the event `free`.
@@ -163,8 +165,7 @@ class PeerMemory(Transport):
             self._check_released()
             if not self._is_captured:
                 self._streams.add(stream)
-            places = range(first, first + sum(sizes))
-            packed = _Packed(places, stream_index, self._epoch + 1, readers)
+            packed = _Packed(range(firsts[0], end), stream_index, self._epoch + 1, readers)
             unread = self._make_room(packed, stream)
             self._waited[stream_index] = stream.record_event()
         fill([self._rows(f, p) for f, p in zip(firsts, packets, strict=True)])
@@ -308,11 +309,6 @@ class PeerMemory(Transport):
             with self._launching:
                 self._close_pass()
         self._memory.grow(control, num_bytes)
-
-    @property
-    def _others(self) -> list[int]:
-        """The other ranks in ring order, starting after this rank."""
-        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
 
     def _check_released(self) -> None:
         if self._memory.is_released:
