@@ -201,10 +201,6 @@ class BlockList:
         live &= ((keys.start <= key) & (key < keys.stop))[:, None, :]
         return total + int(live.sum())
 
-    def allows(self, query: int, key: int) -> bool:
-        """Return whether a query sees a key."""
-        return self.count_pairs(range(query, query + 1), range(key, key + 1)) == 1
-
     def views(self, queries: range, keys: range) -> Iterator[View]:
         """Yield the live pairs of a rectangle as views: runs of full blocks, single partial blocks.
 
@@ -249,14 +245,6 @@ class BlockList:
                 yield run, None
                 run = keys
         yield run, None
-
-    def transposed(self) -> "BlockList":
-        """Return the list with queries and keys exchanged."""
-        rows, columns = np.divmod(self.ids, max(self.num_columns, 1))
-        ids = columns * self.num_rows + rows
-        bits = np.packbits(np.unpackbits(self.bits, axis=-1).swapaxes(1, 2), axis=-1)
-        order = np.argsort(ids)
-        return BlockList(self.seqlen_kv, self.seqlen_q, ids[order], self.bit_index[order], bits)
 
     def __or__(self, other: "BlockList") -> "BlockList":
         return self._combine(other, np.bitwise_or)

@@ -84,8 +84,7 @@ class BoundPattern:
         """Return whether query ``query`` sees key ``key``; False outside the sequence."""
         query = to_integer(query, "query must be an integer")
         key = to_integer(key, "key must be an integer")
-        blocks = () if self.blocks is None else (self.blocks,)
-        return any(part.allows(query, key) for part in (*self.pieces, *blocks))
+        return self.count(range(query, query + 1), range(key, key + 1)) == 1
 
     def views(self, queries: range, keys: range) -> Iterator[View]:
         """Yield the live pairs within a rectangle as affine views without a common pair.
@@ -100,12 +99,6 @@ class BoundPattern:
                 yield from views(clipped)
         if self.blocks is not None:
             yield from self.blocks.views(queries, keys)
-
-    def transposed(self) -> "BoundPattern":
-        """Return the pattern with queries and keys exchanged, for key and value gradients."""
-        pieces = tuple(piece.transposed() for piece in self.pieces)
-        blocks = None if self.blocks is None else self.blocks.transposed()
-        return BoundPattern(self.seqlen_kv, self.seqlen_q, pieces, blocks)
 
     @uncompiled
     def to_mask(self, queries: range | None = None, keys: range | None = None) -> NDArray[np.bool_]:

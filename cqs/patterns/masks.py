@@ -233,11 +233,9 @@ def read_layouts(block_mask: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]
 def _listed(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:
     """Return the boolean layout of a ``BlockMask``'s block list."""
     numbers, indices = as_array(numbers), as_array(indices).astype(np.int64)
-    listed = np.arange(indices.shape[-1]) < numbers[..., None]
-    layout = np.zeros((*indices.shape[:-1], max(columns, indices.shape[-1])), dtype=bool)
-    np.put_along_axis(layout, np.where(listed, indices, 0), False, axis=-1)
-    *where, _ = listed.nonzero()
-    layout[(*where, indices[listed])] = True
+    layout = np.zeros((*numbers.shape, max(columns, indices.shape[-1])), dtype=bool)
+    for row in np.ndindex(numbers.shape):
+        layout[row][indices[row][: numbers[row]]] = True
     return layout[..., :rows, :columns]
 
 

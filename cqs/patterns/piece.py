@@ -20,7 +20,7 @@ are the same set written row by row.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cqs.ranges import meets, overlap
 
@@ -154,18 +154,6 @@ class Piece(NamedTuple):
         """Return the piece with queries and keys exchanged."""
         queries, keys, low, high, inner_low, inner_high = self
         return Piece(keys, queries, -high, -low, -inner_high, -inner_low)
-
-    def allows(self, query: Any, key: Any) -> Any:
-        """Return whether a query sees a key; integers, or integer arrays that broadcast."""
-        rows, columns = self.queries, self.keys
-        a, u = (query - rows.origin) // rows.step, (query - rows.origin) % rows.step
-        b, v = (key - columns.origin) // columns.step, (key - columns.origin) % columns.step
-        return (
-            ((rows.tokens.start <= query) & (query < rows.tokens.stop) & (u < rows.width))
-            & ((columns.tokens.start <= key) & (key < columns.tokens.stop) & (v < columns.width))
-            & ((self.low <= b - a) & (b - a <= self.high))
-            & ((self.inner_low <= v - u) & (v - u <= self.inner_high))
-        )
 
 
 def plain_piece(queries: range, keys: range, low: int = -FAR, high: int = FAR) -> Piece:

@@ -58,14 +58,13 @@ class View(NamedTuple):
 def views(piece: Piece) -> Iterator[View]:
     """Cut a tidy piece into affine views that have no pair in common.
 
-    Of up to four methods, the one that visits the fewest tiles is used.
+    Of up to three methods, the one that visits the fewest tiles is used.
 
     ===================  ==========================================  ================  =========
     cut into             possible if                                 best for          TFLOP/s
     ===================  ==========================================  ================  =========
     pairs of residues    steps are equal, or there is no band        dilated, strided  645 (405)
     residues of keys     queries fill their cells, offsets are free  summary columns   300 (198)
-    residues of queries  keys fill their cells, offsets are free     their transpose
     pairs of cells       always                                      diagonal blocks   430 (265)
     ===================  ==========================================  ================  =========
 
@@ -109,9 +108,6 @@ def cutting_methods(piece: Piece) -> Iterator[tuple[float, Callable[[Piece], Ite
         visited = min(num_columns, seen + slope / columns.step)
         num_tiles = _tiles(num_rows * rows.step)
         yield num_tiles * (1 + columns.width * _tiles(visited)), _key_residues
-    if columns.width == columns.step:
-        visited = min(num_columns, seen + slope) * columns.step
-        yield rows.width * _tiles(num_rows) * (1 + _tiles(visited)), _query_residues
 
 
 def _tiles(tokens: float) -> int:
@@ -136,11 +132,6 @@ def _key_residues(piece: Piece) -> Iterator[View]:
         apart = columns.origin + offset - rows.origin
         keys = _residue(columns, offset)
         yield from _view(piece, rows.tokens, keys, apart - rows.width + 1, apart)
-
-
-def _query_residues(piece: Piece) -> Iterator[View]:
-    for keys, queries, low, high, _ in _key_residues(piece.transposed()):
-        yield View(queries, keys, -high, -low)
 
 
 def _view(

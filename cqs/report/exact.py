@@ -96,6 +96,6 @@ def _visible_columns(problem: Problem, keys: Tensor) -> Tensor:
     """Return the mask of some keys, bool ``[seqlen, len(keys)]``, True where a query sees one."""
     seqlen = problem.query.shape[2]
     plain = sliding_window(None, 0 if problem.is_causal else None)
-    turned = (problem.bound_pattern or plain.bind(seqlen)).transposed()
-    masks = [torch.from_numpy(turned.to_mask(range(key, key + 1))) for key in keys.tolist()]
-    return torch.cat(masks).T.to(keys.device)
+    bound = problem.bound_pattern or plain.bind(seqlen)
+    masks = [torch.from_numpy(bound.to_mask(None, range(key, key + 1))) for key in keys.tolist()]
+    return torch.cat(masks, dim=1).to(keys.device)

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from brute_force import count_in, random_range
+from brute_force import count_in, mask_of_piece, random_range
 
 from cqs.patterns.algebra import UnequalStepsError, intersect, subtract, unite
 from cqs.patterns.piece import FAR, Axis, Piece, count_band, tidy
@@ -36,8 +36,7 @@ def random_tidy_piece(rng, shape, steps=(1, 1, 2, 3, 5, 8)):
 
 
 def mask_of(piece, shape):
-    rows, columns = np.arange(shape[0])[:, None], np.arange(shape[1])
-    return piece.allows(rows, columns)
+    return mask_of_piece(piece, *shape)
 
 
 def random_shape(rng):
