@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cqs.api import attention as attend
 from cqs.arguments import as_integer, to_float
 from cqs.distributed import attention as attend_shards
-from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
-from cqs.nn.mesh import check_divisible, gather, tensor_axis
+from cqs.nn.mesh import check_divisible, gather
 from cqs.patterns import Pattern, per_head
 from cqs.problem import check_is_pattern
 
@@ -51,21 +50,19 @@ class SelfAttention(nn.Module):
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, {num_kv_heads}, got {num_heads}"
             )
-        axis = tensor_axis(mesh)
-        check_divisible("num_heads", num_heads, axis)
-        check_divisible("num_kv_heads", num_kv_heads, axis)
+        check_divisible("num_heads", num_heads, mesh)
+        check_divisible("num_kv_heads", num_kv_heads, mesh)
         self.mesh = mesh
         self.head_dim = hidden_size // num_heads
         self.is_causal = is_causal
-        self.pattern = None if pattern is None else _of_own_heads(pattern, num_heads, axis)
+        self.pattern = None if pattern is None else _of_own_heads(pattern, num_heads, mesh)
         self.rope_theta = rope_theta
         self.head_parallel = head_parallel
-        placement |= {"bias": False, "mesh": axis}
         self.query, self.key, self.value = (
-            ColumnParallelLinear(hidden_size, number * self.head_dim, **placement)
+            nn.Linear(hidden_size, number * self.head_dim, bias=False, **placement)
             for number in (num_heads, num_kv_heads, num_kv_heads)
         )
-        self.output = RowParallelLinear(hidden_size, hidden_size, scatter_dim=1, **placement)
+        self.output = nn.Linear(hidden_size, hidden_size, bias=False, **placement)
 
     def forward(self, hidden: Tensor, tokens: range) -> Tensor:
         """Compute attention for the rows of this rank.
@@ -120,15 +117,15 @@ class SelfAttention(nn.Module):
         return rows
 
 
-def _of_own_heads(pattern: Pattern, num_heads: int, axis: DeviceMesh | None) -> Pattern:
+def _of_own_heads(pattern: Pattern, num_heads: int, mesh: DeviceMesh | None) -> Pattern:
     """Return the pattern of the query heads of this rank."""
     batch, heads = pattern.heads
-    if heads == 1 or axis is None:
+    if heads == 1 or mesh is None:
         return pattern
     if heads != num_heads:
         raise ValueError(f"pattern must be for num_heads = {num_heads} heads, got {heads}")
-    number = num_heads // axis.size()
-    own = range(axis.get_local_rank() * number, (axis.get_local_rank() + 1) * number)
+    number, rank = num_heads // mesh["tensor"].size(), mesh["tensor"].get_local_rank()
+    own = range(rank * number, (rank + 1) * number)
     return per_head([[pattern.head(element, head) for head in own] for element in range(batch)])
 
 

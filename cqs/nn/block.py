@@ -6,18 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from cqs.arguments import as_integer
 from cqs.nn.attention import SelfAttention
-from cqs.nn.linear import ColumnParallelLinear, RowParallelLinear
 from cqs.nn.mesh import (
     broadcast_parameters,
     check_divisible,
     check_mesh,
     find_tokens,
     gather,
-    tensor_axis,
     uncompiled_on_mesh,
 )
 from cqs.patterns import Pattern
@@ -116,9 +120,11 @@ class HybridTransformerBlock(nn.Module):
         self.feed_forward = FeedForward(hidden_size, feed_forward_size, mesh=mesh, **placement)
         if mesh is not None:
             norm = SequenceParallel(use_local_output=True)
-            parallelize_module(
-                self, mesh["tensor"], {"attention_norm": norm, "feed_forward_norm": norm}
-            )
+            row = RowwiseParallel(output_layouts=Shard(1))
+            styles = {"*_norm": norm, "attention.output": row, "feed_forward.down": row}
+            for name in ("attention.[qkv]*", "feed_forward.gate", "feed_forward.up"):
+                styles[name] = ColwiseParallel()
+            parallelize_module(self, mesh["tensor"], styles)
             broadcast_parameters(self, mesh, "sequence")
 
     @uncompiled_on_mesh
@@ -162,15 +168,13 @@ class FeedForward(nn.Module):
     ) -> None:
         """Initialise the parameters and keep this rank's shards."""
         super().__init__()
-        axis = tensor_axis(mesh)
         feed_forward_size = as_integer("feed_forward_size", feed_forward_size, 1)
-        check_divisible("feed_forward_size", feed_forward_size, axis)
+        check_divisible("feed_forward_size", feed_forward_size, mesh)
         self.mesh = mesh
-        placement |= {"bias": False, "mesh": axis}
         self.gate, self.up = (
-            ColumnParallelLinear(hidden_size, feed_forward_size, **placement) for _ in range(2)
+            nn.Linear(hidden_size, feed_forward_size, bias=False, **placement) for _ in range(2)
         )
-        self.down = RowParallelLinear(feed_forward_size, hidden_size, scatter_dim=1, **placement)
+        self.down = nn.Linear(feed_forward_size, hidden_size, bias=False, **placement)
 
     def forward(self, hidden: Tensor, tokens: range) -> Tensor:
         """Compute the layer for the rows of this rank.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from cqs.uncompiled import uncompiled
 
 AXES = ("sequence", "tensor")
 """Names of the axes of a mesh."""
-_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
@@ -31,27 +30,18 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
         raise ValueError(f"mesh must contain this process, rank {dist.get_rank()}, got {ranks}")
 
 
-def check_divisible(name: str, number: int, axis: DeviceMesh | None) -> None:
-    """Raise ValueError unless the ranks of a mesh axis divide a number.
+def check_divisible(name: str, number: int, mesh: DeviceMesh | None) -> None:
+    """Raise ValueError unless the ranks of the tensor axis divide a number.
 
     Args:
         name: Name of the number in the error.
         number: The number to divide.
-        axis: A mesh with one axis; ``None`` accepts any number.
+        mesh: Device mesh with the axes ``("sequence", "tensor")``; ``None`` accepts any number.
     """
-    if axis is None:
-        return
-    if axis.ndim != 1:
-        raise ValueError(f"mesh must have one axis, such as mesh['tensor'], got {axis.ndim} axes")
-    if number % axis.size():
+    if mesh is not None and number % (num_ranks := mesh["tensor"].size()):
         raise ValueError(
-            f"{name} must be a multiple of the {axis.size()} ranks of the tensor axis, got {number}"
+            f"{name} must be a multiple of the {num_ranks} ranks of the tensor axis, got {number}"
         )
-
-
-def tensor_axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return the tensor axis of a mesh, or ``None`` without a mesh."""
-    return None if mesh is None else mesh["tensor"]
 
 
 def broadcast_parameters(module: nn.Module, mesh: DeviceMesh, axis: str) -> None:
@@ -69,7 +59,7 @@ def broadcast_parameters(module: nn.Module, mesh: DeviceMesh, axis: str) -> None
             dist.broadcast(local, group=mesh.get_group(axis), group_src=0)
 
 
-def uncompiled_on_mesh(forward: _Forward) -> _Forward:
+def uncompiled_on_mesh(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Exclude a module's forward method from ``torch.compile`` if the module has a mesh.
 
     PyTorch 2.13 fails to compile the norm of a DTensor whose shape varies.
@@ -77,10 +67,10 @@ def uncompiled_on_mesh(forward: _Forward) -> _Forward:
     outside = uncompiled(forward)
 
     @wraps(forward)
-    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def choose(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         return (forward if self.mesh is None else outside)(self, *args, **kwargs)
 
-    return choose  # type: ignore[return-value]
+    return choose
 
 
 @uncompiled
@@ -152,7 +142,8 @@ def gather(shard: Tensor, tokens: range, mesh: DeviceMesh | None) -> Tensor:
         mesh: Device mesh with the axes ``("sequence", "tensor")``; ``None`` returns the shard.
 
     Returns:
-        ``[batch, len(tokens), size]``, a DTensor for :class:`~cqs.nn.ColumnParallelLinear`.
+        ``[batch, len(tokens), size]``; with a mesh a replicated DTensor, so that the gradients of
+        several layers share one reduction.
     """
     if mesh is None:
         return shard

@@ -8,14 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from cqs.executors.distributed.agreement import calls_on
 from cqs.nn import (
-    ColumnParallelLinear,
     HybridDecoder,
     HybridTransformerBlock,
-    RowParallelLinear,
     reduce_gradients,
 )
 
@@ -181,60 +178,6 @@ def moved_between_layouts(group, shapes):
     last.load_state_dict(state)
     assert not torch.equal(last.head.weight, make_decoder(None).head.weight)
     return all(torch.equal(each, first[name]) for name, each in last.state_dict().items())
-
-
-def checked_layers(group, scatter_dim):
-    """Differentiate both linear layers numerically; the input is the same on every rank."""
-    torch.manual_seed(0)
-    axis = make_mesh(1, dist.get_world_size(group))["tensor"]
-    column = ColumnParallelLinear(3, 4, mesh=axis, dtype=torch.float64)
-    row = RowParallelLinear(4, 3, scatter_dim=scatter_dim, mesh=axis, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    shape = 2, axis.size(), 3
-    inputs = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    def both(inputs):
-        output = row(column(inputs).tanh())
-        if scatter_dim is None:
-            return output
-        parts = DTensor.from_local(output, axis, [Shard(scatter_dim)])
-        return parts.full_tensor()
-
-    return torch.autograd.gradcheck(both, (inputs,), **NONE)
-
-
-def layers_differ(group):
-    """Compare values and all gradients of both layers with plain ones of the same parameters."""
-    axis, differences = make_mesh(1, dist.get_world_size(group))["tensor"], []
-    inputs = draw(make_block, 5, 2, 6)[0].requires_grad_()
-    found = []
-    for mesh in (None, axis):
-        torch.manual_seed(0)
-        column = ColumnParallelLinear(6, 8, mesh=mesh, dtype=torch.float64)
-        row = RowParallelLinear(8, 6, mesh=mesh, dtype=torch.float64)
-        output = row(column(inputs).tanh())
-        parameters = *column.parameters(), *row.parameters()
-        gradients = torch.autograd.grad(output.square().sum(), (inputs, *parameters))
-        found.append([output, *map(whole, gradients)])
-    for ours, theirs in zip(*found, strict=True):
-        differences.append(float((ours - theirs).abs().max()))
-    return max(differences)
-
-
-def traffic(group, scatter_dim):
-    """Return which collectives the first layer, the second and the way back start."""
-    axis = make_mesh(1, dist.get_world_size(group))["tensor"]
-    column = ColumnParallelLinear(4, 8, mesh=axis)
-    row = RowParallelLinear(8, 4, scatter_dim=scatter_dim, mesh=axis)
-    counted = []
-    inputs = torch.randn(1, 4, 4, requires_grad=True)
-    output = inputs
-    for step in (column, row, lambda each: each.sum().backward()):
-        with CommDebugMode() as mode:
-            output = step(output)
-        counts = mode.get_comm_counts().items()
-        counted.append({str(each).rpartition(".")[2]: number for each, number in counts})
-    return counted
 
 
 def refusal(group, shape, options, how=None):
