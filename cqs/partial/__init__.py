@@ -1,33 +1,240 @@
 """Partial outputs, gradients, and their merge: all that worker and tiler share."""
 
-from cqs.partial.merge import (
-    RunningMerge,
-    has_triton,
-    merge_partials,
-    merge_rows,
-    merges_at_once,
-)
-from cqs.partial.values import (
-    SUM_BLOCK,
-    AttentionOutput,
-    Gradients,
-    Partial,
-    check_partial,
-    lse_dtype,
-    weighted_sum,
-)
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
-__all__ = [
-    "SUM_BLOCK",
-    "AttentionOutput",
-    "Gradients",
-    "Partial",
-    "RunningMerge",
-    "check_partial",
-    "has_triton",
-    "lse_dtype",
-    "merge_partials",
-    "merge_rows",
-    "merges_at_once",
-    "weighted_sum",
-]
+import torch
+from torch import Tensor
+
+SUM_BLOCK = 4096
+"""Keys per matrix product of :func:`weighted_sum`."""
+
+
+class AttentionOutput(NamedTuple):
+    """The result of attention with ``return_lse=True``."""
+
+    output: Tensor
+    """``[batch, num_heads, seqlen_q, value_dim]``, in the dtype of the query."""
+    lse: Tensor
+    """``[batch, num_heads, seqlen_q]``, float32 (float64 for float64 queries): the natural
+    logarithm of the sum of the exponentials of a query's scores; -inf if it attends to no key."""
+
+
+class Partial(NamedTuple):
+    """A partial output: attention of some queries over some keys."""
+
+    output: Tensor
+    """``[batch, num_heads, seqlen_q, value_dim]``, normalised by its own softmax denominator."""
+    lse: Tensor
+    """``[batch, num_heads, seqlen_q]``, float32 (float64 for float64 outputs): the natural
+    logarithm of the softmax denominator. A query that attends to no key has -inf and output 0."""
+
+    def to_result(self, return_lse: bool) -> Tensor | AttentionOutput:
+        """Return the output for the caller, with the LSE if ``return_lse``."""
+        return AttentionOutput(*self) if return_lse else self.output
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and LSEs: float64 for float64, float32 for narrower dtypes."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """Compute ``weights @ value`` in blocks of 4096 keys.
+
+    BLAS libraries may accumulate one key after another; blocks keep the rounding error small.
+
+    Args:
+        weights: ``[..., seqlen_q, seqlen_kv]``.
+        value: ``[..., seqlen_kv, value_dim]``, in the dtype of ``weights``. Leading dimensions
+            broadcast.
+
+    Returns:
+        ``[..., seqlen_q, value_dim]``.
+    """
+    blocks = zip(weights.split(SUM_BLOCK, dim=-1), value.split(SUM_BLOCK, dim=-2), strict=True)
+    products = (block @ of_keys for block, of_keys in blocks)
+    total: Tensor = next(products)
+    for product in products:
+        total += product
+    return total
+
+
+class Gradients(NamedTuple):
+    """Gradients of query, key and value.
+
+    Their dtype is that of the tensors, or float32 (float64 for float64 tensors) for sums.
+    Contributions of disjoint sets of pairs add up.
+    """
+
+    query: Tensor
+    """``[batch, num_heads, rows, head_dim]``."""
+    key: Tensor
+    """``[batch, num_kv_heads, rows, head_dim]``."""
+    value: Tensor
+    """``[batch, num_kv_heads, rows, value_dim]``."""
+
+    @classmethod
+    def zeros(
+        cls, query: Tensor, key: Tensor, value: Tensor, device: str | None = None
+    ) -> "Gradients":
+        """Return zero gradients in the accumulation dtype, float32 or float64.
+
+        Args:
+            query: ``[batch, num_heads, rows, head_dim]``.
+            key: ``[batch, num_kv_heads, rows, head_dim]``.
+            value: ``[batch, num_kv_heads, rows, value_dim]``.
+            device: Device of the gradients; ``None`` means that of the tensors.
+        """
+        dtype = lse_dtype(query.dtype)
+        return cls(*(t.new_zeros(t.shape, dtype=dtype, device=device) for t in (query, key, value)))
+
+
+def check_partial(partial: Partial, answer: Partial, num_rows: int, name: str) -> None:
+    """Raise ValueError unless ``partial`` has ``num_rows`` rows of the shape of ``answer``.
+
+    The dtypes and the device must agree, except that its output may have the dtype of the LSE,
+    because partial outputs may stay unrounded.
+    """
+    lse_dtype = answer.lse.dtype
+    for field, got, want in zip(Partial._fields, partial, answer, strict=True):
+        shape = (*want.shape[:2], num_rows, *want.shape[3:])
+        has_dtype = got.dtype == want.dtype or got.dtype == lse_dtype
+        if not has_dtype or got.shape != shape or got.device != want.device:
+            raise ValueError(
+                f"{name}: {field} must be {shape} {want.dtype} on {want.device}, "
+                f"got {tuple(got.shape)} {got.dtype} on {got.device}"
+            )
+
+
+class RunningMerge:
+    """Merge partial outputs over disjoint keys one by one (online softmax).
+
+    With ``M = max(lse_i)`` it maintains ``S = sum(exp(lse_i - M))`` and ``A = sum(exp(lse_i - M) *
+    output_i)``; the result is ``output = A / S`` and ``lse = M + log(S)``. This is exact up to
+    rounding for every division of the keys. All exponents are at most 0, so nothing overflows. Sums
+    have the dtype of the LSE and are formed in the order of :meth:`add`.
+    """
+
+    def __init__(self, answer: Partial):
+        """Start with no keys.
+
+        Args:
+            answer: The destination of the result. Its tensors are overwritten.
+        """
+        self._answer = answer
+        self._largest = answer.lse.fill_(-torch.inf)
+        self._sum = torch.zeros_like(answer.lse)
+        self._total = answer.output
+        if answer.output.dtype != answer.lse.dtype:
+            self._total = torch.empty_like(answer.output, dtype=answer.lse.dtype)
+        self._is_empty = True
+
+    def add(self, partial: Partial, rows: slice = slice(None)) -> None:
+        """Merge one partial output.
+
+        Args:
+            partial: Partial output of the queries ``rows``; not written to. Rows with LSE -inf do
+                not change the result.
+            rows: The query rows of ``partial``; all by default.
+        """
+        output, lse = partial
+        total, largest, sums = (
+            self._total[:, :, rows],
+            self._largest[:, :, rows],
+            self._sum[:, :, rows],
+        )
+        if self._is_empty and total.shape == self._total.shape:  # a copy instead of a merge
+            total.copy_(output)
+            largest.copy_(lse)
+            sums.copy_(lse != -torch.inf)
+        else:
+            if self._is_empty:
+                self._total.zero_()
+            larger = torch.maximum(largest, lse)
+            shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
+            old, new = torch.exp(largest - shift), torch.exp(lse - shift)
+            total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
+            sums.mul_(old).add_(new)
+            largest.copy_(larger)
+        self._is_empty = False
+
+    def finish(self) -> Partial:
+        """Return the result. Rows that attend to no key have output 0 and LSE -inf."""
+        output, lse = self._answer
+        if self._is_empty:
+            self._total.zero_()
+        self._total.div_(self._sum.masked_fill(self._sum == 0, 1).unsqueeze(-1))
+        if self._total is not output:
+            output.copy_(self._total)
+        lse.add_(self._sum.log())
+        return self._answer
+
+
+def merge_partials(partials: Sequence[Partial]) -> Partial:
+    """Merge partial outputs over disjoint sets of keys into the output over their union.
+
+    Args:
+        partials: At least one partial output, all of the same queries and of equal shapes, dtypes
+            and device. None is written to.
+
+    Returns:
+        The merged output and LSE, in the dtypes of the first partial output.
+
+    Raises:
+        ValueError: ``partials`` is empty, or one differs from the first in shape, dtype or device,
+            or requires gradients while they are enabled; the message gives its index.
+
+    Example:
+        >>> halves = [Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)),
+        ...           Partial(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1))]
+        >>> merge_partials(halves).output
+        tensor([[[[0.5000, 0.5000]]]])
+    """
+    if not partials:
+        raise ValueError("partials must have at least one element, got none")
+    first = partials[0]
+    for i, partial in enumerate(partials):
+        check_partial(partial, first, first.lse.shape[2], f"partial {i}")
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in partial):
+            raise ValueError(
+                f"partial {i} must not require gradients, got requires_grad=True: detach its "
+                "tensors, or call cqs.attention, which is differentiable"
+            )
+    answer = Partial(*map(torch.empty_like, first))
+    merge_rows(answer, [(partial, slice(None)) for partial in partials])
+    return answer
+
+
+def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
+    """Merge partial outputs over disjoint sets of keys into ``answer``, in their order.
+
+    On a GPU one Triton kernel merges all of them, except in float64.
+
+    Args:
+        answer: The destination. Rows that attend to no key get output 0 and LSE -inf.
+        parts: Partial outputs, each with its query rows in ``answer``.
+    """
+    if parts and merges_at_once(answer):
+        from cqs.partial import fused_merge
+
+        with torch.cuda.device_of(answer.output):  # Triton launches on the current device
+            fused_merge.merge_rows(answer, parts)
+        return
+    merge = RunningMerge(answer)
+    for partial, rows in parts:
+        merge.add(partial, rows)
+    merge.finish()
+
+
+def merges_at_once(answer: Partial) -> bool:
+    """Return whether a single Triton kernel merges all partial outputs of ``answer``."""
+    return answer.output.is_cuda and answer.output.dtype != torch.float64 and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed; some PyTorch builds come without it."""
+    return importlib.util.find_spec("triton") is not None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from cqs.partial.values import Partial
+from cqs.partial import Partial
 
 _BLOCK_ROWS = 16
 
