@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from cqs.worker.backends import check_backend_name
 
 if TYPE_CHECKING:
     from cqs.executors.ray import Cluster
+
+AnyExecutor: TypeAlias = "str | Cluster | None"
+"""The argument ``executor`` of :func:`attention`."""
 
 
 @uncompiled
@@ -35,7 +38,7 @@ def attention(
     num_tasks: int | None = None,
     plan: Kind | str | None = None,
     backend: str | None = None,
-    executor: "str | Cluster | None" = None,
+    executor: AnyExecutor = None,
     return_lse: bool = False,
     verify: bool = False,
     progress: bool | Callable[[int, int], None] = False,
@@ -117,11 +120,10 @@ def attention(
         dropout_p=dropout_p,
         seed=seed,
     )
-    chosen = open_executor(executor)
     if num_tasks is not None and executor is not None:
         for _, part in problem.parts():
             part.make_plan(num_tasks, plan)  # reports wrong options before Ray starts
-    with chosen as opened:
+    with open_executor(executor) as opened:
         number = opened.num_tasks if num_tasks is None else num_tasks
         answer = attend(
             opened,
@@ -137,7 +139,7 @@ def attention(
 _LOCAL = nullcontext(LocalExecutor())
 
 
-def open_executor(executor: "str | Cluster | None") -> AbstractContextManager[Executor]:
+def open_executor(executor: AnyExecutor) -> AbstractContextManager[Executor]:
     """Return a context manager of an executor, given the argument of :func:`attention`."""
     if executor is None or executor == "local":
         return _LOCAL

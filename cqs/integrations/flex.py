@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cqs.api import attention
+from cqs.api import AnyExecutor, attention
 from cqs.arguments import with_advice
 from cqs.partial import AttentionOutput
 from cqs.patterns import from_block_mask
@@ -12,8 +12,6 @@ from cqs.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-    from cqs.executors.ray import Cluster
 
 
 @uncompiled
@@ -30,7 +28,7 @@ def flex_attention(
     *,
     num_tasks: int | None = None,
     backend: str | None = None,
-    executor: "str | Cluster | None" = None,
+    executor: AnyExecutor = None,
 ) -> Tensor | AttentionOutput:
     """Compute ``torch.nn.attention.flex_attention.flex_attention`` as independent tasks.
 

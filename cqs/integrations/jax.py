@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import cqs.api
+from cqs import api
+from cqs.api import AnyExecutor
 from cqs.patterns import Pattern, acsr, from_mask, per_head, sliding_window
 from cqs.problem import check_problem
-
-if TYPE_CHECKING:
-    from cqs.executors.ray import Cluster
 
 _Forward = Callable[..., Tensor]
 
@@ -35,7 +33,7 @@ def attention(
     pattern: Pattern | None = None,
     num_tasks: int | None = None,
     backend: str | None = None,
-    executor: "str | Cluster | None" = None,
+    executor: AnyExecutor = None,
 ) -> jax.Array:
     """Compute attention with the signature of ``jax.nn.dot_product_attention``.
 
@@ -108,7 +106,7 @@ def attention(
     if local_window_size is not None:
         pattern = pattern & _band(*local_window_size, *lengths)
     compute = partial(
-        cqs.api.attention, scale=scale, num_tasks=num_tasks, backend=backend, executor=executor
+        api.attention, scale=scale, num_tasks=num_tasks, backend=backend, executor=executor
     )
     limits = mask, query_seq_lengths, key_value_seq_lengths
     output = _attend(partial(_forward, compute, pattern), query, key, value, limits)

@@ -94,9 +94,8 @@ class PatternMask(Tensor):
                 source = first.source
                 copy = MaskSource(lambda: source.pattern, lambda: source.make_dense().to(device))
                 return cls(first.shape, device, copy)
-        read: Callable[[PatternMask], Tensor] = _dense
-        if func in (_aten.add.Tensor, _aten.add_.Tensor):
-            read = partial(_additive, dtype=torch.result_type(*args))
+        is_sum = func in (_aten.add.Tensor, _aten.add_.Tensor)
+        read = partial(_read, dtype=torch.result_type(*args) if is_sum else torch.bool)
         return func(*tree_map_only(cls, read, args), **tree_map_only(cls, read, kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -104,13 +103,8 @@ class PatternMask(Tensor):
         return f"PatternMask(shape={tuple(self.shape)})"
 
 
-def _dense(mask: PatternMask) -> Tensor:
-    """Return the ordinary boolean tensor."""
-    return mask.source.read()
-
-
-def _additive(mask: PatternMask, dtype: torch.dtype) -> Tensor:
-    """Return an additive mask with the values of transformers' ``eager_mask``."""
+def _read(mask: PatternMask, dtype: torch.dtype) -> Tensor:
+    """Return the ordinary mask: an additive one, as transformers' ``eager_mask``, for floats."""
     visible = mask.source.read()
     if not dtype.is_floating_point:
         return visible

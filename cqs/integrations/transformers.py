@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cqs.distributed
-from cqs.api import attention
+from cqs.api import AnyExecutor, attention
 from cqs.executors.distributed.agreement import errors_shared
 from cqs.integrations import masks
 from cqs.integrations.pattern_mask import MaskSource, PatternMask
 from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import check_backend_name
-
-if TYPE_CHECKING:
-    from cqs.executors.ray import Cluster
 
 _NOT_HONOURED = (
     "block_indices",
@@ -40,7 +37,7 @@ _NOT_HONOURED = (
 def register(
     name: str = "cqs",
     *,
-    executor: "str | Cluster | None" = None,
+    executor: AnyExecutor = None,
     group: "dist.ProcessGroup | None" = None,
     num_tasks: int | None = None,
     backend: str | None = None,
@@ -91,16 +88,14 @@ def register(
         message = "transformers must be 5.4 or later: pip install 'transformers>=5.4'"
         raise ImportError(message) from error
     check_backend_name(backend)
-    compute: Callable[..., Any]
-    if group is None:
-        compute = partial(attention, executor=executor, num_tasks=num_tasks, backend=backend)
-    elif executor is num_tasks is None:
-        compute = partial(cqs.distributed.attention, group=group, backend=backend)
-    else:
+    if group is not None and not executor is num_tasks is None:
         raise ValueError(
             "executor and num_tasks must be None with a process group, "
             f"got {executor!r} and {num_tasks!r}"
         )
+    compute: Callable[..., Any] = partial(cqs.distributed.attention, group=group, backend=backend)
+    if group is None:
+        compute = partial(attention, executor=executor, num_tasks=num_tasks, backend=backend)
     implementation = _Implementation(compute, sdpa_mask, group)
     AttentionInterface.register(name, implementation.attend)
     AttentionMaskInterface.register(name, implementation.mask)
@@ -166,7 +161,8 @@ class _Implementation:
                 compute = partial(_compute_stacked, compute)
             output = compute(query, key, value, pattern=pattern)
         except (NotImplementedError, TypeError, ValueError) as error:
-            raise type(error)(f"{_name_of(module)}: {error}") from error
+            name = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)}"
+            raise type(error)(f"{name}: {error}") from error
         return output.transpose(1, 2).contiguous(), None
 
     def _pattern_of(
@@ -324,10 +320,3 @@ def _check_part(asked: Mapping[str, Any], rank: int) -> None:
             f"position_ids must be positions in the whole sequence, got 0 on rank {rank} of the "
             "group: pass those of the rank's shard, and do not pack sequences"
         )
-
-
-def _name_of(module: torch.nn.Module) -> str:
-    """Return the name of a layer in errors: its class and, if known, its index."""
-    index = getattr(module, "layer_idx", None)
-    name = type(module).__name__
-    return name if index is None else f"{name} of layer {index}"

@@ -1,13 +1,12 @@
 """Computation of tasks on one device, with torch and without Ray."""
 
-from cqs.worker.backend import Backend, CallBackend, TaskBackend
+from cqs.worker.backend import CallBackend, TaskBackend
 from cqs.worker.backends import BACKENDS, choose_backend
 from cqs.worker.held_tokens import HeldTokens
 from cqs.worker.worker import Worker
 
 __all__ = [
     "BACKENDS",
-    "Backend",
     "CallBackend",
     "HeldTokens",
     "TaskBackend",

@@ -147,7 +147,7 @@ class Worker:
         Returns:
             The partial output of all queries held, one row for each; ``into`` if that is given.
         """
-        backend = self._choose_for(steps, held)
+        backend = self.chosen or self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
             operands = self._task_operands(steps, held)
             return backend.attend(operands, is_united=True, dtype=dtype, into=into)
@@ -174,7 +174,7 @@ class Worker:
             Gradients of all tokens held, in any memory layout.
         """
         query, key, value, *_ = held
-        backend = self._choose_for(steps, held)
+        backend = self.chosen or self._choose_for(steps, held)
         if steps and isinstance(backend, TaskBackend):
             operands = self._task_operands(steps, held)
             return Gradients(*backend.differentiate(operands, *_join(*held[3:]), dtype=dtype))
@@ -213,7 +213,7 @@ class Worker:
             steps: Steps of any number of tasks; no pair may be in two of them.
             held: The tensors of :meth:`run_backward`.
         """
-        backend = self._choose_for(steps, held)
+        backend = self.chosen or self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
             backend.differentiate(self._task_operands(steps, held), *_join(*held[3:]), into=sums)
             return
@@ -222,8 +222,6 @@ class Worker:
             total += part
 
     def _choose_for(self, steps: Sequence[Step], held: Sequence[HeldTokens]) -> Backend:
-        if self.chosen is not None:
-            return self.chosen
         query, key, value, *_ = held
         return self.choose_backend(query.sample, key.sample, value.sample, steps)
 

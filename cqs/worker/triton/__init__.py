@@ -22,13 +22,12 @@ class _Triton(TaskBackend):
     name = "triton"
 
     def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-        is_installed = has_triton()
         dtypes = [torch.float32, torch.float16, torch.bfloat16]
         if query.device.type != "cuda":
-            if not is_installed or not _is_interpreted():
+            if not (has_triton() and _is_interpreted()):
                 return f"requires CUDA tensors, got {query.device}"
             dtypes.remove(torch.bfloat16)  # the interpreter multiplies its bits as integers
-        if not is_installed:
+        if not has_triton():
             return "requires Triton, which is not installed"
         if query.dtype not in dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -171,16 +171,15 @@ def query_gradients(
     if dropout_bits is not None:
         multiplier, increment = load_query_bits(dropout_bits, rows, in_tile)
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
-    for run in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
-        start, stop, band, bits_start, residue = load_run(runs, run)
+    for index in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
+        run = load_run(runs, index)
+        start, stop, _, _, residue = run
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
-            is_visible = visible(
-                mask_bits, bits_start, positions, keys, start, stop, band, query_step, key_step
-            )
+            is_visible = visible(mask_bits, run, positions, keys, query_step, key_step)
             p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
             if dropout_bits is not None:
@@ -292,8 +291,9 @@ def key_gradients(
     for member in range(GROUP_SIZE):
         head = kv_head % num_kv_heads * GROUP_SIZE + member
         first_row = (batch * num_heads + head).to(tl.int64) * num_queries
-        for run in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
-            start, stop, band, bits_start, residue = load_run(runs, run)
+        for index in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
+            run = load_run(runs, index)
+            start, stop, _, _, residue = run
             for q0 in range(start, stop, TILE_Q):
                 q = query.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_D)
                 grad_out = grad_output.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_V)
@@ -305,17 +305,7 @@ def key_gradients(
                 deltas = tl.load(delta + place, mask=in_run, other=0.0)
                 scores = tl.dot(k, q.T, input_precision=PRECISION)
                 p = tl.exp2(scores * (scale * _LOG2E) - lses[None, :])
-                is_visible = visible(
-                    mask_bits,
-                    bits_start,
-                    positions,
-                    queries,
-                    start,
-                    stop,
-                    band,
-                    key_step,
-                    query_step,
-                )
+                is_visible = visible(mask_bits, run, positions, queries, key_step, query_step)
                 p = tl.where(is_visible, p, 0.0)
                 grad_p = tl.dot(v, grad_out.T, input_precision=PRECISION)
                 # dV has the probabilities after dropout. dS has those before: only dP is dropped.

@@ -4,11 +4,13 @@ A kernel may use a global only if it is a ``constexpr``. tiles.py builds the rec
 import Triton, because the prediction of memory runs without it.
 """
 
+from typing import Any
+
 import triton.language as tl
 
 from cqs.worker.triton import tiles
 
 
-def __getattr__(name: str) -> tl.constexpr:
+def __getattr__(name: str) -> Any:
     """Return a constant of tiles.py, such as ``TILE_ROW_START``."""
     return tl.constexpr(getattr(tiles, name))

@@ -138,15 +138,14 @@ def attend_tiles(
     acc = tl.zeros([TILE_Q, BLOCK_V], tl.float32)
     # Two loops over the runs: the banded ones pay for the mask, the full ones, which are most of a
     # long sequence, do not.
-    for run in range(run_start, banded_stop):
-        start, stop, band, bits_start, residue = load_run(runs, run)
+    for index in range(run_start, banded_stop):
+        run = load_run(runs, index)
+        start, stop, _, _, residue = run
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
-            is_visible = visible(
-                mask_bits, bits_start, positions, keys, start, stop, band, query_step, key_step
-            )
+            is_visible = visible(mask_bits, run, positions, keys, query_step, key_step)
             scores = tl.where(is_visible, scores, float("-inf"))
             p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
             if dropout_bits is not None:
@@ -156,8 +155,8 @@ def attend_tiles(
             v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    for run in range(banded_stop, run_stop):
-        start, stop, _, _, residue = load_run(runs, run)
+    for index in range(banded_stop, run_stop):
+        start, stop, _, _, residue = load_run(runs, index)
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)

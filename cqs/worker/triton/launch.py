@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +19,7 @@ from cqs.worker.cuda_graphs import cached_on_device
 from cqs.worker.operands import TaskOperands, with_positive_scale
 from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
 from cqs.worker.triton.forward import attend_tiles
-from cqs.worker.triton.hopper_backward import (
-    key_gradients_on_hopper,
-    query_gradients_on_hopper,
-)
+from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
@@ -140,19 +136,15 @@ def gradients_of_block_rows(
     statistics = _row_statistics(grad_output, output, lse)
     tiles = _choose_tiles(operands, is_backward=True)
 
-    def compute(likes: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    def compute(likes: Sequence[Tensor], kernels: tuple[Any, Any], *sizes: int) -> Sequence[Tensor]:
         """Compute the gradients of ``likes``: the query, or the key and the value."""
         tiles_are_keys = len(likes) == 2
         all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, of_keys=tiles_are_keys)
-        kernels, sizes = _QUERY_KERNELS, (num_heads, num_queries, head_dim)
-        if tiles_are_keys:
-            kernels, sizes = _KEY_KERNELS, (num_heads, num_queries, num_keys, head_dim, value_dim)
         # Several launches add up, which is done in float32.
         of_targets = dtype or torch.float32 if len(all_lists) == 1 else torch.float32
-        targets = into or [like.new_empty(like.shape, dtype=of_targets) for like in likes]
-        if into is None and (not all_lists or all_lists[0].num_rows < likes[0].shape[2]):
-            for target in targets:
-                target.zero_()
+        is_partial = not all_lists or all_lists[0].num_rows < likes[0].shape[2]
+        new = torch.zeros if is_partial else torch.empty
+        targets = into or [new(t.shape, dtype=of_targets, device=t.device) for t in likes]
         for i, lists in enumerate(all_lists):
             numbers: list[float] = [*lists.steps, *sizes, scale]
             if tiles.on_hopper:
@@ -170,9 +162,13 @@ def gradients_of_block_rows(
             )
         return into or [target.to(dtype or torch.float32) for target in targets]
 
-    sides: list[tuple[Tensor, ...]] = [(query,), (key, value)]
-    found = [compute(likes) for likes in sides if into is None or len(into) == len(likes)]
-    return list(chain.from_iterable(found))
+    gradients: list[Tensor] = []
+    sizes = num_heads, num_queries
+    if into is None or len(into) == 1:
+        gradients += compute([query], _QUERY_KERNELS, *sizes, head_dim)
+    if into is None or len(into) == 2:
+        gradients += compute([key, value], _KEY_KERNELS, *sizes, num_keys, head_dim, value_dim)
+    return gradients
 
 
 _QUERY_KERNELS = query_gradients, query_gradients_on_hopper

@@ -29,20 +29,18 @@ def load_run(runs, index):
 
 
 @triton.jit
-def visible(mask_bits, bits_start, rows, columns, start, stop, band, row_step, column_step):
+def visible(mask_bits, run, rows, columns, row_step, column_step):
     """Return which pairs of a tile and a block are live, bool ``[rows, columns]``.
 
     Args:
         mask_bits: int32 mask bits of all runs, or None if no run has any.
-        bits_start: Field ``RUN_BITS_START`` of the run.
+        run: The result of :func:`load_run`.
         rows: Row numbers of the tile, within their residue.
         columns: Column numbers of the block, within their residue.
-        start: First column of the run.
-        stop: Last column of the run + 1.
-        band: Low and high end of the band, in tokens.
         row_step: Tokens between two rows.
         column_step: Tokens between two columns.
     """
+    start, stop, band, bits_start, _ = run
     distance = columns[None, :] * column_step - rows[:, None] * row_step
     # No bound on rows: those after the tile's last are computed and then not stored.
     live = (columns < stop)[None, :] & (distance >= band[0]) & (distance <= band[1])
