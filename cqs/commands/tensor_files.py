@@ -41,7 +41,7 @@ def create_tensor(
     with create_file(target, name, shape, dtype) as path:
         # Files of both kinds end with the data.
         offset = os.path.getsize(path) - math.prod(shape) * dtype.itemsize
-        yield map_tensor(InFile(path, shape, dtype, offset, (0, 0)), "r+")
+        yield map_tensor(InFile(path, shape, dtype, offset), "r+")
         with open(path) as file:
             os.fsync(file.fileno())
 
