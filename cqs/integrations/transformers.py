@@ -107,7 +107,7 @@ class _Implementation:
 
     compute: Callable[..., Any]
     """:func:`cqs.attention` or :func:`cqs.distributed.attention`, with options."""
-    dense_mask: Callable[..., Tensor]
+    dense_mask: Callable[..., Any]
     """Makes transformers' own boolean mask, ``[batch, 1, seqlen_q, seqlen_kv]``."""
     group: Any
     """The process group, or ``None``."""

@@ -4,13 +4,16 @@ A kernel may use a global only if it is a ``constexpr``. tiles.py builds the rec
 import Triton, because the prediction of memory runs without it.
 """
 
-from typing import Any
-
 import triton.language as tl
 
 from cqs.worker.triton import tiles
 
 
-def __getattr__(name: str) -> Any:
+def _constant(name: str) -> tl.constexpr:
     """Return a constant of tiles.py, such as ``TILE_ROW_START``."""
     return tl.constexpr(getattr(tiles, name))
+
+
+__getattr__ = (
+    _constant  # a variable, because mypy does not resolve the type that a function returns
+)
