@@ -307,8 +307,8 @@ def predict_plan(
         needs = tuple(
             GroupNeeds(
                 *(head_parallel * number for number in (*there, math.ceil(results), of_keys)),
-                home=float(not is_final),
-                own_keys=1,
+                float(not is_final),  # of its own queries
+                1,
             )
             for *there, results, of_keys, _, _ in needs
         )
