@@ -306,11 +306,14 @@ def predict_plan(
         # A device owns a part of its token group; half of the group may be all of its queries.
         needs = tuple(
             GroupNeeds(
-                *(head_parallel * number for number in (*there, math.ceil(results), of_keys)),
-                float(not is_final),  # of its own queries
-                1,
+                queries=head_parallel * each.queries,
+                keys=head_parallel * each.keys,
+                query_results=head_parallel * math.ceil(each.query_results),
+                key_results=head_parallel * each.key_results,
+                home=float(not is_final),
+                own_keys=1,
             )
-            for *there, results, of_keys, _, _ in needs
+            for each in needs
         )
 
     def bytes_of(needed: GroupNeeds) -> tuple[tuple[float, float], tuple[float, float]]:
