@@ -38,7 +38,7 @@ _NUM_LAYERS = 64
 """Number of layers of a run in which actors are killed."""
 _ANY_MOMENT, _ANY_CALL = "any moment", "any call"
 _PARTS: dict[str, tuple[type, str]] = {
-    "exchange": (Exchange, "send_out"),
+    "exchange": (Exchange, "_send"),
     "compute": (ChunkTask, "compute_away"),
     "return": (Exchange, "send_computed"),
 }

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from cqs.__main__ import main
-from cqs.executors.distributed.layout import choose_plan, lay_out
+from cqs.executors.distributed.layout import lay_out
 from cqs.report.measurement import read_rows
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums, cost_model, load_interest_set
 from cqs.scheduler.cost_model import (
+    FETCHED,
+    MACHINES,
     METHODS,
     Machine,
     Workload,
@@ -24,7 +26,6 @@ from cqs.scheduler.cost_model import (
     predict_plan,
     predict_ring,
 )
-from cqs.scheduler.heads import FETCHED
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 FULL = AttentionShape(32, 128)
@@ -298,7 +299,8 @@ def test_memory_is_what_gpus_allocated(method, passes):
         case = Workload(details["tokens"], shape, row["case"].startswith("causal"))
         head_parallel = 1
         if method == "cqs":
-            _, head_parallel = choose_plan(case, 2, with_gradients=passes == "both")
+            chosen = predict("cqs", case, 2, MACHINES["H200"], passes, slack=0.02)
+            head_parallel = chosen.head_parallel
         peak = predict_plan(
             case, 2, Machine(), head_parallel, is_backward=passes == "both"
         ).peak_bytes
@@ -348,10 +350,10 @@ def test_holders_in_the_same_node_are_counted(num_devices, head_parallel):
     kind = Quorums().fit(num_tasks)
     same = 0
     for rank in range(num_devices):
-        workers = {(rank // head_parallel - offset) % num_tasks for offset in kind.elements}
+        workers = {(rank // head_parallel - offset) % num_tasks for offset in kind.interest_set}
         holders = [w * head_parallel + i for w in workers for i in range(head_parallel)]
         same += sum(other // 8 == rank // 8 for other in holders)
-    others = same / num_devices - 1, len(kind.elements) * head_parallel - 1
+    others = same / num_devices - 1, len(kind.interest_set) * head_parallel - 1
     (found, _), (far, _) = _near_shares(kind, num_tasks, head_parallel, 8)
     assert math.isclose(found, others[0] / others[1]) and math.isclose(far, 1 - found)
 

@@ -99,9 +99,9 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
             _check_shard(shard, mesh)
         batch, length, *size = shard.shape
         request = {"call": "a layer", "dtype": shard.dtype, "batch": batch, "size": tuple(size)}
-        rows = agree(tensor_group, request, seqlen_q=length).seqlens_q
+        rows = agree(tensor_group, request, (length, 0, 0, 0)).seqlens_q
         _check_chunks(rows)
-    of_groups = agree(group, request, seqlen_q=sum(rows)).seqlens_q
+    of_groups = agree(group, request, (sum(rows), 0, 0, 0)).seqlens_q
     first = sum(of_groups[: dist.get_rank(group)])
     return range(first, first + sum(rows))
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.group_needs import GroupNeeds
-from cqs.scheduler.heads import FETCHED, ChunkRule, possible_head_parallel
 from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
 
 _SUM_ITEMSIZE = 4
@@ -68,16 +67,6 @@ class Machine:
             return 0.0
         return self.latency + max(inside / self.bandwidth, outside / self.between)
 
-    def hop(self, num_bytes: float, num_devices: int) -> float:
-        """Return the seconds of one step of a ring, which are those of its slowest hop.
-
-        Args:
-            num_bytes: Bytes that every device sends to the next.
-            num_devices: Number of devices in the ring.
-        """
-        crosses = num_devices > self.devices_per_node
-        return self.exchange(0, num_bytes) if crosses else self.exchange(num_bytes)
-
 
 class Links(NamedTuple):
     """Bandwidth and latency of the links between devices."""
@@ -119,6 +108,26 @@ def machine_name(device: str) -> str:
         ('A100', 'CPU', 'H100')
     """
     return next((name for name in MACHINES if name in device.upper()), "H100")
+
+
+class ChunkRule(NamedTuple):
+    """Thresholds of the number of head chunks, in FLOPs of a rank's forward pass."""
+
+    two: float
+    """FLOPs from which two chunks pay; with fewer, launch overhead is exposed."""
+    four: float
+    """FLOPs from which four chunks pay in a forward pass without gradients."""
+    four_of_both: float
+    """FLOPs of the forward pass from which four chunks pay if a backward pass follows."""
+    most_keys: float
+    """Keys of a rank up to which four chunks pay if a backward pass follows. With more, the tail of
+    each kernel is longer, because the time of a tile grows with the number of keys."""
+
+
+FETCHED = ChunkRule(5e11, 8e12, 2e12, 65_536)
+"""Thresholds for P2P copies between GPUs."""
+SENT = ChunkRule(2e12, 8e12, 8e12, math.inf)
+"""Thresholds for messages of torch.distributed."""
 
 
 @dataclass(frozen=True)
@@ -304,17 +313,9 @@ def predict_plan(
     needs = kind.needs(num_tasks, is_causal=workload.is_causal)
     if head_parallel > 1:
         # A device owns a part of its token group; half of the group may be all of its queries.
-        needs = tuple(
-            GroupNeeds(
-                queries=head_parallel * each.queries,
-                keys=head_parallel * each.keys,
-                query_results=head_parallel * math.ceil(each.query_results),
-                key_results=head_parallel * each.key_results,
-                home=float(not is_final),
-                own_keys=1,
-            )
-            for each in needs
-        )
+        of_tasks = [(*there, math.ceil(back), of_keys) for *there, back, of_keys, _, _ in needs]
+        of_devices = ([head_parallel * number for number in each] for each in of_tasks)
+        needs = tuple(GroupNeeds(*[*each, float(not is_final), 1.0]) for each in of_devices)
 
     def bytes_of(needed: GroupNeeds) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return the bytes of inputs and of results that a device sends or receives at most.
@@ -356,10 +357,8 @@ def predict_plan(
 
     inputs, outputs = (max(each, key=sum) for each in zip(*map(bytes_of, needs), strict=True))
     send, send_back = (
-        machine.exchange(
-            *(sum(a * b for a, b in zip(shares, each, strict=True)) / chunks for shares in near)
-        )
-        for each in (inputs, outputs)
+        machine.exchange(*((a * of_rows + b * of_keys) / chunks for a, b in near))
+        for of_rows, of_keys in (inputs, outputs)
     )
     calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / head_parallel
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
@@ -413,6 +412,11 @@ def predict_ring(
         machine.exchange((near - 1) * each, (head_parallel - near) * each) for each in swaps
     )
 
+    def hop(num_bytes: float) -> float:
+        """Return the seconds of one step of the ring, which are those of its slowest hop."""
+        crosses = num_devices > machine.devices_per_node
+        return machine.exchange(0, num_bytes) if crosses else machine.exchange(num_bytes)
+
     # Bytes that are sent during a step, and the number of such steps.
     hops = [(float(keys), num_steps - 1), (0.0, 1)]
     home = 0.0
@@ -423,8 +427,8 @@ def predict_ring(
     each_call = 0.5 if workload.is_causal else 1
     calls = 1 + (num_steps - 1) * each_call
     step = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices / num_steps
-    seconds += sum(n * max(step, machine.hop(each, num_devices)) for each, n in hops)
-    seconds += machine.hop(home, num_devices)
+    seconds += sum(n * max(step, hop(each)) for each, n in hops)
+    seconds += hop(home)
 
     ring = 2 * keys + queries + of_sums if num_steps > 1 else queries
     packed = queries + keys if head_parallel > 1 else 0
@@ -535,18 +539,13 @@ def predict(
     for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
         if not supports(degree, num_devices):
             continue
-        choices = [predict_pass]
+        choices, arguments = [predict_pass], (workload, num_devices, machine, degree)
         if method == "cqs":
             kinds = list_kinds(plan, num_devices // degree, per_node / degree)
             choices = [partial(predict_pass, kind=kind) for kind in kinds]
         for choice in choices:
-            seconds, received, peaks, _, (kind, *_) = zip(
-                *(
-                    choice(workload, num_devices, machine, degree, is_backward=is_backward)
-                    for is_backward in _PASSES[passes]
-                ),
-                strict=True,
-            )
+            each = [choice(*arguments, is_backward=is_backward) for is_backward in _PASSES[passes]]
+            seconds, received, peaks, _, (kind, *_) = zip(*each, strict=True)
             found.append(Prediction(sum(seconds), sum(received), max(peaks), degree, kind))
     if not found:
         return None
@@ -573,14 +572,39 @@ def _near_shares(
     """
     if head_parallel * num_tasks <= per_node:
         return (1.0, 1.0), (0.0, 0.0)
-    if head_parallel > per_node:
-        near = per_node, per_node
-    else:
-        of_queries, of_keys = kind.near(num_tasks, per_node // head_parallel)
-        near = of_queries * head_parallel, of_keys * head_parallel
-    holders = (number * head_parallel for number in kind.num_groups)
+    near = [per_node, per_node]
+    if head_parallel <= per_node:
+        near = [n * head_parallel for n in kind.near(num_tasks, per_node // head_parallel)]
+    holders = [number * head_parallel for number in kind.num_groups]
     of_queries, of_keys = (
         min((number - 1) / (all_ - 1), 1.0) if all_ > 1 else 1.0
         for number, all_ in zip(near, holders, strict=True)
     )
     return (of_queries, of_keys), (1 - of_queries, 1 - of_keys)
+
+
+def why_not_head_parallel(
+    head_parallel: int, num_ranks: int, num_heads: int, num_kv_heads: int
+) -> str | None:
+    """Return why a head-parallel degree is not supported, or None if it is."""
+    if num_ranks % head_parallel:
+        return f"it must divide the number of ranks, {num_ranks}"
+    if num_heads % head_parallel:
+        return f"it must divide num_heads, {num_heads}"
+    if num_kv_heads % head_parallel and head_parallel % num_kv_heads:
+        return f"it must divide num_kv_heads, {num_kv_heads}, or be a multiple of it"
+    return None
+
+
+def possible_head_parallel(num_ranks: int, num_heads: int, num_kv_heads: int) -> list[int]:
+    """List the supported head-parallel degrees in ascending order.
+
+    Example:
+        >>> possible_head_parallel(12, num_heads=32, num_kv_heads=8)
+        [1, 2, 4]
+    """
+    return [
+        number
+        for number in range(1, min(num_ranks, num_heads) + 1)
+        if why_not_head_parallel(number, num_ranks, num_heads, num_kv_heads) is None
+    ]

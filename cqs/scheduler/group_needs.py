@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 from cqs.scheduler.quorum import pair_offsets
@@ -45,12 +44,9 @@ def group_needs(
     """
     partners, shared = pair_offsets(interest_set, num_tasks)
     if not is_causal:
-        num_queries = num_keys = len(interest_set)
-        if shared is not None:
-            num_queries = len({*partners, shared[0]})
-            num_keys = len({*chain(*partners.values()), shared[1]})
         pairs = [(a, b) for a, others in partners.items() for b in others]
         pairs += [] if shared is None else [shared]
+        num_queries, num_keys = (len({*groups}) for groups in zip(*pairs, strict=True))
         home = float(any(a == 0 != b for a, b in pairs))
         seen_by_others = {b for a, b in pairs if a}
         own_keys = float(0 in seen_by_others and len(seen_by_others) > 1)

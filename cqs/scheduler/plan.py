@@ -130,7 +130,7 @@ class Plan:
         """
         if not isinstance(self.kind, Quorums):
             raise ValueError(f"kind must be Quorums for an interest set, got {self.kind}")
-        return self.kind.elements
+        return self.kind.interest_set
 
     @cached_property
     def token_groups(self) -> tuple[range, ...]:
@@ -315,9 +315,8 @@ class Plan:
 
     def __str__(self) -> str:
         """Describe the plan in one line."""
-        mask = "causal" if self.is_causal else "non-causal"
-        if self.pattern is not None:
-            mask = repr(self.pattern)
+        dense = "causal" if self.is_causal else "non-causal"
+        mask = dense if self.pattern is None else repr(self.pattern)
         return (
             f"{self.num_tasks} tasks over {self.seqlen_q} x {self.seqlen_kv} {mask} attention, "
             f"{self.kind}"

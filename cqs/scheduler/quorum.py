@@ -71,14 +71,12 @@ def owned_pairs(
         >>> owned_pairs(0, interest_set=(0, 1, 3), num_tasks=7)
         ((0, 0), (0, 1), (0, 3), (1, 0), (1, 3), (3, 0), (3, 1))
     """
-    partners = pair_offsets(interest_set, num_tasks).partners
-    return tuple(
-        sorted(
-            ((a + index) % num_tasks, (b + index) % num_tasks)
-            for a, key_offsets in partners.items()
-            for b in key_offsets
-        )
+    pairs = (
+        ((a + index) % num_tasks, (b + index) % num_tasks)
+        for a, key_offsets in pair_offsets(interest_set, num_tasks).partners.items()
+        for b in key_offsets
     )
+    return tuple(sorted(pairs))
 
 
 def shared_pair(

@@ -75,8 +75,7 @@ class TokenGroups:
     def count(self, queries: range, keys: range) -> int:
         """Return the number of live pairs of a range of queries and a range of keys."""
         if self.pattern is not None:
-            live_pairs: int = self.pattern.count(queries, keys)
-            return live_pairs
+            return int(self.pattern.count(queries, keys))
         if not self.is_causal:
             return len(queries) * len(keys)
         above = self.seqlen_kv - self.seqlen_q - keys.start
@@ -122,7 +121,7 @@ class TokenGroups:
             keys: Disjoint ranges of whole key groups, in any order.
         """
         if self.pattern is not None:
-            columns = [list(_overlapping(self.keys, run)) for run in join_ranges(keys)]
+            columns = [_overlapping(self.keys, run) for run in join_ranges(keys)]
             found = [self.live_strips([(group, queries)], each) for each in columns if each]
             return self.join(chain(*found)) if queries else []
         square = None
@@ -257,14 +256,11 @@ class TokenGroups:
         return tuple(map(range, marks[:-1], marks[1:]))
 
 
-def _overlapping(groups: Sequence[range], tokens: range) -> Iterator[int]:
-    """Yield the indices of the groups that share a token with ``tokens``."""
+def _overlapping(groups: Sequence[range], tokens: range) -> list[int]:
+    """Return the indices of the groups that share a token with ``tokens``, ascending."""
     first = bisect_right(groups, tokens.start, key=attrgetter("stop"))
-    for i in range(first, len(groups)):
-        if groups[i].start >= tokens.stop:
-            break
-        if groups[i]:
-            yield i
+    end = bisect_left(groups, tokens.stop, key=attrgetter("start"))
+    return [i for i in range(first, end) if groups[i]]
 
 
 def _staircase(rows: int, width: int) -> int:

@@ -24,11 +24,11 @@ import cqs.distributed
 from benchmarks.cases import Case
 from cqs.executors.distributed import agreement, layout, probe
 from cqs.executors.distributed.agreement import make_control_group, swap
-from cqs.executors.distributed.layout import choose_plan
 from cqs.executors.distributed.transport import transports
 from cqs.integrations import masks
 from cqs.nn import gradients
 from cqs.patterns import causal
+from cqs.scheduler.cost_model import predict
 from cqs.worker import Worker
 
 
@@ -262,11 +262,12 @@ def chosen_by_links(group, links):
     found = []
 
     def choose(*arguments, **options):
-        found.append(choose_plan(*arguments, **options))
-        return found[-1]
+        prediction = predict(*arguments, **options)
+        found.append((prediction.kind, prediction.head_parallel))
+        return prediction
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "choose_plan", choose)
+        patch.setattr(layout, "predict", choose)
         layout.lay_out.cache_clear()
         tensors = [torch.randn(1, heads, 6000, 8) for heads in (4, 1, 1)]
         cqs.distributed.attention(*tensors, group=group, links=links)
@@ -306,14 +307,14 @@ def seen_of_hosts(group, hosts):
     transports."""
     rank, found = dist.get_rank(group), []
 
-    def choose(workload, num_ranks, with_gradients, machine, **options):
+    def choose(method, workload, num_ranks, machine, *arguments, **options):
         found.append(machine.devices_per_node)
-        return choose_plan(workload, num_ranks, with_gradients, machine, **options)
+        return predict(method, workload, num_ranks, machine, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "_hosts", {})
         patch.setattr(transports, "_host", lambda: hosts[rank])
-        patch.setattr(layout, "choose_plan", choose)
+        patch.setattr(layout, "predict", choose)
         layout.lay_out.cache_clear()
         cqs.distributed.attention(*(torch.randn(1, 4, 3, 8) for _ in range(3)), group=group)
         return *found, transports.ranks_per_host(group)

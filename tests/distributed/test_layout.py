@@ -7,13 +7,26 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fitting import fit, read_rows
-from cqs.executors.distributed.layout import choose_plan, cut_shards, lay_out
+from cqs.executors.distributed.layout import cut_shards, lay_out
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums
-from cqs.scheduler.cost_model import MACHINES, Workload, predict_plan
-from cqs.scheduler.heads import FETCHED, possible_head_parallel
+from cqs.scheduler.cost_model import (
+    FETCHED,
+    MACHINES,
+    Workload,
+    possible_head_parallel,
+    predict,
+    predict_plan,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def choose_plan(case, num_ranks, with_gradients, machine=MACHINES["H200"], **options):
+    """Return the kind of plan and the degree that a layout chooses."""
+    passes = "both" if with_gradients else "forward"
+    found = predict("cqs", case, num_ranks, machine, passes, slack=0.02, **options)
+    return found.kind, found.head_parallel
 
 
 def random_lengths(total, num_ranks, generator):
@@ -197,12 +210,14 @@ def test_between_hosts_the_kind_with_the_least_traffic_is_chosen():
 
 def test_a_kind_chooses_the_degree_that_it_fits():
     case = Workload(2**15, AttentionShape(16, 128))
-    for plan, degree in ((Quorums((0, 1, 3)), 2), (Grid2D(2, 7), 1), (Grid2D(1, 1), 14)):
-        if degree == 14:
-            with pytest.raises(ValueError, match="plan must fit .* 14 ranks"):
-                choose_plan(case, 14, with_gradients=True, plan=plan)
-        else:
-            assert choose_plan(case, 14, with_gradients=True, plan=plan) == (plan, degree)
+    options = {"num_chunks": None, "is_causal": False, "pattern": None, "tile": 1}
+    options |= {"head_parallel": "auto", "chunk_rule": FETCHED, "with_gradients": True}
+    for plan, degree in ((Quorums((0, 1, 3)), 2), (Grid2D(2, 7), 1)):
+        assert choose_plan(case, 14, with_gradients=True, plan=plan) == (plan, degree)
+        layout = lay_out((2,) * 14, (2,) * 14, 0, case.shape, plan=plan, **options)
+        assert layout.plan.kind == plan
+    with pytest.raises(ValueError, match="plan must fit .* 14 ranks .* got a grid of 1"):
+        lay_out((2,) * 14, (2,) * 14, 0, case.shape, plan=Grid2D(1, 1), **options)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from cqs.executors.distributed.transport.streams import open_streams
 from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.heads import FETCHED
+from cqs.scheduler.cost_model import FETCHED
 from cqs.worker import Worker
 
 pytestmark = pytest.mark.slow

@@ -85,7 +85,7 @@ def attend_until_a_rank_fails_within(backend, rank, num_ranks, file, results, me
         results.put((rank, str(error), time.monotonic() - start))
 
 
-@pytest.mark.parametrize("method", ["send_out", "send_computed"])
+@pytest.mark.parametrize("method", ["_send", "send_computed"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_rank_that_fails_within_a_call_ends_the_others_at_once(method, tmp_path):
     """What they have sent each other is not waited for."""

@@ -2,8 +2,7 @@
 
 import pytest
 
-from cqs.executors.distributed.layout import cut_shards
-from cqs.executors.distributed.locality import keys_of, see_only, split_steps
+from cqs.executors.distributed.layout import cut_shards, keys_of, see_only, split_steps
 from cqs.scheduler import load_interest_set, make_plan
 from cqs.scheduler.group_needs import group_needs
 

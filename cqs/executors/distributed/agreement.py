@@ -35,10 +35,7 @@ class Shards(NamedTuple):
 def agree(
     group: Any,
     request: Mapping[str, Any],
-    seqlen_q: int = 0,
-    seqlen_kv: int = 0,
-    seed: int = 0,
-    machine: int = 0,
+    own: Sequence[int] = (0, 0, 0, 0),
     error: Exception | None = None,
 ) -> Shards:
     """Compare the requests of all ranks; every rank of the group must call this.
@@ -49,10 +46,8 @@ def agree(
         group: The process group.
         request: Values that must be equal on all ranks, by name; ``"call"`` is the called
             function.
-        seqlen_q: Number of queries in this rank's shard.
-        seqlen_kv: Number of keys in this rank's shard.
-        seed: Random seed of this rank for dropout, less than 2^63.
-        machine: Number of the machine of this rank's device.
+        own: Number of queries and of keys in this rank's shard, its random seed for dropout, less
+            than 2^63, and the number of the machine of its device.
         error: The error of this rank, see :func:`errors_shared`.
 
     Raises:
@@ -67,7 +62,7 @@ def agree(
     calls = calls_on(group)
     with calls.call():
         error, control = error or calls.error, control_group(group)
-        mine = [error is not None, int.from_bytes(digest), seqlen_q, seqlen_kv, seed, machine]
+        mine = [error is not None, int.from_bytes(digest), *own]
         found = swap(control, mine)
         failed, digests, *numbers = (found[i :: len(mine)] for i in range(len(mine)))
         if any(failed) or len({*digests}) > 1:
@@ -194,13 +189,9 @@ def _explain(control: Any, request: dict[str, str], error: Exception | None) -> 
         for name, value in other.items():
             if value != first.get(name):
                 raise ValueError(
-                    f"rank {rank} of the group has {name} {_shorten(value)}, "
-                    f"rank 0 has {_shorten(first.get(name, 'none'))}"
+                    f"rank {rank} of the group has {name} {value:.{_MOST_SHOWN}}, "
+                    f"rank 0 has {first.get(name, 'none'):.{_MOST_SHOWN}}"
                 )
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
 class GroupCalls:

@@ -21,8 +21,7 @@ from cqs.partial import AttentionOutput, Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
-from cqs.scheduler.heads import why_not_head_parallel
+from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name, why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
 from cqs.uncompiled import uncompiled
 from cqs.worker import Worker
@@ -174,7 +173,7 @@ def attention(
     with calls.call():
         request["calls since the group was made"] = calls.num_calls
         request["exchanges since the group was made"] = count_sends(group)
-        shards = agree(group, request, *own)
+        shards = agree(group, request, own)
         calls.num_calls += 1
         answer = _attend(group, problem, request, shards)
     # With gradients the backward pass checks: other ranks wait for this one to run it.

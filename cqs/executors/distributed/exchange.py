@@ -60,48 +60,34 @@ class Exchange:
 
     def send_out(
         self,
-        chunk: int,
-        shards: Sequence[Tensor],
-        heads: Sequence[HeadsOfRanks],
-        routes: Sequence[Route],
-    ) -> Transfer:
-        """Send every rank the rows and heads that it requires, and start receiving this rank's.
-
-        Args:
-            chunk: Index of the head chunk.
-            shards: This rank's tensors, each ``[batch, heads, rows, ...]``.
-            heads: For each tensor, the heads that every rank requires.
-            routes: For each tensor, its route.
-
-        Returns:
-            The transfer of one tensor ``[batch, heads of a rank, tokens held, ...]`` per shard.
-        """
-        packets = []
-        for route, chosen in by_route(shards, routes):
-            sources, together = [shards[i] for i in chosen], tuple(heads[i] for i in chosen)
-            widths, schedule = [len(each[0]) for each in together], _schedule_out(route, together)
-            packets.append(Packet(route, sources, widths, schedule, is_home=False))
-        return self._send(chunk, packets)
-
-    def send_all(
-        self,
         on_stream: OnStream,
         shards: Sequence[Tensor],
         heads: Sequence[Sequence[HeadsOfRanks]],
         routes: Sequence[Route],
     ) -> Iterator[Transfer]:
-        """Yield the transfers of all head chunks, with up to ``num_turns`` of them in transit.
+        """Send every rank the rows and heads that it requires, and start receiving this rank's.
 
         Args:
             on_stream: Returns the context in which a chunk is sent.
             shards: This rank's tensors, each ``[batch, heads, rows, ...]``.
             heads: For each chunk and tensor, the heads that every rank requires.
             routes: For each tensor, its route.
+
+        Yields:
+            For each chunk the transfer of one tensor ``[batch, heads of a rank, tokens held, ...]``
+            per shard; up to ``num_turns`` chunks are in transit.
         """
 
-        def send(i: int) -> Transfer:
-            with on_stream(i):
-                return self.send_out(i, shards, heads[i], routes)
+        def send(chunk: int) -> Transfer:
+            packets = []
+            for route, chosen in by_route(shards, routes):
+                sources = [shards[i] for i in chosen]
+                together = tuple(heads[chunk][i] for i in chosen)
+                widths = [len(of_ranks[0]) for of_ranks in together]
+                schedule = _schedule_out(route, together)
+                packets.append(Packet(route, sources, widths, schedule, is_home=False))
+            with on_stream(chunk):
+                return self._send(chunk, packets)
 
         chunks = iter(range(len(heads)))
         pending = deque(map(send, islice(chunks, self._transport.num_turns)))

@@ -1,16 +1,15 @@
 """The work of every rank of a group, and the rows of each shard that it requires."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.locality import SplitSteps, keys_of, see_only, split_steps
-from cqs.ranges import moved, overlap
+from cqs.patterns import BoundPattern
+from cqs.ranges import contains, moved, overlap
 from cqs.scheduler import AttentionShape, Kind, Plan, Step, make_plan
-from cqs.scheduler.cost_model import MACHINES, Machine, Workload, predict
-from cqs.scheduler.heads import ChunkRule
+from cqs.scheduler.cost_model import MACHINES, ChunkRule, Machine, Workload, predict
 from cqs.scheduler.task import join_ranges
 
 Lengths = tuple[int, ...]
@@ -93,6 +92,17 @@ class Route:
         """Whether this rank neither sends rows to nor receives rows from other ranks."""
         own = self.lengths[self.rank]  # as many as it receives from itself
         return sum(self.lengths) == own == sum(self.receives)
+
+
+class SplitSteps(NamedTuple):
+    """The steps of a task in three parts; their ``live_pairs`` ignore a pattern."""
+
+    own: tuple[Step, ...]
+    """Steps whose queries and keys are both in the rank's shard."""
+    home: tuple[Step, ...]
+    """Steps with queries of the rank's shard and keys that it does not hold in full."""
+    away: tuple[Step, ...]
+    """Steps with queries of other ranks."""
 
 
 @dataclass(frozen=True)
@@ -194,24 +204,35 @@ def lay_out(
         rank: The rank to lay out.
         shape: Numbers of heads and head_dim.
         head_parallel: Head-parallel degree, see
-            :func:`cqs.scheduler.heads.why_not_head_parallel`; ``"auto"`` chooses it.
+            :func:`cqs.scheduler.cost_model.why_not_head_parallel`; ``"auto"`` chooses it.
         num_chunks: Maximum number of head chunks; ``None`` chooses it by the work.
         is_causal: Whether attention is causal over the whole sequence.
         pattern: Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`.
         plan: Kinds of the plan of ``ranks / head_parallel`` tasks to choose from, see
-            :func:`choose_plan`.
+            :func:`cqs.scheduler.cost_model.predict`; the choice depends on the arguments alone, so
+            it is the same on all ranks.
         tile: Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`.
         chunk_rule: Thresholds of :meth:`cqs.scheduler.cost_model.Workload.num_chunks`.
         with_gradients: Whether a backward pass will follow.
         machine: Throughput and links of the ranks' devices.
+
+    Raises:
+        ValueError: ``plan`` does not fit the number of ranks.
     """
     num_ranks, lengths = len(seqlens_q), (sum(seqlens_q), sum(seqlens_kv))
     bound = None if pattern is None else pattern.bind(*lengths)
     num_pairs = None if bound is None else bound.num_pairs
     workload = Workload(lengths[0], shape, is_causal, lengths[1], num_pairs)
-    kind, head_parallel = choose_plan(
-        workload, num_ranks, with_gradients, machine, plan=plan, head_parallel=head_parallel
+    passes = "both" if with_gradients else "forward"
+    chosen = predict(
+        "cqs", workload, num_ranks, machine, passes, _SLACK, plan=plan, head_parallel=head_parallel
     )
+    if chosen is None or chosen.kind is None:
+        raise ValueError(
+            f"plan must fit the number of ranks / head_parallel, for {num_ranks} ranks and "
+            f"head_parallel={head_parallel!r}, got {plan}"
+        )
+    kind, head_parallel = chosen.kind, chosen.head_parallel
     num_tasks = num_ranks // head_parallel
     plan_of_tasks = make_plan(
         *lengths, num_tasks=num_tasks, is_causal=is_causal, kind=kind, tile=tile, pattern=pattern
@@ -276,55 +297,71 @@ def cut_shards(lengths: Sequence[int]) -> list[range]:
     return [range(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
 
 
-def choose_plan(
-    workload: Workload,
-    num_ranks: int,
-    with_gradients: bool,
-    machine: Machine = MACHINES["H200"],
-    *,
-    plan: Kind | str | None = None,
-    head_parallel: int | str = "auto",
-) -> tuple[Kind, int]:
-    """Return the kind of plan and the head-parallel degree for a problem.
-
-    The candidates are those that the cost model predicts within 2 % of the fastest. The one with
-    the lowest peak memory is chosen; without gradients and up to 512K keys, the smallest degree.
-    See ``slack`` of :func:`cqs.scheduler.cost_model.predict`. The choice is the same on all ranks,
-    because it depends on the arguments alone.
-
-    Args:
-        workload: The attention problem.
-        num_ranks: Number of ranks that compute it.
-        with_gradients: Whether to predict forward and backward pass together, or forward alone.
-        machine: Throughput and links of the ranks' devices.
-        plan: Kinds to choose from: ``"quorums"``, ``"rows"``, ``"grid"`` for all grids, ``"any"``,
-            or a kind. ``None`` means quorums on one host, and any kind on several.
-        head_parallel: The degree, or ``"auto"`` to choose it.
-
-    Raises:
-        ValueError: ``plan`` does not fit the number of ranks.
-
-    Example:
-        >>> workload = Workload(2**16, AttentionShape(16, 128), is_causal=True)
-        >>> [choose_plan(workload, 4, both)[1] for both in (False, True)]
-        [1, 4]
-        >>> from dataclasses import replace
-        >>> workload = Workload(2**16, AttentionShape(28, 128, num_kv_heads=4))
-        >>> hosts = replace(MACHINES["H100"], devices_per_node=1, between=1e9)
-        >>> choose_plan(workload, 7, False, hosts)
-        (Grid2D(query_groups=1, key_groups=7), 1)
-    """
-    passes = "both" if with_gradients else "forward"
-    options: dict[str, Any] = {"plan": plan, "head_parallel": head_parallel}
-    found = predict("cqs", workload, num_ranks, machine, passes, slack=_SLACK, **options)
-    if found is None or found.kind is None:
-        raise ValueError(
-            f"plan must fit the number of ranks / head_parallel, for {num_ranks} ranks and "
-            f"head_parallel={head_parallel!r}, got {plan}"
-        )
-    return found.kind, found.head_parallel
-
-
 def _common(tokens: range, ranges: Sequence[range]) -> list[range]:
     """Return the non-empty intersections of the ranges with ``tokens``."""
     return [common for each in ranges if (common := overlap(tokens, each))]
+
+
+def split_steps(
+    steps: Iterable[Step], queries: range, keys: range, pattern: BoundPattern | None = None
+) -> SplitSteps:
+    """Split steps by the tokens of a rank's shard, given as positions of its queries and keys.
+
+    A causal square is not split along its keys: it is ``own`` only if the shard has all of them.
+    Parts without a live pair of ``pattern`` are dropped.
+
+    Example:
+        >>> step = Step(0, range(4, 8), (range(0, 4),), range(4, 8), 26)
+        >>> split = split_steps([step], range(6, 9), range(5, 9))
+        >>> [(each.queries, each.keys, each.causal_keys) for each in split.own]
+        [(range(6, 8), (range(5, 6),), range(6, 8))]
+        >>> [(each.queries, each.keys, each.causal_keys) for each in split.home]
+        [(range(6, 8), (range(0, 5),), None)]
+        >>> [(each.queries, each.keys, each.causal_keys) for each in split.away]
+        [(range(4, 6), (range(0, 4),), range(4, 6))]
+    """
+    own: list[Step] = []
+    home: list[Step] = []
+    away: list[Step] = []
+    for step in steps:
+        for rows in _cut(step.queries, queries):
+            seen, square = _keys_of_rows(step, rows)
+            parts = [(away, seen, square)]
+            if contains(queries, rows):
+                here = [overlap(each, keys) for each in seen]
+                there = [e for each in seen for e in _cut(each, keys) if not contains(keys, e)]
+                is_own = square is not None and contains(keys, square)
+                parts = [(own, here, square if is_own else None)]
+                parts += [(home, there, None if is_own else square)]
+            for chosen, of_part, diagonal in parts:
+                part = Step.of(step.query_group, rows, of_part, diagonal)
+                live = pattern is None or any(pattern.count(rows, each) for each in part.keys)
+                if part.live_pairs and live:
+                    chosen.append(part)
+    return SplitSteps(tuple(own), tuple(home), tuple(away))
+
+
+def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
+    """Return the distinct keys of steps in ascending ranges."""
+    return join_ranges(block.keys for step in steps for block in step.blocks())
+
+
+def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
+    """Return the keys that every one of the rows sees, and the causal square of the rows."""
+    if step.causal_keys is None:
+        return list(step.keys), None
+    first, last = (
+        step.causal_keys.start + end - step.queries.start for end in (rows.start, rows.stop)
+    )
+    return [*step.keys, range(step.causal_keys.start, first)], range(first, last)
+
+
+def see_only(keys: range, steps: Iterable[Step]) -> bool:
+    """Return whether steps read no keys outside ``keys``."""
+    return all(contains(keys, block.keys) for step in steps for block in step.blocks())
+
+
+def _cut(tokens: range, at: range) -> list[range]:
+    """Split a range at both ends of ``at``."""
+    marks = sorted({tokens.start, tokens.stop, *(e for e in (at.start, at.stop) if e in tokens)})
+    return [range(a, b) for a, b in zip(marks, marks[1:], strict=False)]

@@ -15,8 +15,7 @@ from cqs.executors.distributed.exchange import (
     by_route,
     schedule_back,
 )
-from cqs.executors.distributed.layout import HeadChunk, Layout, Route
-from cqs.executors.distributed.locality import see_only
+from cqs.executors.distributed.layout import HeadChunk, Layout, Route, see_only
 from cqs.executors.distributed.transport.row_copies import copy_rows
 from cqs.executors.distributed.transport.streams import open_streams
 from cqs.executors.distributed.transport.transfer import Transfer, Transport
@@ -67,7 +66,7 @@ class RankTask:
             open_streams(problem.query.device, min(at_once, len(layout.chunks))) as on_stream,
         ):
             heads = [chunk.heads for chunk in layout.chunks]
-            incoming = exchange.send_all(on_stream, shards, heads, layout.routes)
+            incoming = exchange.send_out(on_stream, shards, heads, layout.routes)
             tasks = [
                 ChunkTask(layout, each, self._worker_of(each), shards) for each in layout.chunks
             ]
@@ -115,7 +114,7 @@ class RankTask:
         ):
             returning, routes = [], [layout.of_queries] * len(of_shard)
             heads = [[chunk.query_heads] * len(of_shard) for chunk in layout.chunks]
-            incoming = exchange.send_all(on_stream, of_shard, heads, routes)
+            incoming = exchange.send_out(on_stream, of_shard, heads, routes)
             for i, (chunk, transfer) in enumerate(zip(layout.chunks, incoming, strict=True)):
                 with on_stream(i):
                     query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]

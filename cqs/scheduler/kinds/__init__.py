@@ -17,15 +17,14 @@ Kind = Quorums | Grid2D | Hosts
 """
 
 
-def check_kind(kind: Any, name: str = "kind") -> Kind | str:
+def check_kind(kind: Kind | str, name: str = "kind") -> Kind | str:
     """Return a kind or the name of one, or raise TypeError or ValueError."""
     if not isinstance(kind, Kind) and kind not in ("quorums", "rows", "grid"):
         error = ValueError if isinstance(kind, str) else TypeError
         raise error(
             f"{name} must be 'quorums', 'rows', 'grid', Quorums, Grid2D or Hosts, got {kind!r}"
         )
-    checked: Kind | str = kind
-    return checked
+    return kind
 
 
 def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from cqs.arguments import as_integer
@@ -94,19 +95,16 @@ class Grid2D:
         """
         columns = self._columns(groups)
         column_of = {group: column for column in columns for group in column}
-        balanced: dict[tuple[int, ...], list[list[Area]]] = {}
         width = self.query_groups
+        blocks = [groups.queries[i : i + width] for i in range(0, groups.number, width)]
+        rows = [range(block[0].start, block[-1].stop) for block in blocks]
 
-        def steps(index: int) -> list[Step]:
-            column = column_of[index]
-            if column not in balanced:
-                keys = groups.keys_of(column)
-                blocks = [groups.queries[i : i + width] for i in range(0, groups.number, width)]
-                rows = [range(block[0].start, block[-1].stop) for block in blocks]
-                balanced[column] = balance_rows([[Area(each, keys)] for each in rows], groups)
-            return groups.steps(balanced[column][index // width])
+        @cache
+        def balanced(column: tuple[int, ...]) -> list[list[Area]]:
+            keys = groups.keys_of(column)
+            return balance_rows([[Area(each, keys)] for each in rows], groups)
 
-        return steps
+        return lambda index: groups.steps(balanced(column_of[index])[index // width])
 
     def _columns(self, groups: TokenGroups) -> list[tuple[int, ...]]:
         """Return the key groups of every column, which are also the indices of its tasks.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from cqs.arguments import as_integer
@@ -54,14 +55,11 @@ class Hosts:
 
     def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
         """Return the group counts of all tasks that may differ, without rows that balance them."""
+        home = float(not self.is_final)
+        of_hosts = self.outer.needs(num_tasks // self.size, is_causal=is_causal)
         return tuple(
-            each._replace(
-                keys=each.keys * self.size,
-                key_results=each.key_results * self.size,
-                home=float(not self.is_final),
-                own_keys=1.0,
-            )
-            for each in self.outer.needs(num_tasks // self.size, is_causal=is_causal)
+            GroupNeeds(queries, keys * self.size, query_results, key_results * self.size, home, 1.0)
+            for queries, keys, query_results, key_results, *_ in of_hosts
         )
 
     def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
@@ -88,17 +86,14 @@ class Hosts:
             groups, number=groups.number // self.size, parts=groups.parts * self.size
         )
         steps_of_host = self.outer.divide(of_hosts)
-        balanced: dict[int, list[list[Area]]] = {}
 
-        def steps(index: int) -> list[Step]:
-            host, rank = divmod(index, self.size)
-            if host not in balanced:
-                shares: list[list[Area]] = [[] for _ in range(self.size)]
-                for step in steps_of_host(host):
-                    keys = step.keys if step.causal_keys is None else (*step.keys, step.causal_keys)
-                    for group, rows in groups.cut(step.queries):
-                        shares[group % self.size].append(Area(rows, keys))
-                balanced[host] = balance_rows(shares, groups)
-            return groups.steps(balanced[host][rank])
+        @cache
+        def balanced(host: int) -> list[list[Area]]:
+            shares: list[list[Area]] = [[] for _ in range(self.size)]
+            for step in steps_of_host(host):
+                keys = step.keys if step.causal_keys is None else (*step.keys, step.causal_keys)
+                for group, rows in groups.cut(step.queries):
+                    shares[group % self.size].append(Area(rows, keys))
+            return balance_rows(shares, groups)
 
-        return steps
+        return lambda index: groups.steps(balanced(index // self.size)[index % self.size])

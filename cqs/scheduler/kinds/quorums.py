@@ -21,37 +21,30 @@ class Quorums:
     live, and the same task owns both.
     """
 
-    interest_set: tuple[int, ...] | None = None
-    """A difference cover of the integers modulo ``num_tasks`` that contains 0; ``None`` means the
+    interest_set: tuple[int, ...] = ()
+    """A difference cover of the integers modulo ``num_tasks`` that contains 0; ``()`` means the
     best known one. With 7, 13, 21, 31, 57, ... tasks, each task reads the fewest tokens for its
     number."""
 
     def __post_init__(self) -> None:
         """Make the interest set a tuple; raise TypeError or ValueError if it holds no integers."""
-        if self.interest_set is not None:
-            object.__setattr__(self, "interest_set", list_elements(self.interest_set))
+        object.__setattr__(self, "interest_set", list_elements(self.interest_set))
 
     def __str__(self) -> str:
         """Describe the quorums."""
-        if self.interest_set is None:
+        if not self.interest_set:
             return "quorums"
         return f"quorums of {len(self.interest_set)} groups (interest set {self.interest_set})"
 
     @property
-    def elements(self) -> tuple[int, ...]:
-        """The interest set of a plan."""
-        assert self.interest_set is not None, "plans have an interest set"
-        return self.interest_set
-
-    @property
     def is_final(self) -> bool:
         """Whether each query row has all its keys in one task."""
-        return len(self.elements) == 1
+        return len(self.interest_set) == 1
 
     @property
     def num_groups(self) -> tuple[int, int]:
         """Largest number of groups of which a task reads queries, and keys."""
-        return len(self.elements), len(self.elements)
+        return len(self.interest_set), len(self.interest_set)
 
     @property
     def busiest(self) -> float:
@@ -60,7 +53,7 @@ class Quorums:
 
     def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
         """Return the group counts of all tasks that may differ."""
-        return group_needs(self.elements, num_tasks, is_causal)
+        return group_needs(self.interest_set, num_tasks, is_causal)
 
     def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
         """Return how many groups of queries, and of keys, a task reads of its own host.
@@ -72,19 +65,19 @@ class Quorums:
         Returns:
             The two numbers, including the task's own group, as a mean over all tasks.
         """
-        distances = (min(offset, num_tasks - offset) for offset in self.elements)
+        distances = (min(offset, num_tasks - offset) for offset in self.interest_set)
         number = sum(max(per_host - each, 0) for each in distances) / per_host
         return number, number
 
     def fit(self, num_tasks: int) -> "Quorums":
         """Return the kind for a number of tasks, after checking the interest set."""
-        if self.interest_set is None:
+        if not self.interest_set:
             return Quorums(load_interest_set(num_tasks))
         return Quorums(check_interest_set(self.interest_set, num_tasks))
 
     def to_json(self) -> dict[str, Any]:
         """Return the field that defines the kind in a plan's JSON object."""
-        return {"interest_set": list(self.elements)}
+        return {"interest_set": list(self.interest_set)}
 
     def divide(self, groups: TokenGroups) -> Callable[[int], list[Step]]:
         """Return the function that lists the steps of a task, given its index.
@@ -93,15 +86,15 @@ class Quorums:
         """
         if groups.pattern is None:
             return partial(self._steps, groups)
-        shares = balance_work(groups, self.elements)
+        shares = balance_work(groups, self.interest_set)
         return lambda index: groups.join(shares[index])
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
         num_tasks = groups.number
-        offsets = pair_offsets(self.elements, num_tasks).partners
-        pair = shared_pair(index, self.elements, num_tasks)
+        offsets = pair_offsets(self.interest_set, num_tasks).partners
+        pair = shared_pair(index, self.interest_set, num_tasks)
         steps = []
-        for group in quorum(index, self.elements, num_tasks):
+        for group in quorum(index, self.interest_set, num_tasks):
             rows = groups.queries[group]
             partners = [
                 (b + index) % num_tasks for b in offsets.get((group - index) % num_tasks, ())

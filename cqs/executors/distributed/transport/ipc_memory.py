@@ -57,8 +57,7 @@ class IpcMemory:
     @property
     def flags(self) -> list[int]:
         """Values of the flags; synchronizes with the GPU."""
-        found: list[int] = self.buffer[: self.flag_bytes].view(torch.int32).tolist()
-        return found
+        return list(self.buffer[: self.flag_bytes].view(torch.int32).tolist())
 
     def allocate(self, control: Any, num_bytes: int) -> bool:
         """Allocate this rank's buffer and open those of the peers; every rank must call this.

@@ -13,10 +13,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from cqs.executors.distributed.agreement import barrier, control_group, timeout_
 from cqs.executors.distributed.transport.ipc_memory import IpcMemory, check
 from cqs.executors.distributed.transport.transfer import Fill, Packet, Transport, Wait
 from cqs.ranges import contains, meets
-from cqs.scheduler.heads import FETCHED
+from cqs.scheduler.cost_model import FETCHED
 from cqs.worker.cuda_graphs import check_not_captured, is_captured
 
 _ALIGNMENT = 512  # bytes, at which each packet starts in the send buffer
@@ -329,10 +328,8 @@ class PeerMemory(Transport):
             if meets(old.places, new.places):
                 for reader in old.readers:
                     self._wait_flag(stream, reader, _FETCHED[old.stream_index], old.epoch)
-                old.streams.add(new.stream_index)
             # A wait for the readers of the new packets implies one for those of the old.
-            is_covered = new.readers and contains(new.places, old.places)
-            if not is_covered and len(old.streams) < self.num_streams:
+            if not (new.readers and contains(new.places, old.places)):
                 unread.append(old)
         return unread + [new] if new.readers else unread
 
@@ -396,8 +393,7 @@ class PeerMemory(Transport):
         check(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
 
 
-@dataclass(frozen=True)
-class _Packed:
+class _Packed(NamedTuple):
     """Packets of one send that peers may not have copied yet."""
 
     places: range
@@ -408,8 +404,6 @@ class _Packed:
     """Epoch of the send."""
     readers: list[int]
     """Ranks that copy the packets."""
-    streams: set[int] = field(default_factory=set)
-    """Indices of the streams that already wait until the packets have been copied."""
 
 
 def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:

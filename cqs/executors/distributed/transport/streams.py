@@ -6,7 +6,7 @@ stream, starts on them.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -31,25 +31,23 @@ def open_streams(device: torch.device, number: int) -> Iterator[OnStream]:
     streams = _streams(device, number)
     with torch.cuda.device(device):
         outside = torch.cuda.current_stream()
+
+        @contextmanager
+        def on_stream(turn: int) -> Iterator[None]:
+            # torch.cuda.stream() would look up the device and the previous stream on every call
+            torch.cuda.set_stream(streams[turn % len(streams)])
+            try:
+                yield
+            finally:
+                torch.cuda.set_stream(outside)
+
         for stream in streams:
             stream.wait_stream(outside)
         try:
-            yield partial(_on_stream, streams, outside)
+            yield on_stream
         finally:
             for stream in streams:
                 outside.wait_stream(stream)
-
-
-@contextmanager
-def _on_stream(
-    streams: tuple[torch.cuda.Stream, ...], outside: torch.cuda.Stream, turn: int
-) -> Iterator[None]:
-    # torch.cuda.stream() would look up the device and the previous stream on every call
-    torch.cuda.set_stream(streams[turn % len(streams)])
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(outside)
 
 
 @lru_cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from cqs.executors.distributed.agreement import calls_on
 from cqs.executors.distributed.layout import PackOffsets, Route
 from cqs.executors.distributed.transport.row_copies import CopySchedule, copy_rows
-from cqs.scheduler.heads import SENT, ChunkRule
+from cqs.scheduler.cost_model import SENT, ChunkRule
 
 _FIRST_TAG = 1 << 30
 """First message tag of this package. Every call has its own tag, apart from the user's tags."""
