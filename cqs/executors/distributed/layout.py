@@ -10,6 +10,7 @@ from cqs.patterns import BoundPattern
 from cqs.ranges import contains, moved, overlap
 from cqs.scheduler import AttentionShape, Kind, Plan, Step, make_plan
 from cqs.scheduler.cost_model import MACHINES, ChunkRule, Machine, Workload, predict
+from cqs.scheduler.kinds import fit_kind
 from cqs.scheduler.task import join_ranges
 
 Lengths = tuple[int, ...]
@@ -227,11 +228,10 @@ def lay_out(
     chosen = predict(
         "cqs", workload, num_ranks, machine, passes, _SLACK, plan=plan, head_parallel=head_parallel
     )
-    if chosen is None or chosen.kind is None:
-        raise ValueError(
-            f"plan must fit the number of ranks / head_parallel, for {num_ranks} ranks and "
-            f"head_parallel={head_parallel!r}, got {plan}"
-        )
+    if chosen is None:  # the kind fits no number of tasks: raise its error
+        degree = 1 if isinstance(head_parallel, str) else head_parallel
+        fit_kind(plan or "quorums", num_ranks // degree)
+    assert chosen is not None and chosen.kind is not None, "other plans fit a degree of 1"
     kind, head_parallel = chosen.kind, chosen.head_parallel
     num_tasks = num_ranks // head_parallel
     plan_of_tasks = make_plan(
