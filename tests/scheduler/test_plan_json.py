@@ -139,9 +139,10 @@ def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
     [
         (written_for(2**18 + 1), "num_tasks must be at most 262144, got 262145"),
         (written_for(10**8), "num_tasks must be at most 262144, got 100000000"),
-        (written_for(10**30, interest_set=None), "num_tasks must be at most 262144, got 1000"),
+        (written_for(10**30, interest_set=[]), "num_tasks must be at most 262144, got 1000"),
         (written_for(10**8, interest_set=[0]), "num_tasks must be at most 262144, got 1000"),
         (written_for(2**18, interest_set=None), "not a plan"),
+        (written_for(7, interest_set=[]), "not a plan"),
         (written_for(2**18, interest_set=[0, 1]), "no two elements differ by 2"),
         (written_for(10**4, token_groups=[], tasks=[]), "num_tasks must be at most 4096"),
         (written_for(7, seqlen_q=10**30), "seqlen_q must be at most"),
@@ -153,7 +154,7 @@ def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
         ('{"a":' * 10**5, "not a plan"),
         (written_for(7)[:-1] + f', "tasks": {"[" * 10**5}{"]" * 10**5}}}', "not a plan"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_short_text_is_refused_at_once_whatever_it_says(text, message):
     start = time.process_time()
