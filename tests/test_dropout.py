@@ -11,7 +11,7 @@ from benchmarks.cases import Case, visible_mask
 from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
 from cqs.executors.verify import VerificationError, verify_rows
-from cqs.problem import Dropout
+from cqs.problem.dropout import Dropout
 from cqs.worker import BACKENDS
 
 CASES = {

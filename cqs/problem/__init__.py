@@ -1,23 +1,357 @@
-"""What one attention call computes: its tensors and options, validated once."""
+"""The tensors and options of one attention call: validated once, and not checked again."""
 
-from cqs.problem.check import (
-    ProblemOptions,
-    check_is_pattern,
-    check_pattern,
-    check_problem,
-    draw_seed,
-)
-from cqs.problem.dropout import Dropout, DropoutBits
-from cqs.problem.problem import GPU_TILE, Problem
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+from typing import Any, TypedDict
 
-__all__ = [
-    "GPU_TILE",
-    "Dropout",
-    "DropoutBits",
-    "Problem",
-    "ProblemOptions",
-    "check_is_pattern",
-    "check_pattern",
-    "check_problem",
-    "draw_seed",
-]
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import pad
+
+from cqs.arguments import as_bool, as_integer, to_float
+from cqs.partial import Partial, lse_dtype
+from cqs.patterns import BoundPattern, Pattern, causal, sliding_window
+from cqs.problem.dropout import Dropout
+from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
+
+GPU_TILE = 128
+"""Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class ProblemOptions(TypedDict, total=False):
+    """The options of an attention call that define its result."""
+
+    is_causal: bool
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
+    pattern: Pattern | None
+    """Query-key pairs that attend; ``None`` means all."""
+    scale: float | None
+    """Factor on the scores; ``None`` means ``head_dim ** -0.5``."""
+    dropout_p: float
+    """Probability that an attention weight is zeroed, in [0, 1)."""
+    seed: int | None
+    """Random seed of the dropout mask; ``None`` draws one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The tensors and options of one attention call, validated by :func:`check_problem`."""
+
+    query: Tensor
+    """``[batch, num_heads, seqlen_q, head_dim]``."""
+    key: Tensor
+    """``[batch, num_kv_heads, seqlen_kv, head_dim]``."""
+    value: Tensor
+    """``[batch, num_kv_heads, seqlen_kv, value_dim]``."""
+    is_causal: bool
+    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
+    scale: float
+    """Factor on the scores."""
+    dropout: Dropout | None = None
+    """``None`` for a dropout probability of 0."""
+    pattern: Pattern | None = None
+    """``None`` for dense attention, causal or not. With a pattern :attr:`is_causal` is False."""
+
+    @property
+    def bound_pattern(self) -> BoundPattern | None:
+        """The pattern bound to the lengths of the tensors, for a problem without per-head ones."""
+        if self.pattern is None:
+            return None
+        return self.pattern.bind(self.query.shape[2], self.key.shape[2])
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether the pattern is given per head or per batch element."""
+        return self.pattern is not None and self.pattern.heads != (1, 1)
+
+    def parts(self) -> Iterator[tuple[tuple[slice, slice], "Problem"]]:
+        """Divide the problem into parts that each have a single pattern.
+
+        Adjacent batch elements of equal patterns form one part, and adjacent heads too if they are
+        all the query heads of their KV heads, or belong to a single KV head.
+
+        Yields:
+            Slices of batch elements and query heads, and the problem of this part. Without a
+            pattern there is one part.
+        """
+        for (row, heads), (_, kv_heads) in self.cuts():
+            batch, head = row.start or 0, heads.start or 0
+            yield (
+                (row, heads),
+                replace(
+                    self,
+                    query=self.query[row, heads],
+                    key=self.key[row, kv_heads],
+                    value=self.value[row, kv_heads],
+                    dropout=self.dropout and self.dropout.moved(batch, head),
+                    pattern=self.pattern and self.pattern.head(batch, head),
+                ),
+            )
+
+    def cuts(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+        """Yield ``(batch elements, query heads), (batch elements, KV heads)`` of each part."""
+        pattern, whole = self.pattern, slice(None)
+        batches, num_heads = (1, 1) if pattern is None else pattern.heads
+        patterns = [
+            tuple(pattern and pattern.head(batch, head) for head in range(num_heads))
+            for batch in range(batches)
+        ]
+        group_size = num_heads // self.key.shape[1] if num_heads > 1 else 1
+        for row in _runs(patterns) if batches > 1 else [whole]:
+            if num_heads == 1:
+                yield (row, whole), (row, whole)
+                continue
+            for heads in _runs(patterns[row.start or 0]):
+                first = heads.start
+                # GQA: a part is within one KV head, or consists of whole groups of query heads.
+                while first < (stop := heads.stop):
+                    if first % group_size:
+                        stop = min(stop, first + group_size - first % group_size)
+                    elif stop - first > group_size:
+                        stop -= stop % group_size
+                    of_keys = slice(first // group_size, -(-stop // group_size))
+                    yield (row, slice(first, stop)), (row, of_keys)
+                    first = stop
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of query, key and value."""
+        return self.query.nbytes + self.key.nbytes + self.value.nbytes
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Batch, heads, head dimensions and itemsize, the inputs of the cost model."""
+        return AttentionShape(
+            batch=self.query.shape[0],
+            num_heads=self.query.shape[1],
+            num_kv_heads=self.key.shape[1],
+            head_dim=self.query.shape[3],
+            value_dim=self.value.shape[3],
+            itemsize=self.query.element_size(),
+            has_dropout=self.dropout is not None,
+        )
+
+    def make_plan(self, num_tasks: int, kind: Kind | str | None = None) -> Plan:
+        """Divide this problem into tasks; see :func:`cqs.make_plan`."""
+        return make_plan(
+            self.query.shape[2],
+            self.key.shape[2],
+            num_tasks=num_tasks,
+            is_causal=self.is_causal,
+            kind="quorums" if kind is None else kind,
+            tile=GPU_TILE if self.query.is_cuda else 1,
+            pattern=self.pattern,
+        )
+
+    def empty_answer(self) -> Partial:
+        """Allocate the output, in the dtype and on the device of the query, and the LSE."""
+        shape = (*self.query.shape[:3], self.value.shape[3])
+        return Partial(
+            self.query.new_empty(shape),
+            self.query.new_empty(shape[:3], dtype=lse_dtype(self.query.dtype)),
+        )
+
+
+def check_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    pattern: Pattern | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+) -> Problem:
+    """Validate the arguments of an attention call and fill in defaults (scale, dropout seed).
+
+    - A batch of 1 is expanded without a copy; autograd sums its gradients.
+    - A pattern together with ``is_causal`` becomes the intersection of both.
+    - The patterns ``causal()`` and ``sliding_window(None, None)`` become dense attention.
+    - A head_dim of 0 is padded to 1.
+
+    The arguments are those of :func:`cqs.attention`.
+
+    Raises:
+        TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
+        ValueError: Shapes, dtypes, devices or the pattern's lengths do not fit together; ``scale``
+            is not finite; or ``dropout_p`` is not in [0, 1).
+        NotImplementedError: The pattern cannot be intersected with the causal mask; the device is
+            neither CPU nor CUDA; or forward-mode or functorch derivatives are requested.
+    """
+    query = _check_tensor("query", query)
+    key, value = _check_tensor("key", key, query), _check_tensor("value", value, query)
+    batch = 1
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        batch = tensor.shape[0] if batch == 1 else batch
+        if tensor.shape[0] not in (1, batch):
+            raise ValueError(f"{name} must have a batch of 1 or {batch}, got {tensor.shape[0]}")
+    if not value.shape[3]:
+        raise ValueError(f"value must have a value_dim of at least 1, got {tuple(value.shape)}")
+    if key.shape[1:3] != value.shape[1:3]:
+        raise ValueError(
+            f"key and value must agree in heads and seqlen, got {tuple(key.shape)} "
+            f"and {tuple(value.shape)}"
+        )
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"key must have the head_dim of query, {query.shape[3]}, got {key.shape[3]}"
+        )
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} "
+            f"and {num_kv_heads}"
+        )
+    is_causal, pattern = check_pattern(
+        pattern, as_bool("is_causal", is_causal), batch, num_heads, query.shape[2], key.shape[2]
+    )
+    if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
+        query, key = pad(query, (0, 1)), pad(key, (0, 1))
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        query, key, value = (each.expand(batch, -1, -1, -1) for each in (query, key, value))
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    factor = to_float(scale, "scale must be a number or None")
+    if not math.isfinite(factor):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return Problem(query, key, value, is_causal, factor, _check_dropout(dropout_p, seed), pattern)
+
+
+def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:
+    """Return a tensor that kernels can read, or raise an error that names the argument.
+
+    Args:
+        name: Name of the argument.
+        tensor: The argument.
+        query: The checked query, whose dtype and device key and value must have.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        tensor = _plain_value(name, tensor)
+    elif tensor._is_zerotensor():  # a gradient of autograd that has no memory
+        tensor = tensor.clone()
+    tensor = tensor.resolve_neg()  # a negative bit is not applied in memory
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
+            f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
+            "flatten(0, -4) for several batch dimensions"
+        )
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
+            "cqs.attention outside of the transformation"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(
+            f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
+        )
+    if query is not None and tensor.dtype != query.dtype:
+        raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
+    if query is not None and tensor.device != query.device:
+        raise ValueError(
+            f"{name} must be on the device of query, {query.device}, got {tensor.device}"
+        )
+    return tensor
+
+
+def _plain_value(name: str, tensor: Tensor) -> Tensor:
+    """Return the plain tensor of a subclass with ``__torch_dispatch__``, or raise TypeError."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):  # DTensor.to_local() may return one
+        plain: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+        return plain
+    raise TypeError(
+        f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}: convert it first "
+        f"(a DTensor: {name}.to_local(), for cqs.distributed.attention)"
+    )
+
+
+def check_pattern(
+    pattern: Pattern | None,
+    is_causal: bool,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+) -> tuple[bool, Pattern | None]:
+    """Validate a pattern and intersect it with the causal mask.
+
+    Args:
+        pattern: A pattern, or ``None`` for dense attention.
+        is_causal: Whether to intersect the pattern with the causal mask.
+        batch: Number of batch elements.
+        num_heads: Number of query heads.
+        seqlen_q: Number of queries.
+        seqlen_kv: Number of keys.
+
+    Returns:
+        Whether attention is dense and causal, and the pattern, ``None`` if it is dense.
+
+    Raises:
+        TypeError: ``pattern`` is not a pattern.
+        ValueError: ``pattern`` is for other lengths, heads or batch elements.
+        NotImplementedError: ``pattern`` cannot be intersected with the causal mask.
+    """
+    if pattern is None or pattern == sliding_window(None, None):
+        return is_causal, None
+    check_is_pattern(pattern)
+    if pattern == causal():
+        return True, None
+    for name, has, needed in zip(
+        ("batch", "num_heads"), (batch, num_heads), pattern.heads, strict=True
+    ):
+        if needed not in (1, has):
+            raise ValueError(f"{name} must be {needed} with pattern {pattern!r}, got {has}")
+    if is_causal:
+        pattern = pattern & causal()
+    for batch_element, head in product(*map(range, pattern.heads)):
+        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # validates the lengths
+    return False, pattern
+
+
+def check_is_pattern(pattern: Pattern) -> None:
+    """Raise TypeError unless ``pattern`` is a :class:`cqs.patterns.Pattern`."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"pattern must be a cqs.patterns.Pattern, got {type(pattern).__name__}: convert a mask "
+            "with from_mask, a list of patterns with per_head"
+        )
+
+
+def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:
+    probability = to_float(dropout_p, "dropout_p must be a number")
+    if not 0 <= probability < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if seed is not None:
+        seed = as_integer("seed", seed, 0)
+    if not probability:
+        return None
+    return Dropout(probability, draw_seed() if seed is None else seed)
+
+
+def draw_seed() -> int:
+    """Draw a dropout seed in [0, 2^63 - 1) from PyTorch's CPU generator."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+def _runs(values: Sequence[Any]) -> Iterator[slice]:
+    """Yield the slices of equal neighbours."""
+    first = 0
+    for _, alike in groupby(values):
+        stop = first + len(list(alike))
+        yield slice(first, stop)
+        first = stop

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from cqs.patterns import BoundPattern, Pattern
-from cqs.problem import Dropout
+from cqs.problem.dropout import Dropout
 from cqs.worker.backend import Backend
 from cqs.worker.cpu import CPU
 from cqs.worker.cudnn import CUDNN

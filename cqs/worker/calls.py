@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cqs.partial import Gradients, Partial, lse_dtype, merge_partials
 from cqs.patterns.views import View
-from cqs.problem import DropoutBits
+from cqs.problem.dropout import DropoutBits
 from cqs.worker.backend import CallBackend
 from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.reference import REFERENCE

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cqs.problem import Dropout, DropoutBits
+from cqs.problem.dropout import Dropout, DropoutBits
 from cqs.worker.work import Work
 
 _MAX_GRID = 65535

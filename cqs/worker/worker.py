@@ -8,7 +8,8 @@ from torch import Tensor
 
 from cqs.partial import Gradients, Partial, lse_dtype, merge_partials, merge_rows
 from cqs.patterns import BoundPattern
-from cqs.problem import Dropout, Problem
+from cqs.problem import Problem
+from cqs.problem.dropout import Dropout
 from cqs.scheduler import Step
 from cqs.worker.backend import Backend, CallBackend, TaskBackend
 from cqs.worker.backends import BACKENDS, BEST_FOR_WHOLE_CALLS, choose_backend

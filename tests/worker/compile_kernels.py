@@ -14,7 +14,7 @@ from cqs.executors.distributed.transport import fused_copies
 from cqs.executors.distributed.transport.row_copies import RowCopy
 from cqs.partial import Partial, fused_merge
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
-from cqs.problem import Dropout
+from cqs.problem.dropout import Dropout
 from cqs.scheduler import make_plan
 from cqs.worker.operands import TaskOperands
 from cqs.worker.triton import launch

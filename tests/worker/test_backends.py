@@ -6,7 +6,7 @@ import torch
 import cqs
 from benchmarks.cases import CASES
 from cqs.patterns import sliding_window
-from cqs.problem import Dropout
+from cqs.problem.dropout import Dropout
 from cqs.scheduler import Step, Task, make_plan
 from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker, choose_backend
 from cqs.worker.calls import attend_call

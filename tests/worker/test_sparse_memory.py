@@ -8,7 +8,8 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.memory import measure_task
 from cqs.patterns import dilated, fixed, from_mask, longformer, sliding_window, strided
-from cqs.problem import Dropout, Problem
+from cqs.problem import Problem
+from cqs.problem.dropout import Dropout
 from cqs.scheduler import predict_cost
 from cqs.worker import BACKENDS
 

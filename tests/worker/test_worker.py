@@ -7,7 +7,8 @@ from support.exact import exact_answer
 from benchmarks.cases import CASES, Case
 from benchmarks.memory import measure_task
 from cqs.partial import Partial
-from cqs.problem import Dropout, Problem
+from cqs.problem import Problem
+from cqs.problem.dropout import Dropout
 from cqs.scheduler import predict_cost
 from cqs.tiler import Tiler
 from cqs.worker import BACKENDS, HeldTokens, Worker

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cqs.problem import DropoutBits
+from cqs.problem.dropout import DropoutBits
 from cqs.worker.triton.fields import (
     NO_BITS,
     RUN_BITS_START,
@@ -16,7 +16,7 @@ from cqs.worker.triton.fields import (
 )
 
 _MULTIPLIER, _INCREMENT, _KEY = (tl.constexpr(i) for i in range(len(DropoutBits._fields)))
-"""Fields of :class:`cqs.problem.DropoutBits`, which a kernel receives as a plain tuple."""
+"""Fields of :class:`cqs.problem.dropout.DropoutBits`, which a kernel receives as a plain tuple."""
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def visible(mask_bits, run, rows, columns, row_step, column_step):
 
 @triton.jit
 def load_query_bits(dropout_bits, rows, mask):
-    """Load the multipliers and increments of queries; see :class:`cqs.problem.DropoutBits`."""
+    """Load the multipliers and increments of queries, fields of ``DropoutBits``."""
     multiplier = tl.load(dropout_bits[_MULTIPLIER] + rows, mask=mask, other=0)
     return multiplier, tl.load(dropout_bits[_INCREMENT] + rows, mask=mask, other=0)
 
