@@ -1,11 +1,14 @@
-"""Merge partial outputs into the result, each query group as soon as it is complete."""
+"""Merge the partial outputs of tasks, and sum their gradients. Uses torch, without Ray.
+
+Each query group is merged as soon as it is complete.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from cqs.partial import Partial, RunningMerge, check_partial, merge_rows, merges_at_once
+from cqs.partial import Gradients, Partial, RunningMerge, check_partial, merge_rows, merges_at_once
 from cqs.scheduler import Plan
 
 
@@ -76,8 +79,8 @@ class Tiler:
         for i, partial in enumerate(partials):
             self._waiting[index, i] = partial
         groups = list(dict.fromkeys([step.query_group for step in steps]))
-        merge = self._merge_at_once if self._merges_at_once else self._merge_in_turn
-        merge(groups)
+        for group in groups:
+            self._merge(group)
         return tuple([self._plan.token_groups[i] for i in groups if not self._turns[i]])
 
     @property
@@ -100,23 +103,80 @@ class Tiler:
         rows = slice(queries.start, queries.stop)
         return Partial(output[:, :, rows], lse[:, :, rows])
 
-    def _merge_at_once(self, groups: Sequence[int]) -> None:
-        """Merge the partial outputs of the groups of which all have arrived."""
-        for group in groups:
-            turns = self._turns[group]
-            if all(task_and_step in self._waiting for task_and_step, _ in turns):
-                parts = [(self._waiting.pop(task_and_step), rows) for task_and_step, rows in turns]
-                merge_rows(self._rows(self._plan.token_groups[group]), parts)
-                turns.clear()
+    def _merge(self, group: int) -> None:
+        """Merge the partial outputs of a group up to the first that has not arrived."""
+        turns = self._turns[group]
+        if self._merges_at_once and any(turn not in self._waiting for turn, _ in turns):
+            return
+        parts = []
+        while turns and turns[0][0] in self._waiting:
+            turn, rows = turns.popleft()
+            parts.append((self._waiting.pop(turn), rows))
+        answer = self._rows(self._plan.token_groups[group])
+        if self._merges_at_once:
+            merge_rows(answer, parts)
+            return
+        if parts and group not in self._merges:
+            self._merges[group] = RunningMerge(answer)
+        for partial, rows in parts:
+            self._merges[group].add(partial, rows)
+        if not turns:
+            self._merges.pop(group).finish()
 
-    def _merge_in_turn(self, groups: Sequence[int]) -> None:
-        """Merge the partial outputs of each group up to the first that has not arrived."""
-        for group in groups:
-            turns = self._turns[group]
-            while turns and turns[0][0] in self._waiting:
-                task_and_step, rows = turns.popleft()
-                if group not in self._merges:
-                    self._merges[group] = RunningMerge(self._rows(self._plan.token_groups[group]))
-                self._merges[group].add(self._waiting.pop(task_and_step), rows)
-            if not turns:
-                self._merges.pop(group).finish()
+
+class GradientSum:
+    """Sums the gradient contributions of a plan's tasks.
+
+    Contributions are added in task order; one that arrives early is kept until its turn. The sum is
+    therefore bitwise identical for every order of arrival and every assignment to workers.
+    """
+
+    def __init__(self, plan: Plan, gradients: Gradients):
+        """Start with the values in ``gradients``, to which contributions are added in place.
+
+        Args:
+            plan: The plan whose tasks will be added.
+            gradients: Gradients of query, key and value, ``[batch, heads, seqlen, head_dim]``, with
+                the lengths of the plan.
+        """
+        self._plan = plan
+        self._gradients = gradients
+        self._waiting: dict[int, Sequence[tuple[Tensor, ...]]] = {}
+        self._next = 0
+
+    def add(self, index: int, groups: Sequence[tuple[Tensor, ...]]) -> None:
+        """Add the contribution of one task, or keep it until all tasks before it are added.
+
+        Args:
+            index: Index of the task.
+            groups: The query gradient ``[batch, num_heads, rows, head_dim]`` of each range of the
+                task's ``held_queries``, then the gradients of key and value ``[batch, num_kv_heads,
+                rows, dim]`` of each range of its ``held_keys``.
+
+        Raises:
+            ValueError: The task was added before.
+        """
+        if index in self._waiting or index < self._next:
+            raise ValueError(f"task {index} was added before")
+        self._waiting[index] = groups
+        while self._next in self._waiting:
+            self._add(self._next, self._waiting.pop(self._next))
+            self._next += 1
+
+    def finish(self) -> Gradients:
+        """Return the gradients, summed over all tasks.
+
+        Raises:
+            RuntimeError: A task is missing; the message gives the first.
+        """
+        if self._next < self._plan.num_tasks:
+            raise RuntimeError(f"no gradients of task {self._next}")
+        return self._gradients
+
+    def _add(self, index: int, groups: Sequence[tuple[Tensor, ...]]) -> None:
+        task, (query, *of_keys) = self._plan.tasks[index], self._gradients
+        sides = [([query], tokens) for tokens in task.held_queries]
+        sides += [(of_keys, tokens) for tokens in task.held_keys]
+        for (sums, tokens), parts in zip(sides, groups, strict=True):
+            for total, part in zip(sums, parts, strict=True):
+                total[:, :, tokens.start : tokens.stop] += part
