@@ -24,7 +24,7 @@ from cqs.patterns import (
 from cqs.patterns.masks import as_array
 from cqs.patterns.pattern import Lengths
 from cqs.patterns.piece import Axis, Piece
-from cqs.patterns.regular import bind_pieces
+from cqs.patterns.positions import bind_pieces
 from cqs.ranges import moved
 
 

@@ -100,7 +100,12 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
         batch, length, *size = shard.shape
         request = {"call": "a layer", "dtype": shard.dtype, "batch": batch, "size": tuple(size)}
         rows = agree(tensor_group, request, (length, 0, 0, 0)).seqlens_q
-        _check_chunks(rows)
+        chunks = torch.empty(sum(rows), device="meta").chunk(len(rows))
+        if rows != tuple(map(len, chunks)) or 0 in rows:
+            raise ValueError(
+                "hidden must be divided over the tensor axis as by torch.chunk, with a row on "
+                f"every rank, got rows {rows}"
+            )
     of_groups = agree(group, request, (sum(rows), 0, 0, 0)).seqlens_q
     first = sum(of_groups[: dist.get_rank(group)])
     return range(first, first + sum(rows))
@@ -118,19 +123,6 @@ def _check_shard(shard: Tensor, mesh: DeviceMesh) -> None:
     if shard.ndim < 2 or not shard.shape[0]:
         shape = tuple(shard.shape)
         raise ValueError(f"hidden must be [batch of at least 1, rows, ...], got {shape}")
-
-
-def _check_chunks(rows: tuple[int, ...]) -> None:
-    length = -(-sum(rows) // len(rows))
-    if 0 in rows:
-        raise ValueError(
-            f"hidden must have a row on every rank, got {rows} on the ranks of a tensor axis: use "
-            "a smaller mesh"
-        )
-    if any(mine != min(length, sum(rows[i:])) for i, mine in enumerate(rows)):
-        raise ValueError(
-            f"hidden must be divided over the tensor axis as by torch.chunk, got rows {rows}"
-        )
 
 
 def gather(shard: Tensor, tokens: range, mesh: DeviceMesh | None) -> Tensor:

@@ -1,19 +1,20 @@
 """Sparse attention patterns in closed form, with exact counts of live pairs at any length."""
 
-from cqs.patterns.acsr import acsr
 from cqs.patterns.bigbird import bigbird
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.masks import block_sparse, from_block_mask, from_deepspeed, from_mask
+from cqs.patterns.masks import acsr, block_sparse, from_block_mask, from_deepspeed, from_mask
 from cqs.patterns.pattern import Pattern, per_head
-from cqs.patterns.regular import (
+from cqs.patterns.positions import (
     block_diagonal,
     causal,
     dilated,
+    documents,
     fixed,
+    global_tokens,
+    longformer,
     sliding_window,
     strided,
 )
-from cqs.patterns.tokens import documents, global_tokens, longformer
 
 __all__ = [
     "BoundPattern",

@@ -161,7 +161,7 @@ def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     kept = replace(one, pieces=pieces, blocks=first - _as_blocks(other, first.ids))
     if not len(second.ids):
         return kept
-    blocks = _list(kept) | _as_blocks(kept, _touched_blocks(kept))
+    blocks = _list(kept) | _as_blocks(kept, np.arange(second.num_rows * second.num_columns))
     return replace(kept, pieces=(), blocks=blocks - second)
 
 
@@ -179,39 +179,20 @@ def _as_blocks(bound: BoundPattern, ids: Integers) -> BlockList:
         bound: The pattern, whose own blocks are ignored.
         ids: Ids of the blocks, ascending.
     """
+    check_num_blocks(4 * len(ids))  # counted one by one: slower
     found, pieces = BlockList.empty(bound.seqlen_q, bound.seqlen_kv), replace(bound, blocks=None)
-    edges = np.stack(found.spans(ids), axis=1).tolist()
-    boxes = [(range(q, q_stop), range(k, k_stop)) for q, q_stop, k, k_stop in edges]
-    num_counts = 0
-    counts = np.zeros(len(ids), dtype=np.int64)
-    for i, box in enumerate(boxes):
+    edges = np.stack(found.spans(ids), axis=1)
+    counts, num_counts = np.zeros(len(ids), dtype=np.int64), 0
+    for i, (q, q_stop, k, k_stop) in enumerate(edges.tolist()):
+        box = range(q, q_stop), range(k, k_stop)
         near = list(pieces._near(*box))
-        check_num_blocks(4 * (num_counts := num_counts + max(len(near), 1)))  # one by one: slower
+        check_num_blocks(4 * (num_counts := num_counts + len(near)))
         counts[i] = sum(piece.count_pairs(*box) for piece in near)
     is_full = counts == found.areas(ids)
     partial = np.flatnonzero((counts > 0) & ~is_full)
     bits = no_bits(len(partial))
-    for i, number in enumerate(partial):
+    for i, (q, q_stop, k, k_stop) in enumerate(edges[partial].tolist()):
         mask = np.zeros((BLOCK, BLOCK), dtype=bool)
-        queries, keys = boxes[number]
-        mask[: len(queries), : len(keys)] = pieces.to_mask(queries, keys)
+        mask[: q_stop - q, : k_stop - k] = pieces.to_mask(range(q, q_stop), range(k, k_stop))
         bits[i] = np.packbits(mask, axis=-1)
     return found.with_bits(ids[partial], bits, ids[is_full])
-
-
-def _touched_blocks(bound: BoundPattern) -> Integers:
-    """Return the ids of the blocks from the first to the last key of any piece, ascending."""
-    blocks = _list(bound)
-    ids: set[int] = set()
-    check_num_blocks(16 * blocks.num_rows * len(bound.pieces))
-    num_touched = 0
-    for row in range(blocks.num_rows):
-        for piece in bound.pieces:
-            inside = tidy(piece.within(blocks.row_queries(row), piece.keys.tokens))
-            if inside is not None:
-                keys, first = inside.keys.tokens, row * blocks.num_columns
-                found = range(first + keys.start // BLOCK, first + (keys.stop - 1) // BLOCK + 1)
-                num_touched += len(found)
-                check_num_blocks(16 * num_touched)  # listed one by one: slower
-                ids.update(found)
-    return np.array(sorted(ids), dtype=np.int64)

@@ -242,15 +242,6 @@ class PerHead(Pattern):
             f"{self!r} differs by head: bind the pattern of one head, .head(batch, head)"
         )
 
-    def count(self, queries: range, keys: range) -> int:
-        """Return the number of live pairs within a rectangle, summed over :attr:`heads`."""
-        return sum(each.count(queries, keys) for row in self.patterns for each in row)
-
-    def density(self, seqlen_q: int, seqlen_kv: int | None = None) -> float:
-        """Return the fraction of live pairs, averaged over :attr:`heads`."""
-        densities = [each.density(seqlen_q, seqlen_kv) for row in self.patterns for each in row]
-        return sum(densities) / len(densities)
-
     def to_mask(self, seqlen_q: int, seqlen_kv: int | None = None) -> Any:
         """Return a boolean array ``[batch, heads, seqlen_q, seqlen_kv]`` with :attr:`heads`."""
         masks = [[each.to_mask(seqlen_q, seqlen_kv) for each in row] for row in self.patterns]

@@ -258,12 +258,10 @@ def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Ten
         raise NotImplementedError(
             f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
         )
-    if query is not None and tensor.dtype != query.dtype:
-        raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
-    if query is not None and tensor.device != query.device:
-        raise ValueError(
-            f"{name} must be on the device of query, {query.device}, got {tensor.device}"
-        )
+    for attribute in ("dtype", "device") if query is not None else ():
+        wanted, found = getattr(query, attribute), getattr(tensor, attribute)
+        if found != wanted:
+            raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {found}")
     return tensor
 
 

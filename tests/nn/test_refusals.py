@@ -66,8 +66,14 @@ ROWS = torch.zeros(1, 2, 24, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([ROWS[:, :1], ROWS, ROWS, ROWS], "as by torch.chunk, got rows (1, 2)"),
-        ([ROWS, ROWS, ROWS, ROWS[:, :0]], "hidden must have a row on every rank, got (2, 0)"),
+        (
+            [ROWS[:, :1], ROWS, ROWS, ROWS],
+            "with a row on every rank, got rows (1, 2)",
+        ),
+        (
+            [ROWS, ROWS, ROWS, ROWS[:, :0]],
+            "with a row on every rank, got rows (2, 0)",
+        ),
         ([ROWS, ROWS, ROWS.repeat(2, 1, 1), ROWS], "batch 1, rank 0 has 2"),
         ([ROWS, ROWS, ROWS, ROWS.float()], "dtype torch.float32, rank 0 has torch.float64"),
         (
