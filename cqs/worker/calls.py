@@ -60,8 +60,7 @@ class Call(NamedTuple):
         """List the batched calls; ``None`` is one call for all batch elements and heads."""
         if self.number == 1:
             return iter([None])
-        heads = [slice(member, None, group_size) for member in range(group_size)]
-        return product(range(batch), heads)
+        return product(range(batch), (slice(m, None, group_size) for m in range(group_size)))
 
     def of_queries(self, tensor: Tensor, place: _Place | None, first: int = 0) -> Tensor:
         """Return the call's query rows of a tensor as a view of its memory.
@@ -214,10 +213,9 @@ def _compute_again(found: Partial, is_wanted: Tensor, operands: Operands) -> Non
     rows = is_wanted.any(dim=(0, 1)).nonzero().squeeze(-1)
     keys = torch.arange(key.shape[2])
     for strip in rows.split(max(_SCORES // (query.shape[0] * query.shape[1] * len(keys)), 1)):
-        if is_causal:
-            seen = keys <= strip.unsqueeze(-1)
-        else:
-            seen = None if visible is None else visible[strip]
+        seen = keys <= strip.unsqueeze(-1) if is_causal else None
+        if visible is not None:
+            seen = visible[strip]
         part = operands._replace(query=query[:, :, strip], is_causal=False, visible=seen)
         again = REFERENCE.attend(part)
         wanted = is_wanted[:, :, strip]

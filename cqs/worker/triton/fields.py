@@ -14,6 +14,5 @@ def _constant(name: str) -> tl.constexpr:
     return tl.constexpr(getattr(tiles, name))
 
 
-__getattr__ = (
-    _constant  # a variable, because mypy does not resolve the type that a function returns
-)
+# A variable, because mypy does not resolve the type that a module's function returns.
+__getattr__ = _constant
