@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -310,19 +310,22 @@ class Cluster:
         key: Tensor,
         value: Tensor,
         *,
+        is_causal: bool = False,
+        pattern: Pattern | None = None,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
         num_tasks: int | None = None,
         plan: Kind | str | None = None,
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
         progress: Report = False,
-        **options: Unpack[ProblemOptions],
     ) -> AttentionFuture:
         """Start :meth:`attention` and return at once; a cluster executes calls one after another.
 
-        The arguments are those of :meth:`attention`; ``options`` are ``is_causal``, ``pattern``,
-        ``scale``, ``dropout_p`` and ``seed``. Do not write to the tensors until the future is done,
-        because the call reads them in the background.
+        The arguments are those of :meth:`attention`. Do not write to the tensors until the future
+        is done, because the call reads them in the background.
 
         Returns:
             The future result, without gradients.
@@ -333,6 +336,9 @@ class Cluster:
             TypeError: An argument has the wrong type.
         """
         self._dispatcher.check_open()
+        options = ProblemOptions(
+            is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
+        )
         problem = check_problem(query, key, value, **options)
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
