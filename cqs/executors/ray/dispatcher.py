@@ -94,13 +94,17 @@ class Dispatcher:
             Exception: The work raised.
         """
         check_may_wait()
-        future = self.submit(work)
-        try:
-            return future.result()
-        except BaseException:  # also of the wait itself
-            cancelled.set()
-            future.cancel()
-            raise
+        return wait_or_cancel(self.submit(work), cancelled)
+
+
+def wait_or_cancel(future: "Future[_Found]", cancelled: threading.Event) -> _Found:
+    """Wait for a result; if an exception interrupts the wait, set ``cancelled``."""
+    try:
+        return future.result()
+    except BaseException:
+        cancelled.set()
+        future.cancel()
+        raise
 
 
 def check_may_wait() -> None:
