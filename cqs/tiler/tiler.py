@@ -1,7 +1,4 @@
-"""Merge the partial outputs of tasks, and sum their gradients. Uses torch, without Ray.
-
-Each query group is merged as soon as it is complete.
-"""
+"""Merge partial outputs by query group as soon as a group is complete, and sum gradients."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence

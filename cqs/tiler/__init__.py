@@ -1,0 +1,5 @@
+"""Merge the partial outputs of tasks, and sum their gradients. Uses torch, without Ray."""
+
+from cqs.tiler.tiler import GradientSum, Tiler
+
+__all__ = ["GradientSum", "Tiler"]
