@@ -17,8 +17,10 @@ _STEPS_PER_OCTAVE = 4
 """Rates are rounded to powers of ``2 ** (1 / _STEPS_PER_OCTAVE)``."""
 _NUM_ROUND_TRIPS = 5
 """Round trips of a message of each size, of which the shortest counts."""
-_NUM_BYTES = 2**23
-"""Size of the message that measures the bandwidth; one of 1 byte measures the latency."""
+_FIRST_BYTES, _MOST_BYTES = 2**16, 2**23
+"""Size of the message that estimates the bandwidth, and the largest that measures it."""
+_SECONDS = 0.02
+"""Duration of the message that measures the bandwidth, by the estimate."""
 _measured: "WeakKeyDictionary[Any, Links]" = WeakKeyDictionary()
 
 
@@ -78,7 +80,14 @@ def _measure(group: Any, device: torch.device, other: int, sharing: int) -> Link
         return min(_round_trip(group, device, other, num_bytes) for _ in range(_NUM_ROUND_TRIPS))
 
     latency = seconds(1) / 2
-    bandwidth = _NUM_BYTES / max(seconds(_NUM_BYTES) / 2 - latency, 1e-9)
+    enough = int(_FIRST_BYTES * _SECONDS / (seconds(_FIRST_BYTES) / 2))
+    size = torch.tensor([min(max(enough, _FIRST_BYTES), _MOST_BYTES)], device=device)
+    if dist.get_rank(group) < other:
+        dist.send(size, group=group, group_dst=other)
+    else:
+        dist.recv(size, group=group, group_src=other)
+    num_bytes = int(size.item())
+    bandwidth = num_bytes / max(seconds(num_bytes) / 2 - latency, 1e-9)
     return Links(bandwidth / sharing, max(latency, 1e-9))
 
 
