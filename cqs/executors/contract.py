@@ -157,7 +157,7 @@ def attend(
     with _UNCOUNTED if progress is False else Progress(problem, make_plan, progress) as counted:
         hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
 
-        def observed(name: str, run: Callable[..., Any], part: Problem, *tensors: Any) -> Any:
+        def observed(name: str, run: Any, part: Problem, *tensors: Any) -> Any:
             planned = Planned(part, make_plan(part), backend)
             name_backend = partial(executor.name_backend, planned)
             with observe(name, planned.plan, part.num_bytes, name_backend):

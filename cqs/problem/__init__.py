@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby, product
 from typing import Any, TypedDict
 
@@ -137,15 +138,10 @@ class Problem:
 
     def make_plan(self, num_tasks: int, kind: Kind | str | None = None) -> Plan:
         """Divide this problem into tasks; see :func:`cqs.make_plan`."""
-        return make_plan(
-            self.query.shape[2],
-            self.key.shape[2],
-            num_tasks=num_tasks,
-            is_causal=self.is_causal,
-            kind="quorums" if kind is None else kind,
-            tile=GPU_TILE if self.query.is_cuda else 1,
-            pattern=self.pattern,
-        )
+        lengths = self.query.shape[2], self.key.shape[2]
+        tile = GPU_TILE if self.query.is_cuda else 1
+        plan = _cached_plan if type(num_tasks) is int and kind is None else _make_plan
+        return plan(*lengths, num_tasks, self.is_causal, kind, tile, self.pattern)
 
     def empty_answer(self) -> Partial:
         """Allocate the output, in the dtype and on the device of the query, and the LSE."""
@@ -154,6 +150,30 @@ class Problem:
             self.query.new_empty(shape),
             self.query.new_empty(shape[:3], dtype=lse_dtype(self.query.dtype)),
         )
+
+
+def _make_plan(
+    seqlen_q: int,
+    seqlen_kv: int,
+    num_tasks: int,
+    is_causal: bool,
+    kind: Kind | str | None,
+    tile: int,
+    pattern: Pattern | None,
+) -> Plan:
+    return make_plan(
+        seqlen_q,
+        seqlen_kv,
+        num_tasks=num_tasks,
+        is_causal=is_causal,
+        kind="quorums" if kind is None else kind,
+        tile=tile,
+        pattern=pattern,
+    )
+
+
+_cached_plan = lru_cache(maxsize=64)(_make_plan)
+"""Repeated calls skip the checks of its arguments, which must be hashable."""
 
 
 def check_problem(
@@ -219,7 +239,9 @@ def check_problem(
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    return Problem(query, key, value, is_causal, factor, _check_dropout(dropout_p, seed), pattern)
+    has_dropout = seed is not None or type(dropout_p) is not float or dropout_p
+    dropout = _check_dropout(dropout_p, seed) if has_dropout else None
+    return Problem(query, key, value, is_causal, factor, dropout, pattern)
 
 
 def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:

@@ -76,8 +76,7 @@ class Tiler:
         for i, partial in enumerate(partials):
             self._waiting[index, i] = partial
         groups = list(dict.fromkeys([step.query_group for step in steps]))
-        for group in groups:
-            self._merge(group)
+        self._merge(groups)
         return tuple([self._plan.token_groups[i] for i in groups if not self._turns[i]])
 
     @property
@@ -100,25 +99,24 @@ class Tiler:
         rows = slice(queries.start, queries.stop)
         return Partial(output[:, :, rows], lse[:, :, rows])
 
-    def _merge(self, group: int) -> None:
-        """Merge the partial outputs of a group up to the first that has not arrived."""
-        turns = self._turns[group]
-        if self._merges_at_once and any(turn not in self._waiting for turn, _ in turns):
-            return
-        parts = []
-        while turns and turns[0][0] in self._waiting:
-            turn, rows = turns.popleft()
-            parts.append((self._waiting.pop(turn), rows))
-        answer = self._rows(self._plan.token_groups[group])
-        if self._merges_at_once:
-            merge_rows(answer, parts)
-            return
-        if parts and group not in self._merges:
-            self._merges[group] = RunningMerge(answer)
-        for partial, rows in parts:
-            self._merges[group].add(partial, rows)
-        if not turns:
-            self._merges.pop(group).finish()
+    def _merge(self, groups: Sequence[int]) -> None:
+        """Merge the partial outputs of each group up to the first that has not arrived."""
+        for group in groups:
+            turns, parts = self._turns[group], []
+            if self._merges_at_once and any(turn not in self._waiting for turn, _ in turns):
+                continue
+            while turns and turns[0][0] in self._waiting:
+                turn, rows = turns.popleft()
+                parts.append((self._waiting.pop(turn), rows))
+            if self._merges_at_once:
+                merge_rows(self._rows(self._plan.token_groups[group]), parts)
+                continue
+            if parts and group not in self._merges:
+                self._merges[group] = RunningMerge(self._rows(self._plan.token_groups[group]))
+            for partial, rows in parts:
+                self._merges[group].add(partial, rows)
+            if not turns:
+                self._merges.pop(group).finish()
 
 
 class GradientSum:
