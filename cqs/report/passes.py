@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
-from cqs.executors.ray.tasks.job import attend_task, differentiate_task
+from cqs.executors.ray.tasks.job import differentiate_task
 from cqs.executors.verify import verify_rows
-from cqs.partial import Gradients, Partial
+from cqs.partial import Gradients
 from cqs.report.exact import verify_gradients
 from cqs.report.rows import TaskBytes
 from cqs.report.settings import Settings
@@ -66,9 +66,12 @@ class MeasuredPass:
 
     def compute(self, task: Task, held: Sides) -> Results:
         """Compute output and LSE of every step of a task, or the task's gradients."""
+        if not task.steps:
+            return []
         if self.is_backward:
-            return differentiate_task(self._worker, task, *held) if task.steps else []
-        return [Partial(*part) for part in attend_task(self._worker, task, *held)]
+            parts = differentiate_task(self._worker, task, *held).values()
+            return [tensors for group in parts for _, tensors in group]
+        return self._worker.run_steps(task.steps, *held[0], *held[1])
 
     def run(self, executor: Any, plan: Plan) -> Any:
         """Compute the whole pass by an executor of :mod:`cqs.executors`."""

@@ -230,11 +230,11 @@ def test_what_a_task_raises_is_raised_once_with_its_traceback(cluster, capfd):
 
 def test_verification_catches_a_wrong_worker(ray_session):
     class Wrong(TaskActor):
-        def run(self, task, *arguments):
-            results, report = super().run(task, *arguments)
-            if task.index == 2:
-                results[0][0]._bytes.view("float32")[:] += 0.01
-            return results, report
+        def merge(self, number, group, *arguments):
+            key = number, group, 2
+            for _, (output, _) in self._kept.get(key, ()):
+                output += 0.01
+            return super().merge(number, group, *arguments)
 
     class WrongCluster(cqs.Cluster):
         actor_class = Wrong

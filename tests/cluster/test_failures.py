@@ -11,7 +11,7 @@ from benchmarks.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.pool import Calls
-from cqs.executors.ray.tasks.job import Differentiate
+from cqs.executors.ray.tasks.job import ATTEND, Job
 
 pytestmark = pytest.mark.ray
 
@@ -83,17 +83,19 @@ def test_a_worker_killed_in_the_backward_pass_does_not_change_a_bit(cluster, ten
         return torch.autograd.grad(output, leaves, tensors[0])
 
     expected = gradients()
-    accept, killed = Differentiate.accept, []
+    accept, killed = Job.accept, []
 
-    def kill_after_two(self, task, results):
-        accept(self, task, results)
-        killed.append(task.index)
+    def kill_after_two(self, group, merged):
+        accept(self, group, merged)
+        if self.of_pass is ATTEND:
+            return
+        killed.append(group)
         if len(killed) == 2:
             os.kill(cluster.pids[0], signal.SIGKILL)
 
-    monkeypatch.setattr(Differentiate, "accept", kill_after_two)
+    monkeypatch.setattr(Job, "accept", kill_after_two)
     assert all(map(torch.equal, gradients(), expected))
-    assert len(killed) == 13
+    assert len(killed) == len(set(killed)) == 2 * 13
 
 
 def test_a_hung_worker_is_killed_and_replaced(cluster, tensors, undisturbed):
@@ -128,11 +130,11 @@ def test_workers_that_failed_between_runs_are_replaced(cluster, tensors, undistu
 )
 def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors, error, message):
     class Poisoned(TaskActor):
-        def run(self, task, *arguments):
+        def run(self, number, task, *arguments):
             if task.index == 3:
                 time.sleep(0.5)  # what was computed before arrives
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().run(task, *arguments)
+            return super().run(number, task, *arguments)
 
     class PoisonedCluster(cqs.Cluster):
         actor_class = Poisoned

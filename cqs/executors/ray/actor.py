@@ -2,17 +2,20 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.pool import ActorInfo
 from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
-from cqs.executors.ray.tasks.job import TensorGroups
+from cqs.executors.ray.tasks.job import Group, Pass
 from cqs.executors.ray.tasks.report import TaskReport
 from cqs.scheduler import Task
+from cqs.tiler.group import Part
 from cqs.worker import HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
@@ -30,6 +33,8 @@ class TaskActor(ShardActor):
         device = torch.device("cuda" if use_gpu and torch.cuda.is_available() else "cpu")
         super().__init__(device)
         torch.set_num_threads(num_threads)
+        self._kept: dict[tuple[int, Group, int], list[Part]] = {}
+        """Parts by run, group and task, until the group is merged here."""
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
@@ -39,29 +44,37 @@ class TaskActor(ShardActor):
 
     def run(
         self,
+        number: int,
         task: Task,
-        compute: Callable[..., TensorGroups],
+        of_pass: Pass,
         worker: Worker,
-        *groups: tuple[Blob, ...],
-    ) -> tuple[list[tuple[Blob, ...]], TaskReport]:
-        """Compute a task.
+        returned: Sequence[Group],
+        kept: Sequence[Group],
+        *inputs: tuple[Blob, ...],
+    ) -> Any:
+        """Compute a task; keep its results for groups that are merged here, return the others.
 
         Args:
+            number: Number of the run. Parts of other runs are discarded.
             task: The task.
-            compute: Forward or backward pass, ``attend_task`` or ``differentiate_task``.
+            of_pass: Forward or backward pass.
             worker: Backend and settings of the computation.
-            groups: The CPU tensors of each of ``task.held_queries``, then of each of
+            returned: Groups that are merged by other actors.
+            kept: Groups that are merged here, see :meth:`merge`.
+            inputs: The CPU tensors of each of ``task.held_queries``, then of each of
                 ``task.held_keys``; they are not written to.
 
         Returns:
-            The results of ``compute`` as blobs, and the measurements of the task.
+            The measurements of the task; with ``returned``, a list of these and of the parts of
+            each of the groups, with blobs in place of tensors.
 
         Raises:
             torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
                 message, the backend (None if not yet chosen) and the GPU's memory in bytes.
         """
-        number = len(task.held_queries)
-        sides = [(task.held_queries, groups[:number]), (task.held_keys, groups[number:])]
+        self.forget(but=number)
+        split = len(task.held_queries)
+        sides = [(task.held_queries, inputs[:split]), (task.held_keys, inputs[split:])]
         bytes_in = mapped_bytes = 0
         for ranges, blobs_of_ranges in sides:
             size = sum(blob.nbytes for group in blobs_of_ranges for blob in group)
@@ -70,7 +83,7 @@ class TaskActor(ShardActor):
         started = seconds = 0.0
         backend = worker.backend
 
-        def computed() -> TensorGroups:
+        def computed() -> dict[Group, list[Part]]:
             nonlocal started, seconds, backend
             held = [
                 [self._hold(ranges, blobs, worker) for blobs in zip(*blobs_of_ranges, strict=True)]
@@ -81,16 +94,18 @@ class TaskActor(ShardActor):
             backend = chosen.name
             self._synchronize()
             started, start = time.time(), time.perf_counter()
-            results = compute(worker, task, *held)
+            results = of_pass.compute(worker, task, *held)
             self._synchronize()
             seconds = time.perf_counter() - start
             return results
 
         try:
-            tensors, peak_bytes = measure_peak_bytes(computed, self._device)
+            found, peak_bytes = measure_peak_bytes(computed, self._device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(str(error), backend, memory_of(self._device)) from error
-        results = [tuple(map(Blob, group)) for group in tensors]
+        for group in kept:
+            self._kept[number, group, task.index] = found[group]
+        parts = [[(rows, tuple(map(Blob, part))) for rows, part in found[g]] for g in returned]
         report = TaskReport(
             index=task.index,
             pid=os.getpid(),
@@ -100,9 +115,54 @@ class TaskActor(ShardActor):
             seconds=seconds,
             peak_bytes=peak_bytes + mapped_bytes,  # the profiler does not count shared memory
             bytes_in=bytes_in,
-            bytes_out=sum(blob.nbytes for group in results for blob in group),
+            bytes_out=sum(
+                tensor.nbytes for group in found.values() for _, part in group for tensor in part
+            ),
         )
-        return results, report
+        return [report, *parts] if parts else report
+
+    def merge(
+        self,
+        number: int,
+        group: Group,
+        of_pass: Pass,
+        dtype: torch.dtype,
+        tasks: Sequence[int],
+        returned: Sequence[int],
+        *parts: list[tuple[slice, tuple[Blob, ...]]],
+    ) -> tuple[float, tuple[Blob, ...]]:
+        """Merge the parts of all tasks of a group.
+
+        Args:
+            number: Number of the run.
+            group: The group.
+            of_pass: Forward or backward pass.
+            dtype: Dtype of the merged tensors.
+            tasks: All tasks of the group, in the order of their merge.
+            returned: Tasks whose parts other actors have returned.
+            parts: These parts.
+
+        Returns:
+            Seconds of the merge, and the merged tensors.
+        """
+        found = dict(zip(returned, parts, strict=True))
+        ordered: list[Part] = []
+        for task in tasks:
+            if task in found:
+                ordered += [(rows, tuple(self._load(part))) for rows, part in found[task]]
+            else:
+                ordered += self._kept.pop((number, group, task))
+        start = time.perf_counter()
+        merged = of_pass.merge(ordered, len(group.tokens), dtype)
+        self._synchronize()
+        return time.perf_counter() - start, tuple(map(Blob, merged))
+
+    def forget(self, but: int | None = None) -> None:
+        """Discard the parts of all runs except one."""
+        self._kept = {key: parts for key, parts in self._kept.items() if key[0] == but}
+
+    def _load(self, blobs: Sequence[Blob]) -> Iterator[Tensor]:
+        return (blob.tensor().to(self._device) for blob in blobs)
 
     def _stay_in_store(self, ranges: Sequence[range], worker: Worker) -> bool:
         """Return whether tensors are read from shared memory; patterns require one range."""

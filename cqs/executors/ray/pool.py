@@ -256,14 +256,31 @@ class Calls:
         """Return whether calls are pending."""
         return bool(self._actors)
 
-    def add(self, actor: Actor, key: Any, method: str, *arguments: Any) -> None:
-        """Call a method of an actor; ``key`` identifies the call in its answer."""
+    def add(
+        self, actor: Actor, key: Any, method: str, *arguments: Any, num_returns: int = 1
+    ) -> list[Any]:
+        """Call a method of an actor.
+
+        Args:
+            actor: The actor.
+            key: Identifies the call in its answer.
+            method: Name of the method.
+            arguments: Arguments of the method; those that are Ray references are replaced by their
+                objects.
+            num_returns: Number of values that the method returns.
+
+        Returns:
+            Ray references to the values except the first, which is the value of the answer.
+        """
         queue = self.queues.setdefault(actor, {})
         if not queue:
             self._last_sign[actor] = time.monotonic()
-        ref = getattr(actor.handle, method).remote(*arguments)
+        call = getattr(actor.handle, method).options(num_returns=num_returns)
+        found = call.remote(*arguments)
+        ref, *others = found if num_returns > 1 else [found]
         queue[ref] = key
         self._actors[ref] = actor
+        return others
 
     def refill(self) -> None:
         """Start missing actors; call ``describe`` with key None on all that had no calls here."""

@@ -1,6 +1,9 @@
 """The computation of a run: forward or backward pass of a problem, task by task."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,105 +11,147 @@ from torch import Tensor
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task
-from cqs.tiler import GradientSum, Tiler
+from cqs.tiler.group import Part, merge_group, sum_group
 from cqs.worker import HeldTokens, Worker
 
-TensorGroups = list[tuple[Tensor, ...]]
-"""Results of a task: for each step or token group, a tuple of tensors."""
+
+class Group(NamedTuple):
+    """Tokens of one token group whose results are merged together."""
+
+    is_of_keys: bool
+    """Whether the results are those of keys, or of queries."""
+    tokens: range
+    """The tokens."""
 
 
-class Attend:
-    """The forward pass."""
+@dataclass(frozen=True)
+class Pass:
+    """What actors compute in a forward or a backward pass."""
 
-    def __init__(self, problem: Problem, plan: Plan, into: Partial | None = None):
-        """Prepare the result tensors.
+    compute: Callable[..., dict[Group, list[Part]]]
+    """Computes the parts of a task: ``attend_task`` or ``differentiate_task``."""
+    merge: Callable[[Sequence[Part], int, torch.dtype], tuple[Tensor, ...]]
+    """Merges all parts of a group: :func:`merge_group` or :func:`sum_group`."""
+
+
+class Job:
+    """A pass of a problem: what each task reads, and where the merged groups belong."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        of_pass: Pass,
+        of_queries: tuple[Tensor, ...],
+        of_keys: tuple[Tensor, ...],
+        results: dict[bool, tuple[Tensor, ...]],
+    ):
+        """Find the tasks of each group.
 
         Args:
             problem: The checked problem.
             plan: A plan for the sequence lengths of the problem.
-            into: Tensors for output and LSE; ``None`` allocates them. Results are merged on the
-                CPU, and :meth:`finish` copies them to tensors on another device.
+            of_pass: What the actors compute.
+            of_queries: Tensors whose rows of the held queries a task reads.
+            of_keys: Tensors whose rows of the held keys a task reads.
+            results: Tensors of the result, which have the value for tokens without live pairs: of
+                queries, and in a backward pass of keys. Written to.
         """
-        self.problem, self.plan = problem, plan
-        self._into = self._answer = into or problem.empty_answer()
-        if not self._into.output.is_cpu:
-            self._answer = Partial(*(torch.empty_like(t, device="cpu") for t in self._into))
-        self.is_empty = not self._answer.output.numel()
-        self._tiler = Tiler(plan, *self._answer)
-        self.of_queries = (problem.query,)
-        self.of_keys = problem.key, problem.value
-        self.compute: Callable[..., TensorGroups] = attend_task
+        self.problem, self.plan, self.of_pass = problem, plan, of_pass
+        self.of_queries, self.of_keys, self.results = of_queries, of_keys, results
+        self.tasks_of: dict[Group, list[int]] = defaultdict(list)
+        """Tasks whose results each group needs, in the order of their merge."""
+        for task in plan.tasks if problem.query.numel() and problem.value.numel() else ():
+            for group in self.groups(task):
+                self.tasks_of[group].append(task.index)
 
-    def accept(self, task: Task, results: TensorGroups) -> None:
-        """Merge the results of a task."""
-        self._tiler.add(task.index, [Partial(*tensors) for tensors in results])
+    @classmethod
+    def forward(cls, problem: Problem, plan: Plan, answer: Partial) -> "Job":
+        """Return the forward pass; the result is written to ``answer``."""
+        answer.output.zero_()
+        answer.lse.fill_(-torch.inf)
+        of_keys = problem.key, problem.value
+        return cls(problem, plan, ATTEND, (problem.query,), of_keys, {False: tuple(answer)})
 
-    def finish(self) -> Partial:
-        """Return output and LSE after all tasks were accepted."""
-        if not self.is_empty:
-            self._tiler.finish()
-        if self._answer is self._into:
-            return self._into
-        return Partial(*map(Tensor.copy_, self._into, self._answer))
-
-
-class Differentiate:
-    """The backward pass."""
-
-    def __init__(self, problem: Problem, plan: Plan, answer: Partial, grad_output: Tensor):
-        """Prepare zero gradients on the CPU.
+    @classmethod
+    def backward(
+        cls,
+        problem: Problem,
+        plan: Plan,
+        answer: Partial,
+        grad_output: Tensor,
+        gradients: Gradients,
+    ) -> "Job":
+        """Return the backward pass.
 
         Args:
             problem: The checked problem.
             plan: The plan of the forward pass.
             answer: Output and LSE of the forward pass.
             grad_output: Gradient of the output, of the same shape.
+            gradients: Zeros, to which the gradients are written.
         """
-        self.problem, self.plan = problem, plan
-        tensors = problem.query, problem.key, problem.value
-        self.is_empty = not (answer.output.numel() and problem.key.numel())
-        self._gradients = Gradients.zeros(*tensors, device="cpu")
-        self._sum = GradientSum(plan, self._gradients)
-        self.of_queries = problem.query, grad_output, *answer
-        self.of_keys = problem.key, problem.value
-        self.compute: Callable[..., TensorGroups] = differentiate_task
+        query, *of_keys = gradients
+        results = {False: (query,), True: tuple(of_keys)}
+        of_queries = problem.query, grad_output, *answer
+        return cls(problem, plan, DIFFERENTIATE, of_queries, (problem.key, problem.value), results)
 
-    def accept(self, task: Task, results: TensorGroups) -> None:
-        """Add the gradients that a task has computed."""
-        self._sum.add(task.index, results)
+    def groups(self, task: Task) -> list[Group]:
+        """Return the groups to which a task contributes."""
+        if not task.steps:
+            return []
+        of_keys = task.held_keys if True in self.results else ()
+        return [
+            Group(side, tokens)
+            for side, ranges in ((False, task.held_queries), (True, of_keys))
+            for tokens in ranges
+        ]
 
-    def finish(self) -> Gradients:
-        """Return the gradients, on the device of the query, after all tasks were accepted."""
-        found = self._gradients if self.is_empty else self._sum.finish()
-        return Gradients(*(tensor.to(self.problem.query.device) for tensor in found))
+    def accept(self, group: Group, merged: Sequence[Tensor]) -> None:
+        """Write the merged result of a group."""
+        rows = slice(group.tokens.start, group.tokens.stop)
+        for result, tensor in zip(self.results[group.is_of_keys], merged, strict=True):
+            result[:, :, rows].copy_(tensor)
 
 
 def attend_task(
     worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
-) -> TensorGroups:
-    """Compute the output and LSE of every step of a task."""
-    return [tuple(part) for part in worker.run_steps(task.steps, *of_queries, *of_keys)]
+) -> dict[Group, list[Part]]:
+    """Compute the output and LSE of every step of a task, by query group."""
+    found: dict[Group, list[Part]] = {Group(False, tokens): [] for tokens in task.held_queries}
+    partials = worker.run_steps(task.steps, *of_queries, *of_keys)
+    for step, partial in zip(task.steps, partials, strict=True):
+        for group, parts in found.items():
+            start = group.tokens.start
+            if step.queries.start in group.tokens:
+                rows = slice(step.queries.start - start, step.queries.stop - start)
+                parts.append((rows, tuple(partial)))
+    return found
 
 
 def differentiate_task(
     worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
-) -> TensorGroups:
-    """Compute the gradients of a task.
+) -> dict[Group, list[Part]]:
+    """Compute the gradients of a task, by group.
 
     Args:
         worker: Backend and settings of the computation.
         task: The task.
         of_queries: Queries, gradients of the output, outputs and LSE.
         of_keys: Keys and values.
-
-    Returns:
-        ``(grad_query,)`` for each of ``task.held_queries``, then ``(grad_key, grad_value)`` for
-        each of ``task.held_keys``.
     """
     query, *rest = of_queries
     found = worker.run_backward(task.steps, query, *of_keys, *rest)
-    lengths = list(map(len, task.held_queries)), list(map(len, task.held_keys))
-    keys, values = (each.split(lengths[1], dim=2) for each in found[1:])
-    return [(part,) for part in found.query.split(lengths[0], dim=2)] + list(
-        zip(keys, values, strict=True)
-    )
+    parts: dict[Group, list[Part]] = {}
+    for side, ranges, tensors in (
+        (False, task.held_queries, found[:1]),
+        (True, task.held_keys, found[1:]),
+    ):
+        split = (tensor.split(list(map(len, ranges)), dim=2) for tensor in tensors)
+        for tokens, of_tokens in zip(ranges, zip(*split, strict=True), strict=True):
+            parts[Group(side, tokens)] = [(slice(None), of_tokens)]
+    return parts
+
+
+ATTEND = Pass(attend_task, merge_group)
+DIFFERENTIATE = Pass(differentiate_task, sum_group)
