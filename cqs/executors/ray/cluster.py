@@ -194,8 +194,8 @@ class Cluster:
                 closed; or a sharded sequence belongs to another cluster.
             NotImplementedError: The named backend does not support the tensors.
             torch.OutOfMemoryError: The GPU of a worker has too little memory for its task.
-            WorkersFailedError: All workers failed; for a sharded sequence, no replacement for a
-                failed worker could be started.
+            WorkersFailedError: No replacement for a failed worker could be started, and no other
+                worker is left; for a sharded sequence, also if others are left.
             TaskFailedError: ``max_attempts`` workers failed on the same task.
             VerificationError: ``verify`` found a row that deviates by more than its bound.
         """

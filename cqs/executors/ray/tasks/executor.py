@@ -175,7 +175,7 @@ class _Run:
 
         Raises:
             CancelledError: ``cancelled`` was set, or the cluster closes.
-            WorkersFailedError: All actors failed, and the run does not wait for a replacement.
+            WorkersFailedError: All actors failed, and no replacement has started.
             TaskFailedError: ``max_attempts`` actors failed while they computed the same task.
             torch.OutOfMemoryError: The GPU of an actor has too little memory for its task.
             ValueError: This process lost its connection to Ray.
@@ -333,9 +333,8 @@ class _Run:
     def _replace(self, answer: Answer) -> None:
         """Reassign what a failed actor had to do or had kept, and start a replacement.
 
-        Ray's out-of-memory monitor may kill several actors at once. Memory is free again after
-        that, so the run waits for the replacements even if no other actor is left. It starts none
-        after ``max_attempts * num_workers`` failures.
+        If no other actor is left, the run waits for the replacement, unless it replaces an actor
+        that did not start in time. It starts none after ``max_attempts * num_workers`` failures.
         """
         pending = [key for key in answer.keys if key is not None]
         lost = [key for key in pending if not isinstance(key, _Merge)]
@@ -362,7 +361,7 @@ class _Run:
         if self._failures < most * len(self._pool.actors):
             before = set(self._pool.actors)
             self._calls.refill()
-            if isinstance(answer.failure, self._pool.ray.exceptions.OutOfMemoryError):
+            if pending or not isinstance(answer.failure, TimeoutError):
                 self._awaited.update(set(self._pool.actors) - before)
 
     @contextlib.contextmanager
