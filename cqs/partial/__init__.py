@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 SUM_BLOCK = 4096
 """Keys per matrix product of :func:`weighted_sum`."""
+
+_BLOCK_BYTES = 2**21
+"""Bytes of the sums of one block of rows."""
 
 
 class AttentionOutput(NamedTuple):
@@ -223,10 +227,27 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
         with torch.cuda.device_of(answer.output):  # Triton launches on the current device
             fused_merge.merge_rows(answer, parts)
         return
-    merge = RunningMerge(answer)
-    for partial, rows in parts:
-        merge.add(partial, rows)
-    merge.finish()
+    num_rows = answer.lse.shape[2]
+    for first, stop in pairwise(block_bounds(answer.output)):
+        merge = RunningMerge(_slice(answer, first, stop))
+        for partial, rows in parts:
+            start, end = rows.indices(num_rows)[:2]
+            low, high = max(start, first), min(end, stop)
+            if low < high:
+                found = _slice(partial, low - start, high - start)
+                merge.add(found, slice(low - first, high - first))
+        merge.finish()
+
+
+def block_bounds(tensor: Tensor) -> list[int]:
+    """Return the bounds of blocks of rows (dim 2) whose sums fit the cache of a core."""
+    num_rows = tensor.shape[2]
+    of_row = max(tensor[:, :, :1].numel() * lse_dtype(tensor.dtype).itemsize, 1)
+    return [*range(0, num_rows, max(_BLOCK_BYTES // of_row, 1)), num_rows]
+
+
+def _slice(partial: Partial, start: int, stop: int) -> Partial:
+    return Partial(*(tensor[:, :, start:stop] for tensor in partial))
 
 
 def merges_at_once(answer: Partial) -> bool:

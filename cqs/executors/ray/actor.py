@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class TaskActor(ShardActor):
         torch.set_num_threads(num_threads)
         self._kept: dict[tuple[int, Group, int], list[Part]] = {}
         """Parts by run, group and task, until the group is merged here."""
+        self._buffer = lru_cache(maxsize=4)(self._make_buffer)
+        """Returns the tensor of a merged result; the next merge may overwrite it."""
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
@@ -137,7 +140,7 @@ class TaskActor(ShardActor):
             number: Number of the run.
             group: The group.
             of_pass: Forward or backward pass.
-            dtype: Dtype of the merged tensors.
+            dtype: Dtype of the merged tensors; LSEs keep their own.
             tasks: All tasks of the group, in the order of their merge.
             returned: Tasks whose parts other actors have returned.
             parts: These parts.
@@ -153,7 +156,11 @@ class TaskActor(ShardActor):
             else:
                 ordered += self._kept.pop((number, group, task))
         start = time.perf_counter()
-        merged = of_pass.merge(ordered, len(group.tokens), dtype)
+        merged = []
+        for i, tensor in enumerate(ordered[0][1]):
+            shape = *tensor.shape[:2], len(group.tokens), *tensor.shape[3:]
+            merged.append(self._buffer(i, shape, dtype if tensor.ndim == 4 else tensor.dtype))
+        of_pass.merge(ordered, merged)
         self._synchronize()
         return time.perf_counter() - start, tuple(map(Blob, merged))
 
@@ -163,6 +170,9 @@ class TaskActor(ShardActor):
 
     def _load(self, blobs: Sequence[Blob]) -> Iterator[Tensor]:
         return (blob.tensor().to(self._device) for blob in blobs)
+
+    def _make_buffer(self, i: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _stay_in_store(self, ranges: Sequence[range], worker: Worker) -> bool:
         """Return whether tensors are read from shared memory; patterns require one range."""

@@ -30,7 +30,7 @@ class Pass:
 
     compute: Callable[..., dict[Group, list[Part]]]
     """Computes the parts of a task: ``attend_task`` or ``differentiate_task``."""
-    merge: Callable[[Sequence[Part], int, torch.dtype], tuple[Tensor, ...]]
+    merge: Callable[[Sequence[Part], Sequence[Tensor]], None]
     """Merges all parts of a group: :func:`merge_group` or :func:`sum_group`."""
 
 
