@@ -135,7 +135,9 @@ def run(cell: Cell) -> str:
     try:
         check(replace(case, pattern=pattern).make(dtype, device), cell.backend)
     except NotImplementedError as refusal:
-        return str(refusal).partition(": backend=None")[0].removeprefix(f"backend {cell.backend!r} ")
+        return (
+            str(refusal).partition(": backend=None")[0].removeprefix(f"backend {cell.backend!r} ")
+        )
     except ValueError as refusal:
         return str(refusal).removeprefix(f"{pattern!r} ").partition(",")[0]
     return "yes"

@@ -651,7 +651,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
         from cqs.executors.ray.actor import TaskActor
 
         class Greedy(TaskActor):
-            def run(self, task, *arguments):
+            def run(self, number, task, *arguments):
                 mark = pathlib.Path("MARK")
                 if task.index == 3 and not mark.exists():
                     mark.touch()
@@ -659,7 +659,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
                     while len(hoard) < 36:  # 9 GiB, if nobody stops it
                         hoard.append(torch.ones(2**26))
                     time.sleep(120)
-                return super().run(task, *arguments)
+                return super().run(number, task, *arguments)
 
         class GreedyCluster(cqs.Cluster):
             actor_class = Greedy
