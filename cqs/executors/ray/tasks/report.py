@@ -31,7 +31,7 @@ class TaskReport:
     bytes_in: int
     """Bytes of the token groups that the task read."""
     bytes_out: int
-    """Bytes of the results that the task returned."""
+    """Bytes of the results of the task, kept by its actor or returned."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RunReport:
     """Measurements of one call of a cluster.
 
     ``before_seconds + slowest_seconds + between_seconds + after_seconds == seconds``. The time of
-    the driver (put, get, merge) is part of these and mostly overlaps with computation.
+    the driver (put, get) and of merges is part of these and mostly overlaps with computation.
     """
 
     started: float
@@ -49,9 +49,9 @@ class RunReport:
     put_seconds: float
     """Time in which the driver put token groups into the object store."""
     get_seconds: float
-    """Time in which the driver got results from the object store."""
+    """Time in which the driver got merged results from the object store and wrote them."""
     merge_seconds: float
-    """Time in which the driver merged partial results."""
+    """Time in which actors merged partial results, summed over the actors."""
     tasks: tuple[TaskReport, ...]
     """Reports of all tasks that are not empty, in the order of parts and indices."""
     failures: int
