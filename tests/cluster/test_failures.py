@@ -11,6 +11,7 @@ from benchmarks.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.pool import Calls
+from cqs.executors.ray.tasks.executor import _Run
 from cqs.executors.ray.tasks.job import ATTEND, Job
 
 pytestmark = pytest.mark.ray
@@ -96,6 +97,30 @@ def test_a_worker_killed_in_the_backward_pass_does_not_change_a_bit(cluster, ten
     monkeypatch.setattr(Job, "accept", kill_after_two)
     assert all(map(torch.equal, gradients(), expected))
     assert len(killed) == len(set(killed)) == 2 * 13
+
+
+def test_an_owner_that_fails_before_its_merge_does_not_change_a_bit(
+    cluster, tensors, undisturbed, monkeypatch
+):
+    """The failure arrives together with the last part of a group."""
+    runs, struck, collect, process = [], [], Calls.collect, _Run._process
+
+    def note(run, answer):
+        runs.append(run)
+        process(run, answer)
+
+    def strike(calls):
+        yield from collect(calls)
+        ready = list(runs[-1]._ready) if runs else []
+        if ready and len(struck) < 3:
+            struck.append(ready[0].owner)
+            yield calls.fail(ready[0].owner, RuntimeError("struck"))
+
+    monkeypatch.setattr(_Run, "_process", note)
+    monkeypatch.setattr(Calls, "collect", strike)
+    wait_for_workers(cluster, 4)
+    output = cluster.attention(*tensors, is_causal=True, num_tasks=13)
+    assert len(struck) == 3 and torch.equal(output, undisturbed)
 
 
 def test_a_hung_worker_is_killed_and_replaced(cluster, tensors, undisturbed):

@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,10 +154,10 @@ class _Run:
         self._todo = deque(sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs))
         self._merges = {group: _Merge(group, tasks) for group, tasks in job.tasks_of.items()}
         """Merges that are not finished."""
-        self._ready: deque[_Merge] = deque()
-        """Merges with all parts that are not assigned to an actor."""
-        self._returned: dict[int, dict[Group, Any]] = {}
-        """References to parts that running tasks will return."""
+        self._ready: dict[_Merge, None] = {}
+        """Merges with all parts that are not assigned to an actor, in order."""
+        self._running: dict[int, tuple[list[Group], dict[Group, Any]]] = {}
+        """For each task at an actor, the groups whose parts it keeps, and references to others."""
         self._stored: dict[Any, Any] = {}
         """References to token groups in the object store, by side and range; None to the worker."""
         self._awaited = set(pool.actors)
@@ -254,7 +254,7 @@ class _Run:
             *self._put_inputs(task),
             num_returns=1 + len(returned),
         )
-        self._returned[task.index] = dict(zip(returned, references, strict=True))
+        self._running[task.index] = kept, dict(zip(returned, references, strict=True))
 
     def _assign_merge(self, merge: _Merge, owner: Actor) -> None:
         merge.owner = owner
@@ -305,22 +305,28 @@ class _Run:
             return
         is_new = key not in self._reports
         self._reports[key] = answer.value
-        returned = self._returned.pop(key)
+        kept, returned = self._running.pop(key)
         for group in self._job.groups(self._tasks[key]):
             merge = self._merges.get(group)
             if merge is None or key in merge.kept or key in merge.returned:
                 continue
             if group in returned:
                 merge.returned[key] = returned[group]
-            else:
+            elif group in kept:
                 merge.kept.add(key)
+            else:  # lost since the task was assigned
+                self._repeat([key])
             if merge.is_ready:
-                self._ready.append(merge)
+                self._ready[merge] = None
         if is_new:
             self._progress(self._job.problem, self._tasks[key].live_pairs)
 
     def _finish_merge(self, merge: _Merge, answer: Answer) -> None:
-        """Write the result of a merge."""
+        """Write the result of a merge, or repeat tasks whose parts were lost with their node."""
+        if isinstance(answer.error, self._pool.ray.exceptions.ObjectLostError):
+            self._repeat(merge.returned)
+            merge.returned.clear()
+            return
         if answer.error is not None:
             raise answer.error
         seconds, merged = answer.value
@@ -339,18 +345,17 @@ class _Run:
         pending = [key for key in answer.keys if key is not None]
         lost = [key for key in pending if not isinstance(key, _Merge)]
         for index in lost:
-            self._pool.abandon(list(self._returned.pop(index).values()))
+            self._pool.abandon(list(self._running.pop(index)[1].values()))
         for merge in self._merges.values():
             if merge.owner is answer.actor:
                 merge.owner = None
                 lost += merge.kept
-                if merge.is_ready and not merge.kept:
-                    self._ready.append(merge)
                 merge.kept.clear()
-        lost = sorted(set(lost), key=lambda index: -self._tasks[index].live_pairs)
+                self._ready.pop(merge, None)
+                if merge.is_ready:
+                    self._ready[merge] = None
         self._failures += 1
-        self._reruns += len(lost)
-        self._todo.extendleft(reversed(lost))
+        self._repeat(lost)
         most = self._pool.retry_policy.max_attempts
         if pending:  # an actor computes in order, so only the first was running
             self._attempts[pending[0]] += 1
@@ -363,6 +368,13 @@ class _Run:
             self._calls.refill()
             if pending or not isinstance(answer.failure, TimeoutError):
                 self._awaited.update(set(self._pool.actors) - before)
+
+    def _repeat(self, indices: Iterable[int]) -> None:
+        """Assign tasks again, before all others; one at an actor follows if its parts are lost."""
+        new = set(indices).difference(self._todo, self._running)
+        lost = sorted(new, key=lambda index: -self._tasks[index].live_pairs)
+        self._reruns += len(lost)
+        self._todo.extendleft(reversed(lost))
 
     @contextlib.contextmanager
     def _clock(self, part: str) -> Iterator[None]:

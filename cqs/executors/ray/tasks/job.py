@@ -54,8 +54,8 @@ class Job:
             of_pass: What the actors compute.
             of_queries: Tensors whose rows of the held queries a task reads.
             of_keys: Tensors whose rows of the held keys a task reads.
-            results: Tensors of the result, which have the value for tokens without live pairs: of
-                queries, and in a backward pass of keys. Written to.
+            results: Tensors of the result: of queries, and in a backward pass of keys. Rows of
+                groups with a task are written to.
         """
         self.problem, self.plan, self.of_pass = problem, plan, of_pass
         self.of_queries, self.of_keys, self.results = of_queries, of_keys, results
@@ -68,10 +68,12 @@ class Job:
     @classmethod
     def forward(cls, problem: Problem, plan: Plan, answer: Partial) -> "Job":
         """Return the forward pass; the result is written to ``answer``."""
-        answer.output.zero_()
-        answer.lse.fill_(-torch.inf)
         of_keys = problem.key, problem.value
-        return cls(problem, plan, ATTEND, (problem.query,), of_keys, {False: tuple(answer)})
+        job = cls(problem, plan, ATTEND, (problem.query,), of_keys, {False: tuple(answer)})
+        if sum(len(group.tokens) for group in job.tasks_of) < problem.query.shape[2]:
+            answer.output.zero_()
+            answer.lse.fill_(-torch.inf)
+        return job
 
     @classmethod
     def backward(
