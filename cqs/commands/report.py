@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--backward", action="store_true", help="also measure the backward pass")
     add("--actors", type=int, metavar="P", help="ray: default one per GPU, else per core")
-    add("--address", help="ray: of a running cluster; default: a private one")
+    add("--address", help="address of a running Ray cluster (default: start one)")
     add(
         "--out", metavar="DIR", default="cqs-report",
         help=f"directory for {FILE} and rows.jsonl, to which rows are appended; "

@@ -55,7 +55,7 @@ def explain_shortage(
             return (
                 f"{message}. With num_tasks={num_tasks} each task would require "
                 f"{_gibibytes(each)}: call cqs.Cluster(...).attention(..., "
-                f"num_tasks={num_tasks}), whose actors hold one task at a time"
+                f"num_tasks={num_tasks}), whose actors compute one task at a time"
             )
     return f"{message}. No number of tasks up to {PERFECT_MODULI[-1]} would help"
 

@@ -22,7 +22,7 @@ from cqs.worker.memory import measure_peak_bytes, memory_of
 
 
 class TaskActor(ShardActor):
-    """Computes one task at a time on one device, and holds shards there."""
+    """Computes one task at a time on one device, merges groups, and holds shards there."""
 
     def __init__(self, use_gpu: bool, num_threads: int):
         """Choose the device and warm up the memory measurement.

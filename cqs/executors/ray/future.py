@@ -52,7 +52,7 @@ class AttentionFuture:
     def cancel(self) -> bool:
         """Cancel the call.
 
-        Tasks that are running finish on their actors; the driver discards their results.
+        Each actor finishes at most the two tasks that it has; the driver discards their results.
 
         Returns:
             False if the call had already ended.

@@ -17,8 +17,8 @@ from cqs.scheduler.token_groups import TokenGroups
 class Quorums:
     """Each task reads the queries and keys of a cyclic quorum of about ``sqrt(num_tasks)`` groups.
 
-    Causal attention needs no zig-zag order: of the group pairs (p, q) and (q, p) exactly one is
-    live, and the same task owns both.
+    Causal attention needs no zig-zag order, because one task owns both group pairs (p, q) and
+    (q, p), and exactly one of them is live.
     """
 
     interest_set: tuple[int, ...] = ()
