@@ -17,7 +17,7 @@ BENCHMARKS = {
     "kernels": "single calls of kernels, and the merge",
     "accuracy": "errors of outputs and gradients against float64",
     "memory": "peak memory of tasks relative to the prediction",
-    "ray": "overhead of Ray on one machine",
+    "ray": "tasks on Ray actors, by parts of a run",
     "sharded": "overhead of Ray for calls on sharded sequences, and recovery from failures",
     "patterns": "sparse patterns compared with dense attention and FlexAttention",
     "streaming": "attention under a memory budget",

@@ -330,9 +330,9 @@ def _exact(query: Tensor, keys: Side, head: int, rows: Sequence[int], is_causal:
 
 
 def _read(source: Tensor | Source, head: int, rows: range) -> Tensor:
-    into = torch.empty((len(rows), source.shape[3]), dtype=source.dtype)
-    read_rows(source, 0, head, rows, into)
-    return into.cuda().double()
+    into = torch.empty((1, len(rows), source.shape[3]), dtype=source.dtype)
+    read_rows(source, 0, range(head, head + 1), rows, into)
+    return into[0].cuda().double()
 
 
 def _row(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from cqs.arguments import with_advice
-from cqs.executors.contract import Executor, attend, check_progress
+from cqs.executors.contract import PlanExecutor, attend, check_progress
 from cqs.executors.local import LocalExecutor
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
@@ -124,7 +124,7 @@ def attention(
         for _, part in problem.parts():
             part.make_plan(num_tasks, plan)  # reports wrong options before Ray starts
     with open_executor(executor) as opened:
-        number = opened.num_tasks if num_tasks is None else num_tasks
+        number = opened.choose_num_tasks(problem) if num_tasks is None else num_tasks
         answer = attend(
             opened,
             problem,
@@ -139,7 +139,7 @@ def attention(
 _LOCAL = nullcontext(LocalExecutor())
 
 
-def open_executor(executor: AnyExecutor) -> AbstractContextManager[Executor]:
+def open_executor(executor: AnyExecutor) -> AbstractContextManager[PlanExecutor]:
     """Return a context manager of an executor, given the argument of :func:`attention`."""
     if executor is None or executor == "local":
         return _LOCAL

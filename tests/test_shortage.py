@@ -8,7 +8,7 @@ import torch
 import cqs
 from benchmarks.cases import Case
 from cqs.executors.ray.actor import TaskActor
-from cqs.executors.shortage import explain_shortage
+from cqs.executors.shortage import choose_num_tasks, explain_shortage
 from cqs.patterns import longformer, sliding_window
 from cqs.worker.memory import predict_pattern_cost
 
@@ -92,8 +92,8 @@ def test_in_this_process(monkeypatch):
 @pytest.mark.ray
 def test_on_a_cluster(ray_session):
     class Small(TaskActor):
-        def run(self, *arguments):
-            raise torch.OutOfMemoryError("CUDA out of memory", None, 2**25)
+        def run(self, settings, calls, *arguments):
+            raise torch.OutOfMemoryError("CUDA out of memory", calls[0].task.index, None, 2**25)
 
     class SmallCluster(cqs.Cluster):
         actor_class = Small
@@ -116,3 +116,13 @@ def test_on_a_gpu(backend):
             cqs.attention(*tensors, num_tasks=7, backend=backend)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 9])
+def test_tasks_are_as_many_as_workers_unless_memory_is_too_small(num_workers, caplog):
+    least = max(peak(num_workers, None) / 0.9 + 1, 1)
+    assert choose_num_tasks(PROBLEM, num_workers, int(least) + 1) == num_workers
+    with caplog.at_level("INFO", "cqs"):
+        assert choose_num_tasks(PROBLEM, num_workers, int(peak(13, None) / 0.9) + 1) == 13
+    assert f"num_tasks=13: the {num_workers} tasks" in caplog.text
+    assert choose_num_tasks(PROBLEM, num_workers, 1000) == num_workers

@@ -78,7 +78,7 @@ def _attend_mapped(
         if options.lse:
             lse = files.enter_context(create_tensor(options.lse, "lse", shape[:3], lse.dtype))
         opened = files.enter_context(open_executor(options.executor))
-        number = opened.num_tasks if options.num_tasks is None else options.num_tasks
+        number = options.num_tasks or opened.choose_num_tasks(problem)
         attend(
             opened,
             problem,

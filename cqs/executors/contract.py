@@ -106,9 +106,6 @@ class Executor(Protocol):
     an out-of-memory error names the predicted memory and a sufficient number of tasks.
     """
 
-    num_tasks: int
-    """Number of tasks of a call that does not choose one."""
-
     def run(self, part: Planned, into: Partial | None = None, hooks: Hooks = NO_HOOKS) -> Partial:
         """Compute output and LSE of a problem with a single pattern.
 
@@ -124,6 +121,13 @@ class Executor(Protocol):
 
     def name_backend(self, part: Planned) -> str:
         """Return the name of the backend that :meth:`run` uses, or say who chooses it."""
+
+
+class PlanExecutor(Executor, Protocol):
+    """An executor of any number of tasks."""
+
+    def choose_num_tasks(self, problem: Problem) -> int:
+        """Return the number of tasks of a call that does not choose one."""
 
 
 def attend(

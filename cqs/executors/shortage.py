@@ -1,11 +1,15 @@
 """The number of tasks that fits a memory size, and the message of out-of-memory errors."""
 
+import logging
+import math
+
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Task, TaskCost
 from cqs.scheduler.interest_sets import PERFECT_MODULI
 from cqs.worker import BACKENDS, TaskBackend
 from cqs.worker.memory import predict_pattern_cost
 
+_LOGGER = logging.getLogger("cqs")
 _USABLE = 0.9
 """Fraction of a GPU's memory that tensors may fill, besides kernels and fragmentation."""
 _LESS = 0.8
@@ -47,10 +51,7 @@ def explain_shortage(
         message += ", most of which other tensors or processes occupy"
     enough = min(_USABLE * capacity, _LESS * needed)
     for num_tasks in PERFECT_MODULI[1:]:  # their interest sets are small, so tasks read few tokens
-        if _bytes_of_all(problem) > num_tasks * enough:
-            continue  # some task holds that share of it, or more
-        tasks = problem.make_plan(num_tasks).tasks
-        each = max(_cost(problem, task, backend).peak_bytes for task in tasks)
+        each = _largest_task(problem, num_tasks, backend, enough)
         if each <= enough:
             return (
                 f"{message}. With num_tasks={num_tasks} each task would require "
@@ -58,6 +59,32 @@ def explain_shortage(
                 f"num_tasks={num_tasks}), whose actors compute one task at a time"
             )
     return f"{message}. No number of tasks up to {PERFECT_MODULI[-1]} would help"
+
+
+def choose_num_tasks(problem: Problem, num_workers: int, capacity: int) -> int:
+    """Return the number of workers, or a larger number if a task for each would be too large.
+
+    Args:
+        problem: The problem.
+        num_workers: Number of workers, each with a GPU.
+        capacity: Memory of a GPU in bytes.
+    """
+    enough = _USABLE * capacity
+    for number in (num_workers, *(each for each in PERFECT_MODULI if each > num_workers)):
+        if _largest_task(problem, number, None, enough) <= enough:
+            if number > num_workers:
+                text = "num_tasks=%d: the %d tasks of as many workers would not fit %s of a GPU"
+                _LOGGER.info(text, number, num_workers, _gibibytes(capacity))
+            return number
+    return num_workers
+
+
+def _largest_task(problem: Problem, num_tasks: int, backend: str | None, enough: float) -> float:
+    """Return the bytes of the largest of ``num_tasks`` tasks; at once inf if more than enough."""
+    if _bytes_of_all(problem) > num_tasks * enough:
+        return math.inf  # some task holds that share of it, or more
+    tasks = problem.make_plan(num_tasks).tasks
+    return max(_cost(problem, task, backend).peak_bytes for task in tasks)
 
 
 def _cost(problem: Problem, task: Task, backend: str | None) -> TaskCost:
@@ -70,5 +97,5 @@ def _bytes_of_all(problem: Problem) -> int:
     return cost.bytes_in + cost.bytes_out
 
 
-def _gibibytes(count: int) -> str:
+def _gibibytes(count: float) -> str:
     return f"{count / 2**30:.3g} GiB"

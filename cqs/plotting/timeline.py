@@ -70,12 +70,16 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
         ValueError: The path exists and is not a regular file.
         OSError: The file cannot be written.
     """
-    names = "put_seconds", "get_seconds", "merge_seconds", "failures", "reruns"
+    names = "put_seconds", "get_seconds", "waiting_seconds", "failures", "reruns"
     driver = {name: getattr(report, name) for name in names}
     rows = {"driver": [("call", report.started, report.seconds, driver)]}
     for tasks in _tasks_by_process(report):
         rows[f"process {tasks[0].pid}, {tasks[0].device}"] = [
             (f"task {task.index}", task.started, task.seconds, asdict(task)) for task in tasks
+        ] + [
+            ("merge", merge.started, merge.seconds, merge._asdict())
+            for merge in report.merges
+            if merge.pid == tasks[0].pid
         ]
     events: list[dict[str, Any]] = []
     for row, (title, spans) in enumerate(rows.items()):

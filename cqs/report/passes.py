@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
-from cqs.executors.ray.tasks.job import differentiate_task
+from cqs.executors.ray.tasks.job import Group, differentiate_task
 from cqs.executors.verify import verify_rows
 from cqs.partial import Gradients
 from cqs.report.exact import verify_gradients
@@ -69,7 +69,9 @@ class MeasuredPass:
         if not task.steps:
             return []
         if self.is_backward:
-            parts = differentiate_task(self._worker, task, *held).values()
+            groups = [Group(False, tokens) for tokens in task.held_queries]
+            groups += [Group(True, tokens) for tokens in task.held_keys]
+            parts = differentiate_task(self._worker, task, groups, *held).values()
             return [tensors for group in parts for _, tensors in group]
         return self._worker.run_steps(task.steps, *held[0], *held[1])
 

@@ -71,6 +71,11 @@ class HeldTokens:
         return tuple([tokens for tokens, _ in self._pieces])
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all tokens that are held."""
+        return sum(tensor.nbytes for _, tensor in self._pieces)
+
+    @property
     def sample(self) -> Tensor:
         """One of the tensors, with the dtype, the device and every dimension except seqlen.
 

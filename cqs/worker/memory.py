@@ -55,7 +55,8 @@ def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> t
 
 
 def _requested(device: torch.device, when: str) -> int:
-    return int(torch.cuda.memory_stats(device).get(f"requested_bytes.all.{when}", 0))
+    found = torch.cuda.memory_stats_as_nested_dict(device)  # memory_stats sorts it too
+    return int(found["requested_bytes"]["all"][when]) if found else 0
 
 
 def record_cpu_memory(compute: Callable[[], Result]) -> tuple[Result, list[tuple[float, int]]]:

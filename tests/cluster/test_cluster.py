@@ -1,3 +1,4 @@
+import itertools
 import os
 from concurrent.futures import CancelledError
 from functools import partial
@@ -122,25 +123,31 @@ def test_report_adds_up(cluster):
     report = future.report
     assert [task.index for task in report.tasks] == list(range(7))
     parts = (
-        report.before_seconds,
+        report.load_seconds,
         report.slowest_seconds,
-        report.between_seconds,
-        report.after_seconds,
+        report.merge_seconds,
+        report.unload_seconds,
+        report.waiting_seconds,
     )
-    before, slowest, between, after = parts
-    assert min(before, slowest, after) > 0
-    assert between > 0 if len(report.slowest) > 1 else between == 0
-    assert sum(parts) == pytest.approx(report.seconds)
+    assert min(parts) > 0 and sum(parts) == pytest.approx(report.seconds)
+    assert {merge.pid for merge in report.merges} <= {task.pid for task in report.tasks}
+    assert 0 < report.put_seconds < report.seconds and 0 < report.get_seconds < report.seconds
     assert report.failures == report.reruns == 0
 
 
-def test_each_group_is_put_once(cluster, ray_session, monkeypatch):
+@pytest.mark.parametrize("fits_the_store", [True, False])
+def test_each_token_is_put_once(cluster, ray_session, monkeypatch, fits_the_store):
     puts = []
     put = ray_session.put
     monkeypatch.setattr(ray_session, "put", lambda value: puts.append(value) or put(value))
     problem = CASES[0].make()
-    cluster.attention(*tensors(problem), num_tasks=7)
-    assert len(puts) == 15, "seven groups of queries, seven of keys and values, the worker"
+    expected = cluster.attention(*tensors(problem), num_tasks=7)
+    assert len(puts) == 3, "queries, keys with values, the settings"
+    if not fits_the_store:
+        puts.clear()
+        monkeypatch.setattr(cluster._pool, "store_bytes", 0)
+        assert torch.equal(cluster.attention(*tensors(problem), num_tasks=7), expected)
+        assert len(puts) == 15, "seven groups of queries, seven of keys and values, the settings"
 
 
 def test_inputs_are_never_written_to(cluster):
@@ -230,11 +237,11 @@ def test_what_a_task_raises_is_raised_once_with_its_traceback(cluster, capfd):
 
 def test_verification_catches_a_wrong_worker(ray_session):
     class Wrong(TaskActor):
-        def merge(self, number, group, *arguments):
-            key = number, group, 2
-            for _, (output, _) in self._kept.get(key, ()):
-                output += 0.01
-            return super().merge(number, group, *arguments)
+        def merge(self, settings, calls, *arguments):
+            for call in calls:
+                for _, (output, _) in self._kept.get((call.group, 2), ()):
+                    output += 0.01
+            return super().merge(settings, calls, *arguments)
 
     class WrongCluster(cqs.Cluster):
         actor_class = Wrong
@@ -328,3 +335,74 @@ def test_views_that_are_negated_lazily_are_sent(cluster):
     resolved = [tensor.resolve_neg() for tensor in (query, key, value)]
     output = cluster.attention(query, key, value, num_tasks=7, verify=True)
     assert torch.equal(output, cluster.attention(*resolved, num_tasks=7))
+
+
+def like_a_gpu(failing=()):
+    """A cluster whose actors use memory of the CPU as that of a GPU.
+
+    Args:
+        failing: Pairs of a method and the number of a call of it that runs out of memory.
+    """
+
+    class GpuLike(TaskActor):
+        def _make_inputs(self):
+            from cqs.executors.ray import actor
+            from cqs.executors.ray.tasks.gpu_inputs import GpuInputs
+            from cqs.executors.streaming.transfers import DeviceCopies
+
+            actor.memory_of = lambda device: 2**30
+            self.counts = dict.fromkeys(["load", "hold", "merge"], 0)
+            inputs = GpuInputs(DeviceCopies(self._device))
+            for name in ("load", "hold"):
+                setattr(inputs, name, partial(self.compute_or_fail, name, getattr(inputs, name)))
+            return inputs
+
+        def _merge_group(self, *arguments):
+            return self.compute_or_fail("merge", super()._merge_group, *arguments)
+
+        def compute_or_fail(self, name, compute, *arguments, **options):
+            found = compute(*arguments, **options)
+            self.counts[name] += 1
+            if (name, self.counts[name]) in failing:
+                raise torch.OutOfMemoryError("as if out of memory")
+            return found
+
+    class GpuLikeCluster(cqs.Cluster):
+        actor_class = GpuLike
+
+    return GpuLikeCluster(num_workers=2, use_gpus=False)
+
+
+def results_by(clusters, case, num_tasks):
+    """Output and gradients by each of several clusters."""
+    problem, found = case.make(), []
+    for cluster in clusters:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors(problem)]
+        output = cluster.attention(*leaves, **options(problem), num_tasks=num_tasks)
+        found.append((output, *torch.autograd.grad(output.sum(), leaves)))
+    return found
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_inputs_that_stay_on_a_device_do_not_change_a_bit(
+    cluster, ray_session, monkeypatch, is_whole
+):
+    with like_a_gpu() as gpus:
+        for each in (cluster, gpus):
+            monkeypatch.setattr(each._pool, "store_bytes", 2**40 if is_whole else 0)
+        for case, num_tasks in itertools.product(CASES, (1, 2, 7)):
+            assert all(map(torch.equal, *results_by((cluster, gpus), case, num_tasks)))
+
+
+@pytest.mark.parametrize("name", ["load", "hold", "merge"])
+@pytest.mark.parametrize("number", [1, 3, 6])
+def test_a_device_that_is_full_computes_task_by_task(cluster, ray_session, name, number):
+    with like_a_gpu([(name, number)]) as gpus:
+        assert all(map(torch.equal, *results_by((cluster, gpus), CASES[1], 13)))
+
+
+def test_a_task_too_large_for_a_device_is_an_error(cluster, ray_session):
+    problem = CASES[1].make()
+    with like_a_gpu([("hold", 1), ("hold", 2)]) as gpus:
+        with pytest.raises(torch.OutOfMemoryError, match=r"task \d+ of 7 requires"):
+            gpus.attention(*tensors(problem), **options(problem), num_tasks=7)

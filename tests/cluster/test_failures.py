@@ -148,11 +148,11 @@ def test_workers_that_failed_between_runs_are_replaced(cluster, tensors, undistu
 @pytest.mark.parametrize("num_actors", [1, 2])
 def test_a_task_that_kills_its_workers_is_named(ray_session, tensors, num_actors):
     class Poisoned(TaskActor):
-        def run(self, number, task, *arguments):
-            if task.index == 3:
+        def run(self, settings, calls, *arguments):
+            if any(call.task.index == 3 for call in calls):
                 time.sleep(0.5)  # what was computed before arrives
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().run(number, task, *arguments)
+            return super().run(settings, calls, *arguments)
 
     class PoisonedCluster(cqs.Cluster):
         actor_class = Poisoned

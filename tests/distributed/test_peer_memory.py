@@ -121,7 +121,7 @@ def peer_memory(monkeypatch):
     of_group = SimpleNamespace(
         get_rank=lambda group: group.rank, get_world_size=lambda group: group.size()
     )
-    as_bytes = ipc_memory._as_bytes
+    as_bytes = ipc_memory.as_bytes
     driver, streams_made = fake_gpus.make_driver(), {}
     for module, name, value in (
         (peer_memory, "driver", driver),
@@ -133,7 +133,7 @@ def peer_memory(monkeypatch):
         (peer_memory, "barrier", lambda group: group.world.swap([])),
         (ipc_memory, "barrier", lambda group: group.world.swap([])),
         (ipc_memory, "swap", lambda group, own: group.world.swap(own)),
-        (ipc_memory, "_as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
+        (ipc_memory, "as_bytes", lambda *place: as_bytes(*place[:2], torch.device("cpu"))),
         (transfer, "copy_rows", later(row_copies.copy_rows)),
         (rank_task, "ChunkTask", LaterTask),
         (rank_task, "_add_up", later(rank_task._add_up)),

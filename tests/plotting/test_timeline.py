@@ -50,11 +50,13 @@ def test_a_trace_has_every_task_in_the_row_of_its_process(tmp_path):
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) + len(names) == len(events)
     assert all({"name", "pid", "tid", "ts", "dur", "args"} <= event.keys() for event in spans)
-    assert len(spans) == len(report.tasks) + 1
+    assert len(spans) == len(report.tasks) + len(report.merges) + 1
     for task in report.tasks:
         (event,) = (event for event in spans if event["name"] == f"task {task.index}")
         assert names[event["pid"]] == f"process {task.pid}, cpu"
         assert event["ts"] == 1e6 * (task.started - report.started)
         assert event["dur"] == 1e6 * task.seconds and event["args"]["peak_bytes"] == task.peak_bytes
     (call,) = (event for event in spans if event["name"] == "call")
-    assert call["args"]["failures"] == 1 and call["args"]["merge_seconds"] == 0.03
+    assert call["args"]["failures"] == 1 and call["args"]["put_seconds"] == 0.01
+    (merge,) = (event for event in spans if event["name"] == "merge")
+    assert names[merge["pid"]] == "process 4000, cpu" and merge["dur"] == 1e6 * 0.03

@@ -2,7 +2,7 @@
 
 import random
 
-from cqs.executors.ray.tasks.report import RunReport, TaskReport
+from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport
 
 
 def make_report(num_tasks, num_processes):
@@ -19,6 +19,7 @@ def make_report(num_tasks, num_processes):
                 pid=4000 - process,
                 device="cpu",
                 backend="cpu",
+                load_seconds=0.01,
                 started=started + free[process],
                 seconds=seconds,
                 peak_bytes=1000 + index,
@@ -32,8 +33,8 @@ def make_report(num_tasks, num_processes):
         seconds=max(free) + 0.1,
         put_seconds=0.01,
         get_seconds=0.02,
-        merge_seconds=0.03,
         tasks=tuple(tasks),
+        merges=(MergeReport(4000, started + 0.01 + max(free), 0.03, 0.0),),
         failures=1,
         reruns=2,
     )

@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,16 +14,19 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.pool import ActorInfo
 from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
-from cqs.executors.ray.tasks.job import Group, Pass
-from cqs.executors.ray.tasks.report import TaskReport
-from cqs.scheduler import Task
+from cqs.executors.ray.tasks.inputs import Inputs, Sent
+from cqs.executors.ray.tasks.job import Group, MergeCall, RunSettings, TaskCall
+from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.tiler.group import Part
-from cqs.worker import HeldTokens, Worker
 from cqs.worker.memory import measure_peak_bytes, memory_of
+
+_Found = TypeVar("_Found")
+_SentPart = tuple[slice, tuple[Blob, ...]]
+"""A part of a group, as blobs."""
 
 
 class TaskActor(ShardActor):
-    """Computes one task at a time on one device, merges groups, and holds shards there."""
+    """Computes tasks on one device, merges groups, and holds shards there."""
 
     def __init__(self, use_gpu: bool, num_threads: int):
         """Choose the device and warm up the memory measurement.
@@ -34,163 +38,246 @@ class TaskActor(ShardActor):
         device = torch.device("cuda" if use_gpu and torch.cuda.is_available() else "cpu")
         super().__init__(device)
         torch.set_num_threads(num_threads)
-        self._kept: dict[tuple[int, Group, int], list[Part]] = {}
-        """Parts by run, group and task, until the group is merged here."""
-        self._buffer = lru_cache(maxsize=4)(self._make_buffer)
-        """Returns the tensor of a merged result; the next merge may overwrite it."""
+        self._inputs = self._make_inputs()
+        self._number = -1
+        """Number of the current run."""
+        self._is_short = False
+        """Whether the GPU has too little memory to keep more than a task requires in this run."""
+        self._kept: dict[tuple[Group, int], list[Part]] = {}
+        """Parts of the current run by group and task, until the group is merged here."""
+        self._backend: str | None = None
+        """Name of the backend of the current task."""
+        self._buffer = lru_cache(maxsize=8)(self._make_buffer)
+        """Returns the tensor of a merged result; the next call may overwrite it."""
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
         """Return process, node and device; answers as soon as the actor has started."""
         node = import_ray().get_runtime_context().get_node_id()
-        return ActorInfo(os.getpid(), node, str(self._device))
+        memory = memory_of(self._device) if self._is_on_gpu else None
+        return ActorInfo(os.getpid(), node, str(self._device), memory)
 
     def run(
-        self,
-        number: int,
-        task: Task,
-        of_pass: Pass,
-        worker: Worker,
-        returned: Sequence[Group],
-        kept: Sequence[Group],
-        *inputs: tuple[Blob, ...],
+        self, settings: RunSettings, calls: Sequence[TaskCall], num_queries: int, *sent: Sent
     ) -> Any:
-        """Compute a task; keep its results for groups that are merged here, return the others.
+        """Compute tasks; keep their results for groups that are merged here, return the others.
 
         Args:
-            number: Number of the run. Parts of other runs are discarded.
-            task: The task.
-            of_pass: Forward or backward pass.
-            worker: Backend and settings of the computation.
-            returned: Groups that are merged by other actors.
-            kept: Groups that are merged here, see :meth:`merge`.
-            inputs: The CPU tensors of each of ``task.held_queries``, then of each of
-                ``task.held_keys``; they are not written to.
+            settings: The run. What the actor keeps of earlier runs is discarded.
+            calls: The tasks.
+            num_queries: Number of elements of ``sent`` with tensors of queries.
+            sent: Tensors of the queries, then of the keys, with all tokens that the tasks hold.
 
         Returns:
-            The measurements of the task; with ``returned``, a list of these and of the parts of
-            each of the groups, with blobs in place of tensors.
+            The measurements of each task; if groups are returned, a list of these and of the parts
+            of each group, in the order of ``calls``, with blobs in place of tensors.
 
         Raises:
             torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
-                message, the backend (None if not yet chosen) and the GPU's memory in bytes.
+                message, the index of the task, the backend (None if not yet chosen) and the GPU's
+                memory in bytes.
+            MemoryNotSharedError: The GPU memory of the driver cannot be accessed.
         """
-        self.forget(but=number)
-        split = len(task.held_queries)
-        sides = [(task.held_queries, inputs[:split]), (task.held_keys, inputs[split:])]
-        bytes_in = mapped_bytes = 0
-        for ranges, blobs_of_ranges in sides:
-            size = sum(blob.nbytes for group in blobs_of_ranges for blob in group)
-            bytes_in += size
-            mapped_bytes += size * self._stay_in_store(ranges, worker)
-        started = seconds = 0.0
-        backend = worker.backend
+        self._begin(settings.number)
+        sides = sent[:num_queries], sent[num_queries:]
+        begun = time.time()
+        self._with_room(partial(self._load, settings, calls, sides))
+        reports, returned = [], []
+        for call in calls:
+            report, found = self._run_task(settings, call, sides, begun)
+            begun = time.time()
+            reports.append(report)
+            for group in call.kept:
+                parts = found[group]
+                self._kept[group, call.task.index] = _on_host(parts) if self._is_short else parts
+            for group in call.returned:
+                returned.append([(rows, self._pack(part)) for rows, part in found[group]])
+        return [reports, *returned] if returned else reports
 
-        def computed() -> dict[Group, list[Part]]:
-            nonlocal started, seconds, backend
-            held = [
-                [self._hold(ranges, blobs, worker) for blobs in zip(*blobs_of_ranges, strict=True)]
-                for ranges, blobs_of_ranges in sides
-            ]
+    def merge(
+        self, settings: RunSettings, calls: Sequence[MergeCall], *returned: list[_SentPart]
+    ) -> tuple[MergeReport, list[tuple[Blob, ...]]]:
+        """Merge the parts of all tasks of some groups.
+
+        Args:
+            settings: The run.
+            calls: The groups.
+            returned: The parts that other actors have returned, in the order of ``calls``.
+
+        Returns:
+            The measurements, and the merged tensors of each group: none where tensors of the driver
+            were written to.
+
+        Raises:
+            MemoryNotSharedError: The GPU memory of the driver cannot be accessed.
+        """
+        self._begin(settings.number)
+        started, start = time.time(), time.perf_counter()
+        merged, sent = [], iter(returned)
+        for place, call in enumerate(calls):
+            others = {task: next(sent) for task in call.returned}
+            results = self._with_room(partial(self._merge_group, settings, call, others, place))
+            for task in call.tasks:
+                self._kept.pop((call.group, task), None)
+            merged.append(() if settings.results[call.group.is_of_keys][0].shared else results)
+        self._synchronize()
+        middle = time.perf_counter()
+        blobs = [self._pack(tensors) for tensors in merged]
+        end = time.perf_counter()
+        return MergeReport(os.getpid(), started, middle - start, end - middle), blobs
+
+    def forget(self) -> None:
+        """Discard what the actor keeps of the current run."""
+        self._begin(-1)
+        self._buffer.cache_clear()
+
+    def _begin(self, number: int) -> None:
+        """Discard what the actor keeps of earlier runs."""
+        if self._number != number:
+            self._number, self._is_short = number, False
+            self._kept.clear()
+            self._inputs.clear()
+
+    def _load(
+        self, settings: RunSettings, calls: Sequence[TaskCall], sides: Sequence[Sequence[Sent]]
+    ) -> None:
+        """Bring the tokens of some tasks to the device, if its memory suffices to keep them."""
+        if not settings.keeps_inputs or self._is_short:
+            return
+        for is_of_keys in (False, True):
+            tasks = [call.task for call in calls]
+            held = [task.held_keys if is_of_keys else task.held_queries for task in tasks]
+            ranges, seqlen = set(chain(*held)), settings.seqlens[is_of_keys]
+            self._inputs.load(sides[is_of_keys], ranges, seqlen, is_of_keys=is_of_keys)
+
+    def _run_task(
+        self,
+        settings: RunSettings,
+        call: TaskCall,
+        sides: Sequence[Sequence[Sent]],
+        begun: float,
+    ) -> tuple[TaskReport, dict[Group, list[Part]]]:
+        task, worker = call.task, settings.worker
+        ranges = task.held_queries, task.held_keys
+        self._backend = worker.backend
+
+        def compute() -> tuple[dict[Group, list[Part]], float, float, int, int]:
+            held, num_bytes, beside = [], 0, 0
+            for is_of_keys in (False, True):
+                tokens, uncounted = self._inputs.hold(
+                    sides[is_of_keys],
+                    ranges[is_of_keys],
+                    is_of_keys=is_of_keys,
+                    must_join=worker.pattern is not None,
+                )
+                held.append(tokens)
+                num_bytes += sum(each.nbytes for each in tokens)
+                beside += uncounted
             query, (key, value) = held[0][0], held[1]
             chosen = worker.choose_backend(query.sample, key.sample, value.sample, task.steps)
-            backend = chosen.name
+            self._backend = chosen.name
             self._synchronize()
             started, start = time.time(), time.perf_counter()
-            results = of_pass.compute(worker, task, *held)
+            found = settings.of_pass.compute(worker, task, call.kept + call.returned, *held)
             self._synchronize()
-            seconds = time.perf_counter() - start
-            return results
+            return found, started, time.perf_counter() - start, num_bytes, beside
 
         try:
-            found, peak_bytes = measure_peak_bytes(computed, self._device)
+            results, peak_bytes = self._with_room(
+                partial(measure_peak_bytes, compute, self._device)
+            )
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(str(error), backend, memory_of(self._device)) from error
-        for group in kept:
-            self._kept[number, group, task.index] = found[group]
-        parts = [[(rows, tuple(map(Blob, part))) for rows, part in found[g]] for g in returned]
+            arguments = str(error), task.index, self._backend, memory_of(self._device)
+            raise torch.OutOfMemoryError(*arguments) from error
+        found, started, seconds, num_bytes, beside = results
         report = TaskReport(
             index=task.index,
             pid=os.getpid(),
             device=str(self._device),
-            backend=str(backend),
+            backend=str(self._backend),
+            load_seconds=started - begun,
             started=started,
             seconds=seconds,
-            peak_bytes=peak_bytes + mapped_bytes,  # the profiler does not count shared memory
-            bytes_in=bytes_in,
+            peak_bytes=peak_bytes + beside,
+            bytes_in=num_bytes,
             bytes_out=sum(
-                tensor.nbytes for group in found.values() for _, part in group for tensor in part
+                tensor.nbytes for parts in found.values() for _, part in parts for tensor in part
             ),
         )
-        return [report, *parts] if parts else report
+        return report, found
 
-    def merge(
+    def _merge_group(
         self,
-        number: int,
-        group: Group,
-        of_pass: Pass,
-        dtype: torch.dtype,
-        tasks: Sequence[int],
-        returned: Sequence[int],
-        *parts: list[tuple[slice, tuple[Blob, ...]]],
-    ) -> tuple[float, tuple[Blob, ...]]:
-        """Merge the parts of all tasks of a group.
-
-        Args:
-            number: Number of the run.
-            group: The group.
-            of_pass: Forward or backward pass.
-            dtype: Dtype of the merged tensors; LSEs keep their own.
-            tasks: All tasks of the group, in the order of their merge.
-            returned: Tasks whose parts other actors have returned.
-            parts: These parts.
-
-        Returns:
-            Seconds of the merge, and the merged tensors.
-        """
-        found = dict(zip(returned, parts, strict=True))
+        settings: RunSettings,
+        call: MergeCall,
+        others: dict[int, list[_SentPart]],
+        place: int,
+    ) -> list[Tensor]:
+        """Return the merged tensors of a group, the one at ``place`` among those of a call."""
         ordered: list[Part] = []
-        for task in tasks:
-            if task in found:
-                ordered += [(rows, tuple(self._load(part))) for rows, part in found[task]]
+        for task in call.tasks:
+            if task in others:
+                parts = others[task]
+                ordered += [(rows, tuple(b.tensor() for b in part)) for rows, part in parts]
             else:
-                ordered += self._kept.pop((number, group, task))
-        start = time.perf_counter()
-        merged = []
-        for i, tensor in enumerate(ordered[0][1]):
-            shape = *tensor.shape[:2], len(group.tokens), *tensor.shape[3:]
-            merged.append(self._buffer(i, shape, dtype if tensor.ndim == 4 else tensor.dtype))
-        of_pass.merge(ordered, merged)
-        self._synchronize()
-        return time.perf_counter() - start, tuple(map(Blob, merged))
+                ordered += self._kept[call.group, task]
+        on_device = [(rows, tuple(t.to(self._device) for t in part)) for rows, part in ordered]
+        results = self._results(settings, call.group, place)
+        settings.of_pass.merge(on_device, results)
+        return results
 
-    def forget(self, but: int | None = None) -> None:
-        """Discard the parts of all runs except one."""
-        self._kept = {key: parts for key, parts in self._kept.items() if key[0] == but}
+    def _results(self, settings: RunSettings, group: Group, place: int) -> list[Tensor]:
+        """Return the tensors of a merged group: rows of tensors of the driver, or own ones."""
+        rows, found = slice(group.tokens.start, group.tokens.stop), []
+        for i, each in enumerate(settings.results[group.is_of_keys]):
+            if each.shared is not None:
+                found.append(self._inputs.tensor(each.shared)[:, :, rows])
+            else:
+                shape = *each.shape[:2], len(group.tokens), *each.shape[3:]
+                found.append(self._buffer((place, i), shape, each.dtype))
+        return found
 
-    def _load(self, blobs: Sequence[Blob]) -> Iterator[Tensor]:
-        return (blob.tensor().to(self._device) for blob in blobs)
+    def _with_room(self, compute: Callable[[], _Found]) -> _Found:
+        """Compute; if the GPU has too little memory, free what it keeps and compute again."""
+        try:
+            return compute()
+        except torch.OutOfMemoryError:
+            if self._is_short:
+                raise
+        self._is_short = True
+        self._inputs.clear()
+        self._kept = {key: _on_host(parts) for key, parts in self._kept.items()}
+        torch.cuda.empty_cache()
+        return compute()
 
-    def _make_buffer(self, i: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _pack(self, tensors: Sequence[Tensor]) -> tuple[Blob, ...]:
+        """Return blobs of tensors; those of a GPU are copied to pinned memory first."""
+        if self._is_on_gpu:
+            pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            tensors = [
+                place.copy_(tensor, non_blocking=True)
+                for place, tensor in zip(pinned, tensors, strict=True)
+            ]
+            self._synchronize()
+        return tuple(map(Blob, tensors))
+
+    def _make_inputs(self) -> Inputs:
+        if not self._is_on_gpu:
+            return Inputs()
+        from cqs.executors.ray.tasks.gpu_inputs import GpuInputs
+        from cqs.executors.streaming.transfers import GpuCopies
+
+        return GpuInputs(GpuCopies(self._device))
+
+    def _make_buffer(
+        self, place: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def _stay_in_store(self, ranges: Sequence[range], worker: Worker) -> bool:
-        """Return whether tensors are read from shared memory; patterns require one range."""
-        return self._device.type == "cpu" and (worker.pattern is None or len(ranges) == 1)
-
-    def _hold(self, ranges: Sequence[range], blobs: Sequence[Blob], worker: Worker) -> HeldTokens:
-        """Copy one tensor of each range to the device, unless shared memory serves."""
-        tensors = [blob.tensor() for blob in blobs]
-        if self._stay_in_store(ranges, worker):
-            return HeldTokens(zip(ranges, tensors, strict=True))
-        batch, heads, _, *dim = tensors[0].shape
-        lengths = list(map(len, ranges))
-        shape = batch, heads, sum(lengths), *dim
-        packed = torch.empty(shape, dtype=tensors[0].dtype, device=self._device)
-        for part, tensor in zip(packed.split(lengths, dim=2), tensors, strict=True):
-            part.copy_(tensor)
-        return HeldTokens.packed(packed, ranges)
 
     def _synchronize(self) -> None:
         if self._is_on_gpu:
             torch.cuda.synchronize(self._device)
+
+
+def _on_host(parts: Sequence[Part]) -> list[Part]:
+    return [(rows, tuple(tensor.cpu() for tensor in part)) for rows, part in parts]

@@ -1,4 +1,4 @@
-"""CPU tensors as flat buffers that Ray's object store maps instead of copying."""
+"""Tensors as flat buffers that Ray's object store maps instead of copying."""
 
 import warnings
 
@@ -13,14 +13,17 @@ class Blob:
     memory once, and every process of the host reads it there.
     """
 
-    __slots__ = ("_bytes", "_dtype", "_shape")
+    __slots__ = ("_bytes", "_dtype", "_order", "_shape")
 
     def __init__(self, tensor: Tensor):
-        """Wrap a tensor; copy it only if it is on a GPU, not contiguous or lazily negated."""
-        tensor = tensor.detach().cpu().contiguous().resolve_neg()
-        self._bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+        """Wrap a tensor; copy it only if it is on a GPU, has gaps or is lazily negated."""
+        tensor = tensor.detach().cpu().resolve_neg()
+        self._order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        """Dimensions from the largest stride to the smallest."""
+        stored = tensor.permute(self._order).contiguous()
+        self._bytes = stored.reshape(-1).view(torch.uint8).numpy()
         self._dtype = tensor.dtype
-        self._shape = tuple(tensor.shape)
+        self._shape = tuple(stored.shape)
 
     @property
     def nbytes(self) -> int:
@@ -28,10 +31,12 @@ class Blob:
         return self._bytes.nbytes
 
     def tensor(self) -> Tensor:
-        """Return a CPU tensor that views the buffer.
+        """Return a CPU tensor that views the buffer, with dimensions ordered as in the original.
 
         It must not be written to: other processes may share its memory.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(self._bytes).view(self._dtype).reshape(self._shape)
+            stored = torch.from_numpy(self._bytes).view(self._dtype).reshape(self._shape)
+        places = [self._order.index(dim) for dim in range(stored.ndim)]
+        return stored.permute(places)

@@ -66,8 +66,9 @@ class Cluster:
             address: Address of a running Ray cluster: ``"auto"``, ``"host:port"`` or
                 ``"ray://host:port"``. ``None`` uses the current connection or a private Ray.
             use_gpus: Reserve one GPU for each actor; ``None`` means true if the cluster has GPUs.
-            cpus_per_worker: CPU cores and threads of each CPU actor. ``None`` divides the cores of
-                this machine among the actors of a private Ray, and means 1 on other clusters.
+            cpus_per_worker: CPU cores and threads of each CPU actor, or threads of each GPU actor.
+                ``None`` divides the cores among the actors of a private Ray or the GPUs of another
+                cluster, and means 1 for CPU actors of another cluster.
             object_store_memory: Size of a private Ray's object store in bytes; ``None`` lets Ray
                 choose. Ray spills objects to disk if the store is full.
             stall_timeout: Seconds after which a worker that has work and returns no result counts
@@ -109,7 +110,7 @@ class Cluster:
                 self._pool = ActorPool(ray, retry_policy)
                 self._dispatcher = Dispatcher(self._pool, connection.pop_all())
                 stack.callback(self._dispatcher.close)
-            self._pool.start(self.actor_class, num_workers, use_gpus, cpus_per_worker or 1)
+            self._pool.start(self.actor_class, num_workers, use_gpus, cpus_per_worker)
             stack.pop_all()
         self._group = WorkerGroup(self._dispatcher)
 
@@ -155,8 +156,11 @@ class Cluster:
         """Compute exact attention on the workers; see :func:`cqs.attention`.
 
         Tensors are sent to the workers through the object store, and the result is returned to this
-        process. The shards of a sharded sequence stay on the workers. They exchange the inputs of
-        their tasks as in :func:`cqs.distributed.attention`, and each keeps the output for its own
+        process. GPU tensors are read and written in place if all workers are on GPUs of the same
+        host. Each worker merges the partial outputs of some queries.
+
+        The shards of a sharded sequence stay on the workers. They exchange the inputs of their
+        tasks as in :func:`cqs.distributed.attention`, and each keeps the output for its own
         queries.
 
         Args:
@@ -169,8 +173,9 @@ class Cluster:
             scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
             dropout_p: Probability that an attention weight is zeroed, see :func:`cqs.attention`.
             seed: Random seed of the dropout mask; ``None`` draws one.
-            num_tasks: Number of tasks, any positive integer; ``None`` means one per worker. A
-                sharded sequence always has one task per worker.
+            num_tasks: Number of tasks, any positive integer; ``None`` means one per worker, or more
+                if a GPU has too little memory for so large tasks, which the logger ``cqs`` then
+                reports at level INFO. A sharded sequence always has one task per worker.
             head_parallel: Head-parallel degree of a sharded sequence, see
                 :func:`cqs.distributed.attention`. Tensors support only ``"auto"``.
             plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
@@ -345,7 +350,15 @@ class Cluster:
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
         hooks = {"backend": backend, "verify": verify, "progress": progress}
         compute = self._bind(executor, problem, num_tasks, plan, cancelled=cancelled, **hooks)
-        future = self._dispatcher.submit(compute)
+        on_gpus = [tensor for tensor in (query, key, value) if tensor.is_cuda]
+        events = [torch.cuda.current_stream(tensor.device).record_event() for tensor in on_gpus]
+
+        def compute_when_ready() -> Partial:
+            for event in events:
+                event.synchronize()
+            return compute()
+
+        future = self._dispatcher.submit(compute_when_ready)
         return AttentionFuture(future, executor, cancelled, return_lse)
 
     def make_executor(
@@ -367,13 +380,13 @@ class Cluster:
         Args:
             executor: Computes the problem.
             problem: The checked problem.
-            num_tasks: Number of tasks; ``None`` means one per worker.
+            num_tasks: Number of tasks, or ``None``.
             plan: Kind of the plan of each part of the problem.
             hooks: The other arguments of :func:`cqs.executors.contract.attend`.
         """
         check_backend_name(hooks["backend"])
         check_progress(hooks["progress"])
-        number = len(self._pool.actors) if num_tasks is None else num_tasks
+        number = executor.choose_num_tasks(problem) if num_tasks is None else num_tasks
 
         def make_plan(part: Problem) -> Plan:
             return part.make_plan(number, plan)

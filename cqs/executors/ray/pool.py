@@ -2,14 +2,14 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from cqs.executors.ray.session import find_connection
+from cqs.executors.ray.session import find_connection, find_node
 
 CONTROL = "control"
 """Concurrency group of calls that an actor answers while it computes."""
@@ -25,6 +25,10 @@ class WorkersFailedError(RuntimeError):
 
 class TaskFailedError(RuntimeError):
     """As many workers as ``max_attempts`` failed on the same task or shard operation."""
+
+
+class MemoryNotSharedError(RuntimeError):
+    """A process cannot open the GPU memory of another one, as in another container."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class ActorInfo(NamedTuple):
     """Id of the actor's Ray node."""
     device: str
     """Device of the actor, ``"cuda"`` or ``"cpu"``."""
+    memory: int | None
+    """Memory of its GPU in bytes; None without a GPU."""
 
 
 @dataclass(eq=False)
@@ -77,16 +83,23 @@ class ActorPool:
         self.actors = []
         self.closing = threading.Event()
         """Set when the cluster closes: calls then raise CancelledError."""
+        self.own_node = find_node()
+        """Id of the Ray node of this process; None for a Ray Client."""
+        self.store_bytes = 0.0
+        """Size of the object store of one node, in bytes."""
+        self.shares_gpu_memory = True
+        """Whether actors on GPUs of this host may access GPU tensors of this process."""
         self._connection = find_connection()
         self._room: Any = None
-        self._abandoned: list[Any] = []
+        self._abandoned: dict[Any, Any] = {}
+        """References to unfinished results, and what must exist until they are finished."""
 
     def start(
         self,
         actor_class: type,
         num_workers: int | None,
         use_gpus: bool | None,
-        cpus_per_worker: int,
+        cpus_per_worker: int | None,
     ) -> None:
         """Reserve resources for the actors and their replacements, and start the actors.
 
@@ -106,6 +119,10 @@ class ActorPool:
         ray, total = self.ray, self.ray.cluster_resources()
         if use_gpus is None:
             use_gpus = total.get("GPU", 0) >= 1
+        if cpus_per_worker is None:
+            cpus_per_worker = max(int(total.get("CPU", 0) // total["GPU"]), 1) if use_gpus else 1
+        sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes()]
+        self.store_bytes = min(filter(None, sizes), default=0.0)
         kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
         num_workers = num_workers or max(int(total.get(kind, 0)) // each, 1)
         self._room = ray.util.placement_group([{kind: each}] * num_workers, strategy="PACK")
@@ -178,19 +195,23 @@ class ActorPool:
             self.ray.kill(actor.handle, no_restart=True)
         actor.handle = actor.info = None  # a handle keeps a connection of Ray open
 
-    def abandon(self, refs: list[Any]) -> None:
+    def abandon(self, refs: Iterable[Any], used: Any = None) -> None:
         """Discard results that are no longer needed.
 
         Ray prints the error of a result that was never read. The pool therefore keeps unfinished
         references, and reads them in a later call.
+
+        Args:
+            refs: References to the results.
+            used: What must exist until all results are finished, such as tensors of this process.
         """
-        self._abandoned += refs
+        self._abandoned.update(dict.fromkeys(refs, used))
         if not self._abandoned or not self.is_connected:
             return
-        ready, self._abandoned = self.ray.wait(
-            self._abandoned, num_returns=len(self._abandoned), timeout=0
-        )
+        all_refs = list(self._abandoned)
+        ready, _ = self.ray.wait(all_refs, num_returns=len(all_refs), timeout=0)
         for ref in ready:
+            del self._abandoned[ref]
             with suppress(Exception):
                 self.ray.get(ref)
 
@@ -228,15 +249,17 @@ class Calls:
     it was sent, and is then lost.
     """
 
-    def __init__(self, pool: ActorPool, cancelled: threading.Event):
+    def __init__(self, pool: ActorPool, cancelled: threading.Event, used: Any = None):
         """Start without calls.
 
         Args:
             pool: The pool of the actors.
             cancelled: Event that makes waits end with CancelledError, as the closing of the cluster
                 does.
+            used: What must exist until all calls have ended, such as tensors of this process.
         """
         self._pool, self._ray, self.cancelled = pool, pool.ray, cancelled
+        self._used = used
         self.start = time.monotonic()
         self.timeout = pool.retry_policy.stall_timeout
         """Seconds after which an actor that has started and does not answer counts as hung."""
@@ -250,7 +273,7 @@ class Calls:
 
     def __exit__(self, *exception: object) -> None:
         if self._pool.is_connected:
-            self._pool.abandon(list(self._actors))
+            self._pool.abandon(self._actors, self._used)
 
     def __bool__(self) -> bool:
         """Return whether calls are pending."""
@@ -347,5 +370,5 @@ class Calls:
         for ref in queue:
             del self._actors[ref]
         self._pool.remove(actor)
-        self._pool.abandon(list(queue))
+        self._pool.abandon(queue, self._used)
         return Answer(actor, list(queue.values()), failure=failure)

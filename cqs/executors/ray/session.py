@@ -82,6 +82,14 @@ def find_connection() -> object | None:
     return node
 
 
+def find_node() -> str | None:
+    """Return the id of the Ray node on which this process runs; None for a Ray Client."""
+    client = sys.modules.get("ray.util.client")
+    if client is not None and client.ray.is_connected():
+        return None
+    return str(import_ray().get_runtime_context().get_node_id())
+
+
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Defer the Python handlers of SIGINT and SIGALRM, which may raise, to the end of the block.

@@ -35,7 +35,6 @@ class StreamingExecutor:
     """Tensors and sources whose files must not change during the call."""
     checkpoint: Checkpoint | None = None
     """Saves the progress of a call with files as targets, if given."""
-    num_tasks: int = 1
 
     def __post_init__(self) -> None:
         """Take the fingerprints of the input files, ``None`` for a tensor without a file."""

@@ -203,20 +203,22 @@ Target = Tensor | InFile | Part
 """A tensor that is written by rows of one head."""
 
 
-def read_rows(source: Tensor | Source, batch: int, head: int, rows: range, into: Tensor) -> None:
-    """Read rows of one head of a tensor or source into ``into``, ``[rows, ...]`` on the CPU."""
+def read_rows(source: Tensor | Source, batch: int, heads: range, rows: range, into: Tensor) -> None:
+    """Read rows of adjacent heads into ``into``, ``[heads, rows, ...]`` on the CPU."""
     if isinstance(source, Tensor):
-        into.copy_(source[batch, head, rows.start : rows.stop])
+        into.copy_(source[batch, heads.start : heads.stop, rows.start : rows.stop])
     else:
-        source.read(batch, head, rows, into)
+        for head, of_head in zip(heads, into, strict=True):
+            source.read(batch, head, rows, of_head)
 
 
-def write_rows(target: Target, batch: int, head: int, rows: range, values: Tensor) -> None:
-    """Write ``values``, ``[rows, ...]`` on the CPU, to rows of one head of a tensor or file."""
+def write_rows(target: Target, batch: int, heads: range, rows: range, values: Tensor) -> None:
+    """Write ``values``, ``[heads, rows, ...]`` on the CPU, to rows of adjacent heads."""
     if isinstance(target, Tensor):
-        target[batch, head, rows.start : rows.stop] = values
+        target[batch, heads.start : heads.stop, rows.start : rows.stop] = values
     else:
-        target.write(batch, head, rows, values)
+        for head, of_head in zip(heads, values, strict=True):
+            target.write(batch, head, rows, of_head)
 
 
 def as_source(name: str, tensor: Any) -> Tensor | Source:

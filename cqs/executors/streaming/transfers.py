@@ -40,9 +40,7 @@ class DeviceCopies:
             target: ``[heads, rows, ...]`` on the device, in the dtype of ``source``.
             after: The event after which ``target`` may be overwritten.
         """
-        batch, heads, rows = place
-        for head, into in zip(heads, target, strict=True):
-            read_rows(source, batch, head, rows, into)
+        read_rows(source, *place, target)
 
     def download(
         self, tensor: Tensor, after: Any, target: Target, place: RowsOfHeads
@@ -58,9 +56,7 @@ class DeviceCopies:
         Returns:
             A function that waits until the rows are written, and raises the error of the copy.
         """
-        batch, heads, rows = place
-        for head, values in zip(heads, tensor, strict=True):
-            write_rows(target, batch, head, rows, values)
+        write_rows(target, *place, tensor)
         return lambda: None
 
     def close(self) -> None:
@@ -93,12 +89,12 @@ class GpuCopies(DeviceCopies):
         # A copy engine reads pinned memory directly. Pageable memory would make the copy
         # synchronous, so that it is read into pinned buffers first.
         pinned = source if isinstance(source, Tensor) and source.is_pinned() else None
-        for head, rows, into in _cut(place, target, is_staged=pinned is None):
+        for heads, rows, into in _cut(place, target, is_staged=pinned is None):
             if pinned is not None:
-                self._uploads.copy(into, pinned[place.batch, head, rows.start : rows.stop])
+                self._uploads.copy(into, _slice(pinned, place.batch, heads, rows))
                 continue
             buffer = self._uploads.acquire(into)
-            read_rows(source, place.batch, head, rows, buffer)
+            read_rows(source, place.batch, heads, rows, buffer)
             self._uploads.copy(into, buffer)
             self._uploads.release()
         copied = self._uploads.stream.record_event()
@@ -122,19 +118,19 @@ class GpuCopies(DeviceCopies):
         tensor, copies = sent.pop(), self._downloads
         copies.stream.wait_event(after)
         pinned = target if isinstance(target, Tensor) and target.is_pinned() else None
-        waiting: list[tuple[int, range, Tensor, torch.cuda.Event]] = []
+        waiting: list[tuple[range, range, Tensor, torch.cuda.Event]] = []
 
-        def write(head: int, rows: range, buffer: Tensor, event: torch.cuda.Event) -> None:
+        def write(heads: range, rows: range, buffer: Tensor, event: torch.cuda.Event) -> None:
             event.synchronize()
-            write_rows(target, place.batch, head, rows, buffer)
+            write_rows(target, place.batch, heads, rows, buffer)
 
-        for head, rows, values in _cut(place, tensor, is_staged=pinned is None):
+        for heads, rows, values in _cut(place, tensor, is_staged=pinned is None):
             if pinned is not None:
-                copies.copy(pinned[place.batch, head, rows.start : rows.stop], values)
+                copies.copy(_slice(pinned, place.batch, heads, rows), values)
                 continue
             buffer = copies.acquire(values)
             copies.copy(buffer, values)
-            waiting.append((head, rows, buffer, copies.release()))
+            waiting.append((heads, rows, buffer, copies.release()))
             # acquire() reuses a buffer once its copy is done: write its rows before that.
             if len(waiting) == _NUM_STAGING_BUFFERS - 1:
                 write(*waiting.pop(0))
@@ -156,9 +152,10 @@ class _CopyStream:
         self._next = 0
 
     def copy(self, into: Tensor, values: Tensor) -> None:
-        """Launch a copy on the stream."""
+        """Launch copies of ``[heads, rows, ...]`` on the stream, whose heads may lie apart."""
         with torch.cuda.stream(self.stream):
-            into.copy_(values, non_blocking=True)
+            for of_head, new in zip(into, values, strict=True):
+                of_head.copy_(new, non_blocking=True)
 
     def acquire(self, like: Tensor) -> Tensor:
         """Wait for the next staging buffer of the ring, in the shape and dtype of ``like``."""
@@ -177,14 +174,21 @@ class _CopyStream:
 
 def _cut(
     place: RowsOfHeads, tensor: Tensor, *, is_staged: bool
-) -> Iterator[tuple[int, range, Tensor]]:
-    """Yield head, rows and the part of ``tensor`` ``[heads, rows, ...]`` of every copy.
+) -> Iterator[tuple[range, range, Tensor]]:
+    """Yield heads, rows and the part of ``tensor`` ``[heads, rows, ...]`` of every copy.
 
-    Copies through a staging buffer have rows that fit it.
+    Copies through a staging buffer fit it: several heads with all rows, or some rows of a head.
     """
-    row_bytes = tensor.shape[2:].numel() * tensor.element_size()
-    length = max(_STAGING_BYTES // row_bytes, 1) if is_staged else len(place.rows)
-    for head, part in zip(place.heads, tensor, strict=True):
-        for first in range(0, len(place.rows), length):
-            rows = place.rows[first : first + length]
-            yield head, rows, part[first : first + len(rows)]
+    number, length = len(place.heads), len(place.rows)
+    if is_staged:
+        row_bytes = tensor.shape[2:].numel() * tensor.element_size()
+        length = min(max(_STAGING_BYTES // row_bytes, 1), length)
+        number = max(_STAGING_BYTES // (row_bytes * length), 1)
+    for head in range(0, len(place.heads), max(number, 1)):
+        for first in range(0, len(place.rows), max(length, 1)):
+            part = tensor[head : head + number, first : first + length]
+            yield place.heads[head : head + number], place.rows[first : first + length], part
+
+
+def _slice(tensor: Tensor, batch: int, heads: range, rows: range) -> Tensor:
+    return tensor[batch, heads.start : heads.stop, rows.start : rows.stop]

@@ -73,7 +73,7 @@ class IpcMemory:
         with torch.cuda.device(self._device):
             address, handle = _allocate(num_bytes)
             if address:
-                self.buffer = _as_bytes(address, num_bytes, self._device)
+                self.buffer = as_bytes(address, num_bytes, self._device)
                 flags = torch.tensor(self._initial_flags, dtype=torch.int32)
                 self.buffer[: self.flag_bytes].view(torch.int32).copy_(flags)
                 torch.cuda.synchronize()  # peers may write flags once they have the handle
@@ -150,7 +150,7 @@ def check(answer: tuple[Any, ...]) -> None:
         raise RuntimeError(f"a call of the CUDA driver failed with {answer[0].name}")
 
 
-def _as_bytes(address: int, number: int, device: torch.device) -> Tensor:
+def as_bytes(address: int, number: int, device: torch.device) -> Tensor:
     """Return a uint8 tensor over device memory that PyTorch did not allocate."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, number)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (number,), (1,))
@@ -174,10 +174,17 @@ def _allocate(num_bytes: int) -> tuple[int, bytes]:
 
 def _open(reserved: bytes) -> int:
     """Return the address of another process's buffer, or 0 if it cannot be accessed."""
-    if not any(reserved):
+    try:
+        return open_memory(reserved) if any(reserved) else 0
+    except RuntimeError:
         return 0
+
+
+def open_memory(reserved: bytes) -> int:
+    """Return the address of another process's memory; raise RuntimeError if it is inaccessible."""
     handle = driver.CUipcMemHandle()
     handle.reserved = reserved
     enable = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     error, address = driver.cuIpcOpenMemHandle(handle, int(enable))
-    return 0 if error else int(address)
+    check((error,))
+    return int(address)

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,15 @@ from cqs.scheduler import Plan, Task
 from cqs.tiler.group import Part, merge_group, sum_group
 from cqs.worker import HeldTokens, Worker
 
+if TYPE_CHECKING:
+    from cqs.executors.ray.tasks.device_memory import SharedTensor
+
+GROUP_BYTES = 64 * 2**20
+"""Largest result of a group in bytes: while the driver reads one, an actor merges the next."""
+
 
 class Group(NamedTuple):
-    """Tokens of one token group whose results are merged together."""
+    """Tokens whose results are merged together: a token group of the plan, or a part of it."""
 
     is_of_keys: bool
     """Whether the results are those of keys, or of queries."""
@@ -32,6 +39,57 @@ class Pass:
     """Computes the parts of a task: ``attend_task`` or ``differentiate_task``."""
     merge: Callable[[Sequence[Part], Sequence[Tensor]], None]
     """Merges all parts of a group: :func:`merge_group` or :func:`sum_group`."""
+
+
+class ResultTensor(NamedTuple):
+    """A tensor of the result of a run."""
+
+    shape: tuple[int, ...]
+    """``[batch, heads, seqlen, ...]``."""
+    dtype: torch.dtype
+    """Dtype of the tensor."""
+    shared: "SharedTensor | None" = None
+    """The tensor itself, if the actors write to it."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What is the same for all calls of a run."""
+
+    number: int
+    """Number of the run."""
+    of_pass: Pass
+    """Forward or backward pass."""
+    worker: Worker
+    """Backend and settings of the computation."""
+    results: dict[bool, tuple[ResultTensor, ...]]
+    """Tensors of the result: of queries (False), and in a backward pass of keys (True)."""
+    seqlens: tuple[int, int]
+    """Numbers of queries and of keys."""
+    keeps_inputs: bool
+    """Whether a GPU keeps tokens for later tasks, as far as its memory permits."""
+
+
+class TaskCall(NamedTuple):
+    """A task, and the groups for which its results are needed."""
+
+    task: Task
+    """The task."""
+    kept: list[Group]
+    """Groups that the same actor merges."""
+    returned: list[Group]
+    """Groups that other actors merge."""
+
+
+class MergeCall(NamedTuple):
+    """The merge of a group."""
+
+    group: Group
+    """The group."""
+    tasks: list[int]
+    """All its tasks, in the order of their merge."""
+    returned: list[int]
+    """Tasks whose parts other actors have returned; the others are kept."""
 
 
 class Job:
@@ -58,7 +116,9 @@ class Job:
                 groups with a task are written to.
         """
         self.problem, self.plan, self.of_pass = problem, plan, of_pass
-        self.of_queries, self.of_keys, self.results = of_queries, of_keys, results
+        self.inputs = of_queries, of_keys
+        """Tensors that the tasks read: of queries, and of keys."""
+        self.results = results
         self.tasks_of: dict[Group, list[int]] = defaultdict(list)
         """Tasks whose results each group needs, in the order of their merge."""
         for task in plan.tasks if problem.query.numel() and problem.value.numel() else ():
@@ -98,16 +158,26 @@ class Job:
         of_queries = problem.query, grad_output, *answer
         return cls(problem, plan, DIFFERENTIATE, of_queries, (problem.key, problem.value), results)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the run reads or writes."""
+        return [tensor for side in (*self.inputs, *self.results.values()) for tensor in side]
+
     def groups(self, task: Task) -> list[Group]:
         """Return the groups to which a task contributes."""
         if not task.steps:
             return []
-        of_keys = task.held_keys if True in self.results else ()
         return [
             Group(side, tokens)
-            for side, ranges in ((False, task.held_queries), (True, of_keys))
-            for tokens in ranges
+            for side, tensors in self.results.items()
+            for held in (task.held_keys if side else task.held_queries)
+            for tokens in _cut(held, sum(tensor[:, :, :1].nbytes for tensor in tensors))
         ]
+
+    def num_bytes(self, group: Group) -> int:
+        """Return the bytes of the merged result of a group."""
+        tensors = self.results[group.is_of_keys]
+        return len(group.tokens) * sum(tensor[:, :, :1].nbytes for tensor in tensors)
 
     def accept(self, group: Group, merged: Sequence[Tensor]) -> None:
         """Write the merged result of a group."""
@@ -117,42 +187,58 @@ class Job:
 
 
 def attend_task(
-    worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
+    worker: Worker,
+    task: Task,
+    groups: Sequence[Group],
+    of_queries: list[HeldTokens],
+    of_keys: list[HeldTokens],
 ) -> dict[Group, list[Part]]:
     """Compute the output and LSE of every step of a task, by query group."""
-    found: dict[Group, list[Part]] = {Group(False, tokens): [] for tokens in task.held_queries}
+    found: dict[Group, list[Part]] = {group: [] for group in groups}
     partials = worker.run_steps(task.steps, *of_queries, *of_keys)
     for step, partial in zip(task.steps, partials, strict=True):
-        for group, parts in found.items():
-            start = group.tokens.start
-            if step.queries.start in group.tokens:
-                rows = slice(step.queries.start - start, step.queries.stop - start)
-                parts.append((rows, tuple(partial)))
+        for (_, tokens), parts in found.items():
+            start = max(tokens.start, step.queries.start)
+            stop = min(tokens.stop, step.queries.stop)
+            if start < stop:
+                own = slice(start - step.queries.start, stop - step.queries.start)
+                rows = slice(start - tokens.start, stop - tokens.start)
+                parts.append((rows, tuple(tensor[:, :, own] for tensor in partial)))
     return found
 
 
 def differentiate_task(
-    worker: Worker, task: Task, of_queries: list[HeldTokens], of_keys: list[HeldTokens]
+    worker: Worker,
+    task: Task,
+    groups: Sequence[Group],
+    of_queries: list[HeldTokens],
+    of_keys: list[HeldTokens],
 ) -> dict[Group, list[Part]]:
     """Compute the gradients of a task, by group.
 
     Args:
         worker: Backend and settings of the computation.
         task: The task.
+        groups: The groups.
         of_queries: Queries, gradients of the output, outputs and LSE.
         of_keys: Keys and values.
     """
     query, *rest = of_queries
-    found = worker.run_backward(task.steps, query, *of_keys, *rest)
+    ranges = task.held_queries, task.held_keys, task.held_keys
+    gradients = worker.run_backward(task.steps, query, *of_keys, *rest)
+    of_query, *of_key = map(HeldTokens.packed, gradients, ranges)
     parts: dict[Group, list[Part]] = {}
-    for side, ranges, tensors in (
-        (False, task.held_queries, found[:1]),
-        (True, task.held_keys, found[1:]),
-    ):
-        split = (tensor.split(list(map(len, ranges)), dim=2) for tensor in tensors)
-        for tokens, of_tokens in zip(ranges, zip(*split, strict=True), strict=True):
-            parts[Group(side, tokens)] = [(slice(None), of_tokens)]
+    for group in groups:
+        side = of_key if group.is_of_keys else [of_query]
+        parts[group] = [(slice(None), tuple(held.take([group.tokens]) for held in side))]
     return parts
+
+
+def _cut(tokens: range, row_bytes: int) -> list[range]:
+    """Divide tokens into equal parts of at most ``GROUP_BYTES``, or one row each."""
+    number = min(-(-len(tokens) * row_bytes // GROUP_BYTES), len(tokens))
+    bounds = [tokens.start + len(tokens) * i // number for i in range(number + 1)]
+    return [range(*each) for each in pairwise(bounds)]
 
 
 ATTEND = Pass(attend_task, merge_group)

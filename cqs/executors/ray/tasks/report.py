@@ -3,10 +3,9 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Self
+from typing import NamedTuple, Self
 
-_SUMMED = ("put_seconds", "get_seconds", "merge_seconds", "failures", "reruns")
+_SUMMED = ("put_seconds", "get_seconds", "failures", "reruns")
 """Measurements of which those of a call are the sums over its runs."""
 
 
@@ -22,6 +21,8 @@ class TaskReport:
     """Device of the actor, such as ``"cuda"`` or ``"cpu"``."""
     backend: str
     """Name of the backend that computed the task."""
+    load_seconds: float
+    """Time to bring the task's inputs to the device: copies to a GPU, or almost none."""
     started: float
     """Start of the computation, in seconds since the epoch by the clock of the actor's host."""
     seconds: float
@@ -34,12 +35,26 @@ class TaskReport:
     """Bytes of the results of the task, kept by its actor or returned."""
 
 
+class MergeReport(NamedTuple):
+    """Measurements of one call in which an actor merged groups."""
+
+    pid: int
+    """Process id of the actor."""
+    started: float
+    """Start of the merge, in seconds since the epoch by the clock of the actor's host."""
+    seconds: float
+    """Duration of the merge."""
+    unload_seconds: float
+    """Time to copy the merged results from a GPU to the host, or almost none."""
+
+
 @dataclass(frozen=True)
 class RunReport:
     """Measurements of one call of a cluster.
 
-    ``before_seconds + slowest_seconds + between_seconds + after_seconds == seconds``. The time of
-    the driver (put, get) and of merges is part of these and mostly overlaps with computation.
+    ``load_seconds + slowest_seconds + merge_seconds + unload_seconds + waiting_seconds ==
+    seconds``: these are the parts of the slowest process, the one with the longest computation. It
+    waits for the driver, for Ray and for other processes.
     """
 
     started: float
@@ -47,13 +62,14 @@ class RunReport:
     seconds: float
     """Duration of the call, until the result is complete."""
     put_seconds: float
-    """Time in which the driver put token groups into the object store."""
+    """Time in which the driver put tokens into the object store, part of ``waiting_seconds`` unless
+    processes compute meanwhile."""
     get_seconds: float
-    """Time in which the driver got merged results from the object store and wrote them."""
-    merge_seconds: float
-    """Time in which actors merged partial results, summed over the actors."""
+    """Time in which the driver got merged results and wrote them, as ``put_seconds``."""
     tasks: tuple[TaskReport, ...]
     """Reports of all tasks that are not empty, in the order of parts and indices."""
+    merges: tuple[MergeReport, ...]
+    """Reports of all merges, in the order of their ends."""
     failures: int
     """Number of actors that failed or hung during the run."""
     reruns: int
@@ -67,6 +83,7 @@ class RunReport:
             started=first.started,
             seconds=last.started - first.started + last.seconds,
             tasks=tuple(task for run in runs for task in run.tasks),
+            merges=tuple(merge for run in runs for merge in run.merges),
             **{name: sum(getattr(run, name) for run in runs) for name in _SUMMED},
         )
 
@@ -81,29 +98,38 @@ class RunReport:
 
     @property
     def slowest_seconds(self) -> float:
-        """Total computation time of the slowest process, in seconds."""
+        """Computation of the slowest process, in seconds."""
         return _computation(self.slowest)
 
     @property
-    def before_seconds(self) -> float:
-        """Seconds until the slowest process began to compute: planning, put, first fetch."""
-        return self.slowest[0].started - self.started if self.tasks else self.seconds
+    def load_seconds(self) -> float:
+        """Seconds in which the slowest process brought inputs to its device."""
+        return sum((task.load_seconds for task in self.slowest), 0.0)
 
     @property
-    def between_seconds(self) -> float:
-        """Seconds between the tasks of the slowest process: fetching inputs, returning results."""
-        gaps = (b.started - a.started - a.seconds for a, b in pairwise(self.slowest))
-        return sum(gaps, 0.0)
+    def merge_seconds(self) -> float:
+        """Seconds in which the slowest process merged results of tasks."""
+        return sum((merge.seconds for merge in self._merges_of_slowest), 0.0)
 
     @property
-    def after_seconds(self) -> float:
-        """Seconds after the last task of the slowest process: returning results, last merges."""
-        return self.seconds - self.before_seconds - self.slowest_seconds - self.between_seconds
+    def unload_seconds(self) -> float:
+        """Seconds in which the slowest process copied merged results to its host."""
+        return sum((merge.unload_seconds for merge in self._merges_of_slowest), 0.0)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Seconds of the call in which the slowest process did none of these."""
+        worked = self.load_seconds + self.slowest_seconds + self.merge_seconds + self.unload_seconds
+        return self.seconds - worked
 
     @property
     def overhead(self) -> float:
         """Fraction of ``seconds`` that is not computation of the slowest process, 0 to 1."""
         return 1 - self.slowest_seconds / self.seconds
+
+    @property
+    def _merges_of_slowest(self) -> list[MergeReport]:
+        return [merge for merge in self.merges if self.slowest and merge.pid == self.slowest[0].pid]
 
 
 def _computation(tasks: Sequence[TaskReport]) -> float:

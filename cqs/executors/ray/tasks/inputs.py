@@ -1,0 +1,80 @@
+"""Tokens that an actor reads: from the object store, or from GPUs of its host."""
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cqs.executors.ray.blob import Blob
+from cqs.worker import HeldTokens
+
+if TYPE_CHECKING:
+    from cqs.executors.ray.tasks.device_memory import SharedTensor
+
+Sent = tuple[range, "list[Blob | SharedTensor]"]
+"""Tokens, and the rows of these tokens in each of several tensors."""
+
+
+class Inputs:
+    """Provides the tokens that tasks hold, on a CPU: shared memory is read in place."""
+
+    def tensor(self, sent: "Blob | SharedTensor") -> Tensor:
+        """Return a tensor of another process, in memory that both processes access."""
+        assert isinstance(sent, Blob)
+        return sent.tensor()
+
+    def load(
+        self, sent: Sequence[Sent], ranges: Collection[range], seqlen: int, *, is_of_keys: bool
+    ) -> None:
+        """Copy tokens to the device, where they stay until :meth:`clear`.
+
+        Args:
+            sent: Tensors that include the tokens.
+            ranges: The tokens.
+            seqlen: Number of all tokens of the tensors.
+            is_of_keys: Whether the tensors are those of the keys, or of the queries.
+        """
+
+    def hold(
+        self,
+        sent: Sequence[Sent],
+        ranges: Sequence[range],
+        *,
+        is_of_keys: bool,
+        must_join: bool,
+    ) -> tuple[list[HeldTokens], int]:
+        """Return the tokens that a task holds.
+
+        Args:
+            sent: Tensors that include the tokens.
+            ranges: The tokens.
+            is_of_keys: Whether the tensors are those of the keys, or of the queries.
+            must_join: Whether the rows of all ranges must be in one tensor.
+
+        Returns:
+            The tokens in each tensor, and the bytes of those that this call has not copied.
+        """
+        parts = [
+            [self.tensor(each)[:, :, rows] for rows, each in find_rows(sent, tokens)]
+            for tokens in ranges
+        ]
+        if must_join and len(ranges) > 1:
+            return [_join(ranges, tensors) for tensors in zip(*parts, strict=True)], 0
+        held = [HeldTokens(zip(ranges, each, strict=True)) for each in zip(*parts, strict=True)]
+        return held, sum(tensor.nbytes for part in parts for tensor in part)
+
+    def clear(self) -> bool:
+        """Discard all tokens; return whether there were any copies of them."""
+        return False
+
+
+def find_rows(sent: Sequence[Sent], tokens: range) -> "list[tuple[slice, Blob | SharedTensor]]":
+    """Return the rows of some tokens, and the tensors that include them."""
+    all_tokens, tensors = next(each for each in sent if tokens.start in each[0])
+    rows = slice(tokens.start - all_tokens.start, tokens.stop - all_tokens.start)
+    return [(rows, tensor) for tensor in tensors]
+
+
+def _join(ranges: Sequence[range], tensors: Sequence[Tensor]) -> HeldTokens:
+    return HeldTokens.packed(torch.cat(list(tensors), dim=2), ranges)

@@ -1,0 +1,111 @@
+"""Tasks on a GPU, for tensors of the host and of the GPU itself."""
+
+import gc
+
+import pytest
+import torch
+from support.exact import exact_answer
+
+import cqs
+from benchmarks.cases import Case
+from cqs.executors.ray.actor import TaskActor
+from cqs.executors.ray.tasks.outbox import Outbox
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ray]
+
+CASE = Case("gpu", 3000, 3000, num_heads=4, num_kv_heads=2, head_dim=64, is_causal=True)
+
+
+@pytest.fixture(scope="module")
+def gpu_cluster():
+    with cqs.Cluster(num_workers=1, object_store_memory=2 * 2**30) as cluster:
+        yield cluster
+
+
+def leaves(problem, device, layout="contiguous"):
+    tensors = [t.detach().to(device) for t in (problem.query, problem.key, problem.value)]
+    if layout == "transposed":  # memory in the order of [batch, seqlen, heads, dim]
+        tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    return [t.requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("num_tasks", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_every_placement_is_exact(gpu_cluster, device, num_tasks, layout, dtype):
+    problem = CASE.make(dtype=dtype)
+    exact = exact_answer(problem)
+    tensors = leaves(problem, device, layout)
+    output, lse = gpu_cluster.attention(
+        *tensors, is_causal=True, num_tasks=num_tasks, return_lse=True, verify=True
+    )
+    bound = {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
+    assert output.device.type == lse.device.type == device
+    assert (output.detach().cpu() - exact.output).abs().max() < bound
+    assert (lse.detach().cpu() - exact.lse).abs().max() < bound
+    local = leaves(problem, "cuda")
+    expected = cqs.attention(*local, is_causal=True)
+    gradients = torch.autograd.grad(output.sum(), tensors)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected.sum(), local), strict=True):
+        scale = theirs.abs().max().item()
+        assert (ours.cpu() - theirs.cpu()).abs().max() < bound * max(scale, 1)
+
+
+def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypatch):
+    used, init = [], Outbox.__init__
+
+    def note(outbox, *arguments):
+        init(outbox, *arguments)
+        used.append(len(outbox.used_by_actors))
+
+    monkeypatch.setattr(Outbox, "__init__", note)
+    problem = CASE.make()
+    tensors = [tensor.detach() for tensor in leaves(problem, "cuda")]
+    first = gpu_cluster.submit(*tensors, is_causal=True, num_tasks=7)
+    output = first.result()
+    assert first.report.unload_seconds < 0.01
+    monkeypatch.setattr(gpu_cluster._pool, "shares_gpu_memory", False)
+    assert torch.equal(gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7), output)
+    assert used == [5, 0], "query, key, value, output and LSE"
+
+
+def test_memory_of_a_call_is_freed(gpu_cluster):
+    problem = CASE.make()
+    tensors = [tensor.detach() for tensor in leaves(problem, "cuda")]
+    for _ in range(2):
+        output = gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7)
+        del output
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        future = gpu_cluster.submit(*tensors, is_causal=True, num_tasks=31)
+        future.cancel()
+        gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7)
+    del future
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_gpu_with_little_memory_computes_the_same(gpu_cluster):
+    class TightActor(TaskActor):
+        """Has little memory beyond what it has allocated at its start."""
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            total = torch.cuda.get_device_properties(0).total_memory
+            room = torch.cuda.memory_reserved() + 90 * 2**20
+            torch.cuda.set_per_process_memory_fraction(room / total)
+
+    class TightCluster(cqs.Cluster):
+        actor_class = TightActor
+
+    case = Case("tight", 16384, 16384, num_heads=16, num_kv_heads=16, head_dim=64)
+    problem = case.make(dtype=torch.bfloat16)
+    tensors = problem.query, problem.key, problem.value
+    expected = gpu_cluster.attention(*tensors, num_tasks=31)
+    gpu_cluster.close()
+    with TightCluster(num_workers=1, object_store_memory=2 * 2**30) as tight:
+        assert torch.equal(tight.attention(*tensors, num_tasks=31), expected)
+        with pytest.raises(torch.OutOfMemoryError, match="task 0 of 1 requires"):
+            tight.attention(*tensors, num_tasks=1)
