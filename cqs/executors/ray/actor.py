@@ -1,9 +1,10 @@
 """The class of the actors, which the pool makes remote."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.tiler.group import Part
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
+_ALIGNMENT = 64
+"""Bytes at whose multiples the memory of a result starts."""
 _Found = TypeVar("_Found")
 _SentPart = tuple[slice, tuple[Blob, ...]]
 """A part of a group, as blobs."""
@@ -47,8 +50,8 @@ class TaskActor(ShardActor):
         """Parts of the current run by group and task, until the group is merged here."""
         self._backend: str | None = None
         """Name of the backend of the current task."""
-        self._buffer = lru_cache(maxsize=8)(self._make_buffer)
-        """Returns the tensor of a merged result; the next call may overwrite it."""
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        """Memory of merged results; the next call may overwrite it."""
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
@@ -113,10 +116,11 @@ class TaskActor(ShardActor):
         """
         self._begin(settings.number)
         started, start = time.time(), time.perf_counter()
-        merged, sent = [], iter(returned)
-        for place, call in enumerate(calls):
+        merged, sent, free = [], iter(returned), 0
+        for call in calls:
             others = {task: next(sent) for task in call.returned}
-            results = self._with_room(partial(self._merge_group, settings, call, others, place))
+            merge = partial(self._merge_group, settings, call, others, free)
+            results, free = self._with_room(merge)
             for task in call.tasks:
                 self._kept.pop((call.group, task), None)
             merged.append(() if settings.results[call.group.is_of_keys][0].shared else results)
@@ -129,7 +133,7 @@ class TaskActor(ShardActor):
     def forget(self) -> None:
         """Discard what the actor keeps of the current run."""
         self._begin(-1)
-        self._buffer.cache_clear()
+        self._buffer = self._buffer[:0].clone()
 
     def _begin(self, number: int) -> None:
         """Discard what the actor keeps of earlier runs."""
@@ -211,9 +215,13 @@ class TaskActor(ShardActor):
         settings: RunSettings,
         call: MergeCall,
         others: dict[int, list[_SentPart]],
-        place: int,
-    ) -> list[Tensor]:
-        """Return the merged tensors of a group, the one at ``place`` among those of a call."""
+        free: int,
+    ) -> tuple[list[Tensor], int]:
+        """Merge a group in the memory for results from byte ``free`` on.
+
+        Returns:
+            The merged tensors, and the first byte that is free after them.
+        """
         ordered: list[Part] = []
         for task in call.tasks:
             if task in others:
@@ -222,20 +230,25 @@ class TaskActor(ShardActor):
             else:
                 ordered += self._kept[call.group, task]
         on_device = [(rows, tuple(t.to(self._device) for t in part)) for rows, part in ordered]
-        results = self._results(settings, call.group, place)
+        results, free = self._results(settings, call.group, free)
         settings.of_pass.merge(on_device, results)
-        return results
+        return results, free
 
-    def _results(self, settings: RunSettings, group: Group, place: int) -> list[Tensor]:
-        """Return the tensors of a merged group: rows of tensors of the driver, or own ones."""
+    def _results(self, settings: RunSettings, group: Group, free: int) -> tuple[list[Tensor], int]:
+        """Return tensors for a merged group: rows of tensors of the driver, or own memory."""
         rows, found = slice(group.tokens.start, group.tokens.stop), []
-        for i, each in enumerate(settings.results[group.is_of_keys]):
+        for each in settings.results[group.is_of_keys]:
             if each.shared is not None:
                 found.append(self._inputs.tensor(each.shared)[:, :, rows])
-            else:
-                shape = *each.shape[:2], len(group.tokens), *each.shape[3:]
-                found.append(self._buffer((place, i), shape, each.dtype))
-        return found
+                continue
+            shape = *each.shape[:2], len(group.tokens), *each.shape[3:]
+            size = math.prod(shape) * each.dtype.itemsize
+            if free + size > len(self._buffer):
+                self._buffer = self._buffer.new_empty(max(2 * len(self._buffer), size))
+                free = 0  # earlier results keep the memory that was replaced
+            found.append(self._buffer[free : free + size].view(each.dtype).view(shape))
+            free += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return found, free
 
     def _with_room(self, compute: Callable[[], _Found]) -> _Found:
         """Compute; if the GPU has too little memory, free what it keeps and compute again."""
@@ -268,11 +281,6 @@ class TaskActor(ShardActor):
         from cqs.executors.streaming.transfers import GpuCopies
 
         return GpuInputs(GpuCopies(self._device))
-
-    def _make_buffer(
-        self, place: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _synchronize(self) -> None:
         if self._is_on_gpu:
