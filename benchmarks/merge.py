@@ -1,0 +1,106 @@
+"""Bandwidth of the merge on a CPU, relative to that of a copy."""
+
+import argparse
+import statistics
+
+import torch
+
+from benchmarks.errors import verify_close
+from benchmarks.options import add_common
+from benchmarks.publish import publish
+from benchmarks.timing import time_in_turn
+from cqs.partial import Partial, lse_dtype, merge_rows
+from cqs.report.measurement import Measurement, summarize
+from cqs.report.timing import Timer
+
+_DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
+_SHAPES = (8, 64, 1024, 3), (8, 64, 8192, 4), (8, 128, 4096, 4), (16, 128, 4096, 6)
+"""Number of heads, head dimension, rows and number of partial outputs."""
+_COPY_BYTES = 2**27
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser)
+
+
+def run(*, tokens: int | None = None, repeats: int = 30, out: str | None = None) -> None:
+    """Verify and time the merge of the parts of one group, on as many threads as PyTorch uses.
+
+    The bandwidth counts the bytes of all partial outputs and of the result once, and those of a
+    copy of a tensor twice.
+
+    Args:
+        tokens: Rows of the group; ``None`` means those of each shape.
+        repeats: Number of repeats.
+        out: File to append rows to, or ``None``.
+    """
+    rows = [
+        _measure(dtype, (*sizes, tokens or num_rows, num_parts), repeats)
+        for dtype in _DTYPES
+        for *sizes, num_rows, num_parts in _SHAPES
+    ]
+    columns = {
+        "case": lambda row: row.case,
+        "dtype": lambda row: row.dtype,
+        "threads": lambda row: row.details["threads"],
+        "median ms": lambda row: f"{row.median_ms:.2f}",
+        "GB/s": lambda row: f"{row.details['gigabytes_per_second']:.1f}",
+        "copy GB/s": lambda row: f"{row.details['copy_gigabytes_per_second']:.1f}",
+        "of a copy": lambda row: f"{1 / row.ratio:.2f}",
+    }
+    publish(rows, columns, out)
+
+
+def _measure(dtype: torch.dtype, shape: tuple[int, ...], repeats: int) -> Measurement:
+    num_heads, head_dim, num_rows, num_parts = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(1, num_heads, num_rows, *sizes, generator=generator)
+
+    parts = [
+        Partial(draw(head_dim).to(dtype), draw().to(lse_dtype(dtype))) for _ in range(num_parts)
+    ]
+    answer = Partial(*map(torch.empty_like, parts[0]))
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.ones_like(source)
+
+    def merge() -> None:
+        merge_rows(answer, [(part, slice(None)) for part in parts])
+
+    merge()
+    _verify(answer, parts)
+    seconds = time_in_turn(
+        {"merge": merge, "copy": lambda: target.copy_(source)}, repeats, Timer("cpu"), "merge"
+    )
+    num_bytes = sum(tensor.nbytes for part in (*parts, answer) for tensor in part)
+    rates, copy_rates = (
+        [size / each / 1e9 for each in seconds[name]]
+        for name, size in (("merge", num_bytes), ("copy", 2 * _COPY_BYTES))
+    )
+    return Measurement(
+        benchmark="merge",
+        case=f"{num_parts}-parts-{num_rows}-h{num_heads}-d{head_dim}",
+        baseline="copy, time per byte",
+        num_tasks=1,
+        executor="cpu",
+        dtype=str(dtype).removeprefix("torch."),
+        ratio=statistics.median(a / b for a, b in zip(copy_rates, rates, strict=True)),
+        repeats=repeats,
+        details={
+            "threads": torch.get_num_threads(),
+            "gigabytes_per_second": statistics.median(rates),
+            "copy_gigabytes_per_second": statistics.median(copy_rates),
+        },
+        **summarize(seconds["merge"]),  # type: ignore[arg-type]
+    )
+
+
+def _verify(answer: Partial, parts: list[Partial]) -> None:
+    """Compare with weighted sums in float64."""
+    lses = torch.stack([part.lse for part in parts]).double()
+    weights = lses.softmax(0).unsqueeze(-1)
+    exact = sum(weight * part.output.double() for weight, part in zip(weights, parts, strict=True))
+    verify_close("merged output", answer.output, exact)
+    verify_close("merged LSE", answer.lse, lses.logsumexp(0))
