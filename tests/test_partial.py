@@ -5,7 +5,7 @@ import torch
 from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 from benchmarks.cases import CASES
-from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials
+from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials, merge_rows
 from cqs.worker.operands import Operands
 from cqs.worker.reference import REFERENCE
 
@@ -16,6 +16,7 @@ CUTS = pytest.mark.parametrize(
     "cuts", [(128,), (64, 128), (1, 128), (127, 128), (5, 6, 50, 51, 128), (*range(4, 129, 4),)]
 )
 FULL = CASES[0]
+ROWS = slice(None)
 
 
 def split(problem, cuts):
@@ -166,6 +167,78 @@ def test_a_running_merge_takes_partials_of_some_rows(dtype):
     merge.add(whole)
     for merged, upper_rows, lower_rows in zip(merge.finish(), *expected, strict=True):
         assert torch.equal(merged, torch.cat([upper_rows, lower_rows], dim=2))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1, 6, 4), (2, 3, 6, 4)], ids=str)
+def test_a_running_merge_of_some_rows_is_bitwise_that_of_all_at_once(dtype, shape):
+    whole = [random_partial(dtype, shape) for _ in range(2)]
+    piece = random_partial(dtype, (*shape[:2], 3, shape[3]))
+    merge = RunningMerge(Partial(*map(torch.empty_like, whole[0])))
+    merge.add(whole[0])
+    merge.add(piece, slice(2, 5))
+    merge.add(whole[1])
+    found = merge.finish()
+    answer = Partial(*map(torch.empty_like, whole[0]))
+    merge_rows(answer, [(whole[0], ROWS), (piece, slice(2, 5)), (whole[1], ROWS)])
+    assert all(map(torch.equal, answer, found))
+
+
+@DTYPES
+def test_number_of_threads_does_not_change_a_merge(dtype, monkeypatch):
+    partials = [random_partial(dtype, (2, 3, 50, 24)) for _ in range(4)]
+    expected = merge_partials(partials)
+    monkeypatch.setattr("cqs.partial.cpu_merge._THREAD_ELEMENTS", 1)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3, 7):
+            torch.set_num_threads(number)
+            assert all(map(torch.equal, merge_partials(partials), expected))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@DTYPES
+def test_weights_and_rounding_are_those_of_the_formula_in_pytorch(dtype):
+    partials = [random_partial(dtype, (2, 3, 50, 72)) for _ in range(3)]
+    partials[0].lse[:, :, 3], partials[0].output[:, :, 3] = -torch.inf, 0
+    (total, largest), *others = partials
+    total, sums = total.to(largest.dtype), (largest != -torch.inf).to(largest.dtype)
+    for output, lse in others:
+        larger = torch.maximum(largest, lse)
+        old, new = torch.exp(largest - larger), torch.exp(lse - larger)
+        total = total * old.unsqueeze(-1) + output.to(total.dtype) * new.unsqueeze(-1)
+        sums, largest = sums * old + new, larger
+    merged = merge_partials(partials)
+    error = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        merged.output, (total / sums.unsqueeze(-1)).to(dtype), rtol=error, atol=4 * error
+    )
+    assert torch.equal(merged.lse, largest + sums.log())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_read_and_rounded_as_pytorch_does(dtype):
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    output = bits.view(dtype).view(1, 1, 256, 256)
+    lse = torch.zeros(1, 1, 256)
+    other = Partial(output.roll(37, 2), lse)
+    merged = merge_partials([Partial(output, lse), other]).output
+    expected = ((output.float() + other.output.float()) / 2).to(dtype)
+    torch.testing.assert_close(merged, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_infinite_lse_alone_stays_and_with_another_is_nan(number):
+    partials = [random_partial() for _ in range(number)]
+    partials[0].lse[:, :, 1] = torch.inf
+    merged = merge_partials(partials)
+    if number == 1:
+        assert torch.equal(merged.output, partials[0].output)
+        assert (merged.lse[:, :, 1] == torch.inf).all()
+    else:
+        assert merged.output[:, :, 1].isnan().all() and merged.lse[:, :, 1].isnan().all()
+        assert merged.output[:, :, [0, 2]].isfinite().all()
 
 
 def test_rows_that_no_partial_answers_are_empty():

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor
 
 SUM_BLOCK = 4096
 """Keys per matrix product of :func:`weighted_sum`."""
-
-_BLOCK_BYTES = 2**21
-"""Bytes of the sums of one block of rows."""
 
 
 class AttentionOutput(NamedTuple):
@@ -157,12 +154,17 @@ class RunningMerge:
         else:
             if self._is_empty:
                 self._total.zero_()
-            larger = torch.maximum(largest, lse)
-            shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
-            old, new = torch.exp(largest - shift), torch.exp(lse - shift)
-            total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
-            sums.mul_(old).add_(new)
-            largest.copy_(larger)
+            if total.is_cpu:
+                from cqs.partial import cpu_merge
+
+                cpu_merge.add(total, largest, sums, partial)
+            else:
+                larger = torch.maximum(largest, lse)
+                shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
+                old, new = torch.exp(largest - shift), torch.exp(lse - shift)
+                total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
+                sums.mul_(old).add_(new)
+                largest.copy_(larger)
         self._is_empty = False
 
     def finish(self) -> Partial:
@@ -215,7 +217,8 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
 def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     """Merge partial outputs over disjoint sets of keys into ``answer``, in their order.
 
-    On a GPU one Triton kernel merges all of them, except in float64.
+    On a GPU one Triton kernel merges all of them, except in float64. On a CPU compiled loops merge
+    all parts of the same rows at once.
 
     Args:
         answer: The destination. Rows that attend to no key get output 0 and LSE -inf.
@@ -228,25 +231,28 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
             fused_merge.merge_rows(answer, parts)
         return
     num_rows = answer.lse.shape[2]
-    for first, stop in pairwise(block_bounds(answer.output)):
-        merge = RunningMerge(_slice(answer, first, stop))
-        for partial, rows in parts:
-            start, end = rows.indices(num_rows)[:2]
-            low, high = max(start, first), min(end, stop)
-            if low < high:
-                found = _slice(partial, low - start, high - start)
-                merge.add(found, slice(low - first, high - first))
+    bounds = [rows.indices(num_rows)[:2] for _, rows in parts]
+    for first, stop in pairwise(sorted({0, num_rows, *chain(*bounds)})):
+        target = _slice(answer, first, stop)
+        found = [
+            _slice(partial, first - start, stop - start)
+            for (partial, _), (start, end) in zip(parts, bounds, strict=True)
+            if start <= first and stop <= end
+        ]
+        if answer.output.is_cpu and len(found) > 1:
+            from cqs.partial import cpu_merge
+
+            cpu_merge.merge(target, found)
+            continue
+        merge = RunningMerge(target)
+        for partial in found:
+            merge.add(partial)
         merge.finish()
 
 
-def block_bounds(tensor: Tensor) -> list[int]:
-    """Return the bounds of blocks of rows (dim 2) whose sums fit the cache of a core."""
-    num_rows = tensor.shape[2]
-    of_row = max(tensor[:, :, :1].numel() * lse_dtype(tensor.dtype).itemsize, 1)
-    return [*range(0, num_rows, max(_BLOCK_BYTES // of_row, 1)), num_rows]
-
-
 def _slice(partial: Partial, start: int, stop: int) -> Partial:
+    if (start, stop) == (0, partial.lse.shape[2]):
+        return partial
     return Partial(*(tensor[:, :, start:stop] for tensor in partial))
 
 

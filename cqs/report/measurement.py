@@ -21,7 +21,7 @@ import cqs
 from cqs.files import check_input_file, read_lines
 from cqs.report.table import tabulate
 
-PACKAGES = ("torch", "triton", "flash-attn-4", "numpy", "ray", "matplotlib", "safetensors")
+PACKAGES = ("torch", "triton", "flash-attn-4", "numba", "numpy", "ray", "matplotlib", "safetensors")
 """Packages that affect results, or that commands require."""
 _RENAMED = {"num_workers": "num_tasks"}
 """Names of fields in rows of earlier commits, and their names today."""

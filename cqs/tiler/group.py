@@ -1,12 +1,11 @@
 """Merge of all parts of one group, by the worker that holds most of them."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from cqs.partial import Partial, block_bounds, lse_dtype, merge_rows
+from cqs.partial import Partial, lse_dtype, merge_rows
 
 Part = tuple[slice, tuple[Tensor, ...]]
 """Rows of a group, and what a task has computed for them: output and LSE, or gradients."""
@@ -32,9 +31,13 @@ def sum_group(parts: Sequence[Part], answer: Sequence[Tensor]) -> None:
         answer: The sums, in any dtype; written to. They are formed in float32, or float64.
     """
     for i, total in enumerate(answer):
-        for start, stop in pairwise(block_bounds(total)):
-            block = slice(start, stop)
-            sums = torch.zeros_like(total[:, :, block], dtype=lse_dtype(total.dtype))
-            for _, gradients in parts:
-                sums += gradients[i][:, :, block]
-            total[:, :, block] = sums
+        summands = [gradients[i] for _, gradients in parts]
+        if total.is_cpu and len(summands) > 1:
+            from cqs.partial import cpu_merge
+
+            cpu_merge.sum_tensors(total, summands)
+            continue
+        sums = torch.zeros_like(total, dtype=lse_dtype(total.dtype))
+        for summand in summands:
+            sums += summand
+        total.copy_(sums)
