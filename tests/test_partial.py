@@ -16,6 +16,14 @@ CUTS = pytest.mark.parametrize(
     "cuts", [(128,), (64, 128), (1, 128), (127, 128), (5, 6, 50, 51, 128), (*range(4, 129, 4),)]
 )
 FULL = CASES[0]
+
+
+@pytest.fixture(params=[1, 2**17], ids=["in loops", "by PyTorch"], autouse=True)
+def least_elements(request, monkeypatch):
+    """All merges by compiled loops, or none of these small ones."""
+    monkeypatch.setattr("cqs.partial._LEAST_ELEMENTS", request.param)
+
+
 ROWS = slice(None)
 
 

@@ -12,6 +12,9 @@ from torch import Tensor
 SUM_BLOCK = 4096
 """Keys per matrix product of :func:`weighted_sum`."""
 
+_LEAST_ELEMENTS = 2**17
+"""Least elements for compiled loops: to start them takes longer than to merge fewer elements."""
+
 
 class AttentionOutput(NamedTuple):
     """The result of attention with ``return_lse=True``."""
@@ -154,7 +157,7 @@ class RunningMerge:
         else:
             if self._is_empty:
                 self._total.zero_()
-            if total.is_cpu:
+            if total.is_cpu and total.numel() >= _LEAST_ELEMENTS:
                 from cqs.partial import cpu_merge
 
                 cpu_merge.add(total, largest, sums, partial)
@@ -218,7 +221,7 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     """Merge partial outputs over disjoint sets of keys into ``answer``, in their order.
 
     On a GPU one Triton kernel merges all of them, except in float64. On a CPU compiled loops merge
-    all parts of the same rows at once.
+    all parts of the same rows at once if there are many.
 
     Args:
         answer: The destination. Rows that attend to no key get output 0 and LSE -inf.
@@ -230,6 +233,12 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
         with torch.cuda.device_of(answer.output):  # Triton launches on the current device
             fused_merge.merge_rows(answer, parts)
         return
+    if not merges_in_loops(answer.output):
+        merge = RunningMerge(answer)
+        for partial, rows in parts:
+            merge.add(partial, rows)
+        merge.finish()
+        return
     num_rows = answer.lse.shape[2]
     bounds = [rows.indices(num_rows)[:2] for _, rows in parts]
     for first, stop in pairwise(sorted({0, num_rows, *chain(*bounds)})):
@@ -239,7 +248,7 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
             for (partial, _), (start, end) in zip(parts, bounds, strict=True)
             if start <= first and stop <= end
         ]
-        if answer.output.is_cpu and len(found) > 1:
+        if len(found) > 1 and merges_in_loops(target.output):
             from cqs.partial import cpu_merge
 
             cpu_merge.merge(target, found)
@@ -254,6 +263,11 @@ def _slice(partial: Partial, start: int, stop: int) -> Partial:
     if (start, stop) == (0, partial.lse.shape[2]):
         return partial
     return Partial(*(tensor[:, :, start:stop] for tensor in partial))
+
+
+def merges_in_loops(output: Tensor) -> bool:
+    """Return whether compiled loops merge the rows of ``output``, on a CPU; the bits are equal."""
+    return output.is_cpu and output.numel() >= _LEAST_ELEMENTS
 
 
 def merges_at_once(answer: Partial) -> bool:

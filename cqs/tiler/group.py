@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cqs.partial import Partial, lse_dtype, merge_rows
+from cqs.partial import Partial, lse_dtype, merge_rows, merges_in_loops
 
 Part = tuple[slice, tuple[Tensor, ...]]
 """Rows of a group, and what a task has computed for them: output and LSE, or gradients."""
@@ -32,7 +32,7 @@ def sum_group(parts: Sequence[Part], answer: Sequence[Tensor]) -> None:
     """
     for i, total in enumerate(answer):
         summands = [gradients[i] for _, gradients in parts]
-        if total.is_cpu and len(summands) > 1:
+        if merges_in_loops(total) and len(summands) > 1:
             from cqs.partial import cpu_merge
 
             cpu_merge.sum_tensors(total, summands)

@@ -58,10 +58,10 @@ class OpenedMemory:
         with torch.cuda.device(self._device):
             if shared._handle not in self._addresses:
                 torch.cuda.synchronize()  # makes the context current in this thread
-                try:
-                    self._addresses[shared._handle] = open_memory(shared._handle)
-                except RuntimeError as error:
-                    raise MemoryNotSharedError(f"GPU memory cannot be opened: {error}") from None
+                address = open_memory(shared._handle)
+                if not address:
+                    raise MemoryNotSharedError("GPU memory of the driver cannot be opened")
+                self._addresses[shared._handle] = address
             address = self._addresses[shared._handle]
             last = sum(
                 (length - 1) * stride
