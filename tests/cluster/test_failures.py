@@ -11,8 +11,8 @@ from benchmarks.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.pool import Calls
-from cqs.executors.ray.tasks.executor import _Run
 from cqs.executors.ray.tasks.job import ATTEND, Job
+from cqs.executors.ray.tasks.run import Run
 
 pytestmark = pytest.mark.ray
 
@@ -103,7 +103,7 @@ def test_an_owner_that_fails_before_its_merge_does_not_change_a_bit(
     cluster, tensors, undisturbed, monkeypatch
 ):
     """The failure arrives together with the last part of a group."""
-    runs, struck, collect, process = [], [], Calls.collect, _Run._process
+    runs, struck, collect, process = [], [], Calls.collect, Run._process
 
     def note(run, answer):
         runs.append(run)
@@ -116,7 +116,7 @@ def test_an_owner_that_fails_before_its_merge_does_not_change_a_bit(
             struck.append(ready[0].owner)
             yield calls.fail(ready[0].owner, RuntimeError("struck"))
 
-    monkeypatch.setattr(_Run, "_process", note)
+    monkeypatch.setattr(Run, "_process", note)
     monkeypatch.setattr(Calls, "collect", strike)
     wait_for_workers(cluster, 4)
     output = cluster.attention(*tensors, is_causal=True, num_tasks=13)

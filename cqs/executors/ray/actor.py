@@ -87,14 +87,18 @@ class TaskActor(ShardActor):
         self._with_room(partial(self._load, settings, calls, sides))
         reports, returned = [], []
         for call in calls:
-            report, found = self._run_task(settings, call, sides, begun)
+            try:
+                report, found = self._run_task(settings, call, sides, begun)
+                for group in call.returned:
+                    returned.append([(rows, self._pack(part)) for rows, part in found[group]])
+            except torch.OutOfMemoryError as error:
+                arguments = str(error), call.task.index, self._backend, memory_of(self._device)
+                raise torch.OutOfMemoryError(*arguments) from error
             begun = time.time()
             reports.append(report)
             for group in call.kept:
                 parts = found[group]
                 self._kept[group, call.task.index] = _on_host(parts) if self._is_short else parts
-            for group in call.returned:
-                returned.append([(rows, self._pack(part)) for rows, part in found[group]])
         return [reports, *returned] if returned else reports
 
     def merge(
@@ -133,7 +137,7 @@ class TaskActor(ShardActor):
     def forget(self) -> None:
         """Discard what the actor keeps of the current run."""
         self._begin(-1)
-        self._buffer = self._buffer[:0].clone()
+        self._buffer = self._buffer.new_empty(0)
 
     def _begin(self, number: int) -> None:
         """Discard what the actor keeps of earlier runs."""
@@ -186,13 +190,7 @@ class TaskActor(ShardActor):
             self._synchronize()
             return found, started, time.perf_counter() - start, num_bytes, beside
 
-        try:
-            results, peak_bytes = self._with_room(
-                partial(measure_peak_bytes, compute, self._device)
-            )
-        except torch.OutOfMemoryError as error:
-            arguments = str(error), task.index, self._backend, memory_of(self._device)
-            raise torch.OutOfMemoryError(*arguments) from error
+        results, peak_bytes = self._with_room(partial(measure_peak_bytes, compute, self._device))
         found, started, seconds, num_bytes, beside = results
         report = TaskReport(
             index=task.index,

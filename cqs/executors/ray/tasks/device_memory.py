@@ -21,7 +21,8 @@ class SharedTensor:
             RuntimeError: The memory has no IPC handle, as with PyTorch's expandable segments.
         """
         with torch.cuda.device(tensor.device):
-            torch.cuda.synchronize()  # also makes the context current in this thread
+            # The values are then complete, and the context is current in this thread.
+            torch.cuda.current_stream().synchronize()
             error, base, _ = driver.cuMemGetAddressRange(tensor.data_ptr())
             check((error,))
             error, handle = driver.cuIpcGetMemHandle(base)

@@ -97,14 +97,12 @@ class GpuInputs(Inputs):
             held.append(HeldTokens.packed(packed, ranges))
         return held, 0
 
-    def clear(self) -> bool:
-        """Free all copies; see :meth:`Inputs.clear`."""
-        had_some = bool(self._loaded)
+    def clear(self) -> None:
+        """Free all copies, and close memory of other processes."""
         self._whole.clear()
         self._loaded.clear()
         if "_memory" in vars(self):
             self._memory.close()
-        return had_some
 
     def _is_here(self, sent: "Blob | SharedTensor") -> bool:
         return not isinstance(sent, Blob) and sent.is_on(self._device)

@@ -64,9 +64,8 @@ class Inputs:
         held = [HeldTokens(zip(ranges, each, strict=True)) for each in zip(*parts, strict=True)]
         return held, sum(tensor.nbytes for part in parts for tensor in part)
 
-    def clear(self) -> bool:
-        """Discard all tokens; return whether there were any copies of them."""
-        return False
+    def clear(self) -> None:
+        """Discard all copies of tokens."""
 
 
 def find_rows(sent: Sequence[Sent], tokens: range) -> "list[tuple[slice, Blob | SharedTensor]]":

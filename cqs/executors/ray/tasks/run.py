@@ -1,0 +1,386 @@
+"""One run of a job: its tasks and merges are assigned to actors, and again if an actor fails."""
+
+import itertools
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cqs.executors.ray.pool import (
+    Actor,
+    ActorPool,
+    Answer,
+    Calls,
+    TaskFailedError,
+    WorkersFailedError,
+)
+from cqs.executors.ray.tasks.job import GROUP_BYTES, Group, Job, MergeCall, TaskCall
+from cqs.executors.ray.tasks.outbox import Outbox
+from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport
+from cqs.executors.shortage import explain_shortage
+from cqs.problem import Problem
+from cqs.worker import Worker
+
+_CALLS_IN_FLIGHT = 2
+"""Calls with tasks per actor: it computes one while Ray fetches the inputs of the next."""
+_CALL_SECONDS = 0.05
+"""Computation that a call with several tasks is to have, many times what a call costs."""
+_CLOSE_SECONDS = 1.0
+"""Longest wait at the end of a run until the actors have closed memory of this process."""
+_NUMBERS = itertools.count()
+"""Numbers of the runs of this process."""
+
+
+@dataclass(eq=False)
+class _Merge:
+    """The merge of one group: who does it, and which parts exist."""
+
+    group: Group
+    """The group."""
+    tasks: list[int]
+    """Tasks whose parts it needs, in the order of the merge."""
+    owner: Actor | None = None
+    """The actor that merges; None if none has a part, or it has failed."""
+    kept: set[int] = field(default_factory=set)
+    """Tasks whose parts the owner keeps."""
+    returned: dict[int, Any] = field(default_factory=dict)
+    """Ray references to parts that other actors have computed, by task."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all parts exist."""
+        return len(self.kept) + len(self.returned) == len(self.tasks)
+
+    def has(self, index: int) -> bool:
+        """Whether the part of a task exists."""
+        return index in self.kept or index in self.returned
+
+
+@dataclass(eq=False)
+class _Tasks:
+    """Tasks that one call of an actor computes."""
+
+    calls: list[TaskCall]
+    """The tasks, and the groups whose parts the actor keeps or returns."""
+    references: list[Any] = field(default_factory=list)
+    """Ray references to the parts that the actor returns, in the order of ``calls``."""
+
+    def __str__(self) -> str:
+        indices = [call.task.index for call in self.calls]
+        return f"task {indices[0]}" if len(indices) == 1 else f"tasks {indices}"
+
+
+@dataclass(eq=False)
+class _Merges:
+    """Merges that one call of an actor computes."""
+
+    merges: list[_Merge]
+    """The merges."""
+    num_bytes: int = 0
+    """Size of their results."""
+
+    def __str__(self) -> str:
+        return f"the merge of {', '.join(str(merge.group.tokens) for merge in self.merges)}"
+
+
+class Run:
+    """One run of a job: assigns its tasks and merges to actors, and again if an actor fails.
+
+    A group is merged by the actor to which its first task was assigned. That actor keeps its own
+    parts; those of other actors stay in the object store until the merge has succeeded.
+    """
+
+    def __init__(
+        self,
+        pool: ActorPool,
+        job: Job,
+        backend: str | None,
+        progress: Callable[[Problem, int], None],
+        cancelled: threading.Event,
+    ):
+        """Store the arguments; send nothing to the actors.
+
+        Args:
+            pool: Actors that compute the tasks.
+            job: Forward or backward pass of a checked problem.
+            backend: Name of a backend; ``None`` lets each actor choose its fastest.
+            progress: Called with the problem and the live pairs of a task after every task.
+            cancelled: Event that makes the run stop.
+        """
+        self._started, self._start = time.time(), time.perf_counter()
+        self._pool, self._job, self._progress = pool, job, progress
+        self._worker = Worker.of(job.problem, backend)
+        self._outbox = Outbox(pool, job, next(_NUMBERS))
+        self._calls = Calls(pool, cancelled, self._outbox.used_by_actors)
+        """Calls with _Tasks or _Merges as key; calls of ``describe`` have None."""
+        self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
+        self._most_bytes = math.inf if self._outbox.used_by_actors else GROUP_BYTES
+        """Most bytes of the results of a call that merges, if the driver must read them."""
+        self._todo = deque(sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs))
+        self._merges = {group: _Merge(group, tasks) for group, tasks in job.tasks_of.items()}
+        """Merges that are not finished."""
+        self._ready: dict[_Merge, None] = {}
+        """Merges with all parts that are not assigned to an actor, in order."""
+        self._running: set[int] = set()
+        """Tasks at an actor."""
+        self._awaited = set(pool.actors)
+        """Actors for whose start the run waits if no other actor is left."""
+        self._attempts: Counter[_Merge | int] = Counter()
+        """Number of actors that failed while they merged a group, or computed a task."""
+        self._reports: dict[int, TaskReport] = {}
+        self._merge_reports: list[MergeReport] = []
+        self._get_seconds = 0.0
+        self._failures = self._reruns = 0
+
+    def __call__(self) -> RunReport:
+        """Compute all tasks, merge their results and write them to the tensors of the job.
+
+        Returns:
+            The measurements of the run.
+
+        Raises:
+            CancelledError: ``cancelled`` was set, or the cluster closes.
+            WorkersFailedError: All actors failed, and no replacement has started.
+            TaskFailedError: ``max_attempts`` actors failed while they computed the same task.
+            torch.OutOfMemoryError: The GPU of an actor has too little memory for its task.
+            MemoryNotSharedError: An actor cannot access the GPU memory of this process.
+            ValueError: This process lost its connection to Ray.
+            Exception: The computation of a task raised; the run does not repeat it.
+        """
+        if self._merges:
+            try:
+                with self._calls:
+                    self._compute()
+            finally:
+                self._end()
+        return RunReport(
+            started=self._started,
+            seconds=time.perf_counter() - self._start,
+            put_seconds=self._outbox.put_seconds,
+            get_seconds=self._get_seconds,
+            tasks=tuple(self._reports[index] for index in sorted(self._reports)),
+            merges=tuple(self._merge_reports),
+            failures=self._failures,
+            reruns=self._reruns,
+        )
+
+    def _compute(self) -> None:
+        """Assign tasks, those with the most live pairs first, until all groups are merged.
+
+        Any actor may compute any task.
+        """
+        self._calls.refill()
+        self._awaited.update(self._pool.actors)
+        self._settings = self._outbox.put_settings(self._worker)
+        while self._merges:
+            self._calls.check()
+            self._feed()
+            for answer in self._calls.collect():
+                self._process(answer)
+
+    def _end(self) -> None:
+        """Let GPUs free what they keep; wait if actors access memory of this process."""
+        self._outbox.clear()
+        if not self._pool.is_connected:
+            return
+        refs = [
+            actor.handle.forget.remote()
+            for actor in self._calls.queues
+            if actor.info is not None and actor.info.device != "cpu"
+        ]
+        if refs and self._outbox.used_by_actors and not self._merges:
+            self._pool.ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_SECONDS)
+        self._pool.abandon(refs, self._outbox.used_by_actors)
+
+    def _feed(self) -> None:
+        """Assign merges to their owners, and the next tasks to the actors with the fewest."""
+        queues = self._calls.queues
+        started = [actor for actor in queues if actor.info is not None]
+        if not started and self._awaited.isdisjoint(queues):
+            message = f"all {len(self._pool.actors)} workers failed; tasks "
+            message += f"{sorted(set(self._tasks) - set(self._reports))} are not computed"
+            for work, failures in self._attempts.most_common(1):
+                name = f"task {work}" if isinstance(work, int) else _Merges([work])
+                message += f"; {name} was running on {failures} of them when they failed"
+            raise WorkersFailedError(message)
+        if not started:
+            return
+
+        def count_tasks(actor: Actor) -> int:
+            return sum(isinstance(work, _Tasks) for work in queues[actor].values())
+
+        self._assign_merges(started)
+        while self._todo:
+            actor = min(started, key=count_tasks)
+            if count_tasks(actor) >= _CALLS_IN_FLIGHT:
+                break
+            self._assign_tasks(actor)
+        self._assign_merges(started)
+
+    def _assign_tasks(self, actor: Actor) -> None:
+        """Let an actor compute the next tasks: several if one would take less time than a call.
+
+        The actor keeps the parts that it merges, and returns the others.
+        """
+        number = 1
+        if self._reports:
+            average = sum(each.seconds for each in self._reports.values()) / len(self._reports)
+            share = -(-len(self._todo) // len(self._pool.actors))
+            number = max(1, min(share, int(_CALL_SECONDS / average)))
+        work = _Tasks([])
+        while len(work.calls) < number and self._todo:
+            if work.calls and self._attempts.keys() & {self._todo[0], work.calls[0].task.index}:
+                break  # a task that was running when an actor failed is computed alone
+            index = self._todo.popleft()
+            call = TaskCall(self._tasks[index], [], [])
+            for group in self._job.groups(call.task):
+                merge = self._merges.get(group)
+                if merge is None or merge.has(index):
+                    continue
+                merge.owner = merge.owner or actor
+                if merge.owner is actor:
+                    call.kept.append(group)
+                    merge.kept.add(index)  # it exists when the actor begins a later call
+                    self._note_if_ready(merge)
+                else:
+                    call.returned.append(group)
+            work.calls.append(call)
+        self._running.update(call.task.index for call in work.calls)
+        num_queries, sent = self._outbox.put([call.task for call in work.calls])
+        num_returns = 1 + sum(len(call.returned) for call in work.calls)
+        arguments = self._settings, work.calls, num_queries, *sent
+        work.references = self._calls.add(actor, work, "run", *arguments, num_returns=num_returns)
+
+    def _note_if_ready(self, merge: _Merge) -> None:
+        if merge.is_ready:
+            self._ready[merge] = None
+
+    def _assign_merges(self, started: list[Actor]) -> None:
+        """Let owners merge the groups whose parts exist, in calls with results of limited size."""
+        if self._todo and self._outbox.used_by_actors:
+            return  # nobody reads a result before all are complete
+        calls: dict[Actor, list[_Merges]] = {}
+        for merge in self._ready:
+            queues = self._calls.queues
+            merge.owner = merge.owner or min(started, key=lambda actor: len(queues[actor]))
+            of_owner = calls.setdefault(merge.owner, [])
+            size = self._job.num_bytes(merge.group)
+            if not of_owner or of_owner[-1].num_bytes + size > self._most_bytes:
+                of_owner.append(_Merges([]))
+            of_owner[-1].merges.append(merge)
+            of_owner[-1].num_bytes += size
+        self._ready.clear()
+        for owner, of_owner in calls.items():
+            for work in of_owner:
+                sent = [MergeCall(m.group, m.tasks, list(m.returned)) for m in work.merges]
+                parts = [part for m in work.merges for part in m.returned.values()]
+                self._calls.add(owner, work, "merge", self._settings, sent, *parts)
+
+    def _process(self, answer: Answer) -> None:
+        """Accept an answer; an error of a task is raised, because a repetition would not help."""
+        if answer.failure is not None:
+            self._replace(answer)
+            return
+        (work,) = answer.keys
+        if isinstance(work, _Merges):
+            self._finish_merges(work, answer)
+            return
+        if answer.error is not None:
+            if isinstance(answer.error, torch.OutOfMemoryError):
+                _, index, backend, capacity = answer.error.args
+                plan = self._job.plan
+                message = explain_shortage(self._job.problem, plan, backend, capacity, index)
+                raise torch.OutOfMemoryError(message) from answer.error.__cause__
+            raise answer.error
+        if work is not None:
+            self._finish_tasks(work, answer)
+
+    def _finish_tasks(self, work: _Tasks, answer: Answer) -> None:
+        references = iter(work.references)
+        for call, report in zip(work.calls, answer.value, strict=True):
+            index = call.task.index
+            is_new = index not in self._reports
+            self._reports[index] = report
+            self._running.remove(index)
+            returned = dict(zip(call.returned, references, strict=False))
+            for group in self._job.groups(call.task):
+                merge = self._merges.get(group)
+                if merge is None or merge.has(index):
+                    continue
+                if group in returned:
+                    merge.returned[index] = returned[group]
+                    self._note_if_ready(merge)
+                else:  # lost since the task was assigned
+                    self._repeat([index])
+            if is_new:
+                self._progress(self._job.problem, self._tasks[index].live_pairs)
+
+    def _finish_merges(self, work: _Merges, answer: Answer) -> None:
+        """Write the results of merges, or repeat tasks whose parts were lost with their node."""
+        if isinstance(answer.error, self._pool.ray.exceptions.ObjectLostError):
+            for merge in work.merges:
+                self._repeat(merge.returned)
+                merge.returned.clear()
+                self._note_if_ready(merge)  # perhaps only others have lost parts
+            return
+        if answer.error is not None:
+            raise answer.error
+        report, merged = answer.value
+        self._merge_reports.append(report)
+        start = time.perf_counter()
+        for merge, blobs in zip(work.merges, merged, strict=True):
+            if blobs:
+                self._job.accept(merge.group, [blob.tensor() for blob in blobs])
+            del self._merges[merge.group]
+        self._get_seconds += answer.seconds + time.perf_counter() - start
+
+    def _replace(self, answer: Answer) -> None:
+        """Reassign what a failed actor had to do or had kept, and start a replacement.
+
+        If no other actor is left, the run waits for the replacement, unless it replaces an actor
+        that did not start in time. It starts none after ``max_attempts * num_workers`` failures.
+        """
+        pending = [key for key in answer.keys if key is not None]
+        lost: list[int] = []
+        for work in pending:
+            if isinstance(work, _Tasks):
+                lost += [call.task.index for call in work.calls]
+                self._pool.abandon(work.references)
+        self._running.difference_update(lost)
+        for merge in self._merges.values():
+            if merge.owner is answer.actor:
+                merge.owner = None
+                lost += merge.kept
+                merge.kept.clear()
+                self._ready.pop(merge, None)
+                self._note_if_ready(merge)
+        self._failures += 1
+        self._repeat(lost)
+        most = self._pool.retry_policy.max_attempts
+        for work in answer.keys[:1]:  # an actor computes in order, so only the first was running
+            if work is None:
+                continue
+            is_merge = isinstance(work, _Merges)
+            keys = work.merges if is_merge else [call.task.index for call in work.calls]
+            self._attempts.update(keys)
+            if max(self._attempts[key] for key in keys) == most:
+                raise TaskFailedError(
+                    f"{work} was running on {most} workers when they failed or hung"
+                ) from answer.failure
+        if self._failures < most * len(self._pool.actors):
+            before = set(self._pool.actors)
+            self._calls.refill()
+            if pending or not isinstance(answer.failure, TimeoutError):
+                self._awaited.update(set(self._pool.actors) - before)
+
+    def _repeat(self, indices: Iterable[int]) -> None:
+        """Assign tasks again, before all others; one at an actor follows if its parts are lost."""
+        new = set(indices).difference(self._todo, self._running)
+        lost = sorted(new, key=lambda index: -self._tasks[index].live_pairs)
+        self._reruns += len(lost)
+        self._todo.extendleft(reversed(lost))
