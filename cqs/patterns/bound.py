@@ -39,6 +39,11 @@ class BoundPattern:
         """Hash, kept because there may be thousands of pieces; equal in every process."""
         return hash((self.seqlen_q, self.seqlen_kv, self.pieces))
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Number of queries and of keys."""
+        return self.seqlen_q, self.seqlen_kv
+
     @uncompiled
     def count(self, queries: range, keys: range) -> int:
         """Return the exact number of live pairs within a rectangle.
@@ -131,9 +136,9 @@ def unite(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     """Return the pairs in either pattern."""
     pieces = tuple(algebra.unite(one.pieces, other.pieces))
     if one.blocks is None and other.blocks is None:
-        return replace(one, pieces=pieces)
+        return BoundPattern(*one.lengths, pieces)
     either = _list(one) | _list(other)
-    united = replace(one, pieces=pieces, blocks=None)
+    united = BoundPattern(*one.lengths, pieces)
     return replace(united, blocks=either - _as_blocks(united, either.ids))
 
 
@@ -141,12 +146,12 @@ def intersect(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     """Return the pairs in both patterns."""
     pieces = tuple(algebra.intersect(one.pieces, other.pieces))
     if one.blocks is None and other.blocks is None:
-        return replace(one, pieces=pieces)
+        return BoundPattern(*one.lengths, pieces)
     first, second = _list(one), _list(other)
     both = first & second
     both |= first & _as_blocks(other, first.ids)
     both |= second & _as_blocks(one, second.ids)
-    return replace(one, pieces=pieces, blocks=both)
+    return BoundPattern(*one.lengths, pieces, both)
 
 
 def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
@@ -156,9 +161,9 @@ def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     """
     pieces = tuple(algebra.subtract(one.pieces, other.pieces))
     if one.blocks is None and other.blocks is None:
-        return replace(one, pieces=pieces)
+        return BoundPattern(*one.lengths, pieces)
     first, second = _list(one), _list(other)
-    kept = replace(one, pieces=pieces, blocks=first - _as_blocks(other, first.ids))
+    kept = BoundPattern(*one.lengths, pieces, first - _as_blocks(other, first.ids))
     if not len(second.ids):
         return kept
     blocks = _list(kept) | _as_blocks(kept, np.arange(second.num_rows * second.num_columns))
@@ -167,7 +172,7 @@ def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
 
 def _list(bound: BoundPattern) -> BlockList:
     """Return the blocks of a pattern, none if it consists of pieces alone."""
-    return bound.blocks or BlockList.empty(bound.seqlen_q, bound.seqlen_kv)
+    return bound.blocks or BlockList.empty(*bound.lengths)
 
 
 def _as_blocks(bound: BoundPattern, ids: Integers) -> BlockList:
@@ -180,7 +185,7 @@ def _as_blocks(bound: BoundPattern, ids: Integers) -> BlockList:
         ids: Ids of the blocks, ascending.
     """
     check_num_blocks(4 * len(ids))  # counted one by one: slower
-    found, pieces = BlockList.empty(bound.seqlen_q, bound.seqlen_kv), replace(bound, blocks=None)
+    found, pieces = BlockList.empty(*bound.lengths), BoundPattern(*bound.lengths, bound.pieces)
     edges = np.stack(found.spans(ids), axis=1)
     counts, num_counts = np.zeros(len(ids), dtype=np.int64), 0
     for i, (q, q_stop, k, k_stop) in enumerate(edges.tolist()):

@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice, pairwise
 from typing import Any
 
+import numpy as np
+
 from cqs.arguments import as_bool, as_integer, to_integer
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.bound import BoundPattern
+from cqs.patterns.bound_documents import BoundDocuments
 from cqs.patterns.pattern import Lengths, Pattern
 from cqs.patterns.piece import FAR, Axis, Piece
-from cqs.ranges import overlap
 from cqs.uncompiled import uncompiled
 
 _MOST = 2**20
@@ -309,27 +311,16 @@ class _Documents(Pattern):
                 f"cu_seqlens and cu_seqlens_kv must be those of {lengths.seqlen_q} queries and "
                 f"{lengths.seqlen_kv} keys, got {self!r}: pass both where lengths differ"
             )
-        high = 0 if self.is_causal else FAR
-        pieces = (
-            Piece(
-                _to_the_end(*of_queries, lengths.seqlen_q),
-                _to_the_end(*of_keys, lengths.seqlen_kv),
-                high=high,
-            )
-            for of_queries, of_keys in zip(
-                pairwise(self.ends), pairwise(self.ends_kv or self.ends), strict=True
-            )
-        )
-        return bind_pieces(lengths, pieces)
+        ends, ends_kv = self.ends, self.ends_kv or self.ends
+        if ends[-1] > lengths.seqlen_q:  # equal lengths: both sides are cut off alike
+            ends = ends_kv = tuple(min(end, lengths.seqlen_q) for end in ends)
+        sides = np.array(ends), np.array(ends_kv)
+        bound = BoundDocuments(*lengths, *sides, is_causal=self.is_causal)
+        return bound if max(lengths) < 2**31 else BoundPattern(*lengths, bound.pieces)
 
     def __repr__(self) -> str:
         ends_kv = "" if self.ends_kv is None else f", {list(self.ends_kv)}"
         return f"documents({list(self.ends)}{ends_kv}, is_causal={self.is_causal})"
-
-
-def _to_the_end(start: int, stop: int, length: int) -> Axis:
-    """Return a document's tokens with cells counted from its end, where its diagonal ends."""
-    return Axis(overlap(range(start, stop), range(length)), stop)
 
 
 def _cells(axis: Axis, start: int, stop: int) -> Axis:

@@ -11,6 +11,7 @@ from brute_force import assert_is, mask_of
 
 import cqs
 from cqs.patterns import (
+    BoundPattern,
     causal,
     documents,
     from_mask,
@@ -104,6 +105,32 @@ def test_documents_of_unequal_lengths_are_problems_of_their_own(is_causal):
             assert (each.head(0, 0).to_mask(*shape) == causal_mask).all()
         kept = rng.choices([False, True], k=shape[1]) * np.ones(shape, dtype=bool)
         assert_is(rng, (pattern & from_mask(kept)).bind(*shape), mask & kept)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_counts_of_documents_are_those_of_their_pieces(is_causal):
+    rng = random.Random(7)
+    for _ in range(60):
+        number = rng.randint(0, 8)
+        sides = [[0, *sorted(rng.randint(0, 40) for _ in range(number))] for _ in range(2)]
+        shape = tuple(ends[-1] + rng.randint(0, 3) for ends in sides)
+        bound = documents(*sides, is_causal=is_causal).bind(*shape)
+        by_pieces = BoundPattern(*shape, bound.pieces)
+        for _ in range(20):
+            box = [range(*sorted(rng.randint(-3, 45) for _ in range(2))) for _ in range(2)]
+            assert bound.count(*box) == by_pieces.count(*box)
+            assert list(bound.views(*box)) == list(by_pieces.views(*box))
+        assert pickle.loads(pickle.dumps(bound)) == bound
+        rows, keys = np.arange(shape[0] + 1), range(shape[1])
+        before = bound.live_before(rows)
+        assert before.tolist() == [by_pieces.count(range(row), keys) for row in rows.tolist()]
+        live = before[before < before[-1]]
+        assert (bound.live_before(bound.rows_with(live)) == live).all()
+        for start, stop in zip(rows, rows[1:], strict=False):
+            if before[start] < before[stop]:
+                (first,), (end,) = bound.keys_of(start[None], stop[None])
+                seen = bound.count(range(start, stop), range(first, end))
+                assert seen == before[stop] - before[start]
 
 
 def test_attention_of_packed_documents_is_that_of_each():

@@ -1,0 +1,209 @@
+"""Packed documents at given lengths, as arrays: exact counts by prefix sums."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cqs.patterns.algebra import MAX_PIECES, tidy_all
+from cqs.patterns.bound import BoundPattern, check_tokens
+from cqs.patterns.piece import FAR, Axis, Piece, count_band
+from cqs.patterns.views import View
+from cqs.ranges import overlap
+
+Integers = NDArray[np.int64]
+
+
+class BoundDocuments(BoundPattern):
+    """Live pairs of packed documents: diagonal blocks that are ascending on both sides.
+
+    A count takes O(log documents), and :attr:`pieces` are made on first access.
+    """
+
+    def __init__(
+        self, seqlen_q: int, seqlen_kv: int, ends: Integers, ends_kv: Integers, *, is_causal: bool
+    ) -> None:
+        """Bind documents to lengths.
+
+        Args:
+            seqlen_q: Number of queries, less than 2**31 for counts of 64 bits.
+            seqlen_kv: Number of keys, less than 2**31 for counts of 64 bits.
+            ends: Cumulative numbers of queries, ``[num_documents + 1]``, at most ``seqlen_q``.
+            ends_kv: Cumulative numbers of keys, ``[num_documents + 1]``, at most ``seqlen_kv``.
+            is_causal: Whether documents are causal, aligned at their ends.
+
+        Raises:
+            ValueError: There are more than 65,536 documents with queries and keys.
+        """
+        has_pairs = (np.diff(ends) > 0) & (np.diff(ends_kv) > 0)
+        if (number := np.count_nonzero(has_pairs)) > MAX_PIECES:
+            raise ValueError(f"documents must be at most {MAX_PIECES} with queries, got {number}")
+        of_documents = ends[:-1], ends[1:], ends_kv[:-1], ends_kv[1:]
+        starts, stops, key_starts, key_stops = (each[has_pairs] for each in of_documents)
+        fields: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "blocks": None}
+        fields |= {"is_causal": is_causal, "starts": starts, "stops": stops}
+        fields |= {"key_starts": key_starts, "key_stops": key_stops}
+        vars(self).update(fields)  # the base class is frozen
+
+    is_causal: bool
+    starts: Integers
+    """First query of every document that has queries and keys, ascending."""
+    stops: Integers
+    """Last query + 1 of every document."""
+    key_starts: Integers
+    """First key of every document."""
+    key_stops: Integers
+    """Last key + 1 of every document."""
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether two patterns have the same lengths and documents."""
+        if not isinstance(other, BoundDocuments) or self is other:
+            return self is other
+        return self._lengths == other._lengths and self._edge_lists == other._edge_lists
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._lengths, tuple(self._edge_lists[1])))
+
+    @property
+    def _lengths(self) -> tuple[int, int, bool]:
+        return self.seqlen_q, self.seqlen_kv, self.is_causal
+
+    @cached_property
+    def _edge_lists(self) -> list[list[int]]:
+        """First query, last + 1, first key, last + 1 of every document, as Python integers."""
+        edges = self.starts, self.stops, self.key_starts, self.key_stops
+        return [each.tolist() for each in edges]
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """One piece for every document with a live pair."""
+        high = 0 if self.is_causal else FAR
+        return tuple(
+            tidy_all(
+                Piece(Axis(range(q, q_stop), q_stop), Axis(range(k, k_stop), k_stop), high=high)
+                for q, q_stop, k, k_stop in zip(*self._edge_lists, strict=True)
+            )
+        )
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Live pairs of all documents before each one, and of all."""
+        before: list[int] = self._cumulative.tolist()
+        return before
+
+    @cached_property
+    def _cumulative(self) -> Integers:
+        pairs = self._pairs_of_rows(self.stops - self.starts, slice(None))
+        cumulative: Integers = np.concatenate([[0], np.cumsum(pairs)])
+        return cumulative
+
+    def _pairs_of_rows(self, rows: Integers, documents: Any) -> Integers:
+        """Return the live pairs of the first rows of documents."""
+        num_keys = self.key_stops[documents] - self.key_starts[documents]
+        if not self.is_causal:
+            return rows * num_keys
+        # Row i sees i + 1 + ahead keys, or none.
+        ahead = num_keys - (self.stops[documents] - self.starts[documents])
+        pairs: Integers = _triangles(rows + ahead) - _triangles(ahead)
+        return pairs
+
+    def live_before(self, rows: Integers) -> Integers:
+        """Return the number of live pairs of all queries before each of the given ones.
+
+        Args:
+            rows: Query indices from 0 to ``seqlen_q``, in any order.
+        """
+        if not len(self.starts):
+            return np.zeros_like(rows)
+        document = np.searchsorted(self.starts, rows, side="right") - 1
+        inside = np.maximum(document, 0)
+        own = np.clip(rows - self.starts[inside], 0, self.stops[inside] - self.starts[inside])
+        found: Integers = self._cumulative[inside] + self._pairs_of_rows(own, inside)
+        return found
+
+    def rows_with(self, live_pairs: Integers) -> Integers:
+        """Return query indices before which there are about so many live pairs.
+
+        Args:
+            live_pairs: Numbers of live pairs, at most that of all.
+        """
+        document = np.searchsorted(self._cumulative, live_pairs, side="right") - 1
+        document = np.clip(document, 0, len(self.starts) - 1)
+        rest = live_pairs - self._cumulative[document]
+        num_rows = self.stops[document] - self.starts[document]
+        num_keys = self.key_stops[document] - self.key_starts[document]
+        if self.is_causal:
+            ahead = num_keys - num_rows
+            # The root of T(x) = T(ahead) + rest for the triangle T(x) = x (x + 1) / 2.
+            root = np.sqrt(2.0 * (_triangles(ahead) + rest) + 0.25) - 0.5
+            rows = np.rint(root).astype(np.int64) - ahead
+        else:
+            rows = np.rint(rest / num_keys).astype(np.int64)
+        found: Integers = self.starts[document] + np.clip(rows, 0, num_rows)
+        return found
+
+    def keys_of(self, starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
+        """Return the first key and the last + 1 that ranges of queries read.
+
+        Args:
+            starts: First query of every range.
+            stops: Last query + 1 of every range. Every range has a live pair.
+        """
+        first = np.searchsorted(self.stops, starts, side="right")
+        last = np.searchsorted(self.starts, stops, side="left") - 1
+        key_stops = self.key_stops[last]
+        if self.is_causal:
+            key_stops = np.minimum(key_stops, key_stops + stops - self.stops[last])
+            # The last document has no key for these rows: those of the one before end earlier.
+            key_stops = np.maximum(key_stops, self.key_starts[last])
+        return self.key_starts[first], key_stops
+
+    def count(self, queries: range, keys: range) -> int:
+        """Return the exact number of live pairs within a rectangle; see the base class."""
+        queries, keys = check_tokens("queries", queries), check_tokens("keys", keys)
+        documents = self._meeting(queries, keys)
+        if len(documents) < 3:
+            return sum(count_band(*self._within(i, queries, keys)) for i in documents)
+        ends = documents[0], documents[-1]
+        inner = self._before[documents[-1]] - self._before[documents[1]]
+        return inner + sum(count_band(*self._within(i, queries, keys)) for i in ends)
+
+    def _meeting(self, queries: range, keys: range) -> range:
+        """Return the documents that have queries and keys in a rectangle."""
+        if not (queries and keys):
+            return range(0)
+        starts, stops, key_starts, key_stops = self._edge_lists
+        first = max(bisect_right(stops, queries.start), bisect_right(key_stops, keys.start))
+        end = min(bisect_left(starts, queries.stop), bisect_left(key_starts, keys.stop))
+        return range(first, end)
+
+    def _within(self, document: int, queries: range, keys: range) -> tuple[int, ...]:
+        """Return rows, columns and band of a document's part of a rectangle."""
+        start, stop, key_start, key_stop = (each[document] for each in self._edge_lists)
+        rows = overlap(range(start, stop), queries)
+        columns = overlap(range(key_start, key_stop), keys)
+        high = key_stop - stop if self.is_causal else FAR
+        return rows.start, rows.stop, columns.start, columns.stop, -FAR, high
+
+    def views(self, queries: range, keys: range) -> Iterator[View]:
+        """Yield one view for each document with a live pair; see the base class."""
+        for document in self._meeting(queries, keys):
+            row, row_stop, key, key_stop, _, high = self._within(document, queries, keys)
+            row, key_stop = max(row, key - high), min(key_stop, row_stop + high)
+            if row < row_stop and key < key_stop:
+                low, high = key - row_stop + 1, min(high, key_stop - 1 - row)
+                yield View(range(row, row_stop), range(key, key_stop), low, high)
+
+
+def _triangles(sides: Integers) -> Integers:
+    """Return the numbers of pairs of causal triangles; those without a side have none."""
+    sides = np.maximum(sides, 0)
+    pairs: Integers = sides * (sides + 1) // 2
+    return pairs
