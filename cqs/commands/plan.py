@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--is-causal", "--causal", action="store_true")
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
     add("--interest-set", type=parse_integers, metavar="A,B,...", help="default: the best known")
-    add("--kind", choices=("quorums", "rows", "grid"), default="quorums", help="default: quorums")
+    kinds = "quorums", "rows", "grid", "documents"
+    add("--kind", choices=kinds, default="quorums", help="default: quorums")
     add("--num-heads", type=int, default=8, help="for the predicted costs")
     add("--head-dim", type=int, default=64, help="for the predicted costs")
     add("--itemsize", type=int, default=2, help="bytes per element, for the predicted costs")

@@ -107,12 +107,10 @@ class BoundDocuments(BoundPattern):
     def _pairs_of_rows(self, rows: Integers, documents: Any) -> Integers:
         """Return the live pairs of the first rows of documents."""
         num_keys = self.key_stops[documents] - self.key_starts[documents]
-        if not self.is_causal:
-            return rows * num_keys
-        # Row i sees i + 1 + ahead keys, or none.
         ahead = num_keys - (self.stops[documents] - self.starts[documents])
-        pairs: Integers = _triangles(rows + ahead) - _triangles(ahead)
-        return pairs
+        # Row i of a causal document sees i + 1 + ahead keys, or none.
+        pairs: Integers = rows * num_keys
+        return _triangles(rows + ahead) - _triangles(ahead) if self.is_causal else pairs
 
     def live_before(self, rows: Integers) -> Integers:
         """Return the number of live pairs of all queries before each of the given ones.

@@ -19,7 +19,7 @@ from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
 _SUM_ITEMSIZE = 4
 """Bytes of an element of a gradient sum, which is float32."""
 
-_PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
+PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 """For each choice of ``passes``, whether each of its passes is a backward pass."""
 _BACKWARD_ROWS = 6
 """Time per query row of a backward kernel relative to a forward kernel."""
@@ -176,7 +176,7 @@ class Workload:
             machine: Throughput of the device.
             passes: ``"forward"``, ``"backward"`` or ``"both"``.
         """
-        return sum(self.seconds(machine, is_backward=each) for each in _PASSES[passes])
+        return sum(self.seconds(machine, is_backward=each) for each in PASSES[passes])
 
     def shard_bytes(self, num_devices: int, head_parallel: int = 1) -> tuple[int, int, int]:
         """Return the bytes of a shard's queries, of its keys and values, and of its results.
@@ -544,7 +544,7 @@ def predict(
             kinds = list_kinds(plan, num_devices // degree, per_node / degree)
             choices = [partial(predict_pass, kind=kind) for kind in kinds]
         for choice in choices:
-            each = [choice(*arguments, is_backward=is_backward) for is_backward in _PASSES[passes]]
+            each = [choice(*arguments, is_backward=is_backward) for is_backward in PASSES[passes]]
             seconds, received, peaks, _, (kind, *_) = zip(*each, strict=True)
             found.append(Prediction(sum(seconds), sum(received), max(peaks), degree, kind))
     if not found:

@@ -4,15 +4,18 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cqs.arguments import as_bool, as_integer
 from cqs.scheduler.cost import AttentionShape, TaskCost, predict_cost
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
-from cqs.scheduler.kinds import Kind, Quorums, fit_kind, read_kind
+from cqs.scheduler.kinds import Documents, Kind, Quorums, fit_kind, read_kind
 from cqs.scheduler.task import Step, Task
 from cqs.scheduler.token_groups import TokenGroups
 from cqs.scheduler.validate import validate_single_tasks, validate_tasks
+
+if TYPE_CHECKING:  # other plans are made without NumPy
+    from cqs.scheduler.placement import Placement
 
 _JSON_VERSIONS = (2, 3)
 """Versions of the format of :meth:`Plan.to_json`: of quorum plans, and of plans of other kinds."""
@@ -48,15 +51,16 @@ def make_plan(
             pattern.
         is_causal: Whether query i sees only keys up to ``i + seqlen_kv - seqlen_q``: a causal mask
             aligned at the bottom right, as in FlashAttention.
-        kind: Pairs of groups that a task computes: ``"quorums"``, ``"rows"``, ``"grid"``, or one
-            of :class:`Quorums`, :class:`Grid2D` and :class:`Hosts`.
+        kind: Pairs of groups that a task computes: ``"quorums"``, ``"rows"``, ``"grid"``,
+            ``"documents"``, or one of :class:`Quorums`, :class:`Grid2D`, :class:`Hosts` and
+            :class:`Documents`.
         tile: Number of tokens at whose multiples groups are cut, if they have at least as many.
             Kernels that compute tiles of this size then get whole tiles, and group sizes differ by
             up to one tile.
         pattern: A :class:`cqs.patterns.Pattern`, the same for all heads. Only pairs that it allows
             are computed; with ``is_causal``, only pairs that the causal mask allows too. No task
-            of a quorum or row plan exceeds the mean by more than 1 % or, if larger, one row or one
-            tile of rows; tasks may have less than the mean.
+            of a quorum or row plan exceeds the mean by more than 1 % (a document plan: 2 %) or, if
+            larger, one row or one tile of rows; tasks may have less than the mean.
 
     Returns:
         The plan. Repeated calls with the same arguments may return the same object.
@@ -92,7 +96,10 @@ def make_plan(
         pattern = _check_pattern(pattern, is_causal)
         pattern.bind(seqlen_q, seqlen_kv)
         is_causal = False
-    return _remembered_plan(seqlen_q, seqlen_kv, num_tasks, is_causal, kind, tile, pattern)
+    plan = _remembered_plan(seqlen_q, seqlen_kv, num_tasks, is_causal, kind, tile, pattern)
+    if isinstance(kind, Documents):
+        kind.place(plan._groups)  # raises an error unless the kind fits the pattern
+    return plan
 
 
 @dataclass(frozen=True)
@@ -204,6 +211,17 @@ class Plan:
         """
         busiest = max(task.live_pairs for task in self.tasks)
         return self.live_pairs / busiest if busiest else 1.0
+
+    @cached_property
+    def placement(self) -> "Placement":
+        """The tasks of packed documents as arrays, with their balance and the bytes moved.
+
+        Raises:
+            ValueError: The plan is not one of documents.
+        """
+        if not isinstance(self.kind, Documents):
+            raise ValueError(f"kind must be Documents for a placement, got {self.kind}")
+        return self.kind.place(self._groups)
 
     def predict_cost(
         self, index: int, shape: AttentionShape, backend: str | None = None

@@ -85,9 +85,11 @@ def attention(
             computed. ``None`` chooses it by the work. The number used divides the KV heads of a
             rank.
         plan: Kind of the plan of ``ranks / head_parallel`` tasks: ``"quorums"``, ``"rows"`` (the
-            traffic of ring attention and all-gather), ``"grid"``, or a kind of
-            :func:`cqs.make_plan`. ``None`` means quorums on one host, and on several hosts or with
-            ``links`` the kind that is predicted to be the fastest, also within ``"grid"``.
+            traffic of ring attention and all-gather), ``"grid"``, ``"documents"``, or a
+            kind of :func:`cqs.make_plan`. ``None`` means quorums on one host, and on several hosts
+            or with ``links`` the kind that is predicted to be the fastest, also within ``"grid"``.
+            With a pattern of :func:`cqs.patterns.documents` it means ``"documents"`` on one host,
+            and otherwise includes it.
         links: ``(bandwidth, latency)`` of the links between hosts or, on one host, within it, for
             the choice of ``plan`` and ``head_parallel``: bytes per second of a rank and direction,
             and seconds. ``None`` means, on one host, those of rank 0's device in

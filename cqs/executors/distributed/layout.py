@@ -6,11 +6,24 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from cqs.executors.distributed.document_needs import DocumentNeeds, Wanted
 from cqs.patterns import BoundPattern
+from cqs.patterns.bound_documents import BoundDocuments, Integers
 from cqs.ranges import contains, moved, overlap
-from cqs.scheduler import AttentionShape, Kind, Plan, Step, make_plan
-from cqs.scheduler.cost_model import MACHINES, ChunkRule, Machine, Workload, predict
+from cqs.scheduler import AttentionShape, Documents, Kind, Plan, Step, make_plan
+from cqs.scheduler.cost_model import (
+    MACHINES,
+    ChunkRule,
+    Machine,
+    Prediction,
+    Workload,
+    predict,
+)
+from cqs.scheduler.document_cost import join_shards, predict_documents
 from cqs.scheduler.kinds import fit_kind
+from cqs.scheduler.placement import Ranges, count_rows
 from cqs.scheduler.task import join_ranges
 
 Lengths = tuple[int, ...]
@@ -63,28 +76,36 @@ class Route:
         )
 
     @cached_property
+    def _numbers(self) -> Integers:
+        """Number of rows of every rank's shard that every rank requires, ``[ranks, ranks]``."""
+        ranges = [
+            (rank, tokens.start, tokens.stop)
+            for rank, wanted in enumerate(self.wanted)
+            for tokens in wanted
+        ]
+        marks = np.array([0, *(shard.stop for shard in self.shards)])
+        return count_rows(marks, Ranges(*np.array(ranges, np.int64).reshape(-1, 3).T))
+
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Number of rows that this rank sends to every rank, itself included."""
-        return tuple(sum(map(len, ranges)) for ranges in self.sends)
+        return tuple(self._numbers[self.rank].tolist())
 
     @cached_property
     def receives(self) -> tuple[int, ...]:
         """Number of rows that this rank receives from every rank, itself included."""
-        return tuple(sum(map(len, _common(shard, self.held))) for shard in self.shards)
+        return tuple(self._numbers[:, self.rank].tolist())
 
     @cached_property
     def offsets(self) -> tuple[PackOffsets, PackOffsets]:
         """Send buffer offsets of shard rows, and of results, which are sent in reverse."""
-        numbers = [
-            [
-                0 if owner == other else sum(map(len, _common(shard, ranges)))
-                for other, ranges in enumerate(self.wanted)
-            ]
-            for owner, shard in enumerate(self.shards)
-        ]
+        numbers = self._numbers.copy()
+        np.fill_diagonal(numbers, 0)
         out, home = (
-            PackOffsets(tuple(sum(row[: self.rank]) for row in each), max(map(sum, each)))
-            for each in (numbers, list(zip(*numbers, strict=True)))
+            PackOffsets(
+                tuple(each[:, : self.rank].sum(axis=1).tolist()), int(each.sum(axis=1).max())
+            )
+            for each in (numbers, numbers.T)
         )
         return out, home
 
@@ -225,25 +246,67 @@ def lay_out(
     num_pairs = None if bound is None else bound.num_pairs
     workload = Workload(lengths[0], shape, is_causal, lengths[1], num_pairs)
     passes = "both" if with_gradients else "forward"
-    chosen = predict(
-        "cqs", workload, num_ranks, machine, passes, _SLACK, plan=plan, head_parallel=head_parallel
+    chosen = _choose(
+        workload, bound, seqlens_q, seqlens_kv, machine, passes, plan, head_parallel, tile
     )
-    if chosen is None:  # the kind fits no number of tasks: raise its error
-        degree = 1 if isinstance(head_parallel, str) else head_parallel
-        fit_kind(plan or "quorums", num_ranks // degree)
-    assert chosen is not None and chosen.kind is not None, "other plans fit a degree of 1"
     kind, head_parallel = chosen.kind, chosen.head_parallel
+    assert kind is not None
+    if isinstance(kind, Documents) and not kind.shards:
+        shards, key_shards = (join_shards(each, head_parallel) for each in (seqlens_q, seqlens_kv))
+        kind = Documents(shards, key_shards, kind.tolerance)
     num_tasks = num_ranks // head_parallel
     plan_of_tasks = make_plan(
         *lengths, num_tasks=num_tasks, is_causal=is_causal, kind=kind, tile=tile, pattern=pattern
     )
-    tasks = [plan_of_tasks.task(r // head_parallel) for r in range(num_ranks)]
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
-    if kind.is_final and with_gradients:
+    find = _find_document_needs if isinstance(kind, Documents) else _find_needs
+    split, wanted_results, wanted_queries, wanted_keys = find(
+        plan_of_tasks, shards_q, shards_kv, rank, head_parallel, with_gradients
+    )
+    of_queries = of_results = Route(shards_q, wanted_results, rank)
+    if wanted_queries != wanted_results:
+        of_queries = Route(shards_q, wanted_queries, rank)
+    of_keys = Route(shards_kv, wanted_keys, rank)
+    if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
+        of_keys = of_queries
+    number = replace(workload, num_pairs=plan_of_tasks.live_pairs).num_chunks(
+        num_ranks, head_parallel, num_chunks, is_backward=with_gradients, kind=kind, rule=chunk_rule
+    )
+    chunks = _make_chunks(number, num_ranks, head_parallel, shape)
+    own = shards_q[rank], shards_kv[rank]
+    return Layout(plan_of_tasks, *split, *own, of_queries, of_keys, of_results, chunks)
+
+
+def _find_needs(
+    plan: Plan,
+    shards_q: Sequence[range],
+    shards_kv: Sequence[range],
+    rank: int,
+    head_parallel: int,
+    with_gradients: bool,
+) -> tuple[SplitSteps, Wanted, Wanted, Wanted]:
+    """Return the steps of a rank, and the tokens that every rank requires for its task.
+
+    Args:
+        plan: The plan of ``ranks / head_parallel`` tasks.
+        shards_q: For every rank, the positions of its queries.
+        shards_kv: For every rank, the positions of its keys.
+        rank: The rank to lay out.
+        head_parallel: Number of ranks of a task.
+        with_gradients: Whether a backward pass will follow.
+
+    Returns:
+        The steps of the rank; the queries of which every rank returns results, those that it
+        receives, and the keys that it receives.
+    """
+    is_final = plan.kind.is_final
+    bound = None if plan.pattern is None else plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
+    tasks = [plan.task(r // head_parallel) for r in range(len(shards_q))]
+    if is_final and with_gradients:
         splits = [SplitSteps((), (), task.steps) for task in tasks]
     else:
         splits = [
-            split_steps(task.steps, own_queries, range(0) if kind.is_final else own_keys, bound)
+            split_steps(task.steps, own_queries, range(0) if is_final else own_keys, bound)
             for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
         ]
     wanted_results = [join_ranges(step.queries for step in split.away) for split in splits]
@@ -256,18 +319,63 @@ def lay_out(
             keys_of(step for part in split[1:] if not see_only(own_keys, part) for step in part)
             for split, own_keys in zip(splits, shards_kv, strict=True)
         ]
-    of_queries = of_results = Route(shards_q, wanted_results, rank)
-    if wanted_queries != wanted_results:
-        of_queries = Route(shards_q, wanted_queries, rank)
-    of_keys = Route(shards_kv, wanted_keys, rank)
-    if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
-        of_keys = of_queries
-    number = replace(workload, num_pairs=plan_of_tasks.live_pairs).num_chunks(
-        num_ranks, head_parallel, num_chunks, is_backward=with_gradients, kind=kind, rule=chunk_rule
+    return splits[rank], wanted_results, wanted_queries, wanted_keys
+
+
+def _find_document_needs(
+    plan: Plan,
+    shards_q: Sequence[range],
+    shards_kv: Sequence[range],
+    rank: int,
+    head_parallel: int,
+    with_gradients: bool,
+) -> tuple[SplitSteps, Wanted, Wanted, Wanted]:
+    """Return what :func:`_find_needs` does, without the steps of other ranks."""
+    needs = DocumentNeeds(plan.placement, shards_q, shards_kv, head_parallel)
+    if with_gradients:
+        split, results = SplitSteps((), (), needs.steps(needs.all, rank)), needs.listed(needs.all)
+        return split, results, results, needs.listed(needs.keys)
+    split = SplitSteps((), *(needs.steps(each, rank) for each in (needs.home, needs.away)))
+    results = needs.listed(needs.away)
+    return split, results, results, needs.listed(needs.remote_keys())
+
+
+def _choose(
+    workload: Workload,
+    bound: BoundPattern | None,
+    seqlens_q: Lengths,
+    seqlens_kv: Lengths,
+    machine: Machine,
+    passes: str,
+    plan: Kind | str | None,
+    head_parallel: int | str,
+    tile: int,
+) -> Prediction:
+    """Choose the kind of the plan and the head-parallel degree; see :func:`lay_out`."""
+    num_ranks, found = len(seqlens_q), None
+    if isinstance(bound, BoundDocuments) and plan in (None, "any", "documents"):
+        found = predict_documents(
+            workload,
+            bound,
+            seqlens_q,
+            seqlens_kv,
+            machine,
+            passes,
+            head_parallel=head_parallel,
+            tile=tile,
+        )
+        least = workload.one_device_seconds(machine, passes) / num_ranks
+        is_one_host = plan is None and machine.devices_per_node >= num_ranks
+        if plan == "documents" or is_one_host or found.seconds <= (1 + _SLACK) * least:
+            return found
+    chosen = predict(
+        "cqs", workload, num_ranks, machine, passes, _SLACK, plan=plan, head_parallel=head_parallel
     )
-    chunks = _make_chunks(number, num_ranks, head_parallel, shape)
-    own = shards_q[rank], shards_kv[rank]
-    return Layout(plan_of_tasks, *splits[rank], *own, of_queries, of_keys, of_results, chunks)
+    if chosen is None:  # the kind fits no number of tasks: raise its error
+        degree = 1 if isinstance(head_parallel, str) else head_parallel
+        fit_kind(plan or "quorums", num_ranks // degree)
+    assert chosen is not None, "other plans fit a degree of 1"
+    return chosen if found is None or chosen.seconds < found.seconds else found
 
 
 def _make_chunks(

@@ -1,13 +1,14 @@
 """The kinds of plans: which pairs of token groups a task computes."""
 
-from math import isqrt
+import math
 from typing import Any
 
+from cqs.scheduler.kinds.documents import Documents
 from cqs.scheduler.kinds.grid import Grid2D
 from cqs.scheduler.kinds.hosts import Hosts
 from cqs.scheduler.kinds.quorums import Quorums
 
-Kind = Quorums | Grid2D | Hosts
+Kind = Quorums | Grid2D | Hosts | Documents
 """A frozen value that says how to divide a problem. Every kind has these members:
 
 - ``fit(num_tasks)`` checks the kind against the number of tasks and returns the kind of a plan.
@@ -19,10 +20,11 @@ Kind = Quorums | Grid2D | Hosts
 
 def check_kind(kind: Kind | str, name: str = "kind") -> Kind | str:
     """Return a kind or the name of one, or raise TypeError or ValueError."""
-    if not isinstance(kind, Kind) and kind not in ("quorums", "rows", "grid"):
+    if not isinstance(kind, Kind) and kind not in ("quorums", "rows", "grid", "documents"):
         error = ValueError if isinstance(kind, str) else TypeError
         raise error(
-            f"{name} must be 'quorums', 'rows', 'grid', Quorums, Grid2D or Hosts, got {kind!r}"
+            f"{name} must be 'quorums', 'rows', 'grid', 'documents', Quorums, Grid2D, Hosts or "
+            f"Documents, got {kind!r}"
         )
     return kind
 
@@ -32,7 +34,7 @@ def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
 
     Args:
         kind: ``"quorums"`` with the best known interest set, ``"rows"``, ``"grid"`` with the most
-            equal numbers of query and key groups, or a kind.
+            equal numbers of query and key groups, ``"documents"``, or a kind.
         num_tasks: Number of tasks.
 
     Raises:
@@ -49,8 +51,10 @@ def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
     elif kind == "rows":
         kind = Grid2D(1, num_tasks)
     elif kind == "grid":
-        width = max(n for n in range(1, isqrt(num_tasks) + 1) if num_tasks % n == 0)
+        width = max(n for n in range(1, math.isqrt(num_tasks) + 1) if num_tasks % n == 0)
         kind = Grid2D(width, num_tasks // width)
+    elif kind == "documents":
+        kind = Documents()
     assert not isinstance(kind, str)
     return kind.fit(num_tasks)
 
@@ -59,8 +63,8 @@ def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
     """List the kinds that ``plan`` stands for.
 
     Args:
-        plan: ``"quorums"``, ``"rows"``, ``"grid"`` for all grids, ``"any"``, or a kind, which is
-            listed if it fits the number of tasks.
+        plan: ``"quorums"``, ``"rows"``, ``"grid"`` for all grids, ``"any"`` for all kinds without a
+            pattern, ``"documents"``, or a kind, which is listed if it fits the number of tasks.
         num_tasks: Number of tasks.
         per_host: Number of consecutive tasks of a host; ``"any"`` includes plans of hosts with at
             most so many tasks.
@@ -88,6 +92,10 @@ def read_kind(written: dict[str, Any]) -> Kind:
     """Return the kind of a plan's JSON object, with one of the fields of ``to_json``."""
     if "grid" in written:
         return Grid2D(*written["grid"])
+    if "documents" in written:
+        shards, key_shards, tolerance = written["documents"]
+        tolerance = math.inf if tolerance is None else tolerance
+        return Documents(tuple(shards), tuple(key_shards), tolerance)
     if "hosts" in written:
         outer, size = written["hosts"]
         kind: Any = read_kind(outer)

@@ -1,0 +1,177 @@
+"""The cost of plans of packed documents, and the choice among them.
+
+In contrast to :mod:`cqs.scheduler.cost_model`, work and traffic are those of the placement itself:
+moving rows from busy tasks to others costs their bytes and saves computation.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cqs.patterns.bound_documents import BoundDocuments
+from cqs.scheduler.cost_model import (
+    PASSES,
+    Machine,
+    Prediction,
+    Workload,
+    possible_head_parallel,
+)
+from cqs.scheduler.kinds import Documents
+from cqs.scheduler.placement import Placement, place_documents
+
+_TOLERANCES = (0.1, 0.3, 1.0)
+"""Tolerances that are tried if it is much faster not to balance the tasks at all."""
+_MOST_BALANCING = 1.5
+"""Time of balanced tasks, relative to that of others, from which tasks are not balanced. Below, the
+prediction of short exchanges, which latency dominates, is not accurate enough."""
+_MOST_TRAFFIC = 1.1
+"""Time of a head-parallel degree, relative to that of a higher one, from which the higher one is
+taken, which moves more bytes."""
+
+
+def predict_documents(
+    workload: Workload,
+    documents: BoundDocuments,
+    shards: tuple[int, ...],
+    key_shards: tuple[int, ...],
+    machine: Machine,
+    passes: str,
+    *,
+    tile: int,
+    head_parallel: int | str = "auto",
+) -> Prediction:
+    """Predict the costs of attention over packed documents, with the best degree and tolerance.
+
+    Args:
+        workload: The attention problem, with the live pairs of ``documents``.
+        documents: The live pairs.
+        shards: Number of queries of every device.
+        key_shards: Number of keys of every device.
+        machine: Throughput and links of the devices.
+        passes: ``"forward"``, ``"backward"`` or ``"both"``.
+        tile: Number of rows of a kernel's tile.
+        head_parallel: Head-parallel degree, or ``"auto"`` for all that the heads support.
+    """
+    shape = workload.shape
+    degrees: Sequence[int | str] = [head_parallel]
+    if isinstance(head_parallel, str):
+        degrees = possible_head_parallel(len(shards), shape.num_heads, shape.kv_heads)
+    chosen: Prediction | None = None
+    for degree in map(int, degrees):
+        least = _least_seconds(workload, len(shards), machine, passes, degree)
+        if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * least:
+            continue
+        held, key_held = (join_shards(each, degree) for each in (shards, key_shards))
+        of_tolerance = partial(
+            _predict, workload, documents, held, key_held, machine, passes, degree, tile
+        )
+        found = of_tolerance(Documents().tolerance)
+        if found.seconds > _MOST_BALANCING * least:
+            unmoved = of_tolerance(math.inf)
+            if found.seconds > _MOST_BALANCING * unmoved.seconds:
+                found = min(*map(of_tolerance, _TOLERANCES), unmoved, key=lambda one: one.seconds)
+        if chosen is None or chosen.seconds > _MOST_TRAFFIC * found.seconds:
+            chosen = found
+    assert chosen is not None, "there is a degree of 1"
+    return chosen
+
+
+def _predict(
+    workload: Workload,
+    documents: BoundDocuments,
+    shards: tuple[int, ...],
+    key_shards: tuple[int, ...],
+    machine: Machine,
+    passes: str,
+    degree: int,
+    tile: int,
+    tolerance: float,
+) -> Prediction:
+    """Predict the costs of one degree and tolerance; the shards are those of its tasks."""
+    placement = place_documents(documents, shards, key_shards, tile, tolerance)
+    seconds, received, peaks = zip(
+        *(
+            _predict_pass(workload, placement, machine, degree, is_backward=is_backward)
+            for is_backward in PASSES[passes]
+        ),
+        strict=True,
+    )
+    kind = Documents(shards, key_shards, tolerance)
+    return Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
+
+
+def join_shards(lengths: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """Return the lengths of as many consecutive shards together."""
+    return tuple(sum(lengths[i : i + number]) for i in range(0, len(lengths), number))
+
+
+def _least_seconds(
+    workload: Workload, num_devices: int, machine: Machine, passes: str, degree: int
+) -> float:
+    """Return a lower bound of the time: tasks are balanced and move nothing to each other."""
+    seconds = workload.one_device_seconds(machine, passes) / num_devices
+    queries, keys, _ = workload.shard_bytes(num_devices, degree)
+    for is_backward in PASSES[passes]:
+        chunks = workload.num_chunks(num_devices, degree, is_backward=is_backward, kind=Documents())
+        for number in (queries + keys, queries):
+            seconds += machine.exchange((degree - 1) * number / chunks)
+    return seconds
+
+
+def _predict_pass(
+    workload: Workload,
+    placement: Placement,
+    machine: Machine,
+    degree: int,
+    *,
+    is_backward: bool,
+) -> tuple[float, float, float]:
+    """Return seconds, bytes received and peak memory of the devices that have the most.
+
+    Args:
+        workload: The attention problem.
+        placement: The tasks, each of ``degree`` devices.
+        machine: Throughput and links of the devices.
+        degree: Head-parallel degree.
+        is_backward: Whether to predict the backward pass instead of the forward pass.
+    """
+    shape, loads = workload.part(degree), placement.live_pairs
+    num_tasks = len(loads)
+    kind, num_devices = Documents(), degree * num_tasks
+    chunks = workload.num_chunks(num_devices, degree, is_backward=is_backward, kind=kind)
+    row, key = shape.query_bytes(1), shape.key_bytes(1)
+    rows, keys = placement.moved
+
+    whole = workload.seconds(machine, is_backward=is_backward, calls=0)
+    per_row = workload.seconds(machine, is_backward=is_backward) - whole
+    computed = rows.sum(axis=0)
+    compute = whole * loads / max(loads.sum(), 1) + per_row * computed / max(workload.tokens, 1)
+    compute = compute / degree
+
+    node = np.arange(num_tasks) * degree // machine.devices_per_node
+    is_near = node[:, None] == node
+    # The devices of a task exchange the rows that stay in it, each for its own heads.
+    stays = np.full((num_tasks, num_tasks), 1.0)
+    np.fill_diagonal(stays, (degree - 1) / degree)
+
+    def exchange(moved: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of every task's exchange of bytes ``[holders, tasks]``."""
+        inside, outside = (
+            np.maximum(each.sum(axis=0), each.sum(axis=1)) / chunks
+            for each in (moved * is_near, moved * ~is_near)
+        )
+        seconds = np.maximum(inside / machine.bandwidth, outside / machine.between)
+        return np.where(seconds > 0, machine.latency + seconds, 0.0)
+
+    of_rows, of_keys = rows * stays * row, keys * stays * key
+    inputs, outputs = of_rows + of_keys, of_rows
+    if is_backward:
+        inputs, outputs = outputs, inputs
+    send, send_back = exchange(inputs), exchange(outputs)
+    seconds = np.maximum(compute, (chunks - 1) * (send + send_back)) + send + send_back
+    held = rows.sum(axis=0) * 2 * row + keys.sum(axis=0) * key
+    received = inputs.sum(axis=0) + outputs.sum(axis=1)
+    return float(seconds.max()), float(received.max()), float(held.max())

@@ -1,0 +1,301 @@
+"""Placement of packed documents: which task computes which queries, in arrays.
+
+Queries stay with the task that holds their tokens, except those that balance demands: tasks above a
+limit give rows to tasks below it. Rows with the most live pairs are given first, because sending a
+row costs the same whatever it sees. These are whole documents, or stretches of short ones, and a
+part of one document for the rest. Every query has all its keys in one task, so nothing is merged.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cqs.patterns.bound_documents import BoundDocuments, Integers
+from cqs.scheduler.cost import AttentionShape
+
+_UNITS = 64
+"""Stretches of short documents that a task's queries are divided into, which are given whole."""
+_SLACK = 0.005
+"""Live pairs, relative to the mean of the tasks, by which a cut may move to whole documents or
+tiles."""
+_KEY_COST = 0.25
+"""Bytes of a key and its value relative to those of a query and its output: KV heads per query
+head, here as in Llama 3."""
+
+
+class Ranges(NamedTuple):
+    """Disjoint ranges of tokens of several tasks: arrays of one length."""
+
+    task: Integers
+    """Index of the task, ascending."""
+    start: Integers
+    """First token, ascending within a task."""
+    stop: Integers
+    """Last token + 1."""
+
+    def of_task(self, index: int) -> "Ranges":
+        """Return the ranges of one task."""
+        first, end = np.searchsorted(self.task, (index, index + 1))
+        return Ranges(*(each[first:end] for each in self))
+
+    def listed(self) -> list[range]:
+        """Return the token ranges of all tasks."""
+        return list(map(range, self.start.tolist(), self.stop.tolist()))
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The tasks that compute the queries of packed documents, and the traffic that they require."""
+
+    documents: BoundDocuments
+    """The live pairs."""
+    marks: Integers
+    """First query that each task holds, and the number of queries."""
+    key_marks: Integers
+    """First key that each task holds, and the number of keys."""
+    queries: Ranges
+    """The queries that each task computes. All live pairs are in exactly one range."""
+
+    @cached_property
+    def live_pairs(self) -> Integers:
+        """Number of live pairs of each task."""
+        task, *ends = self.queries
+        before, after = map(self.documents.live_before, ends)
+        return count_by(task, after - before, len(self.marks) - 1)
+
+    @property
+    def balance(self) -> float:
+        """Live pairs of the busiest task, relative to the mean of all tasks."""
+        return float(self.live_pairs.max() / max(self.live_pairs.mean(), 1))
+
+    @cached_property
+    def keys(self) -> Ranges:
+        """The keys that each task reads."""
+        task, *ends = self.queries
+        return unite(Ranges(task, *self.documents.keys_of(*ends)))
+
+    def keys_of(self, queries: range) -> range:
+        """Return the keys that queries read, which have a live pair."""
+        ends = np.array([[queries.start], [queries.stop]])
+        (start,), (stop,) = self.documents.keys_of(*ends)
+        return range(int(start), int(stop))
+
+    @cached_property
+    def moved(self) -> tuple[Integers, Integers]:
+        """Numbers of queries and of keys that each task holds and each task computes with.
+
+        Two arrays ``[num_tasks, num_tasks]``, holders first; the diagonals stay where they are.
+        """
+        return count_rows(self.marks, self.queries), count_rows(self.key_marks, self.keys)
+
+    def moved_bytes(self, shape: AttentionShape) -> int:
+        """Return the bytes that all tasks receive and return in a forward pass."""
+        queries, keys = (int(rows.sum() - rows.trace()) for rows in self.moved)
+        output = shape.batch * shape.num_heads * queries * shape.value_columns * shape.itemsize
+        return shape.query_bytes(queries) + shape.key_bytes(keys) + output
+
+
+@lru_cache(maxsize=32)
+def place_documents(
+    documents: BoundDocuments,
+    shards: tuple[int, ...],
+    key_shards: tuple[int, ...],
+    tile: int,
+    tolerance: float,
+) -> Placement:
+    """Assign every query to a task.
+
+    Args:
+        documents: The live pairs.
+        shards: Number of queries that each task holds, one after another; together all queries.
+        key_shards: Number of keys that each task holds, one after another; together all keys.
+        tile: Number of rows of a kernel's tile; documents are cut at multiples if balance allows.
+        tolerance: Live pairs of a task above the mean, relative to the mean, from which it gives
+            rows to others; infinite if all rows stay.
+    """
+    marks, key_marks = (np.cumsum([0, *lengths]) for lengths in (shards, key_shards))
+    loads = np.diff(documents.live_before(marks))
+    limit = (1 + tolerance) * max(loads.mean(), 1)
+    slack = _SLACK * loads.mean()
+    given = np.zeros((2, 0), np.int64)
+    if loads.max() > limit:
+        given = _choose_rows(documents, marks, loads, limit, tile)
+    ends, receivers = _divide(documents, given, limit - loads, slack, tile)
+    cuts = np.unique(np.concatenate([marks, *given, ends]))
+    starts, stops = cuts[:-1], cuts[1:]
+    task = np.searchsorted(marks, starts, side="right") - 1
+    if len(receivers):
+        last = np.maximum(np.searchsorted(given[0], starts, side="right") - 1, 0)
+        is_given = (given[0, last] <= starts) & (starts < given[1, last])
+        takers = receivers[np.searchsorted(ends, starts, side="right")]
+        task = np.where(is_given, takers, task)
+    live = np.diff(documents.live_before(cuts)) > 0
+    queries = unite(Ranges(task[live], starts[live], stops[live]))
+    return Placement(documents, marks, key_marks, queries)
+
+
+def _choose_rows(
+    documents: BoundDocuments, marks: Integers, loads: Integers, limit: float, tile: int
+) -> Integers:
+    """Choose the rows that tasks above the limit give away.
+
+    Args:
+        documents: The live pairs.
+        marks: First query of each task, and the number of queries.
+        loads: Live pairs of each task's queries.
+        limit: Live pairs that a task keeps at most.
+        tile: Number of rows of a kernel's tile.
+
+    Returns:
+        Ranges of queries ``[2, number]`` in ascending order: the first ones, and the last + 1.
+    """
+    size = max(int(marks[-1]) // (len(loads) * _UNITS), 1)
+    is_long = documents.stops - documents.starts >= size
+    is_first = np.diff(documents.starts // size, prepend=-1) > 0
+    breaks = documents.starts[is_first | is_long], documents.stops[is_long]
+    cuts = np.unique(np.concatenate([marks, *breaks]))
+    before = documents.live_before(cuts)
+    pairs = np.diff(before)
+    has_pairs = pairs > 0
+    pairs, starts, stops = pairs[has_pairs], cuts[:-1][has_pairs], cuts[1:][has_pairs]
+    home = np.searchsorted(marks, starts, side="right") - 1
+    key_starts, key_stops = documents.keys_of(starts, stops)
+    value = pairs / (stops - starts + _KEY_COST * (key_stops - key_starts))
+    order = np.lexsort((-value, home))
+    cumulative = np.empty_like(pairs)
+    cumulative[order] = np.cumsum(pairs[order]) - pairs[order]
+    kept_before = cumulative - (np.cumsum(loads) - loads)[home]
+    wanted = np.clip((loads - limit)[home] - kept_before, 0, pairs)
+    # What remains of a stretch, or is given of it, is not worth a cut if it is little.
+    slack = _SLACK * loads.mean()
+    wanted[(wanted < pairs) & (wanted <= slack)] = 0
+    wanted = np.where((wanted > 0) & (pairs - wanted <= slack), pairs, wanted)
+    chosen = wanted > 0
+    wanted, starts, stops = wanted[chosen], starts[chosen], stops[chosen]
+    partial = wanted < pairs[chosen]
+    if partial.any():
+        widest = (limit - loads).max()
+        starts[partial], stops[partial] = _cut_part(
+            documents, starts[partial], stops[partial], wanted[partial], widest, slack, tile
+        )
+    return np.array([starts, stops])
+
+
+def _cut_part(
+    documents: BoundDocuments,
+    starts: Integers,
+    stops: Integers,
+    wanted: Integers,
+    widest: float,
+    slack: float,
+    tile: int,
+) -> tuple[Integers, Integers]:
+    """Return the rows within ranges that have about ``wanted`` live pairs and are cheap to send.
+
+    Late rows of a causal document see the most keys, so few of them are enough; but all keys before
+    them must be sent to each receiver. With a cost of c per key and r receivers, sending rows of
+    which the last sees b keys and the first a keys costs ``b - a + c r b``. For a given number of
+    pairs, ``b^2 - a^2``, the minimum has ``b = (1 + c r) a``.
+    """
+    before = documents.live_before(stops)
+    if documents.is_causal:
+        ratio = 1 + _KEY_COST * np.ceil(wanted / widest)
+        last_keys = np.sqrt(2 * wanted * ratio**2 / (ratio**2 - 1)).astype(np.int64)
+        _, key_stops = documents.keys_of(starts, stops)
+        document = np.searchsorted(documents.starts, stops, side="left") - 1
+        best = stops - np.maximum(key_stops - documents.key_starts[document] - last_keys, 0)
+        least = documents.rows_with(documents.live_before(starts) + np.ceil(wanted).astype(int))
+        best = np.maximum(best, np.minimum(least, stops))
+        is_inside = best > np.maximum(starts, documents.starts[document])
+        stops = np.where(is_inside, _snap(documents, best, slack, tile), stops)
+        before = documents.live_before(stops)
+    first = documents.rows_with(np.maximum(before - wanted.astype(np.int64), 0))
+    return np.clip(_snap(documents, first, slack, tile), starts, stops), stops
+
+
+def _divide(
+    documents: BoundDocuments, given: Integers, room: NDArray[np.float64], slack: float, tile: int
+) -> tuple[Integers, Integers]:
+    """Divide rows among as few tasks as have room for them.
+
+    Args:
+        documents: The live pairs.
+        given: Ranges of queries ``[2, number]``, ascending.
+        room: Live pairs that each task can take; negative if it gives rows.
+        slack: Live pairs by which a cut may move.
+        tile: Number of rows of a kernel's tile.
+
+    Returns:
+        Where the rows of one receiver end and those of the next begin, and the receivers.
+    """
+    if not given.size or not (room > 0).any():
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    before, after = documents.live_before(given)
+    reached = np.cumsum(after - before)
+    total = reached[-1]
+    order = np.argsort(-room, kind="stable")
+    filled = np.cumsum(np.maximum(room[order], 0))
+    number = min(int(np.searchsorted(filled, total - slack)) + 1, np.count_nonzero(room > 0))
+    receivers = np.sort(order[:number])
+    ends = np.cumsum(room[receivers])
+    ends = (ends * (total / ends[-1])).astype(np.int64)[:-1]
+    place = np.searchsorted(reached, ends, side="right")
+    place = np.minimum(place, len(reached) - 1)
+    rows = documents.rows_with(after[place] - (reached[place] - ends))
+    return np.clip(_snap(documents, rows, slack, tile), *given[:, place]), receivers
+
+
+def _snap(documents: BoundDocuments, rows: Integers, slack: float, tile: int) -> Integers:
+    """Move cuts to ends of documents, else to multiples of the tile within them, within slack."""
+    document = np.maximum(np.searchsorted(documents.starts, rows, side="right") - 1, 0)
+    first, last = documents.starts[document], documents.stops[document]
+    aligned = np.minimum(first + (rows - first + tile // 2) // tile * tile, last)
+    border = np.where(rows - first < last - rows, first, last)
+    before, found = documents.live_before(rows), rows
+    for moved in (aligned, border):
+        found = np.where(np.abs(documents.live_before(moved) - before) <= slack, moved, found)
+    return found
+
+
+def unite(ranges: Ranges) -> Ranges:
+    """Sort ranges by task and token, and join overlapping and adjacent ones of one task."""
+    task, start, stop = ranges
+    if not len(task):
+        return ranges
+    order = np.lexsort((start, task))
+    task, start, stop = task[order], start[order], stop[order]
+    shift = task * (int(stop.max()) + 2)  # ranges of different tasks do not touch
+    reached = np.maximum.accumulate(stop + shift)
+    first = np.flatnonzero(np.append(True, start[1:] + shift[1:] > reached[:-1]))
+    last = np.append(first[1:], len(task)) - 1
+    return Ranges(task[first], start[first], reached[last] - shift[first])
+
+
+def count_rows(marks: Integers, ranges: Ranges) -> Integers:
+    """Return the number of tokens that each task holds and each task has in its ranges.
+
+    Args:
+        marks: First token that each task holds, and the number of tokens.
+        ranges: Ranges of as many tasks.
+
+    Returns:
+        Numbers of tokens ``[num_tasks, num_tasks]``, holders first.
+    """
+    first = np.searchsorted(marks, ranges.start, side="right") - 1
+    number = np.searchsorted(marks, ranges.stop, side="left") - first
+    i = np.repeat(np.arange(len(number)), number)
+    holder = first[i] + np.arange(len(i)) - np.repeat(np.cumsum(number) - number, number)
+    stops, starts = ranges.stop[i], ranges.start[i]
+    rows = np.minimum(stops, marks[holder + 1]) - np.maximum(starts, marks[holder])
+    num_tasks = len(marks) - 1
+    return count_by(holder * num_tasks + ranges.task[i], rows, num_tasks**2).reshape(num_tasks, -1)
+
+
+def count_by(index: Integers, numbers: Integers, size: int) -> Integers:
+    """Return the sums of the numbers with each index from 0 to ``size - 1``."""
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, index, numbers)
+    return sums

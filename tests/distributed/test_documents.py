@@ -1,0 +1,175 @@
+"""Packed documents under context parallelism: placement, traffic and exact results."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from programs import errors_without_gradients, largest_errors
+
+from benchmarks.cases import Case
+from cqs.executors.distributed.layout import lay_out
+from cqs.patterns import documents, sliding_window
+from cqs.scheduler import AttentionShape, Documents, Plan, make_plan
+from cqs.scheduler.cost_model import FETCHED, MACHINES, possible_head_parallel
+
+NUM_PACKINGS = 500
+BATCH = 25
+
+
+def random_ends(generator, length, number):
+    """Return cumulative lengths of some empty, short and long documents."""
+    return [0, *sorted(generator.randint(0, length) for _ in range(number))]
+
+
+def random_pattern(generator, length, *, is_causal=None):
+    """Return packed documents of up to ``length`` tokens, and the lengths of a problem."""
+    number = generator.randint(0, 12)
+    ends, ends_kv = random_ends(generator, length, number), None
+    if generator.random() < 0.3:
+        ends_kv = random_ends(generator, length, number)
+    if is_causal is None:
+        is_causal = generator.random() < 0.7
+    spare = generator.choice([0, 0, 3]) if min(ends[-1], (ends_kv or ends)[-1]) > 1 else 2
+    lengths = ends[-1] + spare, (ends_kv or ends)[-1] + spare
+    return documents(ends, ends_kv, is_causal=is_causal), lengths
+
+
+def random_cuts(generator, length, number):
+    return [0, *sorted(generator.randint(0, length) for _ in range(number - 1)), length]
+
+
+def random_packing(generator, num_ranks):
+    """Return a case, random shards of it, and options of ``cqs.distributed.attention``."""
+    pattern, lengths = random_pattern(generator, 90)
+    num_heads, num_kv_heads = generator.choice([(4, 4), (4, 2), (4, 1), (3, 3), (8, 2)])
+    case = Case("packed", *lengths, num_heads, num_kv_heads, head_dim=8, pattern=pattern)
+    cuts = [random_cuts(generator, length, num_ranks) for length in lengths]
+    options = {"num_chunks": generator.randint(1, 3)}
+    if generator.random() < 0.8:  # the smallest problems are not balanced by themselves
+        degrees = possible_head_parallel(num_ranks, num_heads, num_kv_heads)
+        options["head_parallel"] = generator.choice(degrees)
+        options["plan"] = Documents(tolerance=generator.choice([0.0, 0.01, 0.3, math.inf]))
+    return case, cuts, options
+
+
+@pytest.mark.slow
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("batch", range(NUM_PACKINGS // BATCH))
+def test_random_packings_are_exact(ranks, batch):
+    generator, num_ranks = random.Random(batch), 8 - batch % 8
+    problems = [random_packing(generator, num_ranks) for _ in range(BATCH)]
+    for program in (largest_errors, errors_without_gradients):
+        found = ranks.run(num_ranks, program, problems)
+        for *errors, problem in zip(*found, problems, strict=True):
+            assert max(errors) < 1e-10, problem
+
+
+def test_plans_of_documents_are_valid():
+    generator = random.Random(0)
+    for _ in range(300):
+        (pattern, lengths), num_tasks = random_pattern(generator, 300), generator.randint(1, 9)
+        kind = Documents(tolerance=generator.choice([0.0, 0.01, 0.3, math.inf]))
+        if generator.random() < 0.5:
+            cuts = (random_cuts(generator, length, num_tasks) for length in lengths)
+            kind = Documents(*(tuple(np.diff(each).tolist()) for each in cuts), kind.tolerance)
+        tile = generator.choice([1, 16])
+        plan = make_plan(*lengths, num_tasks=num_tasks, kind=kind, tile=tile, pattern=pattern)
+        plan.validate()
+        assert Plan.from_json(plan.to_json(list_tasks=True), pattern) == plan
+        placement = plan.placement
+        assert [task.live_pairs for task in plan.tasks] == placement.live_pairs.tolist()
+        if math.isinf(kind.tolerance):
+            moved, _ = placement.moved
+            assert moved.sum() == moved.trace()
+        else:
+            mean, widest = placement.live_pairs.mean(), max(lengths[1], 1)
+            most = (1 + kind.tolerance + 0.01) * mean + widest
+            assert placement.live_pairs.max() <= most, (kind, pattern)
+
+
+def lay_out_all(pattern, lengths, num_ranks, shape, **options):
+    """Return the layouts of all ranks, with equal shards."""
+    shards = tuple(np.diff([lengths * r // num_ranks for r in range(num_ranks + 1)]).tolist())
+    defaults = {
+        "head_parallel": "auto",
+        "num_chunks": None,
+        "is_causal": False,
+        "plan": None,
+        "tile": 128,
+        "chunk_rule": FETCHED,
+        "with_gradients": True,
+        "machine": MACHINES["H200"],
+    }
+    return [
+        lay_out(shards, shards, rank, shape, pattern=pattern, **defaults | options)
+        for rank in range(num_ranks)
+    ]
+
+
+def test_documents_within_shards_stay_there():
+    """Documents of equal length whose ends are ends of shards: nobody sends anything."""
+    for layout in lay_out_all(documents(range(0, 65537, 1024)), 65536, 8, AttentionShape(8, 64)):
+        assert isinstance(layout.plan.kind, Documents)
+        assert layout.of_queries.stays and layout.of_keys.stays
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_long_document_is_divided_among_ranks_with_short_ones(with_gradients):
+    """Every rank has its share of the work, and receives less than half of an all-gather's."""
+    shape = AttentionShape(32, 128, num_kv_heads=8)
+    pattern = documents([*range(0, 65536, 512), *range(65536 + 49152, 131073, 512)])
+    layouts = lay_out_all(pattern, 131072, 8, shape, with_gradients=with_gradients)
+    loads = [sum(step.live_pairs for step in layout.steps) for layout in layouts]
+    assert sum(loads) == layouts[0].plan.live_pairs
+    assert max(loads) < 1.03 * sum(loads) / 8
+    placement = layouts[0].plan.placement
+    all_gather = 7 * shape.key_bytes(131072)
+    assert placement.moved_bytes(shape) < all_gather / 2
+    keys = sum(sum(each.of_keys.receives) - each.of_keys.lengths[each.rank] for each in layouts)
+    assert keys == placement.moved[1].sum() - placement.moved[1].trace()
+
+
+def test_keys_of_documents_are_received_once():
+    """Routes have exactly the rows of the steps, with and without gradients."""
+    generator = random.Random(1)
+    for _ in range(40):
+        pattern, lengths = random_pattern(generator, 400)
+        if lengths[0] != lengths[1]:
+            continue
+        num_ranks = generator.randint(1, 8)
+        degrees = possible_head_parallel(num_ranks, 8, 4)
+        options = {
+            "head_parallel": generator.choice(degrees),
+            "plan": Documents(tolerance=generator.choice([0.0, math.inf])),
+            "with_gradients": generator.random() < 0.5,
+            "tile": 1,
+        }
+        shape = AttentionShape(8, 16, num_kv_heads=4)
+        layouts = lay_out_all(pattern, lengths[0], num_ranks, shape, **options)
+        for layout in layouts:
+            read = {key for step in layout.steps for keys in step.keys for key in keys}
+            held = {key for keys in layout.of_keys.held for key in keys}
+            assert held <= read
+            assert read <= held | set(layout.keys)
+            away = [step.queries for step in layout.away_steps]
+            assert [row for rows in layout.of_results.held for row in rows] == [
+                row for rows in away for row in rows
+            ]
+
+
+def test_kinds_of_documents_are_checked():
+    with pytest.raises(ValueError, match="kind must not be Documents without a pattern"):
+        make_plan(20, num_tasks=2, kind="documents")
+    with pytest.raises(ValueError, match="kind must not be Documents without a pattern"):
+        make_plan(20, num_tasks=2, kind="documents", pattern=sliding_window(3))
+    pattern = documents([0, 20])
+    with pytest.raises(ValueError, match=r"shards must be of 2 tasks, got \(20,\)"):
+        make_plan(20, num_tasks=2, kind=Documents((20,)), pattern=pattern)
+    with pytest.raises(ValueError, match=r"shards must have 20 tokens together, got \(1, 2\)"):
+        make_plan(20, num_tasks=2, kind=Documents((1, 2)), pattern=pattern)
+    with pytest.raises(ValueError, match="tolerance must be at least 0, got -1"):
+        Documents(tolerance=-1)
+    plan = make_plan(20, num_tasks=2, pattern=pattern)
+    with pytest.raises(ValueError, match="kind must be Documents for a placement"):
+        plan.placement.balance  # noqa: B018
