@@ -21,6 +21,7 @@ BENCHMARKS = {
     "ray": "tasks on Ray actors, by parts of a run",
     "sharded": "overhead of Ray for calls on sharded sequences, and recovery from failures",
     "patterns": "sparse patterns compared with dense attention and FlexAttention",
+    "packed": "plans of packed documents: planning time, balance, bytes moved",
     "streaming": "attention under a memory budget",
     "peers": "methods of context parallelism on the same GPUs, under torchrun",
     "case-study": "memory and time of one of W tasks, as published",

@@ -100,17 +100,26 @@ class BoundDocuments(BoundPattern):
 
     @cached_property
     def _cumulative(self) -> Integers:
-        pairs = self._pairs_of_rows(self.stops - self.starts, slice(None))
+        pairs = self._sizes[0] * self._sizes[1]
+        if self.is_causal:
+            pairs = _triangles(self._sizes[1]) - _triangles(self._ahead)
         cumulative: Integers = np.concatenate([[0], np.cumsum(pairs)])
         return cumulative
 
-    def _pairs_of_rows(self, rows: Integers, documents: Any) -> Integers:
-        """Return the live pairs of the first rows of documents."""
-        num_keys = self.key_stops[documents] - self.key_starts[documents]
-        ahead = num_keys - (self.stops[documents] - self.starts[documents])
-        # Row i of a causal document sees i + 1 + ahead keys, or none.
-        pairs: Integers = rows * num_keys
-        return _triangles(rows + ahead) - _triangles(ahead) if self.is_causal else pairs
+    @cached_property
+    def _sizes(self) -> tuple[Integers, Integers]:
+        """Number of queries and of keys of every document."""
+        return self.stops - self.starts, self.key_stops - self.key_starts
+
+    @cached_property
+    def _ahead(self) -> Integers:
+        """Keys minus queries of every document: row i of a causal one sees ``i + 1 + ahead``."""
+        return self._sizes[1] - self._sizes[0]
+
+    @cached_property
+    def _offsets(self) -> Integers:
+        """Live pairs before every document, less those that its missing first rows would have."""
+        return self._cumulative[:-1] - _triangles(self._ahead)
 
     def live_before(self, rows: Integers) -> Integers:
         """Return the number of live pairs of all queries before each of the given ones.
@@ -120,11 +129,13 @@ class BoundDocuments(BoundPattern):
         """
         if not len(self.starts):
             return np.zeros_like(rows)
-        document = np.searchsorted(self.starts, rows, side="right") - 1
-        inside = np.maximum(document, 0)
-        own = np.clip(rows - self.starts[inside], 0, self.stops[inside] - self.starts[inside])
-        found: Integers = self._cumulative[inside] + self._pairs_of_rows(own, inside)
-        return found
+        document = np.maximum(np.searchsorted(self.starts, rows, side="right") - 1, 0)
+        own = np.maximum(np.minimum(rows, self.stops[document]) - self.starts[document], 0)
+        if self.is_causal:
+            found = self._offsets[document] + _triangles(own + self._ahead[document])
+        else:
+            found = self._cumulative[document] + own * self._sizes[1][document]
+        return np.asarray(found)
 
     def rows_with(self, live_pairs: Integers) -> Integers:
         """Return query indices before which there are about so many live pairs.
@@ -132,20 +143,15 @@ class BoundDocuments(BoundPattern):
         Args:
             live_pairs: Numbers of live pairs, at most that of all.
         """
-        document = np.searchsorted(self._cumulative, live_pairs, side="right") - 1
-        document = np.clip(document, 0, len(self.starts) - 1)
-        rest = live_pairs - self._cumulative[document]
-        num_rows = self.stops[document] - self.starts[document]
-        num_keys = self.key_stops[document] - self.key_starts[document]
+        document = np.searchsorted(self._cumulative[1:-1], live_pairs, side="right")
         if self.is_causal:
-            ahead = num_keys - num_rows
-            # The root of T(x) = T(ahead) + rest for the triangle T(x) = x (x + 1) / 2.
-            root = np.sqrt(2.0 * (_triangles(ahead) + rest) + 0.25) - 0.5
-            rows = np.rint(root).astype(np.int64) - ahead
+            # The root of the triangle T(x) = x (x + 1) / 2.
+            triangle = live_pairs - self._offsets[document]
+            exact = np.sqrt(2.0 * triangle + 0.25) - 0.5 - self._ahead[document]
         else:
-            rows = np.rint(rest / num_keys).astype(np.int64)
-        found: Integers = self.starts[document] + np.clip(rows, 0, num_rows)
-        return found
+            exact = (live_pairs - self._cumulative[document]) / self._sizes[1][document]
+        rows = np.minimum(np.rint(exact).astype(np.int64), self._sizes[0][document])
+        return np.asarray(self.starts[document] + np.maximum(rows, 0))
 
     def keys_of(self, starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
         """Return the first key and the last + 1 that ranges of queries read.

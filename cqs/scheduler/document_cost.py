@@ -59,9 +59,12 @@ def predict_documents(
     degrees: Sequence[int | str] = [head_parallel]
     if isinstance(head_parallel, str):
         degrees = possible_head_parallel(len(shards), shape.num_heads, shape.kv_heads)
+    balanced = workload.one_device_seconds(machine, passes) / len(shards)
     chosen: Prediction | None = None
     for degree in map(int, degrees):
-        least = _least_seconds(workload, len(shards), machine, passes, degree)
+        if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * balanced:
+            break
+        least = balanced + _least_exchange(workload, len(shards), machine, passes, degree)
         if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * least:
             continue
         held, key_held = (join_shards(each, degree) for each in (shards, key_shards))
@@ -108,11 +111,13 @@ def join_shards(lengths: tuple[int, ...], number: int) -> tuple[int, ...]:
     return tuple(sum(lengths[i : i + number]) for i in range(0, len(lengths), number))
 
 
-def _least_seconds(
+def _least_exchange(
     workload: Workload, num_devices: int, machine: Machine, passes: str, degree: int
 ) -> float:
-    """Return a lower bound of the time: tasks are balanced and move nothing to each other."""
-    seconds = workload.one_device_seconds(machine, passes) / num_devices
+    """Return the seconds that sends are exposed if tasks move nothing to each other."""
+    if degree == 1:
+        return 0.0
+    seconds = 0.0
     queries, keys, _ = workload.shard_bytes(num_devices, degree)
     for is_backward in PASSES[passes]:
         chunks = workload.num_chunks(num_devices, degree, is_backward=is_backward, kind=Documents())

@@ -59,8 +59,8 @@ def make_plan(
             up to one tile.
         pattern: A :class:`cqs.patterns.Pattern`, the same for all heads. Only pairs that it allows
             are computed; with ``is_causal``, only pairs that the causal mask allows too. No task
-            of a quorum or row plan exceeds the mean by more than 1 % (a document plan: 2 %) or, if
-            larger, one row or one tile of rows; tasks may have less than the mean.
+            of a quorum or row plan exceeds the mean by more than 1 %, and none of a document plan
+            by more than 2.5 % or, if larger, one row or one tile of rows; tasks may have less.
 
     Returns:
         The plan. Repeated calls with the same arguments may return the same object.

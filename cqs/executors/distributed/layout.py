@@ -86,6 +86,11 @@ class Route:
         marks = np.array([0, *(shard.stop for shard in self.shards)])
         return count_rows(marks, Ranges(*np.array(ranges, np.int64).reshape(-1, 3).T))
 
+    @property
+    def num_moved(self) -> int:
+        """Number of rows that all ranks send to others."""
+        return int(self._numbers.sum() - self._numbers.trace())
+
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Number of rows that this rank sends to every rank, itself included."""
@@ -194,6 +199,22 @@ class Layout:
     def num_keys(self) -> int:
         """Number of distinct keys that the steps read."""
         return sum(map(len, keys_of(self.steps)))
+
+    def moved_bytes(self, shape: AttentionShape) -> int:
+        """Return the bytes that all ranks send to others in a forward pass, without LSEs.
+
+        Args:
+            shape: Heads, head dimensions, batch and element size of the shards.
+        """
+        num_heads, kv_heads, _ = (
+            sum(len(of_ranks[0]) for of_ranks in each)
+            for each in zip(*(chunk.heads for chunk in self.chunks), strict=True)
+        )
+        part = replace(shape, num_heads=num_heads, num_kv_heads=kv_heads)
+        output = part.batch * part.num_heads * part.value_columns * part.itemsize
+        queries, keys = self.of_queries.num_moved, self.of_keys.num_moved
+        sent = part.query_bytes(queries) + part.key_bytes(keys)
+        return sent + output * self.of_results.num_moved
 
     @property
     def is_final(self) -> bool:

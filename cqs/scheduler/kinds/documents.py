@@ -27,7 +27,7 @@ class Documents:
     """Number of queries that each task holds; ``()`` means token groups."""
     key_shards: tuple[int, ...] = ()
     """Number of keys that each task holds; ``()`` means equal parts."""
-    tolerance: float = 0.01
+    tolerance: float = 0.015
     """Live pairs of a task above the mean, relative to it, from which the task gives rows away."""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,320 @@
+"""Plans of packed documents: planning time, balance and bytes moved, by document lengths."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.options import add_common
+from benchmarks.publish import publish
+from benchmarks.timing import track
+from cqs.executors.distributed.layout import Layout, lay_out
+from cqs.patterns import Pattern, documents
+from cqs.report.measurement import Measurement, summarize
+from cqs.scheduler import AttentionShape
+from cqs.scheduler.cost_model import FETCHED
+from cqs.worker.work import make_work
+
+_SHAPE = AttentionShape(32, 128, num_kv_heads=8)
+"""Heads of a layer of Llama 3 8B."""
+_TILE = 128
+
+_CORPORA = {
+    "pile": (
+        (32, 29931),
+        (64, 63955),
+        (96, 64939),
+        (128, 70109),
+        (160, 71745),
+        (192, 70039),
+        (224, 67682),
+        (256, 59416),
+        (288, 53688),
+        (320, 38126),
+        (352, 30705),
+        (384, 25864),
+        (416, 22355),
+        (448, 19422),
+        (480, 17154),
+        (512, 15142),
+        (544, 13648),
+        (576, 12338),
+        (608, 11102),
+        (640, 10029),
+        (704, 17699),
+        (768, 15366),
+        (832, 13425),
+        (896, 11622),
+        (960, 10074),
+        (1056, 12990),
+        (1152, 10747),
+        (1280, 11763),
+        (1440, 12227),
+        (1600, 10025),
+        (1792, 10877),
+        (2016, 10893),
+        (2304, 10600),
+        (2720, 10606),
+        (3264, 10540),
+        (3904, 10051),
+        (4704, 10083),
+        (5792, 10228),
+        (7584, 10093),
+        (14208, 10011),
+        (9323168, 2246),
+    ),
+    "prolong64k": (
+        (64, 41225),
+        (96, 54380),
+        (128, 57541),
+        (160, 55729),
+        (192, 52027),
+        (224, 48310),
+        (256, 44587),
+        (288, 41382),
+        (320, 38608),
+        (352, 35000),
+        (384, 32118),
+        (416, 30124),
+        (448, 28552),
+        (480, 26684),
+        (512, 26249),
+        (544, 24683),
+        (576, 21875),
+        (608, 19907),
+        (640, 18437),
+        (672, 16788),
+        (704, 15729),
+        (736, 14684),
+        (768, 13679),
+        (800, 12685),
+        (832, 11853),
+        (864, 10844),
+        (928, 19182),
+        (992, 16678),
+        (1056, 15301),
+        (1120, 12752),
+        (1184, 10927),
+        (1280, 13861),
+        (1376, 11269),
+        (1504, 12483),
+        (1632, 10406),
+        (1792, 10112),
+        (2016, 10995),
+        (2304, 10428),
+        (2720, 10183),
+        (3392, 10054),
+        (4768, 10122),
+        (8928, 10019),
+        (50272, 10008),
+        (61920, 1531),
+    ),
+    "prolong512k": (
+        (32, 10066),
+        (64, 35960),
+        (96, 58496),
+        (128, 62776),
+        (160, 60632),
+        (192, 56150),
+        (224, 51602),
+        (256, 46961),
+        (288, 43527),
+        (320, 39809),
+        (352, 35857),
+        (384, 32632),
+        (416, 30500),
+        (448, 28518),
+        (480, 26541),
+        (512, 26257),
+        (544, 24240),
+        (576, 21284),
+        (608, 19171),
+        (640, 17614),
+        (672, 15991),
+        (704, 14906),
+        (736, 13860),
+        (768, 12765),
+        (800, 11800),
+        (832, 10991),
+        (896, 19169),
+        (960, 16308),
+        (1024, 14782),
+        (1088, 12799),
+        (1152, 10717),
+        (1248, 13402),
+        (1344, 10878),
+        (1472, 11750),
+        (1632, 11866),
+        (1824, 10432),
+        (2080, 10402),
+        (2464, 10383),
+        (3104, 10364),
+        (4544, 10031),
+        (10912, 10011),
+        (475872, 7308),
+    ),
+}
+"""Lengths of documents in tokens, of public corpora for long contexts: upper end of an interval,
+which begins where the one before ends, and its documents per million. From LongCA-bench
+(github.com/NJUDeepEngine/LongCA-bench, ``dist_attn/distribution``)."""
+
+
+class PackedSequence(NamedTuple):
+    """Size of a packed sequence, and the ranks that share it."""
+
+    tokens: int
+    num_documents: int
+    """Number of documents, unless a corpus determines it."""
+    num_ranks: int
+
+
+_CASES = (
+    PackedSequence(2**17, 100, 8),
+    PackedSequence(2**20, 2000, 8),
+    PackedSequence(2**20, 2000, 64),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser)
+
+
+def run(*, tokens: int | None = None, repeats: int = 20, out: str | None = None) -> None:
+    """Plan packings that were never seen, and validate the last plan of each case.
+
+    A repeat draws new documents and times one rank: live pairs, layout, routes, and the views of
+    the kernels. The first repeat is not counted.
+
+    Args:
+        tokens: Length of the packed sequence on 8 ranks; ``None`` means the published cases.
+        repeats: Number of repeats.
+        out: File to append rows to, or ``None``.
+    """
+    cases = _CASES if tokens is None else (PackedSequence(tokens, max(tokens // 1024, 2), 8),)
+    rows = [_measure(case, name, repeats) for case in cases for name in _LENGTHS]
+    columns: dict[str, Callable[[Measurement], object]] = {
+        "lengths": lambda row: row.case.rpartition("-")[0],
+        "tokens": lambda row: row.case.rpartition("-")[2],
+        "ranks": lambda row: row.num_tasks,
+        "documents": lambda row: f"{row.details['documents']:.0f}",
+        "longest": lambda row: f"{row.details['longest']:.0f}",
+        "degree": lambda row: f"{row.details['head_parallel']:.0f}",
+        "best ms": lambda row: f"{row.details['best_ms']:.2f}",
+        "median ms": lambda row: f"{row.median_ms:.2f}",
+        "busiest / mean": lambda row: f"{row.details['balance']:.3f}",
+        "without moves": lambda row: f"{row.details['balance_at_home']:.2f}",
+        "bytes / all-gather": lambda row: f"{row.ratio:.3f}",
+        "most": lambda row: f"{row.details['most_bytes']:.3f}",
+    }
+    publish(rows, columns, out)
+
+
+def draw_uniform(case: PackedSequence, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Return lengths of documents between random cuts."""
+    cuts = generator.choice(case.tokens - 1, case.num_documents - 1, replace=False) + 1
+    return np.diff([0, *np.sort(cuts), case.tokens])
+
+
+def draw_one_long(case: PackedSequence, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Return the lengths of one document of half of the tokens, among many short ones."""
+    rest = case._replace(tokens=case.tokens // 2, num_documents=case.num_documents - 1)
+    lengths = draw_uniform(rest, generator)
+    place = int(generator.integers(len(lengths) + 1))
+    return np.insert(lengths, place, case.tokens - rest.tokens)
+
+
+def draw_corpus(
+    case: PackedSequence, generator: np.random.Generator, corpus: str
+) -> NDArray[np.int64]:
+    """Return the lengths of documents of a corpus, in random order; the last one is cut off."""
+    bounds, shares = np.array(_CORPORA[corpus]).T
+    lows = np.append(1, bounds[:-1])
+    lengths: list[int] = []
+    while (left := case.tokens - sum(lengths)) > 0:
+        chosen = generator.choice(len(shares), p=shares / shares.sum())
+        low, high = np.log([lows[chosen], bounds[chosen]])
+        lengths.append(min(int(np.exp(generator.uniform(low, high))), left))
+    return generator.permutation(lengths)
+
+
+_LENGTHS: dict[str, Callable[..., NDArray[np.int64]]] = {
+    "uniform": draw_uniform,
+    "one-long": draw_one_long,
+    **{name: partial(draw_corpus, corpus=name) for name in _CORPORA},
+}
+"""Functions that draw the lengths of the documents of a packed sequence."""
+
+
+def plan_rank(pattern: Pattern, case: PackedSequence, rank: int) -> Layout:
+    """Plan one rank of a training step, up to the pairs that its kernels compute."""
+    marks = [case.tokens * i // case.num_ranks for i in range(case.num_ranks + 1)]
+    shards = tuple(stop - start for start, stop in zip(marks, marks[1:], strict=False))
+    bound = pattern.bind(case.tokens)
+    layout = lay_out(
+        shards,
+        shards,
+        rank,
+        _SHAPE,
+        head_parallel="auto",
+        num_chunks=None,
+        is_causal=False,
+        pattern=pattern,
+        plan=None,
+        tile=_TILE,
+        chunk_rule=FETCHED,
+        with_gradients=True,
+    )
+    for route in layout.routes:
+        _ = route.offsets, route.sends, route.stays
+    make_work(layout.steps, bound, layout.of_queries.held, layout.of_keys.held)
+    return layout
+
+
+def _measure(case: PackedSequence, name: str, repeats: int) -> Measurement:
+    """Plan new packings and return their row."""
+    generator = np.random.default_rng(0)
+    seconds, found = [], []
+    for repeat in track(range(repeats + 1), repeats + 1, f"{name}, {case.num_ranks} ranks"):
+        lengths = _LENGTHS[name](case, generator)
+        pattern = documents(np.cumsum([0, *lengths]))
+        start = time.perf_counter()
+        layout = plan_rank(pattern, case, repeat % case.num_ranks)
+        seconds.append(time.perf_counter() - start)
+        found.append(_describe(layout, lengths))
+    layout.plan.validate()
+    worst = {key: max(each[key] for each in found) for key in found[0]}
+    ratios = [each["most_bytes"] for each in found]
+    return Measurement(
+        benchmark="packed",
+        case=f"{name}-{case.tokens}",
+        baseline="bytes of an all-gather",
+        num_tasks=case.num_ranks,
+        executor="plan of one rank",
+        dtype="bfloat16",
+        ratio=statistics.median(ratios),
+        repeats=repeats,
+        details={"best_ms": 1e3 * min(seconds), **worst},
+        **summarize(seconds[1:]),  # type: ignore[arg-type]
+    )
+
+
+def _describe(layout: Layout, lengths: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the balance and the bytes moved of a plan, relative to an all-gather's."""
+    plan = layout.plan
+    placement = plan.placement
+    at_home = np.diff(placement.documents.live_before(placement.marks))
+    all_gather = (len(layout.of_keys.shards) - 1) * _SHAPE.key_bytes(plan.seqlen_kv)
+    return {
+        "documents": float(len(lengths)),
+        "longest": float(lengths.max()),
+        "balance": placement.balance,
+        "balance_at_home": float(at_home.max() / at_home.mean()),
+        "head_parallel": float(len(layout.of_keys.shards) // plan.num_tasks),
+        "most_bytes": layout.moved_bytes(_SHAPE) / all_gather,
+    }

@@ -1,0 +1,41 @@
+"""``python -m benchmarks packed``: lengths of documents, and what a row says of a plan."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.packed import _LENGTHS, PackedSequence, plan_rank
+from cqs.patterns import documents
+from cqs.scheduler import AttentionShape
+
+
+@pytest.mark.parametrize("name", _LENGTHS)
+def test_lengths_fill_the_sequence(name):
+    case = PackedSequence(50_000, 30, 4)
+    lengths = _LENGTHS[name](case, np.random.default_rng(3))
+    assert lengths.sum() == 50_000 and (lengths > 0).all()
+    if name in ("uniform", "one-long"):
+        assert len(lengths) == 30
+    else:  # medians of the tables
+        assert 200 < np.median(lengths) < 700
+
+
+def test_rows_state_time_balance_and_bytes(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    assert main(["packed", "--seqlen", "16384", "--repeats", "2", "--out", str(file)]) == 0
+    assert "one-long" in capsys.readouterr().out
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["case"].rpartition("-")[0] for row in rows] == list(_LENGTHS)
+    for row in rows:
+        assert 0 < row["details"]["best_ms"] <= row["median_ms"]
+        assert row["ratio"] <= row["details"]["most_bytes"]
+
+
+def test_bytes_of_a_plan_are_those_of_its_routes():
+    """One document begins in the shard before: its first 10 keys are sent, and nothing else."""
+    case, shape = PackedSequence(4096, 2, 2), AttentionShape(32, 128, num_kv_heads=8)
+    layout = plan_rank(documents([0, 2038, 4096]), case, 1)
+    assert layout.moved_bytes(shape) == layout.plan.placement.moved_bytes(shape)
+    assert layout.moved_bytes(shape) == shape.key_bytes(10)
