@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,9 @@ from cqs.patterns.piece import Axis, Piece
 from cqs.patterns.positions import bind_pieces
 from cqs.ranges import moved
 
+_PACKED = "packed_sequence_mask_function"
+"""Function of transformers that makes the mask function of packed sequences."""
+
 
 def of_function(
     mask_function: Callable[..., Tensor], distance: int, is_part: bool
@@ -37,21 +41,24 @@ def of_function(
         mask_function: A function of :mod:`transformers.masking_utils`; its parameters are read from
             its closure.
         distance: Position of the last key minus position of the last query.
-        is_part: Whether the rank has a part of each sequence; packed sequences are then not
-            recognised.
+        is_part: Whether the rank has a part of each sequence. Packed sequences are then ignored:
+            :func:`documents_of_group` returns them.
     """
     if mask_function.__module__ != "transformers.masking_utils":
         return None
     made_from = inspect.getclosurevars(mask_function).nonlocals
-    maker = mask_function.__qualname__.split(".")[0]
+    maker = _maker_of(mask_function)
     if maker == "bidirectional_mask_function":
         return sliding_window(None, None)
     if maker == "and_masks":
-        patterns = [of_function(each, distance, is_part) for each in made_from["mask_functions"]]
+        functions = made_from["mask_functions"]
+        if is_part:
+            functions = [each for each in functions if _maker_of(each) != _PACKED]
+        patterns = [of_function(each, distance, is_part) for each in functions]
         known = [each for each in patterns if each is not None]
         return reduce(and_, known) if len(known) == len(patterns) else None
-    if maker == "packed_sequence_mask_function" and not is_part:
-        return _of_sequences(made_from["packed_sequence_mask"])
+    if maker == _PACKED:
+        return None if is_part else _of_sequences(made_from["packed_sequence_mask"])
     if maker == "remap_positions_for_packed_sequence":  # within a sequence distances stay
         return of_function(made_from["mask_function"], distance, is_part)
     if distance:
@@ -64,6 +71,17 @@ def of_function(
     if maker == "sliding_window_bidirectional_overlay" and window >= 0:
         return sliding_window(window, window)
     return None
+
+
+def has_packed(mask_function: Callable[..., Tensor]) -> bool:
+    """Return whether a mask function of transformers is one of packed sequences."""
+    functions = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    return any(_maker_of(each) == _PACKED for each in (mask_function, *functions))
+
+
+def _maker_of(mask_function: Callable[..., Tensor]) -> str:
+    """Return the name of the function of transformers that has made a mask function."""
+    return mask_function.__qualname__.split(".")[0]
 
 
 def _of_sequences(numbers: Tensor) -> Pattern:
@@ -217,16 +235,33 @@ def _moved(axis: Axis, by: int) -> Axis:
     return axis._replace(tokens=moved(axis.tokens, by), origin=axis.origin + by)
 
 
+class GroupMask(NamedTuple):
+    """The mask of a sequence that is sharded over the ranks of a group."""
+
+    pattern: Pattern
+    """The visible pairs, without regard to packed sequences."""
+    num_tokens: int
+    """Number of tokens of all ranks."""
+    is_padded: bool
+    """Whether a rank has passed a padding mask; transformers then has no packed sequences."""
+
+
 def of_group(
-    group: Any, pattern: Pattern | None, visible: NDArray[np.bool_], q_offset: int
-) -> Pattern:
-    """Return the pattern of the whole sequence, which is sharded over the ranks of a group.
+    group: Any,
+    pattern: Pattern | None,
+    visible: NDArray[np.bool_],
+    q_offset: int,
+    *,
+    is_padded: bool,
+) -> GroupMask:
+    """Return the mask of the whole sequence, which is sharded over the ranks of a group.
 
     Args:
         group: The process group.
         pattern: Pattern of the mask function; ``None`` if it was not recognised.
         visible: True for keys of this rank that are not padding, boolean ``[batch, kv_length]``.
         q_offset: Position of this rank's first query in its own shard; above 0 with a cache.
+        is_padded: Whether this rank has a padding mask.
 
     Raises:
         NotImplementedError: There is a cache, or the mask function was not recognised; the other
@@ -238,14 +273,60 @@ def of_group(
             raise NotImplementedError("a cache is not supported with a process group")
         if pattern is None:
             raise NotImplementedError(
-                "with a process group masks must be causal, bidirectional or sliding windows, "
-                "and sequences not packed"
+                "with a process group masks must be causal, bidirectional or sliding windows"
             )
     batch, length = visible.shape
     request = {"call": "a mask", "pattern": pattern, "batch": batch}
+    own = [length, int(is_padded), *np.packbits(visible).tolist()]
+    found = gather(group, request, own)
     parts = [
         np.unpackbits(np.array(packed, np.uint8), count=batch * num_keys).reshape(batch, num_keys)
-        for num_keys, *packed in gather(group, request, [length, *np.packbits(visible).tolist()])
+        for num_keys, _, *packed in found
     ]
     visible = np.concatenate(parts, axis=1).astype(bool)
-    return pattern if visible.all() else pattern & of_padding(visible)
+    whole = pattern if visible.all() else pattern & of_padding(visible)
+    return GroupMask(whole, visible.shape[1], any(each[1] for each in found))
+
+
+def documents_of_group(group: Any, position_ids: Tensor) -> Pattern | None:
+    """Return the pattern of packed sequences that are sharded over the ranks of a group.
+
+    As in transformers, a sequence begins where a position does not follow the one before.
+
+    Args:
+        group: The process group.
+        position_ids: Positions of this rank's tokens in their sequences, ``[batch, rows]``.
+
+    Returns:
+        The pattern of the whole sequence, or ``None`` if it is not packed.
+
+    Raises:
+        ValueError: All ranks count from 0, or ranks differ in batch size.
+    """
+    positions = as_array(position_ids)
+    own = [positions.shape[1]]
+    for row in positions if own[0] else ():
+        starts = np.flatnonzero(np.diff(row) != 1) + 1
+        own += [int(row[0]), int(row[-1]), len(starts), *starts.tolist()]
+    found = gather(group, {"call": "position_ids", "batch": len(positions)}, own)
+    parts = [(rank, *part) for rank, part in enumerate(found) if part[0]]
+    if len(parts) > 1 and all(set(part[2::3]) == {0} == set(part[4::3]) for part in parts):
+        raise ValueError(
+            f"position_ids must be positions in the whole sequence, got 0 on rank {parts[1][0]} of "
+            "the group: pass those of the rank's shard, or cu_seq_lens_q for packed sequences that "
+            "begin where shards begin"
+        )
+    rows: list[list[int]] = []
+    unread = [iter(part[2:]) for part in parts]
+    for _ in range(len(positions)):
+        ends: list[int] = []
+        num_tokens, expected = 0, None
+        for (_, num_rows, *_), numbers in zip(parts, unread, strict=True):
+            first, last, number = islice(numbers, 3)
+            ends += [num_tokens] if first != expected else []
+            ends += [num_tokens + start for start in islice(numbers, number)]
+            num_tokens, expected = num_tokens + num_rows, last + 1
+        rows.append([*ends, num_tokens])
+    if all(len(ends) < 3 for ends in rows):
+        return None
+    return by_batch([documents(ends, is_causal=False) for ends in rows])

@@ -1,7 +1,7 @@
 """A tensor subclass that represents an attention mask by its pattern."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,6 +25,15 @@ class MaskSource:
     """Returns the mask as an ordinary boolean tensor."""
     dense: Tensor | None = None
     """The ordinary tensor, once an operation has read it; in-place operations may change it."""
+
+    num_tokens: int | None = None
+    """Number of tokens of all ranks of a process group, or ``None`` without a group."""
+    may_be_packed: bool = False
+    """Whether positions of the ranks of a group may be those of packed sequences."""
+    has_packed: bool = False
+    """Whether transformers has found packed sequences in this rank's shard of a sequence."""
+    packed: Pattern | None = None
+    """Packed sequences of all ranks of a group, once ``may_be_packed`` is resolved."""
 
     @cached_property
     def pattern(self) -> Pattern:
@@ -92,7 +101,11 @@ class PatternMask(Tensor):
                 and first.source.dense is None
             ):
                 source = first.source
-                copy = MaskSource(lambda: source.pattern, lambda: source.make_dense().to(device))
+                copy = replace(
+                    source,
+                    make_pattern=lambda: source.pattern,
+                    make_dense=lambda: source.make_dense().to(device),
+                )
                 return cls(first.shape, device, copy)
         is_sum = func in (_aten.add.Tensor, _aten.add_.Tensor)
         read = partial(_read, dtype=torch.result_type(*args) if is_sum else torch.bool)

@@ -65,7 +65,9 @@ def register(
         group: Process group for context parallelism, such as ``torch.distributed.group.WORLD``.
             Each rank calls the model with its contiguous shard of every sequence, see
             :func:`cqs.distributed.attention`, with its ``position_ids`` in the whole sequence, and
-            with its shard of the padding mask. Caches and packed sequences are not supported.
+            with its shard of the padding mask. For packed sequences pass this rank's shard of
+            their ``position_ids``, which begin anew in every sequence, or ``cu_seq_lens_q`` of the
+            sequences of all ranks. Caches are not supported.
         num_tasks: Number of tasks, see :func:`cqs.attention`. Not supported with ``group``.
         backend: Name of a backend; ``None`` selects one, see :func:`cqs.attention`.
 
@@ -152,6 +154,8 @@ class _Implementation:
         try:
             with self._errors_shared:
                 pattern = self._pattern_of(module, lengths, attention_mask, is_causal, asked)
+            if self.group is not None and (packed := self._packed(attention_mask, asked)):
+                pattern = pattern & packed
             device = query.device.type
             if torch.is_autocast_enabled(device):
                 dtype = torch.get_autocast_dtype(device)
@@ -178,7 +182,7 @@ class _Implementation:
             if asked.get(name) is not None and asked[name] is not False:
                 raise NotImplementedError(f"{name} is not supported")
         if self.group is not None:
-            _check_part(asked, dist.get_rank(self.group))
+            _check_part(asked, attention_mask)
         if (
             isinstance(attention_mask, PatternMask)
             and attention_mask.source.dense is None
@@ -204,6 +208,19 @@ class _Implementation:
         if (ends := asked.get("cu_seq_lens_q")) is not None:
             pattern = pattern & documents(ends, is_causal=False)
         return pattern
+
+    def _packed(self, attention_mask: Tensor | None, asked: Mapping[str, Any]) -> Pattern | None:
+        """Return the packed sequences of all ranks by their positions, found once per mask."""
+        position_ids = asked.get("position_ids")
+        if position_ids is None or position_ids.ndim != 2 or asked.get("cu_seq_lens_q") is not None:
+            return None
+        if not isinstance(attention_mask, PatternMask):
+            return masks.documents_of_group(self.group, position_ids)
+        source = attention_mask.source
+        if source.may_be_packed:
+            source.packed = masks.documents_of_group(self.group, position_ids)
+            source.may_be_packed = False
+        return source.packed
 
     @property
     def _errors_shared(self) -> AbstractContextManager[None]:
@@ -258,8 +275,12 @@ class _Implementation:
         if self.group is not None:
             if visible is None:
                 visible = np.ones((batch_size, kv_length), dtype=bool)
-            whole = masks.of_group(self.group, pattern, visible, q_offset)
-            return PatternMask(shape, device, MaskSource(lambda: whole, _no_dense_mask))
+            is_padded = attention_mask is not None
+            whole = masks.of_group(self.group, pattern, visible, q_offset, is_padded=is_padded)
+            source = MaskSource(lambda: whole.pattern, _no_dense_mask, num_tokens=whole.num_tokens)
+            source.may_be_packed = not whole.is_padded
+            source.has_packed = masks.has_packed(mask_function)
+            return PatternMask(shape, device, source)
         make_dense: Callable[[], Tensor] = partial(
             self.dense_mask,
             batch_size=batch_size,
@@ -310,13 +331,17 @@ def _compute_stacked(
     return output.view(-1, *query.shape[::2], value.shape[3]).transpose(0, 1)
 
 
-def _check_part(asked: Mapping[str, Any], rank: int) -> None:
-    """Raise if a rank passes packed sequences, or positions that count from 0 in its shard."""
-    if asked.get("cu_seq_lens_q") is not None:
-        raise NotImplementedError("packed sequences are not supported with a process group")
-    position_ids = asked.get("position_ids")
-    if rank and position_ids is not None and (position_ids == 0).any():
+def _check_part(asked: Mapping[str, Any], attention_mask: Tensor | None) -> None:
+    """Raise unless a rank's arguments determine the packed sequences of all ranks, if any."""
+    ends, source = asked.get("cu_seq_lens_q"), getattr(attention_mask, "source", None)
+    if source is None:
+        return
+    if ends is not None and int(ends[-1]) != source.num_tokens:
         raise ValueError(
-            f"position_ids must be positions in the whole sequence, got 0 on rank {rank} of the "
-            "group: pass those of the rank's shard, and do not pack sequences"
+            "cu_seq_lens_q must be of the sequences of all ranks of the group, "
+            f"{source.num_tokens} tokens, got {int(ends[-1])}"
+        )
+    if ends is None and asked.get("position_ids") is None and source.has_packed:
+        raise NotImplementedError(
+            "packed sequences require layers that get position_ids: pass cu_seq_lens_q"
         )

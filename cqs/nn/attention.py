@@ -38,8 +38,6 @@ class SelfAttention(nn.Module):
         hidden_size = as_integer("hidden_size", hidden_size, 1)
         num_heads = as_integer("num_heads", num_heads, 1)
         num_kv_heads = as_integer("num_kv_heads", num_kv_heads, 1)
-        if pattern is not None:
-            check_is_pattern(pattern)
         if not to_float(rope_theta, "rope_theta must be a number") > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
         if hidden_size % (2 * num_heads):
@@ -53,9 +51,9 @@ class SelfAttention(nn.Module):
         check_divisible("num_heads", num_heads, mesh)
         check_divisible("num_kv_heads", num_kv_heads, mesh)
         self.mesh = mesh
-        self.head_dim = hidden_size // num_heads
+        self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
         self.is_causal = is_causal
-        self.pattern = None if pattern is None else _of_own_heads(pattern, num_heads, mesh)
+        self.pattern = None if pattern is None else self._of_own_heads(pattern)
         self.rope_theta = rope_theta
         self.head_parallel = head_parallel
         self.query, self.key, self.value = (
@@ -64,26 +62,31 @@ class SelfAttention(nn.Module):
         )
         self.output = nn.Linear(hidden_size, hidden_size, bias=False, **placement)
 
-    def forward(self, hidden: Tensor, tokens: range) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: range, pattern: Pattern | None = None) -> Tensor:
         """Compute attention for the rows of this rank.
 
         Args:
             hidden: ``[batch, rows, hidden_size]``, the rows of this rank.
             tokens: Positions of the rows of all ranks of this tensor axis, see
                 :func:`cqs.nn.mesh.find_tokens`.
+            pattern: Query-key pairs that attend in this call, besides the pattern of the layer.
 
         Returns:
             ``[batch, rows, hidden_size]``.
         """
+        if pattern is not None:
+            pattern = self._of_own_heads(pattern)
+        if self.pattern is not None:
+            pattern = self.pattern if pattern is None else self.pattern & pattern
         heads = self.project(hidden, tokens)
         if self.mesh is None:
-            output = attend(*heads, is_causal=self.is_causal, pattern=self.pattern)
+            output = attend(*heads, is_causal=self.is_causal, pattern=pattern)
         else:
             output = attend_shards(
                 *heads,
                 group=self.mesh.get_group("sequence"),
                 is_causal=self.is_causal,
-                pattern=self.pattern,
+                pattern=pattern,
                 head_parallel=self.head_parallel,
             )
         assert isinstance(output, Tensor)
@@ -116,17 +119,18 @@ class SelfAttention(nn.Module):
         rows: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return rows
 
-
-def _of_own_heads(pattern: Pattern, num_heads: int, mesh: DeviceMesh | None) -> Pattern:
-    """Return the pattern of the query heads of this rank."""
-    batch, heads = pattern.heads
-    if heads == 1 or mesh is None:
-        return pattern
-    if heads != num_heads:
-        raise ValueError(f"pattern must be for num_heads = {num_heads} heads, got {heads}")
-    number, rank = num_heads // mesh["tensor"].size(), mesh["tensor"].get_local_rank()
-    own = range(rank * number, (rank + 1) * number)
-    return per_head([[pattern.head(element, head) for head in own] for element in range(batch)])
+    def _of_own_heads(self, pattern: Pattern) -> Pattern:
+        """Return the pattern of the query heads of this rank, or raise TypeError or ValueError."""
+        check_is_pattern(pattern)
+        batch, heads = pattern.heads
+        if heads == 1 or self.mesh is None:
+            return pattern
+        if heads != self.num_heads:
+            raise ValueError(f"pattern must be for num_heads = {self.num_heads} heads, got {heads}")
+        tensor = self.mesh["tensor"]
+        number, rank = self.num_heads // tensor.size(), tensor.get_local_rank()
+        own = range(rank * number, (rank + 1) * number)
+        return per_head([[pattern.head(element, head) for head in own] for element in range(batch)])
 
 
 def rotate(heads: Tensor, tokens: range, theta: float) -> Tensor:

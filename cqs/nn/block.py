@@ -128,7 +128,9 @@ class HybridTransformerBlock(nn.Module):
             broadcast_parameters(self, mesh, "sequence")
 
     @uncompiled_on_mesh
-    def forward(self, hidden: Tensor, tokens: range | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, tokens: range | None = None, pattern: Pattern | None = None
+    ) -> Tensor:
         """Compute the block for the rows of this rank; every rank of the mesh calls this.
 
         Args:
@@ -138,6 +140,8 @@ class HybridTransformerBlock(nn.Module):
                 ``distribute_tensor(whole, mesh, [Shard(1), Shard(1)]).to_local()`` is such a shard.
             tokens: Positions of the rows of all ranks of this tensor axis. ``None`` exchanges the
                 numbers of rows, which a stack of blocks does once.
+            pattern: Query-key pairs that attend in this call, besides the pattern of the block:
+                ``documents(cu_seqlens)`` for the packed sequences of all ranks.
 
         Returns:
             ``[batch, rows, hidden_size]``.
@@ -147,7 +151,7 @@ class HybridTransformerBlock(nn.Module):
         """
         if tokens is None:
             tokens = find_tokens(hidden, self.mesh)
-        hidden = hidden + self.attention(self.attention_norm(hidden), tokens)
+        hidden = hidden + self.attention(self.attention_norm(hidden), tokens, pattern)
         output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden), tokens)
         return output
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from cqs.nn.block import HybridTransformerBlock
 from cqs.nn.mesh import AXES, broadcast_parameters, find_tokens, uncompiled_on_mesh
+from cqs.patterns import Pattern
 
 
 class HybridDecoder(nn.Module):
@@ -70,12 +71,13 @@ class HybridDecoder(nn.Module):
             parallelize_module(self, self.mesh["tensor"], {name: replicated for name in layers})
 
     @uncompiled_on_mesh
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, pattern: Pattern | None = None) -> Tensor:
         """Return the logits of the rows of this rank; every rank of the mesh calls this.
 
         Args:
             tokens: ``[batch, rows]``, int64: this rank's shard, divided as ``hidden`` of
                 :meth:`HybridTransformerBlock.forward`.
+            pattern: Query-key pairs that attend in this call, besides the patterns of the blocks.
 
         Returns:
             ``[batch, rows, vocab_size]``.
@@ -86,6 +88,6 @@ class HybridDecoder(nn.Module):
         positions = find_tokens(tokens, self.mesh)
         hidden = self.embedding(tokens)
         for block in self.blocks:
-            hidden = block(hidden, positions)
+            hidden = block(hidden, positions, pattern)
         logits: Tensor = self.head(self.norm(hidden))
         return logits

@@ -130,12 +130,12 @@ class BoundDocuments(BoundPattern):
         if not len(self.starts):
             return np.zeros_like(rows)
         document = np.maximum(np.searchsorted(self.starts, rows, side="right") - 1, 0)
-        own = np.maximum(np.minimum(rows, self.stops[document]) - self.starts[document], 0)
+        inside = np.minimum(rows, self.stops[document]) - self.starts[document]
+        own: Integers = np.maximum(inside, 0)
+        found: Integers = self._cumulative[document] + own * self._sizes[1][document]
         if self.is_causal:
             found = self._offsets[document] + _triangles(own + self._ahead[document])
-        else:
-            found = self._cumulative[document] + own * self._sizes[1][document]
-        return np.asarray(found)
+        return found
 
     def rows_with(self, live_pairs: Integers) -> Integers:
         """Return query indices before which there are about so many live pairs.
@@ -144,13 +144,13 @@ class BoundDocuments(BoundPattern):
             live_pairs: Numbers of live pairs, at most that of all.
         """
         document = np.searchsorted(self._cumulative[1:-1], live_pairs, side="right")
+        num_rows, num_keys = (each[document] for each in self._sizes)
+        exact: NDArray[np.float64] = (live_pairs - self._cumulative[document]) / num_keys
         if self.is_causal:
             # The root of the triangle T(x) = x (x + 1) / 2.
             triangle = live_pairs - self._offsets[document]
             exact = np.sqrt(2.0 * triangle + 0.25) - 0.5 - self._ahead[document]
-        else:
-            exact = (live_pairs - self._cumulative[document]) / self._sizes[1][document]
-        rows = np.minimum(np.rint(exact).astype(np.int64), self._sizes[0][document])
+        rows = np.minimum(np.rint(exact).astype(np.int64), num_rows)
         return np.asarray(self.starts[document] + np.maximum(rows, 0))
 
     def keys_of(self, starts: Integers, stops: Integers) -> tuple[Integers, Integers]:

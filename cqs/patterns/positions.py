@@ -302,8 +302,15 @@ class _Documents(Pattern):
         return {stop_kv - stop for stop, stop_kv in ends}
 
     def intersected(self, other: Pattern) -> Pattern | None:
-        """Return documents with a causal mask for ``& causal()``, else ``None``."""
-        return replace(self, is_causal=True) if other == causal() else None
+        """Return documents for ``& causal()``, and ``&`` other documents of the same tokens."""
+        if other == causal():
+            return replace(self, is_causal=True)
+        if not isinstance(other, _Documents) or (self.ends_kv or other.ends_kv):
+            return None
+        last = min(self.ends[-1], other.ends[-1])
+        ends = sorted({*self.ends, *other.ends})
+        kept = tuple(end for end in ends if end <= last)
+        return _Documents(kept, None, self.is_causal or other.is_causal)
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
         if not self.suits(lengths):

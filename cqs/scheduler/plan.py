@@ -59,8 +59,8 @@ def make_plan(
             up to one tile.
         pattern: A :class:`cqs.patterns.Pattern`, the same for all heads. Only pairs that it allows
             are computed; with ``is_causal``, only pairs that the causal mask allows too. No task
-            of a quorum or row plan exceeds the mean by more than 1 %, and none of a document plan
-            by more than 2.5 % or, if larger, one row or one tile of rows; tasks may have less.
+            of a quorum or row plan exceeds the mean by more than 1 %, or 2.5 % for documents or, if
+            larger, one row or one tile of rows. Tasks may have less than the mean.
 
     Returns:
         The plan. Repeated calls with the same arguments may return the same object.

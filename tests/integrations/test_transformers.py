@@ -393,6 +393,15 @@ def test_ranks_of_a_group_share_a_sequence(ranks, family):
         assert max(ranks.run(3, shards.error_of_shards, family, kind)) < 1e-10
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_ranks_of_a_group_share_packed_sequences(ranks, family):
+    """Also where shards end within sequences, or the rows of a batch differ."""
+    for kind in ("packed", "packed at the ends of shards", "packed in one row"):
+        assert max(ranks.run(3, shards.error_of_shards, family, kind)) < 1e-10
+    for kind, lengths in (("packed", (0, 10, 1, 22)), ("packed as shards", (0, 7, 13, 13))):
+        assert max(ranks.run(3, shards.error_of_shards, family, kind, lengths)) < 1e-10
+
+
 def test_what_a_group_cannot_do_is_refused(ranks):
     messages = ranks.run(2, shards.complaints)
     for found in messages:
@@ -403,5 +412,5 @@ def test_what_a_group_cannot_do_is_refused(ranks):
         assert "output_attentions is not supported" in found["weights"]
         assert "attention_mask must be the padding mask" in found["mask"]
         assert "a cache is not supported with a process group" in found["cache"]
-        assert "sequences not packed" in found["packed"]
+        assert "cu_seq_lens_q must be of the sequences of all ranks" in found["lengths"]
         assert "with a process group" in found["read"]

@@ -15,6 +15,7 @@ from cqs.nn import (
     HybridTransformerBlock,
     reduce_gradients,
 )
+from cqs.patterns import documents
 
 SMALL = {
     "hidden_size": 24,
@@ -137,6 +138,34 @@ def uneven_difference(group, rows, shape):
     torch.manual_seed(0)
     output = make_block(mesh)(inputs[:, own])
     return float((output - expected[:, own]).abs().sum())
+
+
+def packed_differences(group, shape, patterns, all_lengths):
+    """Packed sequences of one decoder: the errors of logits and gradients in every pass.
+
+    On one device each sequence is computed alone. Rotary embeddings count on from one sequence to
+    the next, which changes nothing, because they are relative.
+    """
+    torch.manual_seed(0)
+    mesh, alone, found = make_mesh(*shape), make_decoder(None, patterns), []
+    torch.manual_seed(0)
+    model = make_decoder(mesh, patterns)
+    for lengths in all_lengths:
+        generator = torch.Generator().manual_seed(len(lengths))
+        tokens = torch.randint(0, VOCABULARY, (1, sum(lengths)), generator=generator)
+        expected = torch.cat([alone(each) for each in tokens.split(lengths, 1)], dim=1)
+        expected.square().sum().backward()
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        output = model(cut(tokens, mesh), documents(ends))
+        output.square().sum().backward()
+        reduce_gradients(model, mesh)
+        found.append(float((output - cut(expected.detach(), mesh)).detach().abs().max()))
+        parameters = dict(alone.named_parameters())
+        for name, each in model.named_parameters():
+            found.append(float((whole(each.grad) - parameters[name].grad).abs().max()))
+        alone.zero_grad()
+        model.zero_grad()
+    return found
 
 
 def difference_under_fully_shard(group, shape):

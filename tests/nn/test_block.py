@@ -17,6 +17,7 @@ from models import (
     make_decoder,
     make_mesh,
     moved_between_layouts,
+    packed_differences,
     train,
     uneven_difference,
 )
@@ -37,6 +38,15 @@ def test_a_decoder_trains_as_on_one_device(mesh_ranks, shape):
     options = {"patterns": [WINDOW, None]}
     found = mesh_ranks.run(shape[0] * shape[1], largest_differences, make_decoder, shape, options)
     assert max(map(max, found)) < 1e-11
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 4), (3, 2)], ids=str)
+def test_packed_sequences_of_each_pass_are_computed_alone(mesh_ranks, shape):
+    """A dense layer and one with a window of its own, and other sequences in every pass."""
+    all_lengths = [(10, 1, 22), (3, 30), (29,), (5, 5, 5, 5, 20)]
+    patterns = [None, sliding_window(4, 0)]
+    found = mesh_ranks.run(shape[0] * shape[1], packed_differences, shape, patterns, all_lengths)
+    assert max(map(max, found)) < 1e-10
 
 
 def test_heads_may_have_patterns_of_their_own(mesh_ranks):

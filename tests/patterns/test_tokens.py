@@ -20,6 +20,7 @@ from cqs.patterns import (
     per_head,
     sliding_window,
 )
+from cqs.patterns.bound_documents import BoundDocuments
 
 
 def rule_of_documents(ends, is_causal):
@@ -131,6 +132,16 @@ def test_counts_of_documents_are_those_of_their_pieces(is_causal):
                 (first,), (end,) = bound.keys_of(start[None], stop[None])
                 seen = bound.count(range(start, stop), range(first, end))
                 assert seen == before[stop] - before[start]
+
+
+def test_documents_in_documents_are_documents():
+    rng = random.Random(4)
+    for _ in range(40):
+        sides = [[0, *sorted(rng.randint(0, 30) for _ in range(5))] for _ in range(2)]
+        first, second = (documents(ends, is_causal=rng.random() < 0.5) for ends in sides)
+        both = first & second
+        assert isinstance(both.bind(30), BoundDocuments)
+        assert (both.to_mask(30) == first.to_mask(30) & second.to_mask(30)).all()
 
 
 def test_attention_of_packed_documents_is_that_of_each():
