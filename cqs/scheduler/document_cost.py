@@ -117,12 +117,13 @@ def _least_exchange(
     """Return the seconds that sends are exposed if tasks move nothing to each other."""
     if degree == 1:
         return 0.0
-    seconds = 0.0
+    seconds, near = 0.0, min(degree, machine.devices_per_node)
     queries, keys, _ = workload.shard_bytes(num_devices, degree)
     for is_backward in PASSES[passes]:
         chunks = workload.num_chunks(num_devices, degree, is_backward=is_backward, kind=Documents())
         for number in (queries + keys, queries):
-            seconds += machine.exchange((degree - 1) * number / chunks)
+            each = number / chunks
+            seconds += machine.exchange((near - 1) * each, (degree - near) * each)
     return seconds
 
 
@@ -156,27 +157,30 @@ def _predict_pass(
     compute = whole * loads / max(loads.sum(), 1) + per_row * computed / max(workload.tokens, 1)
     compute = compute / degree
 
-    node = np.arange(num_tasks) * degree // machine.devices_per_node
-    is_near = node[:, None] == node
+    per_node = machine.devices_per_node
+    node = np.arange(num_tasks) * degree // per_node
+    near = np.asarray(node[:, None] == node, np.float64)
+    far = 1 - near
     # The devices of a task exchange the rows that stay in it, each for its own heads.
-    stays = np.full((num_tasks, num_tasks), 1.0)
-    np.fill_diagonal(stays, (degree - 1) / degree)
+    np.fill_diagonal(near, (min(degree, per_node) - 1) / degree)
+    np.fill_diagonal(far, max(degree - per_node, 0) / degree)
 
-    def exchange(moved: NDArray[np.float64]) -> NDArray[np.float64]:
+    def exchange(moved: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the seconds of every task's exchange of bytes ``[holders, tasks]``."""
         inside, outside = (
             np.maximum(each.sum(axis=0), each.sum(axis=1)) / chunks
-            for each in (moved * is_near, moved * ~is_near)
+            for each in (moved * near, moved * far)
         )
         seconds = np.maximum(inside / machine.bandwidth, outside / machine.between)
         return np.where(seconds > 0, machine.latency + seconds, 0.0)
 
-    of_rows, of_keys = rows * stays * row, keys * stays * key
+    of_rows, of_keys = rows * row, keys * key
     inputs, outputs = of_rows + of_keys, of_rows
     if is_backward:
         inputs, outputs = outputs, inputs
     send, send_back = exchange(inputs), exchange(outputs)
     seconds = np.maximum(compute, (chunks - 1) * (send + send_back)) + send + send_back
     held = rows.sum(axis=0) * 2 * row + keys.sum(axis=0) * key
-    received = inputs.sum(axis=0) + outputs.sum(axis=1)
+    moves = near + far
+    received = (inputs * moves).sum(axis=0) + (outputs * moves).sum(axis=1)
     return float(seconds.max()), float(received.max()), float(held.max())

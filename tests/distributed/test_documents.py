@@ -46,7 +46,9 @@ def random_packing(generator, num_ranks):
     case = Case("packed", *lengths, num_heads, num_kv_heads, head_dim=8, pattern=pattern)
     cuts = [random_cuts(generator, length, num_ranks) for length in lengths]
     options = {"num_chunks": generator.randint(1, 3)}
-    if generator.random() < 0.8:  # the smallest problems are not balanced by themselves
+    if generator.random() < 0.1:  # other kinds are candidates too
+        options["links"] = 10 ** generator.uniform(3, 11), 10 ** generator.uniform(-6, -3)
+    elif generator.random() < 0.8:  # the smallest problems are not balanced by themselves
         degrees = possible_head_parallel(num_ranks, num_heads, num_kv_heads)
         options["head_parallel"] = generator.choice(degrees)
         options["plan"] = Documents(tolerance=generator.choice([0.0, 0.01, 0.3, math.inf]))
