@@ -1,11 +1,14 @@
 """Placement of packed documents: which task computes which queries, in arrays.
 
-Queries stay with the task that holds their tokens, except those that balance demands: tasks above a
-limit give rows to tasks below it. Rows with the most live pairs are given first, because sending a
-row costs the same whatever it sees. These are whole documents, or stretches of short ones, and a
-part of one document for the rest. Every query has all its keys in one task, so nothing is merged.
+Queries stay with the task that holds their tokens, with two exceptions. The last rows of a document
+join those before them if they are few. Tasks above a limit give rows to tasks below it.
+
+Rows with the most live pairs are given first, because sending a row costs the same whatever it
+sees. These are whole documents, or stretches of short ones, and a part of one document for the
+rest. Every query has all its keys in one task, so nothing is merged.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -21,6 +24,9 @@ _UNITS = 64
 _SLACK = 0.005
 """Live pairs, relative to the mean of the tasks, by which a cut may move to whole documents or
 tiles."""
+_LEAST_PARTS = 8
+"""Queries of a shard relative to the last rows of a document, at least, if
+the task before computes these rows."""
 _KEY_COST = 0.25
 """Bytes of a key and its value relative to those of a query and its output: KV heads per query
 head, here as in Llama 3."""
@@ -117,16 +123,17 @@ def place_documents(
             rows to others; infinite if all rows stay.
     """
     marks, key_marks = (np.cumsum([0, *lengths]) for lengths in (shards, key_shards))
-    loads = np.diff(documents.live_before(marks))
+    homes = _join_tails(documents, marks) if math.isfinite(tolerance) else marks
+    loads = np.diff(documents.live_before(homes))
     limit = (1 + tolerance) * max(loads.mean(), 1)
     slack = _SLACK * loads.mean()
     given = np.zeros((2, 0), np.int64)
     if loads.max() > limit:
-        given = _choose_rows(documents, marks, loads, limit, tile)
+        given = _choose_rows(documents, homes, loads, limit, tile)
     ends, receivers = _divide(documents, given, limit - loads, slack, tile)
-    cuts = np.unique(np.concatenate([marks, *given, ends]))
+    cuts = np.unique(np.concatenate([homes, *given, ends]))
     starts, stops = cuts[:-1], cuts[1:]
-    task = np.searchsorted(marks, starts, side="right") - 1
+    task = np.searchsorted(homes, starts, side="right") - 1
     if len(receivers):
         last = np.maximum(np.searchsorted(given[0], starts, side="right") - 1, 0)
         is_given = (given[0, last] <= starts) & (starts < given[1, last])
@@ -135,6 +142,23 @@ def place_documents(
     live = np.diff(documents.live_before(cuts)) > 0
     queries = unite(Ranges(task[live], starts[live], stops[live]))
     return Placement(documents, marks, key_marks, queries)
+
+
+def _join_tails(documents: BoundDocuments, marks: Integers) -> Integers:
+    """Assign the last rows of a document to the task before if its other keys cost more to send.
+
+    Returns:
+        First query of each task's share, and the number of queries.
+    """
+    homes, inner = marks.copy(), marks[1:-1]
+    if not len(documents.starts):
+        return homes
+    document = np.maximum(np.searchsorted(documents.starts, inner, side="right") - 1, 0)
+    rows, keys = documents.stops[document] - inner, inner - documents.starts[document]
+    is_cheap = (1 + _KEY_COST) * rows < _KEY_COST * keys
+    is_tail = (rows > 0) & (_LEAST_PARTS * rows <= np.diff(marks)[1:])
+    homes[1:-1] += np.where(is_cheap & is_tail, rows, 0)
+    return homes
 
 
 def _choose_rows(
@@ -239,7 +263,7 @@ def _divide(
     order = np.argsort(-room, kind="stable")
     filled = np.cumsum(np.maximum(room[order], 0))
     number = min(int(np.searchsorted(filled, total - slack)) + 1, np.count_nonzero(room > 0))
-    receivers = np.sort(order[:number])
+    receivers = order[:number][::-1]  # the smallest first: later rows read more keys
     ends = np.cumsum(room[receivers])
     ends = (ends * (total / ends[-1])).astype(np.int64)[:-1]
     place = np.searchsorted(reached, ends, side="right")
