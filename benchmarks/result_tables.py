@@ -522,6 +522,27 @@ def sharded() -> str:
     return to_markdown(header, table)
 
 
+def packed() -> str:
+    """Planning time, balance and bytes moved of packed documents."""
+    names = {"one-long": "one long", "pile": "Pile", "prolong64k": "ProLong 64K"}
+    names |= {"prolong512k": "ProLong 512K"}
+    table = []
+    for row in rows_of("packed-cpu"):
+        (name, tokens), details = row["case"].rsplit("-", 1), row["details"]
+        table.append(
+            [
+                f"{_length(int(tokens))}, {row['num_tasks']}",
+                names.get(name, name),
+                f"{details['best_ms']:.1f}",
+                f"{details['balance']:.3f}",
+                f"{details['balance_at_home']:.2f}",
+                f"{row['ratio']:.2f}, {details['most_bytes']:.2f}",
+            ]
+        )
+    header = ["tokens, ranks", "lengths", "ms", "busiest / mean", "at home", "bytes"]
+    return to_markdown(header, table, num_labels=2)
+
+
 def _tokens_of(case: str) -> int:
     return int(case.split("-")[1])
 
@@ -583,6 +604,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "patterns-gpu": patterns_on_gpu,
     "patterns-cpu": patterns_on_cpu,
     "layer-parts": layer_parts,
+    "packed": packed,
     "sharded": sharded,
     "recovery": recovery,
 }
