@@ -1,6 +1,7 @@
 """Autograd integration that all executors share."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -112,7 +113,10 @@ class _Attention(torch.autograd.Function):
             raise NotImplementedError(
                 "attention can be differentiated only once: leave out create_graph=True"
             )
-        with torch.autocast(grad_output.device.type, enabled=False):
+        device, dtype = grad_output.device.type, grad_output.dtype
+        is_autocast = torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
             # Read once: activation checkpointing permits one access.
             gradients = ctx.differentiate(ctx.saved_tensors, grad_output)
-        return *(gradient.to(grad_output.dtype) for gradient in gradients), None, None
+        query, key, value = [g if g.dtype == dtype else g.to(dtype) for g in gradients]
+        return query, key, value, None, None

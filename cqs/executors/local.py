@@ -1,7 +1,9 @@
 """The executor that computes all tasks of a plan in this process."""
 
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +14,11 @@ from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
-from cqs.worker import HeldTokens, TaskBackend, Worker
+from cqs.worker import CallBackend, HeldTokens, TaskBackend, Worker
+from cqs.worker.backend import Backend
+from cqs.worker.calls import attend_call, lse_for_gradients
 from cqs.worker.memory import memory_of
+from cqs.worker.operands import Operands
 
 
 class LocalExecutor:
@@ -33,13 +38,16 @@ class LocalExecutor:
         """
         problem, plan, backend = part
         tensors = problem.query, problem.key, problem.value
-        steps = _all_steps(plan)
+        steps = (work := _work_of(plan)).steps
         worker = Worker.of(problem, backend, steps)
         if not problem.query.numel():
             return into or problem.empty_answer()
         try:
-            held = list(map(HeldTokens.whole, tensors))
-            if problem.key.numel() and isinstance(worker.chosen, TaskBackend):
+            call = _single_call(problem, work, worker.chosen)
+            held = [] if call else list(map(HeldTokens.whole, tensors))
+            if call is not None:
+                partial = attend_call(*call)
+            elif problem.key.numel() and isinstance(worker.chosen, TaskBackend):
                 partial = worker.run_together(_together(problem, plan), *held)
             elif len(steps) == 1 and len(steps[0].queries) == problem.query.shape[2]:
                 (partial,) = worker.run_steps(steps, *held)
@@ -67,11 +75,15 @@ class LocalExecutor:
         if not answer.output.numel() or not problem.key.numel():
             return Gradients.zeros(problem.query, problem.key, problem.value)
         tensors = problem.query, problem.key, problem.value
-        steps = _all_steps(plan)
+        steps = (work := _work_of(plan)).steps
         worker = Worker.of(problem, backend, steps)
-        if isinstance(worker.chosen, TaskBackend):
-            steps = _together(problem, plan)
         try:
+            if (call := _single_call(problem, work, worker.chosen)) is not None:
+                chosen, operands = call
+                lse = lse_for_gradients(answer.lse)
+                return Gradients(*chosen.differentiate(operands, grad_output, answer.output, lse))
+            if isinstance(worker.chosen, TaskBackend):
+                steps = _together(problem, plan)
             held = map(HeldTokens.whole, (*tensors, grad_output, *answer))
             return worker.run_backward(steps, *held, dtype=problem.query.dtype)
         except torch.OutOfMemoryError as error:
@@ -79,18 +91,48 @@ class LocalExecutor:
 
     def name_backend(self, part: Planned) -> str:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
-        chosen = Worker.of(part.problem, part.backend, _all_steps(part.plan)).chosen
+        chosen = Worker.of(part.problem, part.backend, _work_of(part.plan).steps).chosen
         assert chosen is not None
         return chosen.name
 
 
-def _all_steps(plan: Plan) -> list[Step]:
-    return list(chain.from_iterable(map(attrgetter("steps"), plan.tasks)))
+class _Work(NamedTuple):
+    """The work of all tasks of a plan."""
+
+    steps: tuple[Step, ...]
+    """The steps of all tasks."""
+    is_square: bool | None
+    """Whether the only rectangle of the steps is a causal square; ``None`` if they have several
+    rectangles or a pattern."""
 
 
-def _together(problem: Problem, plan: Plan) -> list[Step]:
+@lru_cache(maxsize=64)
+def _work_of(plan: Plan) -> _Work:
+    steps = tuple(chain.from_iterable(map(attrgetter("steps"), plan.tasks)))
+    if plan.pattern is not None or len(steps) != 1 or steps[0].num_blocks != 1:
+        return _Work(steps, None)
+    is_whole = len(steps[0].queries) == plan.seqlen_q
+    return _Work(steps, steps[0].causal_keys is not None if is_whole else None)
+
+
+def _single_call(
+    problem: Problem, work: _Work, chosen: Backend | None
+) -> tuple[CallBackend, Operands] | None:
+    """Return the backend and the operands if one call computes the problem, else None."""
+    if (
+        work.is_square is None
+        or problem.dropout is not None
+        or not isinstance(chosen, CallBackend)
+        or problem.key.shape[2] < chosen.least_keys
+    ):
+        return None
+    tensors = problem.query, problem.key, problem.value
+    return chosen, Operands(*tensors, work.is_square, problem.scale)
+
+
+def _together(problem: Problem, plan: Plan) -> tuple[Step, ...]:
     """Return steps that together cover all tasks; a pattern gets the steps of one task."""
-    return _all_steps(plan if problem.pattern is None else problem.make_plan(1))
+    return _work_of(plan if problem.pattern is None else problem.make_plan(1)).steps
 
 
 def _explained(problem: Problem, plan: Plan, worker: Worker) -> torch.OutOfMemoryError:

@@ -1,5 +1,7 @@
 """Backend ``cpu``: PyTorch's fused CPU attention, through the operator that returns its LSE."""
 
+from math import isfinite
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,10 +73,18 @@ class _Cpu(CallBackend):
             attn_mask=None if visible is None else _addend(visible, query, num_padding),
             scale=positive_scale,
         )
-        return Partial(output[:, :, :num_queries, :head_dim].contiguous(), lse[:, :, :num_queries])
+        if num_padding or num_columns:
+            output, lse = output[:, :, :num_queries, :head_dim], lse[:, :, :num_queries]
+        return Partial(output.contiguous(), lse)
 
     def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
         """Return the rows that are not finite or have LSE 0; set those without a live pair."""
+        if visible is None:  # most calls are sound, which few operators show
+            # Extremes are NaN if an element is.
+            low, high, least, most = map(Tensor.item, found.output.aminmax() + found.lse.aminmax())
+            if isfinite(high - low) and isfinite(most - least):
+                if least > 0 or most < 0 or found.lse.all():
+                    return None
         is_sound = found.lse.isfinite() & (found.lse != 0)
         if visible is not None:
             is_blind = ~visible.any(dim=-1)
@@ -95,23 +105,27 @@ class _Cpu(CallBackend):
         positive_query, positive_scale = with_positive_scale(query, scale)
         if visible is not None:  # NaN in a query without a live pair must not reach the keys
             positive_query = positive_query.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
-        of_queries = [_pad(each, num_padding) for each in (grad_output, positive_query, output)]
+        of_queries = [grad_output, positive_query, output]
+        if num_padding:
+            of_queries = [_pad(each, num_padding) for each in of_queries]
+            lse = _pad(lse.unsqueeze(-1), num_padding, value=torch.inf).squeeze(-1)  # P = 0
         padded_grad, padded_query, padded_output = with_adjacent_columns(*of_queries)
-        padded_lse = _pad(lse.unsqueeze(-1), num_padding, value=torch.inf)  # P = exp(s - lse) = 0
         grad_query, grad_key, grad_value = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 padded_grad,
                 padded_query,
                 *with_adjacent_columns(key, value),
                 padded_output,
-                padded_lse.squeeze(-1),
+                lse,
                 0.0,
                 is_causal,
                 attn_mask=None if visible is None else _addend(visible, query, num_padding),
                 scale=positive_scale,
             )
         )
-        return with_sign_of(scale, grad_query[:, :, :num_queries]), grad_key, grad_value
+        if num_padding:
+            grad_query = grad_query[:, :, :num_queries]
+        return with_sign_of(scale, grad_query), grad_key, grad_value
 
 
 CPU = _Cpu()

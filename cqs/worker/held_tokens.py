@@ -113,6 +113,9 @@ class HeldTokens:
         for tokens in ranges:
             start = tokens.start
             for held, tensor in self._pieces:
+                if held == tokens:
+                    found.append(tensor)
+                    break
                 if held.start <= start < held.stop:
                     stop = min(held.stop, tokens.stop)
                     found.append(tensor[:, :, start - held.start : stop - held.start])
