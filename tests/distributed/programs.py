@@ -22,7 +22,7 @@ from torch.masked import masked_tensor
 
 import cqs.distributed
 from benchmarks.cases import Case
-from cqs.executors.distributed import agreement, layout, probe
+from cqs.executors.distributed import agreement, layout, prepared, probe
 from cqs.executors.distributed.agreement import make_control_group, swap
 from cqs.executors.distributed.transport import transports
 from cqs.integrations import masks
@@ -210,9 +210,11 @@ def complaint(group, of_rank, changed, options, rows=8, device="cpu"):
 
 def complaint_of_one(group, of_rank, name, found):
     """Return what is raised where a function of the module finds otherwise on one rank."""
-    module = sys.modules[cqs.distributed.attention.__module__]
+    attention = sys.modules[cqs.distributed.attention.__module__]
+    module = next(each for each in (attention, prepared) if hasattr(each, name))
     function = getattr(module, name)
-    setattr(module, name, lambda _: found if dist.get_rank(group) == of_rank else 0)
+    other = type(found)(0)
+    setattr(module, name, lambda _: found if dist.get_rank(group) == of_rank else other)
     try:
         return complaint(group, of_rank, {}, {})
     finally:
@@ -286,6 +288,7 @@ def chosen_by_links(group, links):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "predict", choose)
+        patch.setattr(prepared, "_prepared", {})
         layout.lay_out.cache_clear()
         tensors = [torch.randn(1, heads, 6000, 8) for heads in (4, 1, 1)]
         cqs.distributed.attention(*tensors, group=group, links=links)
@@ -299,6 +302,7 @@ def probe_of_hosts(group, hosts):
         patch.setattr(transports, "_hosts", {})
         patch.setattr(transports, "_host", lambda: hosts[rank])
         patch.setattr(probe, "_measured", {})
+        patch.setattr(prepared, "_prepared", {})
         real = probe._measure
         patch.setattr(probe, "_measure", lambda *a: calls.append(a[2:]) or real(*a))
         tensors = [torch.randn(1, 2, 30, 8) for _ in range(3)]
@@ -333,6 +337,7 @@ def seen_of_hosts(group, hosts):
         patch.setattr(transports, "_hosts", {})
         patch.setattr(transports, "_host", lambda: hosts[rank])
         patch.setattr(layout, "predict", choose)
+        patch.setattr(prepared, "_prepared", {})
         layout.lay_out.cache_clear()
         cqs.distributed.attention(*(torch.randn(1, 4, 3, 8) for _ in range(3)), group=group)
         return *found, transports.ranks_per_host(group)

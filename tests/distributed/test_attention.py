@@ -259,7 +259,7 @@ def test_auto_degrees_depend_on_hosts(ranks, hosts, number):
 
 def test_ranks_of_which_one_captures_a_graph_find_out(ranks):
     found = ranks.run(2, complaint_of_one, 1, "is_captured", True)
-    assert found == [(ValueError, "rank 1 of the group has is_captured True, rank 0 has 0")] * 2
+    assert found == [(ValueError, "rank 1 of the group has is_captured True, rank 0 has False")] * 2
 
 
 def test_ranks_that_have_sent_less_often_find_out(ranks):

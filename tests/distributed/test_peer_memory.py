@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from datetime import timedelta
+from functools import cache, partial
 from types import SimpleNamespace
 
 import fake_gpus
@@ -200,10 +201,16 @@ def make_layout(call, rank):
     )
 
 
-def attend(transport, rank, call, tensors):
+def attend(transport, rank, call, tensors, new_pass=transfer.Pass):
     """Launch a call; return the rows of this rank's shard, and what will be its results."""
     rows = rows_of(call, rank)
-    return rows, launch_call(transport, rank, call, [each[:, :, rows].clone() for each in tensors])
+    shards = [each[:, :, rows].clone() for each in tensors]
+    return rows, launch_call(transport, rank, call, shards, new_pass)
+
+
+def pass_to_confirm(world):
+    """Return a pass of which the ranks know only after their first launches that all make it."""
+    return transfer.Pass(0, cache(lambda: world.swap([])))
 
 
 def rows_of(call, rank):
@@ -211,16 +218,17 @@ def rows_of(call, rank):
     return slice(first, first + call["lengths"][rank])
 
 
-def launch_call(transport, rank, call, shards):
+def launch_call(transport, rank, call, shards, new_pass=transfer.Pass):
     """Launch a call with the shards of query, key, value and gradient; return its results."""
     query, key, value, grad_output = shards
     layout = make_layout(call, rank)
     problem = check_problem(query, key, value)
     task = rank_task.RankTask(transport, layout, Worker(problem.scale, "reference", None, None))
-    attended = task.attend(problem, with_lse=call["gradients"], keep=call["gradients"])
+    gradients = call["gradients"]
+    attended = task.attend(problem, with_lse=gradients, keep=gradients, of_pass=new_pass())
     results = [attended.answer.output]
-    if call["gradients"]:
-        results += attended.differentiate(attended.kept, grad_output)
+    if gradients:
+        results += attended.differentiate(attended.kept, grad_output, of_pass=new_pass())
     return results
 
 
@@ -252,12 +260,13 @@ def test_any_order_of_streams_gives_the_answer(peer_memory, monkeypatch, num_ran
     whole = [draw_tensors(call) for call in calls]
     expected = list(map(expect, calls, whole))
     world, answers = make_world(num_ranks, seed), {}
+    new_pass = partial(pass_to_confirm, world) if seed % 4 < 2 else transfer.Pass
 
     def program(rank):
         transport = peer_memory.connect_peers(world.groups[rank], GPU)
         answers[rank] = []
         for each in zip(calls, whole, strict=True):
-            answers[rank].append(attend(transport, rank, *each))
+            answers[rank].append(attend(transport, rank, *each, new_pass))
             if seed % 3 == 1:
                 fake_gpus.set_stream(fake_gpus.Stream())
         synchronize()
@@ -434,6 +443,38 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(
     world.run(program)
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_call_may_follow_one_on_which_the_ranks_disagree(peer_memory, monkeypatch, is_first):
+    """What they have packed by then is not sent; also if they had no memory before."""
+    set_least_bytes(monkeypatch, 512)
+    call = draw_calls(random.Random(1), 3)[0]
+    call |= {"lengths": (10, 20, 10), "gradients": True, "num_chunks": 1}
+    larger = call | {"heads": (8, 8)}
+    tensors, world = draw_tensors(call), make_world(3, 1)
+    expected = expect(call, tensors)
+    keep_rows(monkeypatch)
+
+    def disagree():
+        world.swap([])
+        raise ValueError("as if")
+
+    def program(rank):
+        transport = peer_memory.connect_peers(world.groups[rank], GPU)
+        for number in range(3):
+            if number or not is_first:
+                rows, results = attend(transport, rank, call, tensors)
+            for wrong in (call, larger):
+                with pytest.raises(ValueError, match="as if"):
+                    new_pass = partial(transfer.Pass, 0, disagree)
+                    attend(transport, rank, wrong, draw_tensors(wrong), new_pass)
+        rows, results = attend(transport, rank, call, tensors, partial(pass_to_confirm, world))
+        synchronize()
+        for ours, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, exact[:, :, rows], rtol=1e-10, atol=1e-10)
+
+    world.run(program)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_waits_for_a_failed_rank_can_be_released(peer_memory, seed):
     call = draw_calls(random.Random(seed), 3)[0] | {"lengths": (10, 20, 10), "gradients": False}
@@ -468,8 +509,8 @@ def test_memory_of_a_pass_that_was_released_is_freed(peer_memory):
         world.swap([])
         if rank == 0:
             memories.append(transport._memory)
-            transport.begin()  # the other will never end such a pass
-            transport.begin()
+            transport.begin(transfer.Pass())  # the other will never end such a pass
+            transport.begin(transfer.Pass())
             transport.release(5)
             synchronize()
 

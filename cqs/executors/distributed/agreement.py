@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
@@ -32,43 +32,119 @@ class Shards(NamedTuple):
     """Number of the machine of rank 0's device, which all ranks plan for."""
 
 
+class Request:
+    """Values that must be equal on all ranks of a call, by name; made once, compared often."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Take the values; ``"call"`` is the called function."""
+        # Equal values have an equal repr, so ranks compare digests of text.
+        self.texts = {name: repr(value) for name, value in values.items()}
+        digest = hashlib.blake2b(repr(self.texts).encode(), digest_size=7).digest()
+        self.digest = int.from_bytes(digest)
+
+
+class Agreement:
+    """A comparison of one call with the calls of all other ranks.
+
+    The constructor sends this rank's message without waiting for the others, so that the caller can
+    prepare its work meanwhile. :meth:`wait` comes before anything that other ranks can notice: all
+    ranks have the same messages then, and all of them continue or all of them raise.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        request: Request,
+        own: Sequence[int] = (0, 0, 0, 0),
+        error: Exception | None = None,
+        num_exchanges: int = 0,
+    ) -> None:
+        """Send this rank's message; the caller holds :meth:`GroupCalls.call`.
+
+        Args:
+            group: The process group.
+            request: Values that must be equal on all ranks.
+            own: Number of queries and of keys in this rank's shard, its random seed for dropout,
+                less than 2^63, and the number of the machine of its device.
+            error: The error of this rank, see :func:`errors_shared`.
+            num_exchanges: Number of P2P sends of this rank, which must be equal on all ranks.
+        """
+        self._calls, self._request = calls_on(group), request
+        self._error = error or self._calls.error
+        self._counts = self._calls.num_calls, num_exchanges
+        self._control = control_group(group)
+        message = [self._error is not None, request.digest, *self._counts, *own]
+        self._num_fields = len(message)
+        self._receive = start_swap(self._control, message)
+        self._shards: Shards | None = None
+        self._failure: Exception | None = None
+
+    def wait(self) -> Shards:
+        """Wait for the messages of all ranks and compare them; the host does not wait for GPUs.
+
+        Raises:
+            Exception: This rank has an error.
+            ValueError: Another rank has an error or a different request; the message names it.
+            RuntimeError: Threads of this process have called on the group at the same time, or a
+                rank has failed or does not answer within the timeout of the group.
+        """
+        if self._failure is not None:  # the other ranks have exchanged its texts once
+            raise self._failure
+        if self._shards is None:
+            try:
+                self._shards = self._compare(self._receive())
+            except Exception as failure:
+                self._failure = failure
+                raise
+        return self._shards
+
+    def _compare(self, found: Sequence[int]) -> Shards:
+        """Compare the messages of all ranks."""
+        failed, *of_ranks = (found[i :: self._num_fields] for i in range(self._num_fields))
+        if any(failed) or any(each.count(each[0]) < len(each) for each in of_ranks[:3]):
+            self._explain()
+        seqlens_q, seqlens_kv, seeds, machines = of_ranks[3:]
+        return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
+
+    def _explain(self) -> None:
+        """Gather all requests and raise the error that names the rank which differs."""
+        error = self._error or self._calls.error  # of a thread that has called meanwhile
+        names = "calls since the group was made", "exchanges since the group was made"
+        texts = self._request.texts | dict(zip(names, map(str, self._counts), strict=True))
+        text = json.dumps([texts, None if error is None else repr(error)])
+        try:
+            found = list(map(json.loads, swap_texts(self._control, text)))
+        except RuntimeError as lost:
+            if error is None:
+                raise
+            raise error from lost
+        if error is not None:
+            raise error
+        for rank, (_, message) in enumerate(found):
+            if message is not None:
+                raise ValueError(f"rank {rank} of the group failed: {message}")
+        first = found[0][0]
+        for rank, (other, _) in enumerate(found):
+            for name, value in other.items():
+                if value != first.get(name):
+                    raise ValueError(
+                        f"rank {rank} of the group has {name} {value:.{_MOST_SHOWN}}, "
+                        f"rank 0 has {first.get(name, 'none'):.{_MOST_SHOWN}}"
+                    )
+
+
 def agree(
     group: Any,
     request: Mapping[str, Any],
     own: Sequence[int] = (0, 0, 0, 0),
     error: Exception | None = None,
 ) -> Shards:
-    """Compare the requests of all ranks; every rank of the group must call this.
+    """Compare the requests of all ranks and wait for the result; every rank must call this.
 
-    The host does not wait for GPUs.
-
-    Args:
-        group: The process group.
-        request: Values that must be equal on all ranks, by name; ``"call"`` is the called
-            function.
-        own: Number of queries and of keys in this rank's shard, its random seed for dropout, less
-            than 2^63, and the number of the machine of its device.
-        error: The error of this rank, see :func:`errors_shared`.
-
-    Raises:
-        Exception: This rank passed ``error``.
-        ValueError: Another rank has an error or a different request; the message names it.
-        RuntimeError: Threads of this process have called on the group at the same time, or a rank
-            has failed or does not answer within the timeout of the group.
+    The arguments and errors are those of :class:`Agreement`.
     """
-    # Equal values have an equal repr, so ranks compare digests of text.
-    request = {name: repr(value) for name, value in request.items()}
-    digest = hashlib.blake2b(repr(request).encode(), digest_size=7).digest()
-    calls = calls_on(group)
-    with calls.call():
-        error, control = error or calls.error, control_group(group)
-        mine = [error is not None, int.from_bytes(digest), *own]
-        found = swap(control, mine)
-        failed, digests, *numbers = (found[i :: len(mine)] for i in range(len(mine)))
-        if any(failed) or len({*digests}) > 1:
-            _explain(control, request, error)
-    seqlens_q, seqlens_kv, seeds, machines = numbers
-    return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
+    with calls_on(group).call():
+        return Agreement(group, Request(request), own, error).wait()
 
 
 @contextmanager
@@ -92,16 +168,32 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int] | None = None)
         RuntimeError: A rank has failed, or does not answer within the timeout of the group. All
             ranks raise, because each exchanges messages with all others.
     """
+    return start_swap(control, own, lengths)()
+
+
+def start_swap(
+    control: Any, own: Sequence[int], lengths: Sequence[int] | None = None
+) -> Callable[[], list[int]]:
+    """Send integers as :func:`swap` does, and return the function that waits for the others'."""
     lengths = [len(own)] * control.size() if lengths is None else list(lengths)
     sent = torch.tensor(list(own) * len(lengths), dtype=torch.int64, device="cpu")
     found = sent.new_empty(sum(lengths))
+    work = _raising_lost(control.alltoall_base, found, sent, lengths, [len(own)] * len(lengths))
+
+    def receive() -> list[int]:
+        _raising_lost(work.wait)
+        return found.tolist()
+
+    return receive
+
+
+def _raising_lost(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        control.alltoall_base(found, sent, lengths, [len(own)] * len(lengths)).wait()
+        return function(*arguments)
     except RuntimeError as lost:
         raise RuntimeError(
             f"a rank of the group has failed or did not make this call: {lost}"
         ) from lost
-    return found.tolist()
 
 
 def swap_lists(control: Any, own: Sequence[int]) -> list[list[int]]:
@@ -168,30 +260,6 @@ def timeout_of(group: Any) -> timedelta:
     """Return the timeout of a process group on GPUs."""
     timeout: timedelta = group._get_backend(torch.device("cuda")).options._timeout
     return timeout
-
-
-def _explain(control: Any, request: dict[str, str], error: Exception | None) -> None:
-    """Gather all requests and raise the error that names the rank which differs."""
-    text = json.dumps([request, None if error is None else repr(error)])
-    try:
-        found = list(map(json.loads, swap_texts(control, text)))
-    except RuntimeError as lost:
-        if error is None:
-            raise
-        raise error from lost
-    if error is not None:
-        raise error
-    for rank, (_, message) in enumerate(found):
-        if message is not None:
-            raise ValueError(f"rank {rank} of the group failed: {message}")
-    first = found[0][0]
-    for rank, (other, _) in enumerate(found):
-        for name, value in other.items():
-            if value != first.get(name):
-                raise ValueError(
-                    f"rank {rank} of the group has {name} {value:.{_MOST_SHOWN}}, "
-                    f"rank 0 has {first.get(name, 'none'):.{_MOST_SHOWN}}"
-                )
 
 
 class GroupCalls:

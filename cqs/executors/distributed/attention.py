@@ -1,7 +1,7 @@
 """Differentiable context-parallel attention over the shards of a process group."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,22 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.arguments import as_bool, as_integer, with_advice
-from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import Shards, agree, calls_on, errors_shared
-from cqs.executors.distributed.layout import lay_out
-from cqs.executors.distributed.probe import probe_links
-from cqs.executors.distributed.rank_task import RankTask
-from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
-from cqs.executors.distributed.verify import verify_shards
-from cqs.executors.observe import observe
-from cqs.partial import AttentionOutput, Gradients, Partial
+from cqs.executors.distributed.agreement import errors_shared
+from cqs.executors.distributed.prepared import prepared_calls
+from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
-from cqs.problem import GPU_TILE, Problem, check_is_pattern, check_pattern, check_problem
-from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name, why_not_head_parallel
+from cqs.problem import Problem, check_is_pattern, check_problem
+from cqs.scheduler.cost_model import Links, why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
 from cqs.uncompiled import uncompiled
-from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
 from cqs.worker.cuda_graphs import is_captured
 
@@ -118,142 +110,102 @@ def attention(
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
             Every rank raises, and the message names the rank and the row of the whole sequence.
     """
+    with _errors_shared(group):
+        problem, values = _check(
+            query,
+            key,
+            value,
+            group=group,
+            is_causal=is_causal,
+            pattern=pattern,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            head_parallel=head_parallel,
+            num_chunks=num_chunks,
+            plan=plan,
+            links=links,
+            backend=backend,
+            return_lse=return_lse,
+            verify=verify,
+        )
+    return prepared_calls(group, values).attend(group, problem).to_result(return_lse)
+
+
+def _errors_shared(group: Any) -> AbstractContextManager[None]:
+    """Check a group and send an error of the block to its ranks."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
     _check_group(group)
-    with errors_shared(group):
-        problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
-        check_backend_name(backend)
-        if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
-            raise ValueError(
-                f"query must be on a device of the group ({config}), got {query.device}"
-            )
-        if pattern is not None:
-            check_is_pattern(pattern)
-        default_plan = None if links is None else "any"
-        head_dim = query.shape[3]  # before a head_dim of 0 is padded with zeros
-        query, key, value = problem.query, problem.key, problem.value
-        request: dict[str, Any] = {
-            "call": "attention",
-            "batch": query.shape[0],
-            "num_heads": query.shape[1],
-            "num_kv_heads": key.shape[1],
-            "head_dim": head_dim,
-            "value_dim": value.shape[3],
-            "dtype": query.dtype,
-            "device": query.device.type,
-            "requires_grad": torch.is_grad_enabled()
-            and any(tensor.requires_grad for tensor in (query, key, value)),
-            "is_causal": as_bool("is_causal", is_causal),
-            "pattern": pattern,
-            "scale": problem.scale,
-            "dropout_p": float(dropout_p),
-            "seed": None if seed is None else as_integer("seed", seed, 0),
-            "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
-            "head_parallel": _check_head_parallel(
-                head_parallel, dist.get_world_size(group), problem, pattern
-            ),
-            "links": None if links is None else Links.check(links),
-            "plan": default_plan if plan is None else check_kind(plan, "plan"),
-            "backend": backend,
-            "return_lse": as_bool("return_lse", return_lse),
-            "verify": as_bool("verify", verify),
-            "is_captured": is_captured(query.device),
-        }
-        if verify and request["is_captured"]:
-            raise ValueError(
-                "verify must be False while a CUDA graph is captured, got True: verify a call "
-                "before the capture"
-            )
-        own = (
-            query.shape[2],
-            key.shape[2],
-            0 if problem.dropout is None else problem.dropout.seed,
-            _machine_of(query.device),
-        )
-    calls = calls_on(group)
-    with calls.call():
-        request["calls since the group was made"] = calls.num_calls
-        request["exchanges since the group was made"] = count_sends(group)
-        shards = agree(group, request, own)
-        calls.num_calls += 1
-        answer = _attend(group, problem, request, shards)
-    # With gradients the backward pass checks: other ranks wait for this one to run it.
-    if not answer.output.requires_grad:
-        calls.check()
-    return answer.to_result(return_lse)
+    return errors_shared(group)
 
 
-def _attend(group: Any, problem: Problem, request: dict[str, Any], shards: Shards) -> Partial:
-    """Compute attention with the arguments on which all ranks have agreed.
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any,
+    is_causal: bool,
+    pattern: Pattern | None,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | None,
+    head_parallel: int | str,
+    num_chunks: int | None,
+    plan: Kind | str | None,
+    links: Iterable[float] | None,
+    backend: str | None,
+    return_lse: bool,
+    verify: bool,
+) -> tuple[Problem, dict[str, Any]]:
+    """Validate the arguments of :func:`attention` on this rank.
 
-    Args:
-        group: The process group; ``None`` means the default group.
-        problem: This rank's shards.
-        request: The arguments of :func:`attention` that are equal on all ranks, by name.
-        shards: Shard lengths of all ranks.
+    Returns:
+        The problem of this rank's shards, and the arguments that must be equal on all ranks.
     """
-    device, calls = problem.query.device, calls_on(group)
-    transport, requires_grad = transport_of(group, device), request["requires_grad"]
-    per_host, links = ranks_per_host(group), request["links"]
-    if links is None and per_host < len(shards.seqlens_q):
-        links = probe_links(group, device)
-    machine = _plan_for(shards, per_host, links)
-    verify = request["verify"]
-    batch, num_heads, *_ = problem.query.shape
-    lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
-    is_causal, pattern = check_pattern(
-        request["pattern"], request["is_causal"], batch, num_heads, *lengths
-    )
-    problem = replace(
-        problem,
-        is_causal=is_causal,
-        pattern=pattern,
-        dropout=problem.dropout and replace(problem.dropout, seed=shards.seed),
-    )
-
-    def attend(part: Problem) -> Attended:
-        num_heads = part.query.shape[1]
-        layout = lay_out(
-            shards.seqlens_q,
-            shards.seqlens_kv,
-            dist.get_rank(group),
-            AttentionShape(num_heads, part.query.shape[3], num_kv_heads=part.key.shape[1]),
-            head_parallel=request["head_parallel"],
-            num_chunks=request["num_chunks"],
-            is_causal=part.is_causal,
-            pattern=part.pattern,
-            plan=request["plan"],
-            tile=GPU_TILE if part.query.is_cuda else 1,
-            chunk_rule=transport.chunk_rule,
-            machine=machine,
-            with_gradients=requires_grad,
+    problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+    check_backend_name(backend)
+    if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
+        raise ValueError(f"query must be on a device of the group ({config}), got {query.device}")
+    if pattern is not None:
+        check_is_pattern(pattern)
+    default_plan = None if links is None else "any"
+    head_dim = query.shape[3]  # before a head_dim of 0 is padded with zeros
+    query, key, value = problem.query, problem.key, problem.value
+    values: dict[str, Any] = {
+        "call": "attention",
+        "batch": query.shape[0],
+        "num_heads": query.shape[1],
+        "num_kv_heads": key.shape[1],
+        "head_dim": head_dim,
+        "value_dim": value.shape[3],
+        "dtype": query.dtype,
+        "device": query.device.type,
+        "requires_grad": torch.is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad),
+        "is_causal": as_bool("is_causal", is_causal),
+        "pattern": pattern,
+        "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
+        "dropout_p": float(dropout_p),
+        "seed": None if seed is None else as_integer("seed", seed, 0),
+        "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
+        "head_parallel": _check_head_parallel(
+            head_parallel, dist.get_world_size(group), problem, pattern
+        ),
+        "links": None if links is None else Links.check(links),
+        "plan": default_plan if plan is None else check_kind(plan, "plan"),
+        "backend": backend,
+        "return_lse": as_bool("return_lse", return_lse),
+        "verify": as_bool("verify", verify),
+        "is_captured": is_captured(query.device),
+    }
+    if verify and values["is_captured"]:
+        raise ValueError(
+            "verify must be False while a CUDA graph is captured, got True: verify a call "
+            "before the capture"
         )
-        bound = None if part.pattern is None else part.pattern.bind(*lengths)
-        worker = Worker(part.scale, request["backend"], part.dropout, bound)
-        # Raises on all ranks or on none.
-        chosen = worker.choose_backend(part.query, part.key, part.value)
-        observed = layout.plan, part.num_bytes, lambda: chosen.name
-        task, with_lse = RankTask(transport, layout, worker), request["return_lse"] or verify
-        with observe("forward", *observed):
-            attended = task.attend(part, with_lse=with_lse, keep=requires_grad)
-        compute = attended.differentiate  # without the tensors: autograd decides how long they live
-
-        def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
-            # On CPUs a thread holds the lock while it waits for other ranks, so another thread
-            # could wait for it until the timeout; on GPUs nothing blocks within a pass. Messages
-            # carry the tag of their call, so overlapping CPU passes do not mix rows.
-            with calls.call(waits=grad_output.is_cuda), observe("backward", *observed):
-                gradients = compute(kept, grad_output)
-            calls.check()
-            return gradients
-
-        return attended._replace(differentiate=differentiate)
-
-    answer = attend_differentiably(problem, attend)
-    if verify:
-        verify_shards(group, problem, answer, shards)
-    return answer
+    return problem, values
 
 
 def _check_group(group: Any) -> None:
@@ -268,27 +220,6 @@ def _check_group(group: Any) -> None:
         dist.get_rank(group)
     except ValueError as unknown:
         raise ValueError(f"{rule} and not destroyed, got {group!r}: {unknown}") from unknown
-
-
-def _machine_of(device: torch.device) -> int:
-    """Return the index among ``MACHINES`` of the machine of a device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return list(MACHINES).index(machine_name(name))
-
-
-def _plan_for(shards: Shards, per_host: int, links: Links | None) -> Machine:
-    """Return the machine to plan for, which is the same on all ranks.
-
-    CPUs of one host plan as GPUs do, so that programs which are tried on CPUs run the same plans.
-    """
-    name, has_one_host = list(MACHINES)[shards.machine], per_host == len(shards.seqlens_q)
-    if name == "CPU" and has_one_host and links is None:
-        name = "H200"
-    machine = replace(MACHINES[name], devices_per_node=per_host)
-    if links is None:
-        return machine
-    side = "bandwidth" if has_one_host else "between"
-    return replace(machine, **{side: links.bandwidth, "latency": links.latency})
 
 
 def _check_head_parallel(

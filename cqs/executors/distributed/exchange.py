@@ -16,6 +16,7 @@ from cqs.executors.distributed.transport.transfer import (
     Fill,
     LostError,
     Packet,
+    Pass,
     Transfer,
     Transport,
 )
@@ -33,20 +34,21 @@ class Exchange:
     The group remains usable after an error if the pass fails on all ranks after the same sends.
     """
 
-    def __init__(self, transport: Transport, num_chunks: int) -> None:
+    def __init__(self, transport: Transport, of_pass: Pass, num_chunks: int) -> None:
         """Prepare an exchange; use it as a context manager.
 
         Args:
             transport: Transport between the ranks of the group.
+            of_pass: The pass in which the tensors are sent.
             num_chunks: Number of head chunks of the pass, each sent once in each direction. Chunk i
                 uses buffer slot ``i % num_turns`` of the transport.
         """
-        self._transport = transport
+        self._transport, self._pass = transport, of_pass
         self._num_turns = min(num_chunks, transport.num_turns)
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
-        self._transport.begin()
+        self._transport.begin(self._pass)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -18,7 +18,7 @@ from cqs.executors.distributed.exchange import (
 from cqs.executors.distributed.layout import HeadChunk, Layout, Route, see_only
 from cqs.executors.distributed.transport.row_copies import copy_rows
 from cqs.executors.distributed.transport.streams import open_streams
-from cqs.executors.distributed.transport.transfer import Transfer, Transport
+from cqs.executors.distributed.transport.transfer import Pass, Transfer, Transport
 from cqs.partial import Gradients, Partial, lse_dtype, merge_rows
 from cqs.problem import Problem
 from cqs.scheduler import Step
@@ -27,6 +27,7 @@ from cqs.worker import HeldTokens, Worker
 _MOST_AT_ONCE = 196_608
 """Number of keys of a rank above which the head chunks of a forward pass run one after another.
 Keys and values of two concurrent chunks would exceed the L2 cache and make both slower."""
+_AGREED = Pass()
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class RankTask:
     worker: Worker
     """Worker for all heads; its dropout mask is that of the whole problem."""
 
-    def attend(self, problem: Problem, *, with_lse: bool, keep: bool) -> Attended:
+    def attend(
+        self, problem: Problem, *, with_lse: bool, keep: bool, of_pass: Pass = _AGREED
+    ) -> Attended:
         """Send tokens out, compute this rank's task, and merge the results for its shard.
 
         Args:
@@ -48,9 +51,11 @@ class RankTask:
             with_lse: Whether the LSE of the answer is required; otherwise it may stay
                 uninitialised.
             keep: Whether to keep tensors for the backward pass.
+            of_pass: The pass; by default one on which the ranks have agreed.
 
         Returns:
-            Output and LSE of this rank's queries, the kept tensors, and the backward function.
+            Output and LSE of this rank's queries, the kept tensors, and the backward function,
+            which also accepts ``of_pass``.
 
         Raises:
             LostError: Another rank has failed or does not answer (messages only).
@@ -62,7 +67,7 @@ class RankTask:
         at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_streams
         with (
             # Every rank keeps a copy of the tokens that it computes with.
-            Exchange(self.transport, len(layout.chunks)) as exchange,
+            Exchange(self.transport, of_pass, len(layout.chunks)) as exchange,
             open_streams(problem.query.device, min(at_once, len(layout.chunks))) as on_stream,
         ):
             heads = [chunk.heads for chunk in layout.chunks]
@@ -93,7 +98,11 @@ class RankTask:
         return Attended(answer, tuple(kept), bind(self._differentiate, shapes))
 
     def _differentiate(
-        self, shapes: Sequence[torch.Size], kept: Kept, grad_output: Tensor
+        self,
+        shapes: Sequence[torch.Size],
+        kept: Kept,
+        grad_output: Tensor,
+        of_pass: Pass = _AGREED,
     ) -> Gradients:
         """Send the gradient of the output out, and sum the gradients for this rank's shard.
 
@@ -101,6 +110,7 @@ class RankTask:
             shapes: Shapes of this rank's query, key and value.
             kept: Tensors that :meth:`attend` kept.
             grad_output: Gradient of this rank's output, ``[batch, heads, rows, value_dim]``.
+            of_pass: The pass.
         """
         layout, of_shard = self.layout, [grad_output]
         if not layout.is_final:
@@ -109,7 +119,7 @@ class RankTask:
         each_kept = len(kept) // len(layout.chunks)
         at_once = min(self.transport.num_streams, len(layout.chunks))
         with (
-            Exchange(self.transport, len(layout.chunks)) as exchange,
+            Exchange(self.transport, of_pass, len(layout.chunks)) as exchange,
             open_streams(grad_output.device, at_once) as on_stream,
         ):
             returning, routes = [], [layout.of_queries] * len(of_shard)

@@ -2,17 +2,17 @@
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.agreement import calls_on
 from cqs.executors.distributed.layout import PackOffsets, Route
 from cqs.executors.distributed.transport.row_copies import CopySchedule, copy_rows
 from cqs.scheduler.cost_model import SENT, ChunkRule
@@ -102,6 +102,16 @@ A transport on CPUs blocks the host in both cases.
 """
 
 
+class Pass(NamedTuple):
+    """A forward or backward pass of one call."""
+
+    number: int = 0
+    """Number of the call on its group; equal on all ranks."""
+    confirm: Callable[[], object] | None = None
+    """Waits until all ranks are known to make the same pass, or raises. A transport calls it before
+    it does anything that other ranks can notice. ``None`` if the ranks have agreed already."""
+
+
 class Transport:
     """Sends packets between the ranks of a group."""
 
@@ -114,7 +124,7 @@ class Transport:
     peak_bytes = 0
     """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
 
-    def begin(self) -> None:
+    def begin(self, of_pass: "Pass") -> None:
         """Begin a forward or backward pass; all ranks of the group must call this equally often."""
 
     def end(self) -> None:
@@ -147,11 +157,18 @@ class MessageTransport(Transport):
     chunk_rule = SENT
 
     def __init__(self, group: Any) -> None:
-        """Use a process group for one call of attention; ranks without rows post no messages."""
-        self._group = group
-        # One tag per call: a backward pass that runs out of order on one rank waits for rows of
-        # its own call instead of receiving those of another.
-        self._tag = _FIRST_TAG + calls_on(group).num_calls % _FIRST_TAG
+        """Use a process group; ranks without rows post no messages."""
+        # Its user decides how long a group lives, not the calls that are prepared for it.
+        self._group = weakref.ref(group)
+        self._pass = Pass()
+
+    def begin(self, of_pass: Pass) -> None:
+        """Begin a pass, whose messages carry the tag of its call."""
+        self._pass = of_pass
+
+    def end(self) -> None:
+        """End the pass."""
+        self._pass = Pass()  # its functions refer to the group
 
     def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
         """Send packets as described in :meth:`Transport.send`.
@@ -163,13 +180,16 @@ class MessageTransport(Transport):
         # allocator returns their memory afterwards.
         rows_of_packets = [packet.new_rows(sum(packet.lengths)) for packet in packets]
         fill(rows_of_packets)
+        if self._pass.confirm is not None:
+            self._pass.confirm()
+        group, tag = self._group(), _FIRST_TAG + self._pass.number % _FIRST_TAG
         messages = []
         for packet, packed in zip(packets, rows_of_packets, strict=True):
             sides: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, packet.lengths)]
             if not packet.route.stays:
                 sides.append((dist.irecv, packet.received, packet.expected))
             messages += [
-                dist.P2POp(operation, rows, group=self._group, tag=self._tag, group_peer=rank)
+                dist.P2POp(operation, rows, group=group, tag=tag, group_peer=rank)
                 for operation, tensor, lengths in sides
                 for rank, rows in enumerate(tensor.split(list(lengths)))
                 if len(rows) and rank != packet.route.rank

@@ -1,0 +1,290 @@
+"""Calls on a process group that share a signature: their plans and routing tables, made once."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cqs.executors.autograd import Attended, Kept, attend_differentiably
+from cqs.executors.distributed.agreement import Agreement, Request, Shards, calls_on
+from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed.probe import probe_links
+from cqs.executors.distributed.rank_task import RankTask
+from cqs.executors.distributed.transport.transfer import Pass, Transport
+from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
+from cqs.executors.distributed.verify import verify_shards
+from cqs.executors.observe import observe
+from cqs.partial import Gradients, Partial
+from cqs.patterns import Pattern
+from cqs.problem import GPU_TILE, Problem, check_pattern
+from cqs.scheduler import AttentionShape
+from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
+from cqs.worker import Worker
+
+_MOST_SIGNATURES = 64
+"""Number of signatures of a group that are kept."""
+_MOST_PLACEMENTS = 16
+"""Number of shard lengths of a signature that are kept."""
+_prepared: "WeakKeyDictionary[Any, dict[Any, PreparedCalls]]" = WeakKeyDictionary()
+
+
+def prepared_calls(group: Any, values: Mapping[str, Any]) -> "PreparedCalls":
+    """Return the calls of a signature on a group; made on the first call.
+
+    Args:
+        group: The process group; ``None`` means the default group.
+        values: Arguments of the call that must be equal on all ranks, by name.
+    """
+    of_group = _prepared.setdefault(group or dist.group.WORLD, {})
+    signature = tuple(values.values())
+    if signature not in of_group:
+        if len(of_group) >= _MOST_SIGNATURES:
+            del of_group[next(iter(of_group))]
+        of_group[signature] = PreparedCalls(values)
+    return of_group[signature]
+
+
+class PreparedCalls:
+    """Calls of one signature on one group, which differ in their tensors and shard lengths.
+
+    A call sends its signature and shard lengths to all ranks without waiting. It then prepares its
+    first packets for the shard lengths of the last call with the same lengths on this rank. When
+    the other ranks' messages have arrived, and before a row is sent, it compares them. If the
+    lengths are others, it starts again with these.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Take the arguments that must be equal on all ranks, by name."""
+        self.values = values
+        self._request = Request(values)
+        self._placements: dict[Shards, _Placement] = {}
+        self._predicted: dict[tuple[int, ...], Shards] = {}
+
+    def prepare(self, group: Any, problem: Problem) -> None:
+        """Lay out the shards of all ranks; every rank calls this."""
+        request, calls = Request({**self.values, "call": "prepare"}), calls_on(group)
+        own = _own_numbers(problem)
+        with calls.call():
+            shards = Agreement(group, request, own, num_exchanges=count_sends(group)).wait()
+            placement = self._place(group, problem, shards)
+            for _, part in placement.bind(problem, shards.seed).parts():
+                self._lay_out(placement, part)
+            self._predicted[own[:2]] = shards
+        calls.check()
+
+    def attend(self, group: Any, problem: Problem) -> Partial:
+        """Compute this rank's queries; every rank calls this.
+
+        Args:
+            group: The process group; ``None`` means the default group.
+            problem: This rank's shards.
+
+        Raises:
+            ValueError: Another rank has other arguments, or an error.
+            RuntimeError: A rank has failed, or threads have called on the group at the same time.
+        """
+        calls = calls_on(group)
+        with calls.call():
+            answer = self._attend_in_turn(group, problem)
+        # With gradients the backward pass checks: other ranks wait for this one to run it.
+        if not answer.output.requires_grad:
+            calls.check()
+        return answer
+
+    def _attend_in_turn(self, group: Any, problem: Problem) -> Partial:
+        calls, own = calls_on(group), _own_numbers(problem)
+        number = calls.num_calls
+        agreement = Agreement(group, self._request, own, num_exchanges=count_sends(group))
+
+        def agree() -> Shards:
+            shards = agreement.wait()
+            calls.num_calls = number + 1
+            return shards
+
+        def confirm() -> None:
+            if agree() != predicted:
+                raise _OtherShardsError
+
+        # Dropout has another seed in every call. A CUDA graph must not capture work for other
+        # lengths.
+        is_alike = problem.dropout is None and not self.values["is_captured"]
+        predicted = self._predicted.get(own[:2]) if is_alike else None
+        try:
+            if predicted is not None:
+                with suppress(_OtherShardsError):
+                    answer = self._attend(group, problem, predicted, Pass(number, confirm))
+                    confirm()  # at the latest
+                    return answer
+            shards = self._predicted[own[:2]] = agree()
+            return self._attend(group, problem, shards, Pass(number))
+        except Exception:
+            agreement.wait()  # an error of which all ranks know comes first
+            raise
+
+    def _attend(self, group: Any, problem: Problem, shards: Shards, of_pass: Pass) -> Partial:
+        """Compute this rank's queries, given the shard lengths of all ranks."""
+        values, placement = self.values, self._place(group, problem, shards)
+        keep, verify = values["requires_grad"], values["verify"]
+        with_lse = values["return_lse"] or verify
+        problem = placement.bind(problem, shards.seed)
+
+        def attend(part: Problem) -> Attended:
+            task = self._lay_out(placement, part)
+            # Raises on all ranks or on none.
+            chosen = task.worker.choose_backend(part.query, part.key, part.value)
+            observed = task.layout.plan, part.num_bytes, lambda: chosen.name
+            with observe("forward", *observed):
+                attended = task.attend(part, with_lse=with_lse, keep=keep, of_pass=of_pass)
+            compute = attended.differentiate  # without the tensors: autograd decides how long
+
+            def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
+                with observe("backward", *observed):
+                    return _differentiate(
+                        group, of_pass.number, partial(compute, kept, grad_output)
+                    )
+
+            return attended._replace(differentiate=differentiate)
+
+        answer = attend_differentiably(problem, attend)
+        if verify:
+            verify_shards(group, problem, answer, shards)
+        return answer
+
+    def _place(self, group: Any, problem: Problem, shards: Shards) -> "_Placement":
+        """Return what calls with these shard lengths share."""
+        key = shards._replace(seed=0)
+        if key not in self._placements:
+            if len(self._placements) >= _MOST_PLACEMENTS:
+                del self._placements[next(iter(self._placements))]
+            self._placements[key] = _Placement.of(group, problem, shards, self.values)
+        return self._placements[key]
+
+    def _lay_out(self, placement: "_Placement", part: Problem) -> RankTask:
+        """Return the task of this rank for a part of the problem with a single pattern."""
+        key = part.pattern, part.query.shape[1], part.key.shape[1]
+        if key not in placement.tasks:
+            placement.tasks[key] = placement.make_task(part, self.values)
+        task = placement.tasks[key]
+        if part.dropout is None:
+            return task
+        return replace(task, worker=replace(task.worker, dropout=part.dropout))
+
+
+class _OtherShardsError(Exception):
+    """The shards of other ranks are not those that were predicted."""
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """What the calls of one signature with equal shard lengths on all ranks share."""
+
+    rank: int
+    shards: Shards
+    machine: Machine
+    transport: Transport
+    is_causal: bool
+    """Whether attention over the whole sequence is dense and causal."""
+    pattern: Pattern | None
+    """Pattern of the whole sequence; ``None`` if it is dense."""
+    tasks: dict[Any, RankTask] = field(default_factory=dict)
+    """The tasks of this rank, by pattern and numbers of heads."""
+
+    @classmethod
+    def of(
+        cls, group: Any, problem: Problem, shards: Shards, values: Mapping[str, Any]
+    ) -> "_Placement":
+        """Return the placement; every rank calls this, with arguments on which all have agreed."""
+        device, links = problem.query.device, values["links"]
+        transport, per_host = transport_of(group, device), ranks_per_host(group)
+        if links is None and per_host < len(shards.seqlens_q):
+            links = probe_links(group, device)
+        batch, num_heads, *_ = problem.query.shape
+        lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
+        is_causal, pattern = check_pattern(
+            values["pattern"], values["is_causal"], batch, num_heads, *lengths
+        )
+        machine = _plan_for(shards, per_host, links)
+        return cls(dist.get_rank(group), shards, machine, transport, is_causal, pattern)
+
+    def bind(self, problem: Problem, seed: int) -> Problem:
+        """Return a problem with the mask of the whole sequence and the seed of rank 0."""
+        dropout = problem.dropout and replace(problem.dropout, seed=seed)
+        return replace(problem, is_causal=self.is_causal, pattern=self.pattern, dropout=dropout)
+
+    def make_task(self, part: Problem, values: Mapping[str, Any]) -> RankTask:
+        """Return this rank's task of a part of the problem, without dropout."""
+        seqlens_q, seqlens_kv, *_ = self.shards
+        layout = lay_out(
+            seqlens_q,
+            seqlens_kv,
+            self.rank,
+            AttentionShape(
+                part.query.shape[1], part.query.shape[3], num_kv_heads=part.key.shape[1]
+            ),
+            head_parallel=values["head_parallel"],
+            num_chunks=values["num_chunks"],
+            is_causal=part.is_causal,
+            pattern=part.pattern,
+            plan=values["plan"],
+            tile=GPU_TILE if part.query.is_cuda else 1,
+            chunk_rule=self.transport.chunk_rule,
+            machine=self.machine,
+            with_gradients=values["requires_grad"],
+        )
+        pattern = part.pattern
+        bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
+        return RankTask(self.transport, layout, Worker(part.scale, values["backend"], None, bound))
+
+
+def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -> Gradients:
+    """Run the backward pass of a call after all ranks have agreed on it.
+
+    Args:
+        group: The process group; ``None`` means the default group.
+        number: Number of the call.
+        compute: Computes the gradients in a given pass.
+    """
+    calls = calls_on(group)
+    with calls.call():
+        request = Request({"call": f"the backward pass of call {number}"})
+        agreement = Agreement(group, request, num_exchanges=count_sends(group))
+        try:
+            gradients = compute(of_pass=Pass(number, agreement.wait))
+        finally:
+            agreement.wait()
+    calls.check()
+    return gradients
+
+
+def _own_numbers(problem: Problem) -> tuple[int, int, int, int]:
+    """Return shard lengths, dropout seed and machine of this rank."""
+    query, seed = problem.query, 0 if problem.dropout is None else problem.dropout.seed
+    return query.shape[2], problem.key.shape[2], seed, _machine_of(query.device)
+
+
+@lru_cache
+def _machine_of(device: torch.device) -> int:
+    """Return the index among ``MACHINES`` of the machine of a device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return list(MACHINES).index(machine_name(name))
+
+
+def _plan_for(shards: Shards, per_host: int, links: Links | None) -> Machine:
+    """Return the machine to plan for, which is the same on all ranks.
+
+    CPUs of one host plan as GPUs do, so that programs which are tried on CPUs run the same plans.
+    """
+    name, has_one_host = list(MACHINES)[shards.machine], per_host == len(shards.seqlens_q)
+    if name == "CPU" and has_one_host and links is None:
+        name = "H200"
+    machine = replace(MACHINES[name], devices_per_node=per_host)
+    if links is None:
+        return machine
+    side = "bandwidth" if has_one_host else "between"
+    return replace(machine, **{side: links.bandwidth, "latency": links.latency})
