@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import cqs.executors.distributed.agreement
 import cqs.executors.distributed.exchange
-import cqs.nn.mesh
 from cqs.nn import HybridTransformerBlock
 from cqs.report.timing import make_busy
 
@@ -176,8 +175,7 @@ def _marked(layer: HybridTransformerBlock, clock: _Clock) -> Iterator[None]:
     """Make a layer report its parts, and waits for other ranks, forward and backward."""
     waiting = (
         (cqs.executors.distributed.exchange.Transfer, "wait"),
-        (import_module("cqs.executors.distributed.attention"), "agree"),
-        (cqs.nn.mesh, "agree"),
+        (cqs.executors.distributed.agreement.Agreement, "wait"),
     )
     with ExitStack() as stack:
         for owner, name in waiting:

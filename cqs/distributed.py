@@ -1,5 +1,5 @@
 """Context-parallel attention for torch.distributed: each rank passes and receives its shard."""
 
-from cqs.executors.distributed.attention import attention
+from cqs.executors.distributed.attention import PreparedAttention, attention, prepare
 
-__all__ = ["attention"]
+__all__ = ["PreparedAttention", "attention", "prepare"]

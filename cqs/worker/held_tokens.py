@@ -47,28 +47,34 @@ class HeldTokens:
 
     def __init__(self, pieces: Iterable[tuple[range, Tensor]]):
         """Hold pairs of a token range and a tensor ``[batch, heads, len(range), dim]``."""
-        self._pieces = list(pieces)
-        if len(self._pieces) > 1:
-            self._pieces.sort(key=lambda piece: piece[0].start)
-        self._joined: Tensor | None = None
+        found = list(pieces)
+        if len(found) > 1:
+            found.sort(key=lambda piece: piece[0].start)
+        self.ranges = tuple([tokens for tokens, _ in found])
+        """Token ranges that are held, ascending."""
+        self._tensors: Sequence[Tensor] | None = [tensor for _, tensor in found]
+        self._joined = self._tensors[0] if len(found) == 1 else None
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "HeldTokens":
         """Hold a whole sequence."""
-        return cls(((range(tensor.shape[2]), tensor),))
+        return cls.packed(tensor, (range(tensor.shape[2]),))
 
     @classmethod
     def packed(cls, tensor: Tensor, ranges: Sequence[range]) -> "HeldTokens":
         """Hold the tokens of ascending ranges, stored in one tensor one after another."""
-        parts = tensor.split(list(map(len, ranges)), dim=2)
-        held = cls(zip(ranges, parts, strict=True))
-        held._joined = tensor
+        held = cls.__new__(cls)
+        held.ranges, held._tensors, held._joined = tuple(ranges), None, tensor
         return held
 
     @property
-    def ranges(self) -> tuple[range, ...]:
-        """Token ranges that are held, ascending."""
-        return tuple([tokens for tokens, _ in self._pieces])
+    def _pieces(self) -> Iterable[tuple[range, Tensor]]:
+        if self._tensors is None:
+            assert self._joined is not None
+            self._tensors = [self._joined]
+            if len(self.ranges) != 1:
+                self._tensors = self._joined.split(list(map(len, self.ranges)), dim=2)
+        return zip(self.ranges, self._tensors, strict=True)
 
     @property
     def nbytes(self) -> int:
@@ -77,20 +83,21 @@ class HeldTokens:
 
     @property
     def sample(self) -> Tensor:
-        """One of the tensors, with the dtype, the device and every dimension except seqlen.
+        """A tensor of some tokens, with the dtype, the device and every dimension except seqlen.
 
         Raises:
             KeyError: No tokens are held.
         """
-        if not self._pieces:
+        if not self.ranges:
             raise KeyError("no tokens are held")
-        return self._pieces[0][1]
+        if self._joined is not None:
+            return self._joined
+        return next(iter(self._pieces))[1]
 
     def joined(self) -> Tensor:
         """Return all tokens in one tensor; several are copied once, and the copy is kept."""
         if self._joined is None:
-            tensors = [tensor for _, tensor in self._pieces]
-            self._joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=2)
+            self._joined = torch.cat([tensor for _, tensor in self._pieces], dim=2)
         return self._joined
 
     def zeros(self, dtype: torch.dtype) -> Tensor:

@@ -153,6 +153,8 @@ class Worker:
             operands = self._task_operands(steps, held)
             return backend.attend(operands, is_united=True, dtype=dtype, into=into)
         parts = self.run_steps(steps, *held, dtype=dtype)
+        if into is None and len(steps) == 1 and held[0].ranges == (steps[0].queries,):
+            return parts[0]  # nothing to merge
         rows = [_slice(step.queries, held[0]) for step in steps]
         answer = into or Partial(*(held[0].empty_like(part) for part in parts[0]))
         merge_rows(answer, list(zip(parts, rows, strict=True)))

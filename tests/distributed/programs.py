@@ -8,6 +8,7 @@ import time
 import weakref
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -697,3 +698,58 @@ def logged_by(group, length):
         logger.setLevel(logging.NOTSET)
         logger.removeHandler(messages)
     return messages.found
+
+
+def compare_prepared(group, case, options):
+    """Return whether prepared calls have the bits of calls, for some lengths and gradients."""
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    problem, marks = case.make(), {}
+    for name, share in (("even", 1.0), ("uneven", 0.7)):
+        marks[name] = [
+            [int(length * (i / num_ranks) ** share) for i in range(num_ranks + 1)]
+            for length in (case.seqlen_q, case.seqlen_kv)
+        ]
+    masks = {"is_causal": case.is_causal, "pattern": case.pattern}
+    prepared_call = cqs.distributed.prepare(
+        *shards_of(problem, marks["even"], rank)[0], group=group, **masks, **options
+    )
+    seed, found = {"seed": 5} if "dropout_p" in options else {}, []
+    for cuts in marks.values():
+        for has_gradients in (True, False):
+            tensors, *_ = shards_of(problem, cuts, rank)
+            answers = []
+            for call in (
+                prepared_call,
+                partial(cqs.distributed.attention, group=group, **masks, **options),
+            ):
+                with torch.set_grad_enabled(has_gradients):
+                    answer = call(*tensors, **seed)
+                parts = list(answer) if isinstance(answer, tuple) else [answer]
+                if has_gradients:
+                    parts += torch.autograd.grad(parts[0].square().sum(), tensors)
+                answers.append(parts)
+            found.append(all(map(torch.equal, *answers)))
+    return found
+
+
+def complaint_about_prepared(group, of_rank, shape, dtype):
+    """Return what is raised where one rank calls what it prepared with other tensors."""
+    tensors = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    call = cqs.distributed.prepare(*tensors, group=group)
+    if dist.get_rank(group) == of_rank:
+        tensors = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    try:
+        call(*tensors)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def complaint_of_prepare(group, of_rank):
+    """Return what is raised where one rank prepares causal calls."""
+    tensors = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    try:
+        cqs.distributed.prepare(*tensors, group=group, is_causal=dist.get_rank(group) == of_rank)
+    except Exception as error:
+        return type(error), str(error)
+    return None

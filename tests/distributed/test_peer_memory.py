@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+from dataclasses import fields
 from datetime import timedelta
 from functools import cache, partial
 from types import SimpleNamespace
@@ -71,7 +72,7 @@ class LaterTask(rank_task.ChunkTask):
         current_stream().enqueue(lambda: now.merge(*arguments))
 
     def _copy(self):
-        return REAL_TASK(**vars(self))
+        return REAL_TASK(**{each.name: getattr(self, each.name) for each in fields(self)})
 
     def _nothing(self, num_rows):
         query, _, value = self.shards

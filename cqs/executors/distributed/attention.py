@@ -132,6 +132,155 @@ def attention(
     return prepared_calls(group, values).attend(group, problem).to_result(return_lse)
 
 
+@uncompiled
+@with_advice
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: "dist.ProcessGroup | None" = None,
+    is_causal: bool = False,
+    pattern: Pattern | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    head_parallel: int | str = "auto",
+    num_chunks: int | None = None,
+    plan: Kind | str | None = None,
+    links: Iterable[float] | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+    verify: bool = False,
+) -> "PreparedAttention":
+    """Prepare calls of :func:`attention` that have the same options and shapes.
+
+    Every rank of the group calls this. It checks the arguments, compares them between the ranks,
+    chooses the plan and lays out what each rank computes, sends and receives. It computes nothing.
+
+    Args:
+        query: A tensor with the shape, dtype and device of later queries, which requires gradients
+            if those do; its values are not read.
+        key: A tensor like later keys.
+        value: A tensor like later values.
+        group: See :func:`attention`, also for the other arguments.
+        is_causal: Whether attention is causal.
+        pattern: Sparse pattern, or ``None``.
+        scale: Factor on the scores, or ``None``.
+        dropout_p: Probability that a pair is dropped. The seed is an argument of the call.
+        head_parallel: Head-parallel degree, or ``"auto"``.
+        num_chunks: Maximum number of head chunks, or ``None``.
+        plan: Kind of the plan, or ``None``.
+        links: Bandwidth and latency of the links, or ``None``.
+        backend: Name of the kernels, or ``None``.
+        return_lse: Whether calls return the log-sum-exp too.
+        verify: Whether calls recompute sampled rows in float64.
+
+    Returns:
+        A function of query, key and value that computes what :func:`attention` computes with these
+        options.
+
+    Raises:
+        RuntimeError: See :func:`attention`, also for the other errors.
+        TypeError: An argument has the wrong type.
+        ValueError: Arguments do not fit, or ranks differ; the message names the rank.
+        NotImplementedError: The backend does not support the tensors or the pattern.
+    """
+    with _errors_shared(group):
+        problem, values = _check(
+            query,
+            key,
+            value,
+            group=group,
+            is_causal=is_causal,
+            pattern=pattern,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=None,
+            head_parallel=head_parallel,
+            num_chunks=num_chunks,
+            plan=plan,
+            links=links,
+            backend=backend,
+            return_lse=return_lse,
+            verify=verify,
+        )
+    prepared_calls(group, values).prepare(group, problem)
+    return PreparedAttention(group, values)
+
+
+class PreparedAttention:
+    """A function that computes attention over shards, with options that were checked before.
+
+    Returned by :func:`prepare`. Shard lengths may differ from call to call; new lengths are laid
+    out in the first call that has them.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup | None", values: dict[str, Any]) -> None:
+        """Take a group and the values on which its ranks have agreed; use :func:`prepare`."""
+        self._group, self._values = group, values
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, seed: int | None = None
+    ) -> Tensor | AttentionOutput:
+        """Compute attention; every rank of the group calls this.
+
+        Args:
+            query: ``[batch, num_heads, rows, head_dim]``. Only ``rows`` may differ from the query
+                that was prepared.
+            key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
+            value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
+            seed: Random seed of dropout; ``None`` draws one on rank 0 for all.
+
+        Returns:
+            What :func:`attention` returns.
+
+        Raises:
+            ValueError: A tensor differs from those that were prepared, or ranks differ; other
+                errors are those of :func:`attention`.
+        """
+        values = self._values
+        with _errors_shared(self._group):
+            scale, dropout_p = values["scale"], values["dropout_p"]
+            problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+            found = _of_tensors(query, problem)
+            for name in _FIXED:
+                if found[name] != values[name]:
+                    raise ValueError(
+                        f"{name} must be as prepared, {values[name]}, got {found[name]}"
+                    )
+            seed = None if seed is None else as_integer("seed", seed, 0)
+            values = values | found | {"seed": seed}
+            _check_capture(values)
+        answer = prepared_calls(self._group, values).attend(self._group, problem)
+        return answer.to_result(values["return_lse"])
+
+
+_FIXED = "batch", "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype", "device"
+"""Values of a call's tensors that are the same in all calls of a :class:`PreparedAttention`."""
+
+
+def _of_tensors(query: Tensor, problem: Problem) -> dict[str, Any]:
+    """Return the values of a call's tensors that must be equal on all ranks.
+
+    Args:
+        query: The query that was passed, before a head_dim of 0 is padded with zeros.
+        problem: The checked problem.
+    """
+    shape, key, value = problem.query.shape, problem.key, problem.value
+    return {
+        "batch": shape[0],
+        "num_heads": shape[1],
+        "num_kv_heads": key.shape[1],
+        "head_dim": query.shape[3],
+        "value_dim": value.shape[3],
+        "dtype": query.dtype,
+        "device": query.device.type,
+        "requires_grad": torch.is_grad_enabled()
+        and (problem.query.requires_grad or key.requires_grad or value.requires_grad),
+        "is_captured": is_captured(query.device),
+    }
+
+
 def _errors_shared(group: Any) -> AbstractContextManager[None]:
     """Check a group and send an error of the block to its ranks."""
     if not dist.is_initialized():
@@ -171,19 +320,9 @@ def _check(
     if pattern is not None:
         check_is_pattern(pattern)
     default_plan = None if links is None else "any"
-    head_dim = query.shape[3]  # before a head_dim of 0 is padded with zeros
-    query, key, value = problem.query, problem.key, problem.value
     values: dict[str, Any] = {
         "call": "attention",
-        "batch": query.shape[0],
-        "num_heads": query.shape[1],
-        "num_kv_heads": key.shape[1],
-        "head_dim": head_dim,
-        "value_dim": value.shape[3],
-        "dtype": query.dtype,
-        "device": query.device.type,
-        "requires_grad": torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad),
+        **_of_tensors(query, problem),
         "is_causal": as_bool("is_causal", is_causal),
         "pattern": pattern,
         "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
@@ -198,14 +337,17 @@ def _check(
         "backend": backend,
         "return_lse": as_bool("return_lse", return_lse),
         "verify": as_bool("verify", verify),
-        "is_captured": is_captured(query.device),
     }
-    if verify and values["is_captured"]:
+    _check_capture(values)
+    return problem, values
+
+
+def _check_capture(values: dict[str, Any]) -> None:
+    if values["verify"] and values["is_captured"]:
         raise ValueError(
             "verify must be False while a CUDA graph is captured, got True: verify a call "
             "before the capture"
         )
-    return problem, values
 
 
 def _check_group(group: Any) -> None:

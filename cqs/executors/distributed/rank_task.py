@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from functools import partial as bind
 
 import torch
@@ -168,7 +169,7 @@ class ChunkTask:
     def compute_own(self) -> None:
         """Compute the steps that require no tokens of other ranks, if there are any."""
         if steps := self.layout.own_steps:
-            self.own = self.worker.run_together(steps, *self._own_tokens())
+            self.own = self.worker.run_together(steps, *self._own_tokens)
 
     def send_results(
         self, exchange: Exchange, *, with_lse: bool, keep: bool
@@ -205,14 +206,15 @@ class ChunkTask:
         If the results are final and not kept, they are written into ``answer``.
         """
         steps, layout = self.layout.home_steps, self.layout
-        query, into, rows = self._own_tokens()[0], None, slice(None)
+        into, rows = None, slice(None)
+        if not steps and (keep or not layout.is_final):
+            return
+        query = self._own_tokens[0]
         if layout.is_final and not keep:
             into = _of_heads(answer, self.chunk.query_heads[layout.rank])
-        elif not steps:
-            return
         else:
             seeing = range(steps[0].queries.start, steps[-1].queries.stop)
-            query = HeldTokens([(seeing, query.take([seeing]))])
+            query = HeldTokens.packed(query.take([seeing]), (seeing,))
             first = seeing.start - layout.queries.start
             rows = slice(first, first + len(seeing))
         key, value = self._held_keys(steps)
@@ -263,23 +265,26 @@ class ChunkTask:
                 parts += [] if self.home is None else [self.home]
             merge_rows(_of_heads(answer, of_heads), parts)
 
+    @cached_property
     def _own_tokens(self) -> list[HeldTokens]:
         """Return query, key and value of the shard for the heads of the chunk."""
         layout = self.layout
         ranges = layout.queries, layout.keys, layout.keys
         return [
-            HeldTokens([(tokens, _select(shard, of_ranks[layout.rank]))])
+            HeldTokens.packed(_select(shard, of_ranks[layout.rank]), (tokens,))
             for shard, of_ranks, tokens in zip(self.shards, self.chunk.heads, ranges, strict=True)
         ]
 
     def _held_keys(self, steps: Sequence[Step]) -> list[HeldTokens]:
         """Return keys and values for steps: this rank's shard if it has them all, else received."""
         if see_only(self.layout.keys, steps):
-            return self._own_tokens()[1:]
+            return self._own_tokens[1:]
         return [HeldTokens.packed(tensor, self.layout.of_keys.held) for tensor in self.held[1:]]
 
 
 def _select(tensor: Tensor, heads: range) -> Tensor:
+    if len(heads) == tensor.shape[1]:
+        return tensor
     return tensor[:, heads.start : heads.stop]
 
 
