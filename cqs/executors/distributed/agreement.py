@@ -100,10 +100,10 @@ class Agreement:
 
     def _compare(self, found: Sequence[int]) -> Shards:
         """Compare the messages of all ranks."""
-        failed, *of_ranks = (found[i :: self._num_fields] for i in range(self._num_fields))
-        if any(failed) or any(each.count(each[0]) < len(each) for each in of_ranks[:3]):
+        columns = [found[i :: self._num_fields] for i in range(self._num_fields)]
+        failed, digests, calls, exchanges, seqlens_q, seqlens_kv, seeds, machines = columns
+        if any(failed) or max(len({*each}) for each in (digests, calls, exchanges)) > 1:
             self._explain()
-        seqlens_q, seqlens_kv, seeds, machines = of_ranks[3:]
         return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
 
     def _explain(self) -> None:
@@ -315,4 +315,7 @@ class GroupCalls:
 
 def calls_on(group: Any) -> GroupCalls:
     """Return the calls of this process on a group; ``None`` means the default group."""
-    return _calls.setdefault(group or dist.group.WORLD, GroupCalls())
+    group = group or dist.group.WORLD
+    if (found := _calls.get(group)) is None:
+        found = _calls.setdefault(group, GroupCalls())
+    return found

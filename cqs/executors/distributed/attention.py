@@ -1,7 +1,6 @@
 """Differentiable context-parallel attention over the shards of a process group."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -110,7 +109,8 @@ def attention(
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
             Every rank raises, and the message names the rank and the row of the whole sequence.
     """
-    with _errors_shared(group):
+    group = _joined(group)
+    with errors_shared(group):
         problem, values = _check(
             query,
             key,
@@ -185,7 +185,8 @@ def prepare(
         ValueError: Arguments do not fit, or ranks differ; the message names the rank.
         NotImplementedError: The backend does not support the tensors or the pattern.
     """
-    with _errors_shared(group):
+    group = _joined(group)
+    with errors_shared(group):
         problem, values = _check(
             query,
             key,
@@ -238,8 +239,8 @@ class PreparedAttention:
             ValueError: A tensor differs from those that were prepared, or ranks differ; other
                 errors are those of :func:`attention`.
         """
-        values = self._values
-        with _errors_shared(self._group):
+        values, group = self._values, _joined(self._group)
+        with errors_shared(group):
             scale, dropout_p = values["scale"], values["dropout_p"]
             problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
             found = _of_tensors(query, problem)
@@ -251,7 +252,7 @@ class PreparedAttention:
             seed = None if seed is None else as_integer("seed", seed, 0)
             values = values | found | {"seed": seed}
             _check_capture(values)
-        answer = prepared_calls(self._group, values).attend(self._group, problem)
+        answer = prepared_calls(group, values).attend(group, problem)
         return answer.to_result(values["return_lse"])
 
 
@@ -279,14 +280,6 @@ def _of_tensors(query: Tensor, problem: Problem) -> dict[str, Any]:
         and (problem.query.requires_grad or key.requires_grad or value.requires_grad),
         "is_captured": is_captured(query.device),
     }
-
-
-def _errors_shared(group: Any) -> AbstractContextManager[None]:
-    """Check a group and send an error of the block to its ranks."""
-    if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
-    _check_group(group)
-    return errors_shared(group)
 
 
 def _check(
@@ -329,9 +322,7 @@ def _check(
         "dropout_p": float(dropout_p),
         "seed": None if seed is None else as_integer("seed", seed, 0),
         "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
-        "head_parallel": _check_head_parallel(
-            head_parallel, dist.get_world_size(group), problem, pattern
-        ),
+        "head_parallel": _check_head_parallel(head_parallel, group.size(), problem, pattern),
         "links": None if links is None else Links.check(links),
         "plan": default_plan if plan is None else check_kind(plan, "plan"),
         "backend": backend,
@@ -350,18 +341,30 @@ def _check_capture(values: dict[str, Any]) -> None:
         )
 
 
-def _check_group(group: Any) -> None:
-    """Raise TypeError or ValueError unless this process has joined a group."""
+def _joined(group: Any) -> Any:
+    """Return a group that this process has joined, or raise TypeError or ValueError.
+
+    Args:
+        group: The process group; ``None`` means the default group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
+    if group is None:
+        return dist.group.WORLD
     rule = f"group must be one that rank {dist.get_rank()}, this process, has joined"
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         advice = "call this on the ranks of the group only"
         raise TypeError(f"{rule}, got GroupMember.NON_GROUP_MEMBER: {advice}")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
     try:
         dist.get_rank(group)
     except ValueError as unknown:
         raise ValueError(f"{rule} and not destroyed, got {group!r}: {unknown}") from unknown
+    return group
 
 
 def _check_head_parallel(

@@ -41,13 +41,15 @@ def prepared_calls(group: Any, values: Mapping[str, Any]) -> "PreparedCalls":
         group: The process group; ``None`` means the default group.
         values: Arguments of the call that must be equal on all ranks, by name.
     """
-    of_group = _prepared.setdefault(group or dist.group.WORLD, {})
+    group = group or dist.group.WORLD
+    if (of_group := _prepared.get(group)) is None:
+        of_group = _prepared[group] = {}
     signature = tuple(values.values())
-    if signature not in of_group:
+    if (found := of_group.get(signature)) is None:
         if len(of_group) >= _MOST_SIGNATURES:
             del of_group[next(iter(of_group))]
-        of_group[signature] = PreparedCalls(values)
-    return of_group[signature]
+        found = of_group[signature] = PreparedCalls(values)
+    return found
 
 
 class PreparedCalls:
