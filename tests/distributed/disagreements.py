@@ -12,8 +12,10 @@ import cqs.distributed
 from cqs.patterns import sliding_window
 from cqs.worker import Worker
 
-TIMEOUT = timedelta(seconds=2)
-"""Timeout of the groups, after which a rank gives up on one that does not call."""
+SILENT = ("raise", "within")
+"""Kinds of programs in which a rank does not answer: the others raise after the timeout."""
+SECONDS = 3
+"""Timeout of groups in which a rank does not answer."""
 ARGUMENTS = {
     "is_causal": True,
     "pattern": sliding_window(3, 3),
@@ -147,12 +149,14 @@ def outcomes_of_programs(group, num_ranks, programs):
     """
     made, found = None, []
     for program in programs:
-        if made is None:
-            made = dist.new_group(range(num_ranks), timeout=TIMEOUT)
+        of_program = made
+        if program.kind in SILENT:  # cannot be used afterwards
+            timeout = timedelta(seconds=SECONDS)
+            of_program = dist.new_group(range(num_ranks), timeout=timeout)
+        elif made is None:
+            of_program = made = dist.new_group(range(num_ranks))
         if dist.get_rank(group) < num_ranks:
-            found.append(outcome(made, program))
-        if program.kind in ("raise", "within"):  # a rank has waited for another in vain
-            made = None
+            found.append(outcome(of_program, program))
         dist.barrier(group)
     return found
 
@@ -160,7 +164,7 @@ def outcomes_of_programs(group, num_ranks, programs):
 def outcome(group, program):
     """Run the passes of this rank until one fails."""
     rank, forward = dist.get_rank(group), {}
-    differs = rank == program.of_rank and program.kind in (*KINDS[:4], "raise", "within")
+    differs = rank == program.of_rank and program.kind in (*KINDS[:4], *SILENT)
     right = wrong = 0
     for i, (pass_, number) in enumerate(events_of(program, rank)):
         start = time.monotonic()
