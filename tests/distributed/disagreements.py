@@ -14,7 +14,7 @@ from cqs.worker import Worker
 
 SILENT = ("raise", "within")
 """Kinds of programs in which a rank does not answer: the others raise after the timeout."""
-SECONDS = 3
+SECONDS = 1.5
 """Timeout of groups in which a rank does not answer."""
 ARGUMENTS = {
     "is_causal": True,

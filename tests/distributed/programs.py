@@ -753,3 +753,23 @@ def complaint_of_prepare(group, of_rank):
     except Exception as error:
         return type(error), str(error)
     return None
+
+
+def python_calls_of_attention(group, has_gradients):
+    """Return the number of Python functions that a repeated call of attention calls."""
+    tensors = [torch.randn(1, 4, 32, 16).requires_grad_(has_gradients) for _ in range(3)]
+    calls = []
+
+    def run_passes():
+        output = cqs.distributed.attention(*tensors, group=group, is_causal=True)
+        if has_gradients:
+            torch.autograd.grad(output, tensors, output.detach())
+
+    for _ in range(2):
+        run_passes()
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event == "call" else None)
+    try:
+        run_passes()
+    finally:
+        sys.setprofile(None)
+    return len(calls)

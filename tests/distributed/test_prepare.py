@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from programs import compare_prepared, complaint_about_prepared, complaint_of_prepare
+from programs import (
+    compare_prepared,
+    complaint_about_prepared,
+    complaint_of_prepare,
+    python_calls_of_attention,
+)
 
 from benchmarks.cases import Case
 from cqs.patterns import sliding_window
@@ -45,3 +50,9 @@ def test_ranks_that_prepare_other_calls_find_out(ranks):
     for error, text in ranks.run(3, complaint_of_prepare, 2):
         assert error is ValueError
         assert text.startswith("rank 2 of the group has is_causal True, rank 0 has False")
+
+
+@pytest.mark.parametrize(("has_gradients", "most"), [(False, 660), (True, 1300)])
+def test_a_repeated_call_takes_few_python_calls(ranks, has_gradients, most):
+    """Of each rank; what depends on the signature alone is not computed again."""
+    assert max(ranks.run(3, python_calls_of_attention, has_gradients)) <= most
