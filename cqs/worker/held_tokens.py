@@ -47,39 +47,37 @@ class HeldTokens:
 
     def __init__(self, pieces: Iterable[tuple[range, Tensor]]):
         """Hold pairs of a token range and a tensor ``[batch, heads, len(range), dim]``."""
-        found = list(pieces)
-        if len(found) > 1:
-            found.sort(key=lambda piece: piece[0].start)
-        self.ranges = tuple([tokens for tokens, _ in found])
+        self._pieces = list(pieces)
+        """The pairs, ascending; empty until they are needed if one tensor holds all tokens."""
+        if len(self._pieces) > 1:
+            self._pieces.sort(key=lambda piece: piece[0].start)
+        self.ranges: tuple[range, ...] = next(zip(*self._pieces, strict=True), ())
         """Token ranges that are held, ascending."""
-        self._tensors: Sequence[Tensor] | None = [tensor for _, tensor in found]
-        self._joined = self._tensors[0] if len(found) == 1 else None
+        self._joined = self._pieces[0][1] if len(self._pieces) == 1 else None
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "HeldTokens":
         """Hold a whole sequence."""
-        return cls.packed(tensor, (range(tensor.shape[2]),))
+        return cls(((range(tensor.shape[2]), tensor),))
 
     @classmethod
     def packed(cls, tensor: Tensor, ranges: Sequence[range]) -> "HeldTokens":
         """Hold the tokens of ascending ranges, stored in one tensor one after another."""
-        held = cls.__new__(cls)
-        held.ranges, held._tensors, held._joined = tuple(ranges), None, tensor
+        held = cls(((tokens, tensor) for tokens in ranges) if len(ranges) == 1 else ())
+        held.ranges, held._joined = tuple(ranges), tensor
         return held
 
-    @property
-    def _pieces(self) -> Iterable[tuple[range, Tensor]]:
-        if self._tensors is None:
-            assert self._joined is not None
-            self._tensors = [self._joined]
-            if len(self.ranges) != 1:
-                self._tensors = self._joined.split(list(map(len, self.ranges)), dim=2)
-        return zip(self.ranges, self._tensors, strict=True)
+    def _split(self) -> list[tuple[range, Tensor]]:
+        """Return the pairs of a range and a tensor."""
+        if not self._pieces and self._joined is not None:
+            parts = self._joined.split(list(map(len, self.ranges)), dim=2)
+            self._pieces = list(zip(self.ranges, parts, strict=True))
+        return self._pieces
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tokens that are held."""
-        return sum(tensor.nbytes for _, tensor in self._pieces)
+        return sum(tensor.nbytes for _, tensor in self._split())
 
     @property
     def sample(self) -> Tensor:
@@ -92,7 +90,7 @@ class HeldTokens:
             raise KeyError("no tokens are held")
         if self._joined is not None:
             return self._joined
-        return next(iter(self._pieces))[1]
+        return self._pieces[0][1]
 
     def joined(self) -> Tensor:
         """Return all tokens in one tensor; several are copied once, and the copy is kept."""
@@ -116,10 +114,10 @@ class HeldTokens:
         Raises:
             KeyError: A token is not held.
         """
-        found = []
+        found, pieces = [], self._pieces or self._split()
         for tokens in ranges:
             start = tokens.start
-            for held, tensor in self._pieces:
+            for held, tensor in pieces:
                 if held == tokens:
                     found.append(tensor)
                     break
