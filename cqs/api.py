@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from cqs.arguments import with_advice
@@ -13,7 +14,7 @@ from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import check_problem
 from cqs.scheduler import Kind
-from cqs.uncompiled import uncompiled
+from cqs.uncompiled import replaced_in_graphs
 from cqs.worker.backends import check_backend_name
 
 if TYPE_CHECKING:
@@ -23,7 +24,40 @@ AnyExecutor: TypeAlias = "str | Cluster | None"
 """The argument ``executor`` of :func:`attention`."""
 
 
-@uncompiled
+@with_advice
+def _attention_in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    pattern: Pattern | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    num_tasks: int | None = None,
+    plan: Kind | str | None = None,
+    backend: str | None = None,
+    executor: AnyExecutor = None,
+    return_lse: bool = False,
+    verify: bool = False,
+    progress: bool | Callable[[int, int], None] = False,
+) -> Any:
+    """Call an operator in place of :func:`attention`; Ray has none."""
+    if executor not in (None, "local") or callable(progress):
+        return NotImplemented
+    from cqs.executors import local_operator as local
+    from cqs.executors.operators import handle_of, plan_text, seed_of
+
+    is_dense = pattern is None and not (dropout_p or verify or progress)
+    operator = local.dense_attention if is_dense else local.attention
+    handles = handle_of(pattern), seed_of(dropout_p, seed)
+    options = is_causal, scale, dropout_p, num_tasks, plan_text(plan), backend, verify, progress
+    output, lse = operator(query, key, value, *handles, *options)
+    return AttentionOutput(output, lse) if return_lse else output
+
+
+@replaced_in_graphs(_attention_in_graph, torch._C._len_torch_dispatch_stack)
 @with_advice
 def attention(
     query: Tensor,

@@ -126,7 +126,7 @@ def _is_bool(value: Any) -> bool:
 
 def with_advice(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make a function raise TypeError with the equivalent of another library's keyword argument."""
-    names = signature(function).parameters
+    names = frozenset(signature(function).parameters)  # which torch.compile can read
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:

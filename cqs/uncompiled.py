@@ -1,9 +1,9 @@
-"""Functions that ``torch.compile`` does not compile."""
+"""Functions that ``torch.compile`` does not compile, and the operators that replace some."""
 
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -15,22 +15,47 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     ``torch.compiler.disable`` does the same, but imports the compiler and Triton at once. This
     decorator imports nothing, not even PyTorch, because most programs compile nothing.
     """
+    return replaced_in_graphs(lambda *_, **__: NotImplemented, lambda: 0)(function)
 
-    @cache
-    def outside() -> Callable[_P, _T]:
-        import torch
 
-        found: Callable[_P, _T] = torch.compiler.disable(function)
-        return found
+def replaced_in_graphs(
+    in_graph: Callable[..., Any], count_modes: Callable[[], int]
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make ``torch.compile`` trace another function in place of a function.
 
-    @wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        import torch
+    Args:
+        in_graph: The other function, which calls an operator. It has the same parameters. If it
+            returns ``NotImplemented``, the graph breaks, and the function runs eagerly.
+        count_modes: Returns the number of ``TorchDispatchMode`` objects that are entered. They see
+            ``in_graph`` too: selective activation checkpointing can save what the operator returns.
+    """
 
-        if torch.compiler.is_dynamo_compiling():  # else Dynamo would compile this wrapper
-            torch._dynamo.skip_frame(msg=f"{function.__name__} of cqs runs outside of the graph")
-        return outside()(*args, **kwargs)
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @cache
+        def eagerly() -> Callable[_P, _T]:
+            import torch
 
-    return call
+            found: Callable[_P, _T] = torch.compiler.disable(function)
+            return found
+
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            is_imported = "torch._dynamo" in sys.modules
+            if is_imported:
+                import torch
+
+                if torch.compiler.is_dynamo_compiling():
+                    found: _T = in_graph(*args, **kwargs)
+                    if found is NotImplemented:  # without this, Dynamo would compile the function
+                        message = f"{function.__name__} of cqs runs outside of the graph"
+                        torch._dynamo.skip_frame(msg=message)
+                    return found
+            if count_modes():
+                found = in_graph(*args, **kwargs)
+                if found is not NotImplemented:
+                    return found
+            return (eagerly() if is_imported else function)(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -11,12 +11,13 @@ from cqs.arguments import as_integer
 from cqs.patterns import algebra
 from cqs.patterns.block_list import Integers, check_num_blocks
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.pattern import Lengths, Pattern
+from cqs.patterns.pattern import Lengths, Pattern, made_in_graphs
 from cqs.patterns.piece import Axis, Piece
 
 Words = NDArray[np.uint64]
 
 
+@made_in_graphs()
 def bigbird(
     *,
     block: int = 64,

@@ -1,20 +1,22 @@
 """The base class of patterns, and combinations of patterns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from cqs.arguments import as_integer, to_integer
 from cqs.patterns.algebra import UnequalStepsError
 from cqs.patterns.bound import BoundPattern, check_tokens, intersect, subtract, unite
+from cqs.patterns.handle import Handle, new_handle
 from cqs.patterns.piece import FAR, Axis
-from cqs.uncompiled import uncompiled
+from cqs.uncompiled import replaced_in_graphs, uncompiled
 
 
 class Lengths(NamedTuple):
@@ -59,6 +61,20 @@ class Pattern(ABC):
     default_lengths: tuple[int, int] | None = None
     """``(seqlen_q, seqlen_kv)`` of a pattern made from arrays, else ``None``. Without given
     lengths, such a pattern refers to query indices instead of positions."""
+
+    @property
+    def made(self) -> "Pattern":
+        """This pattern; of one that a graph makes, see :class:`InGraph`, the pattern it makes."""
+        return self
+
+    @cached_property
+    def handle(self) -> Handle:
+        """A handle of this pattern, an input of compiled graphs; it may outlive this object."""
+        return new_handle(copy(self))  # a copy, because this object will refer to the handle
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickles and copies, without the handle."""
+        return {name: value for name, value in vars(self).items() if name != "handle"}
 
     def suits(self, lengths: tuple[int, int]) -> bool:
         """Return whether the pattern supports these lengths, ``(seqlen_q, seqlen_kv)``."""
@@ -142,15 +158,16 @@ class Pattern(ABC):
         return self.bind(seqlen_q, seqlen_kv).to_mask()
 
     def __or__(self, other: "Pattern") -> "Pattern":
-        return _combine("|", self, other)
+        return combine("|", self, other)
 
     def __and__(self, other: "Pattern") -> "Pattern":
-        return _combine("&", self, other)
+        return combine("&", self, other)
 
     def __sub__(self, other: "Pattern") -> "Pattern":
-        return _combine("-", self, other)
+        return combine("-", self, other)
 
 
+_Maker = TypeVar("_Maker", bound=Callable[..., Pattern])
 _DEEPEST = 100
 _OPERATIONS = {"|": unite, "&": intersect, "-": subtract}
 _remembered = lru_cache(maxsize=32)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
@@ -253,6 +270,7 @@ class PerHead(Pattern):
         return f"<{batches} x {heads} patterns, the first {self.patterns[0][0]!r}, {digest}>"
 
 
+@uncompiled
 def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
     """Return a pattern that differs between heads.
 
@@ -277,10 +295,85 @@ def content_digest(content: bytes) -> str:
     return blake2b(content, digest_size=6).hexdigest()
 
 
-def _combine(operator: str, left: Pattern, right: Pattern) -> Pattern:
+@dataclass(frozen=True, eq=False, repr=False)
+class InGraph(Pattern):
+    """A pattern that is made for a graph of ``torch.compile``: once, or by an operator in each run.
+
+    After a graph break it may be used like the pattern that is made.
+    """
+
+    make: Callable[..., Pattern]
+    """Function that makes the pattern outside of graphs."""
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    """Keyword arguments."""
+    operator: str | None = None
+    """Name of an operator in ``torch.ops.cqs`` with the same arguments, in which handles represent
+    patterns; ``None`` if the arguments are constants."""
+
+    @cached_property
+    def made(self) -> Pattern:
+        """The pattern that is made."""
+        return self.make(*self.arguments, **self.options).made
+
+    @property
+    def heads(self) -> tuple[int, int]:  # type: ignore[override]
+        """Numbers of batch elements and of heads."""
+        return self.made.heads
+
+    def head(self, batch: int, head: int) -> Pattern:
+        """Return the pattern of one head."""
+        return self.made.head(batch, head)
+
+    def _bind(self, lengths: Lengths) -> BoundPattern:
+        return self.made.bind(*lengths)
+
+    def _at_positions(self, length: int) -> BoundPattern:
+        return self.made._at_positions(length)
+
+    def __eq__(self, other: object) -> bool:
+        return self.made == other
+
+    def __hash__(self) -> int:
+        return hash(self.made)
+
+    def __repr__(self) -> str:
+        return repr(self.made)
+
+
+def made_in_graphs(operator: str | None = None) -> Callable[[_Maker], _Maker]:
+    """Make calls of a function in compiled functions return an :class:`InGraph`.
+
+    Args:
+        operator: Name of the operator for calls with tensors or arrays. Without one the graph
+            breaks at these calls, because their elements are unknown when it is compiled.
+    """
+
+    def decorate(make: _Maker) -> _Maker:
+        def in_graph(*args: Any, **kwargs: Any) -> Any:
+            if not any(hasattr(each, "dtype") for each in (*args, *kwargs.values())):
+                return InGraph(decorated, args, kwargs)
+            return InGraph(decorated, args, kwargs, operator) if operator else NotImplemented
+
+        decorated: Any = replaced_in_graphs(in_graph, lambda: 0)(make)
+        made: _Maker = decorated
+        return made
+
+    return decorate
+
+
+def _combine_in_graph(operator: str, left: Pattern, right: Pattern) -> Pattern:
+    if not isinstance(right, Pattern):
+        return NotImplemented
+    return InGraph(combine, (operator, left, right), {}, "combine")
+
+
+@replaced_in_graphs(_combine_in_graph, lambda: 0)
+def combine(operator: str, left: Pattern, right: Pattern) -> Pattern:
     """Combine two patterns head by head; a pattern shared by all heads is repeated."""
     if not isinstance(right, Pattern):
         return NotImplemented
+    left, right = left.made, right.made
     numbers = [sorted({a, b} - {1}) or [1] for a, b in zip(left.heads, right.heads, strict=True)]
     if max(map(len, numbers)) > 1:
         raise ValueError(

@@ -11,9 +11,8 @@ from cqs.arguments import as_bool, as_integer, to_integer
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.bound_documents import BoundDocuments
-from cqs.patterns.pattern import Lengths, Pattern
+from cqs.patterns.pattern import Lengths, Pattern, made_in_graphs
 from cqs.patterns.piece import FAR, Axis, Piece
-from cqs.uncompiled import uncompiled
 
 _MOST = 2**20
 """Largest number of elements of a list argument, which may be an endless iterator."""
@@ -24,6 +23,7 @@ def bind_pieces(lengths: Lengths, pieces: Iterable[Piece]) -> BoundPattern:
     return BoundPattern(*lengths, tuple(tidy_all(pieces)))
 
 
+@made_in_graphs()
 def causal() -> Pattern:
     """Return the causal pattern: a query at position p sees the keys ``j <= p``.
 
@@ -36,6 +36,7 @@ def causal() -> Pattern:
     return _Regular("causal", (), _window)
 
 
+@made_in_graphs()
 def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
     """Return a sliding window: a query at position p sees the keys ``p - left .. p + right``.
 
@@ -61,6 +62,7 @@ def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
     return _Regular("sliding_window", (left, right), _window)
 
 
+@made_in_graphs()
 def dilated(left: int, right: int, step: int) -> Pattern:
     """Return a dilated window: a query sees keys ``p + step * n`` for ``-left <= n <= right``.
 
@@ -83,6 +85,7 @@ def dilated(left: int, right: int, step: int) -> Pattern:
     return _Regular("dilated", (left, right, step), _dilated)
 
 
+@made_in_graphs()
 def strided(stride: int) -> Pattern:
     """Return strided attention: the last ``stride`` keys, and every ``stride``-th key before.
 
@@ -97,6 +100,7 @@ def strided(stride: int) -> Pattern:
     return _Regular("strided", (as_integer("stride", stride, 1),), _strided)
 
 
+@made_in_graphs()
 def fixed(stride: int, columns: int) -> Pattern:
     """Return fixed attention: a query's own block, and summary columns of all earlier blocks.
 
@@ -122,6 +126,7 @@ def fixed(stride: int, columns: int) -> Pattern:
     return _Regular("fixed", (stride, columns), _fixed)
 
 
+@made_in_graphs()
 def block_diagonal(size: int) -> Pattern:
     """Return diagonal blocks: a query at position p sees keys with ``j // size == p // size``.
 
@@ -177,7 +182,7 @@ def _block_diagonal(lengths: Lengths, size: int) -> list[Piece]:
     return [Piece(lengths.queries(size), lengths.keys(size), 0, 0)]
 
 
-@uncompiled
+@made_in_graphs()
 def global_tokens(indices: int | Iterable[int]) -> Pattern:
     """Return the pattern in which some tokens see every key and are seen by every query.
 
@@ -195,7 +200,7 @@ def global_tokens(indices: int | Iterable[int]) -> Pattern:
     return _GlobalTokens(_as_runs("indices", indices))
 
 
-@uncompiled
+@made_in_graphs()
 def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
     """Return the Longformer pattern: a sliding window and global tokens.
 
@@ -213,7 +218,7 @@ def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
     return sliding_window(side, side) | _GlobalTokens(_as_runs("global_tokens", global_tokens))
 
 
-@uncompiled
+@made_in_graphs("documents")
 def documents(cu_seqlens: Any, cu_seqlens_kv: Any = None, *, is_causal: bool = True) -> Pattern:
     """Return the pattern of packed documents: a query sees only keys of its own document.
 

@@ -289,8 +289,11 @@ def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Ten
 
 def _plain_value(name: str, tensor: Tensor) -> Tensor:
     """Return the plain tensor of a subclass with ``__torch_dispatch__``, or raise TypeError."""
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+    if isinstance(tensor, FakeTensor) and torch._C._len_torch_dispatch_stack():
+        return tensor  # an argument of an operator that is being traced
     if isinstance(tensor, AsyncCollectiveTensor):  # DTensor.to_local() may return one
         plain: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
         return plain

@@ -1,0 +1,126 @@
+"""The operators of :func:`cqs.attention`: ``cqs::attention`` and ``cqs::dense_attention``."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqs.arguments import as_integer
+from cqs.executors.contract import Planned, attend
+from cqs.executors.local import LocalExecutor
+from cqs.executors.observe import observe
+from cqs.executors.operators import HOST_TAGS, as_raw, define_attention, read_pattern, read_plan
+from cqs.partial import Gradients, Partial
+from cqs.problem import Problem, check_problem
+from cqs.scheduler import Plan
+from cqs.scheduler.kinds import check_kind
+from cqs.worker.backends import check_backend_name
+
+_EXECUTOR = LocalExecutor()
+
+
+class Options(NamedTuple):
+    """The options of an operator; ``None`` is the default of :func:`cqs.attention`."""
+
+    pattern: Tensor | None
+    """Handle of the pattern."""
+    seed: Tensor | None
+    """Random seed of dropout, int64 on the CPU."""
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+    num_tasks: int | None
+    plan: str | None
+    """Text of the kind, see :func:`cqs.executors.operators.plan_text`."""
+    backend: str | None
+    verify: bool
+    progress: bool
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+        """Return the checked problem."""
+        return check_problem(
+            query,
+            key,
+            value,
+            is_causal=self.is_causal,
+            pattern=read_pattern(self.pattern),
+            scale=self.scale,
+            dropout_p=self.dropout_p,
+            seed=None if self.seed is None else int(self.seed),
+        )
+
+    def make_plan(self, part: Problem) -> Plan:
+        """Return the plan of a part of the problem."""
+        return part.make_plan(self.num_tasks or 1, self.plan and read_plan(self.plan))
+
+
+_SCHEMA = (
+    "bool is_causal, float? scale, float dropout_p, int? num_tasks, str? plan, str? backend, "
+    "bool verify, bool progress"
+)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial:
+    """Compute output and LSE."""
+    chosen = Options(*options)
+    problem = chosen.check(query, key, value)
+    with torch.no_grad():
+        return attend(
+            _EXECUTOR,
+            problem,
+            chosen.make_plan,
+            backend=chosen.backend,
+            verify=chosen.verify,
+            progress=chosen.progress,
+        )
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial:
+    """Check the arguments of a graph that is traced, and return tensors without values."""
+    chosen = Options(*options)
+    if chosen.num_tasks is not None:
+        as_integer("num_tasks", chosen.num_tasks, 1)
+    if chosen.backend is not None:
+        check_backend_name(chosen.backend)
+    problem = check_problem(
+        query,
+        key,
+        value,
+        is_causal=chosen.is_causal,
+        scale=1.0 if chosen.scale is None else chosen.scale,  # head_dim may be a symbol
+        dropout_p=chosen.dropout_p,
+        seed=0,
+    )
+    if chosen.plan is not None:
+        check_kind(read_plan(chosen.plan))
+    return problem.empty_answer()
+
+
+def _differentiate(
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of query, key and value."""
+    output, lse, *options = saved
+    chosen = Options(*options)
+    problem = chosen.check(query, key, value)
+    cuts, found = list(problem.cuts()), []
+    for (where, _), (_, part) in zip(cuts, problem.parts(), strict=True):
+        planned = Planned(part, chosen.make_plan(part), chosen.backend)
+        name_backend = partial(_EXECUTOR.name_backend, planned)
+        answer = Partial(output[where], lse[where])
+        with observe("backward", planned.plan, part.num_bytes, name_backend):
+            found.append(_EXECUTOR.run_backward(planned, answer, grad_output[where]))
+    total = found[0]
+    if len(found) > 1:
+        total = Gradients.zeros(problem.query, problem.key, problem.value)
+        for (where, of_keys), gradients in zip(cuts, found, strict=True):
+            total.query[where] += gradients.query
+            total.key[of_keys] += gradients.key  # several parts may share a KV head
+            total.value[of_keys] += gradients.value
+    return as_raw(total, query, key, value)
+
+
+attention = define_attention("attention", _SCHEMA, _attend, _check, _differentiate, HOST_TAGS)
+dense_attention = define_attention("dense_attention", _SCHEMA, _attend, _check, _differentiate)
+"""The same without pattern, dropout, verification and progress; CUDA graphs may replay it."""

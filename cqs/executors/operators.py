@@ -1,0 +1,179 @@
+"""What the operators of ``torch.compile`` share: patterns, plans and seeds in graphs.
+
+A graph takes tensors and plain numbers. Patterns become handles (:mod:`cqs.patterns.handle`), kinds
+of plans become names, and the random seed of dropout becomes a tensor.
+"""
+
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqs.partial import Gradients
+from cqs.patterns import Pattern, documents, from_mask
+from cqs.patterns.handle import new_handle, read_handle
+from cqs.patterns.pattern import InGraph, combine
+from cqs.problem import check_is_pattern
+from cqs.scheduler import Kind
+from cqs.scheduler.kinds import read_kind
+
+HOST_TAGS = (torch.Tag.cudagraph_unsafe,)
+"""What reads or makes handles runs on the host, so CUDA graphs must not replay it."""
+
+
+def handle_of(pattern: Pattern | None) -> Tensor | None:
+    """Return the handle of a pattern in the graph that is being traced."""
+    if pattern is None:
+        return None
+    check_is_pattern(pattern)
+    if isinstance(pattern, InGraph):
+        if pattern.operator is not None:
+            arguments = [
+                handle_of(each) if isinstance(each, Pattern) else each for each in pattern.arguments
+            ]
+            operator = getattr(torch.ops.cqs, pattern.operator)
+            made: Tensor = operator(*arguments, **pattern.options)
+            return made
+        pattern = _make_constant(pattern.make, *pattern.arguments, **pattern.options)
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_make_handle)
+    return torch.from_numpy(pattern.handle)
+
+
+def _make_handle(context: Any) -> None:
+    """Make the handle of ``pattern``, whose code Dynamo would trace otherwise.
+
+    Guards read the handles of later patterns, which makes them.
+    """
+    variable = context.get_local("pattern")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    variable.realize().value.handle  # noqa: B018
+
+
+def _make_constant(make: Callable[..., Pattern], *args: Any, **kwargs: Any) -> Pattern:
+    return make(*args, **kwargs)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_make_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def read_pattern(handle: Tensor | None) -> Pattern | None:
+    """Return the pattern of a handle."""
+    pattern: Pattern | None = None if handle is None else read_handle(handle.numpy())
+    return pattern
+
+
+@torch.library.custom_op("cqs::documents", mutates_args=(), tags=HOST_TAGS)
+def _documents(
+    cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None = None, *, is_causal: bool = True
+) -> Tensor:
+    pattern = documents(cu_seqlens, cu_seqlens_kv, is_causal=is_causal)
+    return torch.from_numpy(new_handle(pattern))
+
+
+@torch.library.custom_op("cqs::from_mask", mutates_args=(), tags=HOST_TAGS)
+def _from_mask(mask: Tensor) -> Tensor:
+    return torch.from_numpy(new_handle(from_mask(mask)))
+
+
+@torch.library.custom_op("cqs::combine", mutates_args=(), tags=HOST_TAGS)
+def _combine(operator: str, left: Tensor, right: Tensor) -> Tensor:
+    pattern = combine(operator, read_handle(left.numpy()), read_handle(right.numpy()))
+    return torch.from_numpy(new_handle(pattern))
+
+
+for _maker in (_documents, _from_mask, _combine):
+    _maker.register_fake(lambda *_, **__: torch.empty(1, dtype=torch.float64, device="cpu"))
+
+
+def plan_text(plan: Kind | str | None) -> str | None:
+    """Return the text of a kind of plan, for graphs."""
+    if plan is None or isinstance(plan, str):
+        return plan
+    return str(plan.to_json() if hasattr(plan, "to_json") else plan)
+
+
+def read_plan(text: str) -> Kind | str:
+    """Return the kind of plan of a text of :func:`plan_text`."""
+    return read_kind(literal_eval(text)) if text.startswith("{") else text
+
+
+def seed_of(dropout_p: float, seed: int | None) -> Tensor | None:
+    """Return the random seed in the graph that is being traced, int64 on the CPU.
+
+    Without ``seed`` the graph draws one in every call, as an eager call does.
+    """
+    if not dropout_p:
+        return None
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device="cpu")
+    return torch.full((), seed, dtype=torch.int64, device="cpu")
+
+
+def as_raw(gradients: Gradients, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Convert gradients of a checked problem to those of its arguments query, key and value.
+
+    The arguments may lack the expanded batch, and a column if their head_dim is 0.
+    """
+    return tuple(
+        gradient[..., : tensor.shape[3]].sum_to_size(tensor.shape).to(tensor.dtype).contiguous()
+        for gradient, tensor in zip(gradients, tensors, strict=True)
+    )
+
+
+def define_attention(
+    name: str,
+    options: str,
+    attend: Callable[..., Sequence[Tensor]],
+    check: Callable[..., Sequence[Tensor]],
+    differentiate: Callable[..., tuple[Tensor, ...]],
+    tags: tuple[torch.Tag, ...] = (),
+) -> Any:
+    """Define an operator and its backward pass, which is an operator too.
+
+    Args:
+        name: Name of the operator in ``torch.ops.cqs``.
+        options: Schema of the arguments after query, key, value, pattern and seed.
+        attend: Returns output and LSE.
+        check: Checks the arguments while a graph is traced; returns tensors without values.
+        differentiate: Computes gradients from that of the output, query, key, value, output, LSE
+            and the other arguments.
+        tags: Tags of both operators.
+
+    Returns:
+        The operator, a function.
+    """
+    schema = f"Tensor query, Tensor key, Tensor value, {{}}Tensor? pattern, Tensor? seed, {options}"
+    define: Any = partial(torch.library.custom_op, mutates_args=(), tags=tags)
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(map(Tensor.contiguous, attend(*args)))
+
+    attention = define(f"cqs::{name}", forward, schema=f"({schema.format('')}) -> (Tensor, Tensor)")
+    given = schema.format("Tensor output, Tensor lse, ")
+    backward = define(
+        f"cqs::{name}_backward",
+        differentiate,
+        schema=f"(Tensor grad_output, {given}) -> (Tensor, Tensor, Tensor)",
+    )
+    attention.register_fake(lambda *args: tuple(check(*args)))
+    backward.register_fake(lambda _, *args: tuple(each.new_empty(each.shape) for each in args[:3]))
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*output, *inputs[:5])
+        ctx.mark_non_differentiable(output[1])
+        ctx.options = inputs[5:]
+
+    def differentiate_kept(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
+        output, lse, query, key, value, *handles = ctx.saved_tensors
+        operands = query, key, value, output, lse, *handles
+        gradients = backward(grad_output, *operands, *ctx.options)
+        return *gradients, *[None] * (2 + len(ctx.options))
+
+    attention.register_autograd(differentiate_kept, setup_context=keep)
+    return attention

@@ -1,0 +1,358 @@
+"""``torch.compile`` keeps attention in one graph."""
+
+import gc
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from support.exact import assert_tracks_exact
+from torch.library import opcheck
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import cqs
+from cqs.executors.local import LocalExecutor
+from cqs.patterns import (
+    acsr,
+    bigbird,
+    block_sparse,
+    causal,
+    documents,
+    from_block_mask,
+    from_mask,
+    global_tokens,
+    longformer,
+    per_head,
+    sliding_window,
+)
+from cqs.patterns.handle import _memories, new_handle, read_handle
+from cqs.scheduler import Grid2D, Hosts, Quorums
+
+pytestmark = pytest.mark.slow
+
+MASK = torch.arange(40)[:, None] - torch.arange(40) < 9
+WINDOW = sliding_window(5, 2)
+DOCUMENTS = documents([0, 13, 14, 40])
+CALLS = {
+    "full": {},
+    "causal": {"is_causal": True, "num_tasks": 7},
+    "window": {"pattern": sliding_window(7)},
+    "documents": {"pattern": DOCUMENTS, "is_causal": True, "num_tasks": 3},
+    "per-head": {"pattern": per_head([[WINDOW, WINDOW, causal(), DOCUMENTS]]), "num_tasks": 2},
+    "dropout": {"dropout_p": 0.3},
+    "dropout-seed": {"dropout_p": 0.3, "seed": 2**63 - 1, "pattern": WINDOW},
+    "lse": {"return_lse": True, "scale": 0.7},
+    "quorums": {"num_tasks": 7, "plan": Quorums((0, 1, 3))},
+    "hosts": {"num_tasks": 6, "plan": Hosts(Grid2D(3, 1), 2)},
+    "verified": {"verify": True, "is_causal": True, "backend": "reference"},
+}
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def operands(tokens=40, dtype=torch.float32, batches=(2, 2, 2), head_dim=8):
+    generator = torch.manual_seed(tokens)
+    return [
+        torch.randn(
+            batch, heads, tokens, head_dim, dtype=dtype, generator=generator
+        ).requires_grad_()
+        for batch, heads in zip(batches, (4, 2, 2), strict=True)
+    ]
+
+
+def results(function, tensors, *others):
+    """The outputs of a function, and the gradients of its first one."""
+    torch.manual_seed(3)
+    found = function(*tensors, *others)
+    outputs = found if isinstance(found, tuple) else (found,)
+    return *outputs, *torch.autograd.grad(outputs[0].square().sum(), tensors)
+
+
+def assert_alike(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=torch.finfo(one.dtype).eps * 64)
+
+
+def layer(query, key, value, **options):
+    found = cqs.attention(query.sin(), key * 2, value, **options)
+    return (found[0].cos(), found[1]) if options.get("return_lse") else found.cos()
+
+
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_a_graph_has_the_whole_call(options):
+    """Outputs are bitwise identical; gradients are up to the order of sums."""
+    attend = partial(layer, **options)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    found, expected = (results(each, operands()) for each in (compiled, attend))
+    num_outputs = len(expected) - 3
+    assert all(map(torch.equal, found[:num_outputs], expected[:num_outputs]))
+    assert_alike(found, expected)
+    if options.get("return_lse"):
+        assert not found[1].requires_grad
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["window", "causal"])
+def test_inductor_is_as_exact_as_eager(monkeypatch, tmp_path, kind, dtype):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    attend = partial(layer, **CALLS[kind])
+    tensors = operands(dtype=dtype)
+    found = results(torch.compile(attend, fullgraph=True), tensors)
+    eager = results(attend, tensors)
+    exact = results(attend, [each.detach().double().requires_grad_() for each in tensors])
+    for each in zip(found, eager, exact, strict=True):
+        assert_tracks_exact(*each)
+
+
+@pytest.mark.parametrize(("batches", "head_dim"), [((1, 2, 2), 8), ((2, 1, 1), 0)], ids=str)
+def test_broadcast_batches_and_empty_heads(batches, head_dim):
+    tensors = operands(batches=batches, head_dim=head_dim)
+    tensors[2] = operands(batches=batches)[2]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert_alike(*(results(each, tensors) for each in (compiled, layer)))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "num_tasks": 7}, {"pattern": WINDOW}])
+def test_lengths_are_dynamic(options):
+    """Compiled once for one length and once for any."""
+    attend = partial(layer, **options)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for tokens, stance in ((40, "default"), (41, "default"), (97, "fail_on_recompile")):
+        with torch.compiler.set_stance(stance):
+            assert_alike(*(results(each, operands(tokens)) for each in (compiled, attend)))
+
+
+def test_a_new_pattern_of_the_same_kind_does_not_recompile():
+    def attend(query, key, value, pattern):
+        return layer(query, key, value, pattern=pattern)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    stances = ["default", *["fail_on_recompile"] * 4]
+    for ends, stance in zip([(), (9,), (3, 20), (1, 2, 3), (39,)], stances, strict=True):
+        pattern = documents([0, *ends, 40])
+        with torch.compiler.set_stance(stance):
+            found = results(compiled, operands(), pattern)
+        assert_alike(found, results(attend, operands(), pattern))
+
+
+GRAPH_PATTERNS = {
+    "causal": lambda ends: causal(),
+    "window": lambda ends: sliding_window(left=4, right=None),
+    "bigbird": lambda ends: bigbird(block=4),
+    "lists": lambda ends: longformer(4, [1, 20]) | documents([0, 7, 40]) - block_sparse([[1]], 40),
+    "documents": lambda ends: documents(ends),
+    "documents-kv": lambda ends: documents(ends, ends, is_causal=False),
+    "combined": lambda ends: (
+        documents(ends, is_causal=False) & WINDOW | sliding_window(1) - causal()
+    ),
+    "mask": lambda ends: from_mask(MASK) & causal(),
+    "mask-heads": lambda ends: from_mask(MASK.expand(2, 4, -1, -1) & (ends[1] > 2)),
+}
+
+
+@pytest.mark.parametrize("make", GRAPH_PATTERNS.values(), ids=GRAPH_PATTERNS)
+def test_patterns_are_made_in_a_graph(make):
+    def attend(query, key, value, ends):
+        return layer(query, key, value, pattern=make(ends))
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for ends in ([0, 5, 40], [0, 11, 40]):
+        found, expected = (
+            results(each, operands(), torch.tensor(ends)) for each in (compiled, attend)
+        )
+        assert_alike(found, expected)
+
+
+ROWS = np.arange(40)
+BROKEN_PATTERNS = {
+    "from_mask-numpy": lambda: per_head([[from_mask(MASK.numpy()), sliding_window(4)]]),
+    "from_block_mask": lambda: from_block_mask(
+        create_block_mask(lambda b, h, q, k: q >= k, None, None, 40, 40, "cpu", 16)
+    ),
+    "block_sparse": lambda: block_sparse(torch.eye(4), 10),
+    "acsr": lambda: acsr(ROWS // 2, np.ones_like(ROWS), ROWS // 3),
+    "documents": lambda: documents(torch.tensor([0, 10, 40], dtype=torch.int32)) & WINDOW,
+    "global_tokens": lambda: global_tokens(np.array([3, 5])) | from_mask(MASK),
+    "longformer": lambda: longformer(8, torch.tensor([3, 5])),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("make", BROKEN_PATTERNS.values(), ids=BROKEN_PATTERNS)
+def test_patterns_survive_graph_breaks(make):
+    """Their code reads arrays, which the compiler would take for tensors of the graph."""
+
+    def attend(query):
+        pattern = make()
+        output = cqs.attention(query, query, query, pattern=pattern).sin()
+        if pattern.heads != (1, 1):
+            return output
+        return output * pattern.density(40) * pattern.count(range(40), range(40))
+
+    query = torch.randn(1, 2, 40, 8)
+    assert torch.equal(torch.compile(attend, backend="aot_eager")(query), attend(query))
+
+
+@pytest.fixture
+def num_runs(monkeypatch):
+    """Count the forward passes."""
+    runs, run = [], LocalExecutor.run
+    monkeypatch.setattr(
+        LocalExecutor, "run", lambda *args, **kw: runs.append(1) or run(*args, **kw)
+    )
+    return runs
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("is_saved", [False, True], ids=["all", "selective"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.2, "is_causal": True}], ids=["dense", "dropout"]
+)
+def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
+    """Policies see the operator, in eager mode too; the pattern outlives its last reference."""
+
+    def policy(context, operator, *args, **kwargs):
+        is_attention = operator in (
+            torch.ops.cqs.attention.default,
+            torch.ops.cqs.dense_attention.default,
+        )
+        return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    chosen = {"context_fn": contexts} if is_saved else {}
+
+    def attend(query, key, value, pattern):
+        return layer(query, key, value, pattern=pattern, **options)
+
+    def recomputed(*args):
+        return checkpoint(attend, *args, use_reentrant=False, **chosen)
+
+    if is_compiled:
+        recomputed = torch.compile(recomputed, backend="aot_eager", fullgraph=True)
+    found = [
+        results(each, operands(), None if options else documents([0, 11, 40]))
+        for each in (attend, recomputed)
+    ]
+    assert_alike(*found)
+    assert len(num_runs) == 1 + (1 if is_saved else 2)
+
+
+HANDLE, SEED = torch.from_numpy(DOCUMENTS.handle), torch.tensor(5)
+OPTIONS = (True, None, 0.3, 7, "rows", None, False, False)
+
+
+@pytest.mark.parametrize("batches", [(2, 2, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("is_dense", [False, True], ids=["pattern", "dense"])
+def test_operators_pass_opcheck(is_dense, batches):
+    from cqs.executors import local_operator as local
+
+    attend = local.dense_attention if is_dense else local.attention
+    where = (None, None) if is_dense else (HANDLE, SEED)
+    options = (True, None, 0.0, *OPTIONS[3:]) if is_dense else OPTIONS
+    tensors = operands(dtype=torch.float64, batches=batches)
+    opcheck(attend, (*tensors, *where, *options))
+    tensors = [each.detach() for each in tensors]
+    output, lse = attend(*tensors, *where, *options)
+    backward = (
+        torch.ops.cqs.dense_attention_backward if is_dense else torch.ops.cqs.attention_backward
+    )
+    opcheck(backward.default, (output, *tensors, output, lse, *where, *options))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("documents", (torch.tensor([0, 4, 9]),)),
+        ("from_mask", (MASK,)),
+        ("combine", ("&", HANDLE, HANDLE)),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_operators_of_patterns_pass_opcheck(name, arguments):
+    from cqs.executors import operators  # noqa: F401
+
+    opcheck(getattr(torch.ops.cqs, name).default, arguments)
+
+
+def test_a_handle_keeps_its_value_and_no_longer():
+    gc.collect()
+    before = len(_memories)
+    handle = new_handle(DOCUMENTS)
+    tensor = torch.from_numpy(handle)
+    copy = tensor.clone()
+    del handle
+    assert read_handle(tensor.numpy()) is read_handle(copy.numpy()) is DOCUMENTS
+    assert len(_memories) == before + 1
+    del tensor
+    assert len(_memories) == before
+    with pytest.raises(RuntimeError, match="handle must not outlive"):
+        read_handle(copy.numpy())
+
+
+@pytest.mark.parametrize("num_steps", [800, pytest.param(10_000, marks=pytest.mark.long)])
+def test_patterns_of_many_steps_leave_nothing_behind(num_steps):
+    """A new ``cu_seqlens`` in each step of training, without a graph that is compiled again."""
+
+    def attend(query, pattern):
+        return cqs.attention(query, query, query, pattern=pattern).sum()
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    query = torch.randn(1, 1, 40, 1, requires_grad=True)
+
+    def train(first, stop):
+        for number in range(first, stop):
+            ends = sorted(number // 38**place % 38 + 1 for place in range(3))
+            compiled(query, documents([0, *ends, 40])).backward()
+        gc.collect()
+        return len(_memories), len(gc.get_objects())
+
+    train(0, 1)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        handles, objects = train(1, 400)  # fills the caches of plans and of kernels
+        handles_after, objects_after = train(400, num_steps)
+    assert handles_after == handles
+    assert objects_after < objects + 1000
+
+
+WRONG = {
+    "key": (lambda key: {"key": key[..., :4]}, "key must have the head_dim of query"),
+    "value": (lambda key: {"value": key[:, :, 1:]}, "key and value must agree"),
+    "backend": (lambda key: {"backend": "best"}, "backend must be one of"),
+    "num_tasks": (lambda key: {"num_tasks": 0}, "num_tasks must be at least 1"),
+    "plan": (lambda key: {"plan": "circles"}, "kind must be"),
+    "dropout_p": (lambda key: {"dropout_p": 1.5}, r"dropout_p must be in \[0, 1\)"),
+    "scale": (lambda key: {"scale": torch.inf}, "scale must be finite"),
+    "pattern": (lambda key: {"pattern": from_mask(MASK[:9, :9])}, "requires lengths"),
+    "executor": (lambda key: {"executor": "ray"}, "attention of cqs runs outside of the graph"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_errors_name_the_argument(change, message):
+    def attend(query, key, value):
+        return cqs.attention(**{"query": query, "key": key, "value": value} | change(key))
+
+    with pytest.raises(Exception, match=message):
+        torch.compile(attend, backend="eager", fullgraph=True)(*operands())
+
+
+def test_a_graph_breaks_at_a_call_of_another_executor():
+    done = []
+
+    def attend(query, key, value):
+        return cqs.attention(query.sin(), key, value, progress=lambda *pairs: done.append(pairs))
+
+    found = torch.compile(attend, backend="eager")(*operands())
+    assert torch.equal(found, attend(*operands())) and len(done) == 2
