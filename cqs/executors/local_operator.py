@@ -44,7 +44,7 @@ class Options(NamedTuple):
             key,
             value,
             is_causal=self.is_causal,
-            pattern=read_pattern(self.pattern),
+            pattern=None if self.pattern is None else read_pattern(self.pattern),
             scale=self.scale,
             dropout_p=self.dropout_p,
             seed=None if self.seed is None else int(self.seed),

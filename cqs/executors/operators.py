@@ -30,6 +30,9 @@ def handle_of(pattern: Pattern | None) -> Tensor | None:
         return None
     check_is_pattern(pattern)
     if isinstance(pattern, InGraph):
+        if pattern.make is read_pattern:  # an operator has made it before
+            handle: Tensor = pattern.arguments[0]
+            return handle
         if pattern.operator is not None:
             arguments = [
                 handle_of(each) if isinstance(each, Pattern) else each for each in pattern.arguments
@@ -62,9 +65,14 @@ def _make_constant(make: Callable[..., Pattern], *args: Any, **kwargs: Any) -> P
 _make_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def read_pattern(handle: Tensor | None) -> Pattern | None:
+def new_handle_tensor(pattern: Pattern) -> Tensor:
+    """Return a new handle of a pattern."""
+    return torch.from_numpy(new_handle(pattern))
+
+
+def read_pattern(handle: Tensor) -> Pattern:
     """Return the pattern of a handle."""
-    pattern: Pattern | None = None if handle is None else read_handle(handle.numpy())
+    pattern: Pattern = read_handle(handle.numpy())
     return pattern
 
 
@@ -72,19 +80,17 @@ def read_pattern(handle: Tensor | None) -> Pattern | None:
 def _documents(
     cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None = None, *, is_causal: bool = True
 ) -> Tensor:
-    pattern = documents(cu_seqlens, cu_seqlens_kv, is_causal=is_causal)
-    return torch.from_numpy(new_handle(pattern))
+    return new_handle_tensor(documents(cu_seqlens, cu_seqlens_kv, is_causal=is_causal))
 
 
 @torch.library.custom_op("cqs::from_mask", mutates_args=(), tags=HOST_TAGS)
 def _from_mask(mask: Tensor) -> Tensor:
-    return torch.from_numpy(new_handle(from_mask(mask)))
+    return new_handle_tensor(from_mask(mask))
 
 
 @torch.library.custom_op("cqs::combine", mutates_args=(), tags=HOST_TAGS)
 def _combine(operator: str, left: Tensor, right: Tensor) -> Tensor:
-    pattern = combine(operator, read_handle(left.numpy()), read_handle(right.numpy()))
-    return torch.from_numpy(new_handle(pattern))
+    return new_handle_tensor(combine(operator, read_pattern(left), read_pattern(right)))
 
 
 for _maker in (_documents, _from_mask, _combine):

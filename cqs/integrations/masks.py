@@ -32,8 +32,24 @@ _PACKED = "packed_sequence_mask_function"
 """Function of transformers that makes the mask function of packed sequences."""
 
 
+def of_sequences(numbers: Tensor) -> Pattern:
+    """Return the pattern of packed sequences.
+
+    Args:
+        numbers: Index of each token's sequence, ascending integers ``[batch, seqlen]``.
+    """
+    rows = []
+    for row in as_array(numbers):
+        starts = np.flatnonzero(np.diff(row)) + 1
+        rows.append(documents([0, *starts, len(row)], is_causal=False))
+    return by_batch(rows)
+
+
 def of_function(
-    mask_function: Callable[..., Tensor], distance: int, is_part: bool
+    mask_function: Callable[..., Tensor],
+    distance: int,
+    is_part: bool,
+    of_sequences: Callable[[Tensor], Pattern] = of_sequences,
 ) -> Pattern | None:
     """Return the pattern of a mask function of transformers, or ``None`` if it is not recognised.
 
@@ -43,6 +59,7 @@ def of_function(
         distance: Position of the last key minus position of the last query.
         is_part: Whether the rank has a part of each sequence. Packed sequences are then ignored:
             :func:`documents_of_group` returns them.
+        of_sequences: Returns the pattern of packed sequences.
     """
     if mask_function.__module__ != "transformers.masking_utils":
         return None
@@ -54,13 +71,13 @@ def of_function(
         functions = made_from["mask_functions"]
         if is_part:
             functions = [each for each in functions if _maker_of(each) != _PACKED]
-        patterns = [of_function(each, distance, is_part) for each in functions]
+        patterns = [of_function(each, distance, is_part, of_sequences) for each in functions]
         known = [each for each in patterns if each is not None]
         return reduce(and_, known) if len(known) == len(patterns) else None
     if maker == _PACKED:
-        return None if is_part else _of_sequences(made_from["packed_sequence_mask"])
+        return None if is_part else of_sequences(made_from["packed_sequence_mask"])
     if maker == "remap_positions_for_packed_sequence":  # within a sequence distances stay
-        return of_function(made_from["mask_function"], distance, is_part)
+        return of_function(made_from["mask_function"], distance, is_part, of_sequences)
     if distance:
         return None
     if maker == "causal_mask_function":
@@ -82,19 +99,6 @@ def has_packed(mask_function: Callable[..., Tensor]) -> bool:
 def _maker_of(mask_function: Callable[..., Tensor]) -> str:
     """Return the name of the function of transformers that has made a mask function."""
     return mask_function.__qualname__.split(".")[0]
-
-
-def _of_sequences(numbers: Tensor) -> Pattern:
-    """Return the pattern of packed sequences.
-
-    Args:
-        numbers: Index of each token's sequence, ascending integers ``[batch, seqlen]``.
-    """
-    rows = []
-    for row in as_array(numbers):
-        starts = np.flatnonzero(np.diff(row)) + 1
-        rows.append(documents([0, *starts, len(row)], is_causal=False))
-    return by_batch(rows)
 
 
 def visible_keys(

@@ -3,16 +3,27 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cqs.patterns import Pattern
+from cqs.integrations.masks import Stacked
+from cqs.patterns import Pattern, causal
 from cqs.uncompiled import uncompiled
 
 _aten = torch.ops.aten
+
+
+class GraphMask(NamedTuple):
+    """The pattern of a mask in a graph of ``torch.compile``, and what a layer must know of it."""
+
+    pattern: Pattern
+    is_stacked: bool
+    """Whether it is the pattern of the batch elements one after another."""
+    is_causal: bool
+    """Whether it is the causal pattern alone."""
 
 
 @dataclass(eq=False)
@@ -39,6 +50,11 @@ class MaskSource:
     def pattern(self) -> Pattern:
         """The visible pairs, valid as long as ``dense`` is ``None``."""
         return self.make_pattern()
+
+    @cached_property
+    def in_graph(self) -> "GraphMask":
+        """The pattern as a layer in a graph reads it, if the mask was made outside of the graph."""
+        return GraphMask(self.pattern, isinstance(self.pattern, Stacked), self.pattern == causal())
 
     def read(self) -> Tensor:
         """Return the ordinary tensor, allocated on the first call."""

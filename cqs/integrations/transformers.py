@@ -1,5 +1,6 @@
 """Hugging Face transformers: models with ``attn_implementation="cqs"``."""
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from torch import Tensor
 import cqs.distributed
 from cqs.api import AnyExecutor, attention
 from cqs.executors.distributed.agreement import errors_shared
-from cqs.integrations import masks
-from cqs.integrations.pattern_mask import MaskSource, PatternMask
+from cqs.integrations import graph_masks, masks
+from cqs.integrations.pattern_mask import GraphMask, MaskSource, PatternMask
 from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window
-from cqs.uncompiled import uncompiled
+from cqs.uncompiled import replaced_in_graphs, uncompiled
 from cqs.worker.backends import check_backend_name
 
 _NOT_HONOURED = (
@@ -99,8 +100,14 @@ def register(
     if group is None:
         compute = partial(attention, executor=executor, num_tasks=num_tasks, backend=backend)
     implementation = _Implementation(compute, sdpa_mask, group)
-    AttentionInterface.register(name, implementation.attend)
-    AttentionMaskInterface.register(name, implementation.mask)
+    attend, mask = (
+        implementation.attend,
+        replaced_in_graphs(implementation.mask_in_graph, lambda: 0)(implementation.mask),
+    )
+    if group is not None or executor not in (None, "local"):
+        attend, mask = uncompiled(attend), uncompiled(implementation.mask)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,6 @@ class _Implementation:
     group: Any
     """The process group, or ``None``."""
 
-    @uncompiled
     def attend(
         self,
         module: torch.nn.Module,
@@ -161,7 +167,8 @@ class _Implementation:
                 dtype = torch.get_autocast_dtype(device)
                 query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
             compute = partial(self.compute, scale=scaling, dropout_p=dropout)
-            if isinstance(pattern, masks.Stacked):
+            in_graph = _graph_mask_of(attention_mask)
+            if isinstance(pattern, masks.Stacked) or in_graph is not None and in_graph.is_stacked:
                 compute = partial(_compute_stacked, compute)
             output = compute(query, key, value, pattern=pattern)
         except (NotImplementedError, TypeError, ValueError) as error:
@@ -183,7 +190,12 @@ class _Implementation:
                 raise NotImplementedError(f"{name} is not supported")
         if self.group is not None:
             _check_part(asked, attention_mask)
-        if (
+        in_graph = _graph_mask_of(attention_mask)
+        if in_graph and attention_mask is not None and attention_mask.shape[2:] == lengths:
+            pattern = in_graph.pattern
+            if is_causal is False and in_graph.is_causal and lengths[0] == lengths[1]:
+                pattern = sliding_window(None, None)
+        elif (
             isinstance(attention_mask, PatternMask)
             and attention_mask.source.dense is None
             # Otherwise it is broadcast, as in transformers: its cache for a sliding window of 1
@@ -226,7 +238,6 @@ class _Implementation:
     def _errors_shared(self) -> AbstractContextManager[None]:
         return nullcontext() if self.group is None else errors_shared(self.group)
 
-    @uncompiled
     def mask(
         self,
         *,
@@ -305,7 +316,42 @@ class _Implementation:
                 found = pattern if visible is None else pattern & masks.of_padding(visible)
             return masks.stack(found, q_length, kv_length) or found
 
-        return PatternMask(shape, device, MaskSource(make_pattern, make_dense))
+        source = MaskSource(make_pattern, make_dense)
+        if "torch._dynamo" in sys.modules:  # a compiled model may read the mask
+            source.in_graph  # noqa: B018
+        return PatternMask(shape, device, source)
+
+    def mask_in_graph(
+        self,
+        *,
+        mask_function: Callable[..., Tensor],
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the mask in a graph of ``torch.compile``, see :mod:`cqs.integrations.graph_masks`.
+
+        The arguments are those of :meth:`mask`.
+        """
+        dense = self.dense_mask(
+            mask_function=mask_function,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            attention_mask=attention_mask,
+            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )
+        return graph_masks.with_pattern(dense, mask_function, q_offset, kv_offset, attention_mask)
+
+
+def _graph_mask_of(attention_mask: Tensor | None) -> GraphMask | None:
+    """Return the pattern of a mask in a graph of ``torch.compile``, or ``None``."""
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    if isinstance(attention_mask, PatternMask):
+        source = attention_mask.source
+        return source.in_graph if source.dense is None else None
+    return graph_masks.pattern_of(attention_mask)
 
 
 def _no_dense_mask() -> Tensor:

@@ -306,22 +306,6 @@ def test_autocast_lowers_the_precision_of_attention():
     assert error < 0.02 * expected["output"].float().norm()
 
 
-@pytest.mark.parametrize("family", ["Llama", "Bert"])
-def test_a_compiled_model_computes_the_same(family):
-    """Compiled once, whatever is padding."""
-    model = with_attention(make_model(family), "cqs")
-    expected = [passes(model, **BATCHES[kind]()) for kind in BATCHES if kind.startswith("padded")]
-    model.compile(backend="eager")
-    for want, kind, stance in zip(
-        expected,
-        ["padded on the left", "padded on the right"],
-        ["default", "fail_on_recompile"],
-        strict=True,
-    ):
-        with torch.compiler.set_stance(stance):
-            assert_alike(passes(model, **BATCHES[kind]()), want)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["whole", "padded on the right"])
 def test_a_model_on_a_gpu_tracks_one_in_float64(kind):

@@ -1,0 +1,196 @@
+"""Masks of Hugging Face transformers in graphs of ``torch.compile``.
+
+A mask in a graph is the boolean tensor of transformers' ``sdpa_mask``, with an attribute for the
+pattern that attention reads. The compiler removes the operations of a tensor that nothing reads.
+"""
+
+from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cqs.executors.operators import HOST_TAGS, handle_of, new_handle_tensor, read_pattern
+from cqs.integrations import masks
+from cqs.integrations.pattern_mask import GraphMask
+from cqs.patterns import Pattern, documents, sliding_window
+from cqs.patterns.masks import as_array
+from cqs.patterns.pattern import InGraph
+
+_found: Pattern | None = None
+"""The pattern of the mask function that was traced last; ``None`` if it was not recognised."""
+_is_packed = False
+"""Whether that function masks out pairs of different sequences."""
+_intact = True
+"""Whether the mask that was looked at last is as it was made."""
+
+
+def with_pattern(
+    dense: Tensor,
+    mask_function: Callable[..., Tensor],
+    q_offset: int | Tensor,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    """Return a mask with its pattern as the attribute ``cqs``.
+
+    Patterns of transformers' own functions take memory linear in the length. The pattern of another
+    function, or of queries at positions that only a run of the graph knows, is read from ``dense``.
+
+    Args:
+        dense: The boolean mask, ``[batch, 1, q_length, kv_length]``.
+        mask_function: Function of transformers that returns whether a query sees a key.
+        q_offset: Position of the first query.
+        kv_offset: Position of the first key.
+        attention_mask: ``[batch, positions]``, False at padding; ``None`` without padding.
+    """
+    batch, _, q_length, kv_length = dense.shape
+    name = ""
+    if isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length:
+        from torch._dynamo.comptime import comptime
+
+        comptime(_recognise)
+        name = _name()
+    if not name:
+        handle = torch.ops.cqs.from_mask(dense)
+        dense.cqs = GraphMask(_of_handle(handle), False, False)  # type: ignore[attr-defined]
+        return dense
+    visible = joined = None
+    if attention_mask is not None:
+        visible = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        visible = pad(visible, (0, kv_length - visible.shape[1]))
+    if _packs():
+        device = dense.device
+        later = torch.arange(1, q_length, device=device)
+        element = torch.arange(batch, device=device)[:, None]
+        joined = mask_function(element, element.new_zeros(()), later, later - 1)
+    handle = _make_mask(handle_of(_pattern()), visible, joined, q_length, kv_length, batch)
+    is_plain = visible is None and joined is None
+    pattern = _of_handle(handle)
+    dense.cqs = GraphMask(  # type: ignore[attr-defined]
+        pattern, batch > 1 and not is_plain, is_plain and name == "causal()"
+    )
+    return dense
+
+
+def _of_handle(handle: Tensor) -> Pattern:
+    return InGraph(read_pattern, (handle,), {})
+
+
+@torch.library.custom_op("cqs::transformers_mask", mutates_args=(), tags=HOST_TAGS)
+def _make_mask(
+    pattern: Tensor,
+    visible: Tensor | None,
+    joined: Tensor | None,
+    q_length: int,
+    kv_length: int,
+    batch: int,
+) -> Tensor:
+    """Return the handle of the pattern of a mask, of the batch as one sequence if rows may differ.
+
+    Args:
+        pattern: Handle of the pattern of the mask function, without packed sequences.
+        visible: True for keys that are not padding, bool ``[batch, kv_length]``.
+        joined: Whether token ``i + 1`` is in the sequence of token ``i``, bool
+            ``[batch, q_length - 1]``; ``None`` if sequences are not packed.
+        q_length: Number of queries.
+        kv_length: Number of keys.
+        batch: Number of batch elements.
+    """
+    found = read_pattern(pattern)
+    if visible is None and joined is None:
+        return new_handle_tensor(found)
+    rows = [found] * batch
+    if joined is not None:
+        ends = [[0, *(~row).nonzero()[0] + 1, q_length] for row in as_array(joined)]
+        rows = [
+            row & documents(each, is_causal=False) for row, each in zip(rows, ends, strict=True)
+        ]
+    if visible is not None:
+        padding = masks.of_padding(as_array(visible))
+        rows = [row & padding.head(element, 0) for element, row in enumerate(rows)]
+    whole = rows[0] if batch == 1 else masks.Stacked(tuple(rows), q_length, kv_length)
+    return new_handle_tensor(whole)
+
+
+@_make_mask.register_fake
+def _(*_: Any) -> Tensor:
+    return torch.empty(1, dtype=torch.float64, device="cpu")
+
+
+def pattern_of(attention_mask: Tensor | None) -> GraphMask | None:
+    """Return the pattern of a mask that this graph has made, unless an operation changed it."""
+    found: GraphMask | None = getattr(attention_mask, "cqs", None)
+    if found is None:
+        return None
+    from torch._dynamo.comptime import comptime
+
+    comptime(_compare)
+    return found if _is_intact() else None
+
+
+def _compare(context: Any) -> None:
+    """Check that the local variable ``attention_mask`` is of this graph and as it was made."""
+    global _intact
+    mask = context.get_local("attention_mask")
+    is_made_here = mask._i_will_not_complain_if_bc_breaks_VariableTracker().source is None
+    _intact = is_made_here and mask.as_fake()._version == 0
+
+
+def _recognise(context: Any) -> None:
+    """Find the pattern of the local variable ``mask_function`` while Dynamo traces."""
+    global _found, _is_packed
+    load = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
+    variable = context.get_local("mask_function")
+    function = _rebuild(variable._i_will_not_complain_if_bc_breaks_VariableTracker(), load)
+    packed = []
+
+    def of_sequences(numbers: Any) -> Pattern:
+        packed.append(numbers)
+        return sliding_window(None, None)
+
+    _found = None
+    if isinstance(function, FunctionType):
+        _found = masks.of_function(function, 0, False, of_sequences)
+    _is_packed = bool(packed)
+
+
+def _rebuild(variable: Any, side_effects: Any) -> Any:
+    """Return the value of a variable of Dynamo; ``None`` in place of tensors and other values."""
+    from torch._dynamo import variables
+
+    variable = variable.realize()
+    kind = type(variable)
+    if kind is variables.NestedUserFunctionVariable:
+        cells = () if variable.closure is None else variable.closure.items
+        closure = (CellType(_rebuild(side_effects.load_cell(cell), side_effects)) for cell in cells)
+        return FunctionType(variable.get_code(), variable.get_globals(), closure=tuple(closure))
+    if kind is variables.UserFunctionVariable:
+        return None if variable.fn.__closure__ else variable.fn
+    if kind is variables.TupleVariable:
+        return tuple(_rebuild(each, side_effects) for each in variable.items)
+    return variable.as_python_constant() if variable.is_python_constant() else None
+
+
+def _pattern() -> Pattern | None:
+    return _found
+
+
+def _name() -> str:
+    return "" if _found is None else repr(_found)
+
+
+def _packs() -> bool:
+    return _is_packed
+
+
+def _is_intact() -> bool:
+    return _intact
+
+
+_constant: Any
+for _constant in (_pattern, _name, _packs, _is_intact):
+    # As torch.compiler.assume_constant_result does, which imports the compiler.
+    _constant._dynamo_marked_constant = True
