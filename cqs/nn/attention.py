@@ -62,7 +62,9 @@ class SelfAttention(nn.Module):
         )
         self.output = nn.Linear(hidden_size, hidden_size, bias=False, **placement)
 
-    def forward(self, hidden: Tensor, tokens: range, pattern: Pattern | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, tokens: range | None, pattern: Pattern | None = None
+    ) -> Tensor:
         """Compute attention for the rows of this rank.
 
         Args:
@@ -92,7 +94,7 @@ class SelfAttention(nn.Module):
         assert isinstance(output, Tensor)
         return self.merge(output)
 
-    def project(self, hidden: Tensor, tokens: range) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor, tokens: range | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value, ``[batch, heads of this rank, len(tokens), head_dim]``.
 
         Args:
@@ -133,7 +135,7 @@ class SelfAttention(nn.Module):
         return per_head([[pattern.head(element, head) for head in own] for element in range(batch)])
 
 
-def rotate(heads: Tensor, tokens: range, theta: float) -> Tensor:
+def rotate(heads: Tensor, tokens: range | None, theta: float) -> Tensor:
     """Apply rotary position embeddings.
 
     Features i and ``i + head_dim / 2`` of the token at position p are rotated by the angle
@@ -142,7 +144,7 @@ def rotate(heads: Tensor, tokens: range, theta: float) -> Tensor:
 
     Args:
         heads: ``[batch, heads, rows, head_dim]`` with an even ``head_dim``.
-        tokens: Positions of the rows.
+        tokens: Positions of the rows; ``None`` counts from 0.
         theta: Base of the angles.
 
     Returns:
@@ -153,9 +155,10 @@ def rotate(heads: Tensor, tokens: range, theta: float) -> Tensor:
         tensor([[[[1., 1.]]]])
     """
     half = heads.shape[-1] // 2
-    positions = torch.arange(tokens.start, tokens.stop, dtype=torch.float64, device=heads.device)
+    first, stop = (0, heads.shape[2]) if tokens is None else (tokens.start, tokens.stop)
+    positions = torch.arange(first, stop, dtype=torch.float64, device=heads.device)
     features = torch.arange(half, dtype=torch.float64, device=heads.device)
     angles = torch.outer(positions, theta ** -(features / half))
     cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
-    first, second = heads.split(half, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    left, right = heads.split(half, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

@@ -180,7 +180,7 @@ class FeedForward(nn.Module):
         )
         self.down = nn.Linear(feed_forward_size, hidden_size, bias=False, **placement)
 
-    def forward(self, hidden: Tensor, tokens: range) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: range | None) -> Tensor:
         """Compute the layer for the rows of this rank.
 
         Args:

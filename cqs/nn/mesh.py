@@ -73,8 +73,7 @@ def uncompiled_on_mesh(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return choose
 
 
-@uncompiled
-def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
+def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range | None:
     """Return the positions of the rows of all ranks of this tensor axis.
 
     Every rank of the mesh calls this. The ranks exchange their numbers of rows between CPUs,
@@ -85,14 +84,21 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range:
         mesh: Device mesh with the axes ``("sequence", "tensor")``; ``None`` means that the shard is
             the whole sequence.
 
+    Returns:
+        The positions; ``None`` means all rows of the shard, because ``torch.compile`` does
+        not support a range of unknown length.
+
     Raises:
         TypeError: The shard is not a plain tensor; the other ranks raise ValueError.
         ValueError: Shards differ in dtype, batch or features, are on another device type than the
             mesh, are empty, or are not divided as by ``torch.chunk`` over the tensor axis. Raised
             on every rank.
     """
-    if mesh is None:
-        return range(shard.shape[1])
+    return None if mesh is None else _agree_on_tokens(shard, mesh)
+
+
+@uncompiled
+def _agree_on_tokens(shard: Tensor, mesh: DeviceMesh) -> range:
     group, tensor_group = mesh.get_group("sequence"), mesh.get_group("tensor")
     with errors_shared(group):  # ranks of other tensor axes wait for this one
         with errors_shared(tensor_group):
@@ -125,7 +131,7 @@ def _check_shard(shard: Tensor, mesh: DeviceMesh) -> None:
         raise ValueError(f"hidden must be [batch of at least 1, rows, ...], got {shape}")
 
 
-def gather(shard: Tensor, tokens: range, mesh: DeviceMesh | None) -> Tensor:
+def gather(shard: Tensor, tokens: range | None, mesh: DeviceMesh | None) -> Tensor:
     """All-gather the rows of the tensor axis; the backward pass reduce-scatters their gradients.
 
     Args:
@@ -137,7 +143,7 @@ def gather(shard: Tensor, tokens: range, mesh: DeviceMesh | None) -> Tensor:
         ``[batch, len(tokens), size]``; with a mesh a replicated DTensor, so that the gradients of
         several layers share one reduction.
     """
-    if mesh is None:
+    if mesh is None or tokens is None:
         return shard
     batch, _, size = shard.shape
     whole = DTensor.from_local(

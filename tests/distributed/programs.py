@@ -616,7 +616,7 @@ def complaint_about_group(group, kind):
     passed = {
         "not a member": dist.GroupMember.NON_GROUP_MEMBER,
         "unknown": dist.ProcessGroup(dist.HashStore(), rank, num_ranks),
-        "mesh": DeviceMesh.from_group(group, "cpu"),
+        "mesh": DeviceMesh("cpu", [[*range(num_ranks)]], _init_backend=False),
         "integer": 3,
         "string": "x",
     }[kind]

@@ -101,7 +101,7 @@ def test_tensors_of_collectives_are_waited_for(ranks):
     [
         ("not a member", TypeError, "NON_GROUP_MEMBER"),
         ("unknown", ValueError, "ProcessGroup"),
-        ("mesh", TypeError, "DeviceMesh"),
+        ("mesh", ValueError, "DeviceMesh"),
         ("integer", TypeError, "3"),
         ("string", TypeError, "'x'"),
     ],

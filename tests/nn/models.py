@@ -59,7 +59,7 @@ def make_decoder(mesh, patterns=(None,), **options):
 def make_compiled(mesh, patterns):
     """A decoder that is compiled, without a compiler that takes long."""
     model = make_decoder(mesh, patterns)
-    model.compile(backend="aot_eager")
+    model.compile(backend="aot_eager", fullgraph=mesh is None)
     return model
 
 

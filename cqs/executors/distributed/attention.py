@@ -1,7 +1,7 @@
 """Differentiable context-parallel attention over the shards of a process group."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -9,25 +9,75 @@ from torch import Tensor
 
 from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.distributed.agreement import errors_shared
+from cqs.executors.distributed.dtensors import as_dtensor, group_of, to_local
+from cqs.executors.distributed.operator import DrawnSeed, define_operator
 from cqs.executors.distributed.prepared import prepared_calls
-from cqs.partial import AttentionOutput
+from cqs.executors.operators import handle_of, plan_text, seed_of
+from cqs.partial import AttentionOutput, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_is_pattern, check_problem
 from cqs.scheduler.cost_model import Links, why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
-from cqs.uncompiled import uncompiled
+from cqs.uncompiled import replaced_in_graphs, uncompiled
 from cqs.worker.backends import check_backend_name
 from cqs.worker.cuda_graphs import is_captured
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-@uncompiled
+
+def _attention_in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    is_causal: bool = False,
+    pattern: Pattern | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    head_parallel: int | str = "auto",
+    num_chunks: int | None = None,
+    plan: Kind | str | None = None,
+    links: Iterable[float] | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+    verify: bool = False,
+) -> Tensor | AttentionOutput:
+    """Call the operator in place of :func:`attention`."""
+    joined = group_of(group, query)
+    shards, mesh = to_local(query, key, value)
+    output, lse, _ = _operator(
+        *shards,
+        handle_of(pattern),
+        seed_of(dropout_p, seed),
+        seed is None,
+        is_causal,
+        scale,
+        dropout_p,
+        str(head_parallel),
+        num_chunks,
+        plan_text(plan),
+        None if links is None else [*links],
+        backend,
+        return_lse,
+        verify,
+        "" if joined is None else joined.group_name,
+        torch.is_grad_enabled() and any(shard.requires_grad for shard in shards),
+    )
+    output = as_dtensor(output, query, mesh)
+    return AttentionOutput(output, as_dtensor(lse, query, mesh)) if return_lse else output
+
+
+@replaced_in_graphs(with_advice(_attention_in_graph), torch._C._len_torch_dispatch_stack)
 @with_advice
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    group: "dist.ProcessGroup | None" = None,
+    group: "dist.ProcessGroup | DeviceMesh | None" = None,
     is_causal: bool = False,
     pattern: Pattern | None = None,
     scale: float | None = None,
@@ -53,12 +103,14 @@ def attention(
 
     Args:
         query: ``[batch, num_heads, rows, head_dim]``, on a device of the group; float64, float32,
-            bfloat16 or float16.
+            bfloat16 or float16. Query, key and value may be DTensors on one 1-D mesh, with the
+            placements ``[Shard(2)]``; the results then are DTensors too.
         key: ``[batch, num_kv_heads, rows_kv, head_dim]``, dtype and device of ``query``;
             ``num_heads`` must be a multiple of ``num_kv_heads``.
         value: ``[batch, num_kv_heads, rows_kv, value_dim]``, dtype and device of ``query``.
-        group: A process group that this process has joined; ``None`` means the default group. Only
-            one thread at a time may call on it, forward or backward.
+        group: A process group that this process has joined, or a 1-D ``DeviceMesh``; ``None`` means
+            the mesh of DTensors, or else the default group. Only one thread at a time may call on
+            it, forward or backward.
         is_causal: Whether query i sees only keys up to ``i + seqlen_kv - seqlen_q``, counted
             over the whole sequence.
         pattern: Sparse pattern over the whole sequence, of :mod:`cqs.patterns`, or ``None``.
@@ -109,8 +161,9 @@ def attention(
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
             Every rank raises, and the message names the rank and the row of the whole sequence.
     """
-    group = _joined(group)
+    group, like = _joined(group_of(group, query)), query
     with errors_shared(group):
+        (query, key, value), mesh = to_local(query, key, value)
         problem, values = _check(
             query,
             key,
@@ -129,7 +182,11 @@ def attention(
             return_lse=return_lse,
             verify=verify,
         )
-    return prepared_calls(group, values).attend(group, problem).to_result(return_lse)
+    answer = prepared_calls(group, values).attend(group, problem)
+    return _to_result(answer, like, mesh, return_lse)
+
+
+_operator = define_operator(attention)
 
 
 @uncompiled
@@ -139,7 +196,7 @@ def prepare(
     key: Tensor,
     value: Tensor,
     *,
-    group: "dist.ProcessGroup | None" = None,
+    group: "dist.ProcessGroup | DeviceMesh | None" = None,
     is_causal: bool = False,
     pattern: Pattern | None = None,
     scale: float | None = None,
@@ -185,8 +242,9 @@ def prepare(
         ValueError: Arguments do not fit, or ranks differ; the message names the rank.
         NotImplementedError: The backend does not support the tensors or the pattern.
     """
-    group = _joined(group)
+    group = _joined(group_of(group, query))
     with errors_shared(group):
+        (query, key, value), _ = to_local(query, key, value)
         problem, values = _check(
             query,
             key,
@@ -239,8 +297,9 @@ class PreparedAttention:
             ValueError: A tensor differs from those that were prepared, or ranks differ; other
                 errors are those of :func:`attention`.
         """
-        values, group = self._values, _joined(self._group)
+        values, group, like = self._values, _joined(self._group), query
         with errors_shared(group):
+            (query, key, value), mesh = to_local(query, key, value)
             scale, dropout_p = values["scale"], values["dropout_p"]
             problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
             found = _of_tensors(query, problem)
@@ -253,7 +312,7 @@ class PreparedAttention:
             values = values | found | {"seed": seed}
             _check_capture(values)
         answer = prepared_calls(group, values).attend(group, problem)
-        return answer.to_result(values["return_lse"])
+        return _to_result(answer, like, mesh, values["return_lse"])
 
 
 _FIXED = "batch", "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype", "device"
@@ -320,7 +379,9 @@ def _check(
         "pattern": pattern,
         "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
         "dropout_p": float(dropout_p),
-        "seed": None if seed is None else as_integer("seed", seed, 0),
+        "seed": None
+        if seed is None or isinstance(seed, DrawnSeed)
+        else as_integer("seed", seed, 0),
         "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
         "head_parallel": _check_head_parallel(head_parallel, group.size(), problem, pattern),
         "links": None if links is None else Links.check(links),
@@ -339,6 +400,14 @@ def _check_capture(values: dict[str, Any]) -> None:
             "verify must be False while a CUDA graph is captured, got True: verify a call "
             "before the capture"
         )
+
+
+def _to_result(
+    answer: Partial, query: Tensor, mesh: "DeviceMesh | None", return_lse: bool
+) -> Tensor | AttentionOutput:
+    """Return what a call returns, as DTensors with the rows of ``query`` if there is a mesh."""
+    output, lse = (as_dtensor(each, query, mesh) for each in answer)
+    return Partial(output, lse).to_result(return_lse)
 
 
 def _joined(group: Any) -> Any:

@@ -1,0 +1,157 @@
+"""The operator ``cqs::sharded_attention``: :func:`cqs.distributed.attention` in graphs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from cqs.executors.operators import HOST_TAGS, read_pattern, read_plan
+from cqs.patterns.handle import new_handle, read_handle
+from cqs.problem import check_problem
+
+
+class DrawnSeed(int):
+    """A random seed that a graph has drawn on this rank; all ranks use that of rank 0."""
+
+
+class Options(NamedTuple):
+    """The options of the operator; ``None`` is the default of :func:`cqs.distributed.attention`."""
+
+    pattern: Tensor | None
+    """Handle of the pattern."""
+    seed: Tensor | None
+    """Random seed of dropout, int64 on the CPU."""
+    is_drawn: bool
+    """Whether the graph has drawn the seed."""
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+    head_parallel: str
+    num_chunks: int | None
+    plan: str | None
+    links: list[float] | None
+    backend: str | None
+    return_lse: bool
+    verify: bool
+    group: str
+    """Name of the process group; ``""`` is the default group."""
+    keeps: bool
+    """Whether there will be a backward pass."""
+
+
+# Operators run without the dispatch keys of autograd. These are the keys of ordinary calls.
+_INCLUDED_KEYS = torch._C._dispatch_tls_local_include_set()
+_EXCLUDED_KEYS = torch._C._dispatch_tls_local_exclude_set()
+
+_SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, Tensor? pattern, Tensor? seed, bool is_drawn, "
+    "bool is_causal, float? scale, float dropout_p, str head_parallel, int? num_chunks, str? plan, "
+    "float[]? links, str? backend, bool return_lse, bool verify, str group, bool keeps"
+)
+_SCHEMA_BACKWARD = "Tensor grad_output, Tensor state, SymInt[] query, SymInt[] key, SymInt[] value"
+
+
+def define_operator(attend: Callable[..., Any]) -> Any:
+    """Define the operator and its backward pass, which is an operator too.
+
+    The forward pass records a graph of autograd, and returns a handle of it. The backward pass
+    differentiates this graph, so both passes are those of an eager call.
+
+    Args:
+        attend: The function :func:`cqs.distributed.attention`.
+
+    Returns:
+        The operator. It returns output, LSE (0 if it is not asked for) and the handle.
+    """
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, ...]:
+        chosen = Options(*options)
+        tensors = [each.detach().requires_grad_(chosen.keeps) for each in (query, key, value)]
+        # A compiled graph may reuse the memory of these tensors, and of the results.
+        borrowed, kept = set(map(_memory_of, tensors)), set()
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.add(_memory_of(tensor))
+            return tensor.clone() if _memory_of(tensor) in borrowed else tensor
+
+        with (
+            torch._C._ForceDispatchKeyGuard(_INCLUDED_KEYS, _EXCLUDED_KEYS),
+            torch.set_grad_enabled(chosen.keeps),
+            saved_tensors_hooks(keep, lambda saved: saved),
+        ):
+            found = attend(*tensors, **_arguments(chosen))
+        output, lse = found if chosen.return_lse else (found, None)
+        if lse is None:
+            lse = output.new_zeros(output.shape[:3], dtype=_answer_of(*tensors).lse.dtype)
+        state = torch.zeros(1, dtype=torch.float64)
+        if chosen.keeps:
+            state = torch.from_numpy(new_handle((tensors, output)))
+        results = (
+            each.clone() if _memory_of(each) in kept else each.contiguous()
+            for each in (output.detach(), lse)
+        )
+        return *results, state
+
+    def check(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, ...]:
+        state = torch.empty(1, dtype=torch.float64, device="cpu")
+        return *_answer_of(query, key, value), state
+
+    def backward(grad_output: Tensor, state: Tensor, *shapes: list[int]) -> tuple[Tensor, ...]:
+        tensors, output = read_handle(state.numpy())
+        gradients = torch.autograd.grad(output, tensors, grad_output, retain_graph=True)
+        return tuple(map(Tensor.contiguous, gradients))
+
+    def check_backward(grad_output: Tensor, state: Tensor, *shapes: Any) -> tuple[Tensor, ...]:
+        return tuple(map(grad_output.new_empty, shapes))
+
+    define: Any = torch.library.custom_op
+    tags: dict[str, Any] = {"mutates_args": (), "tags": HOST_TAGS}
+    schema = f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+    operator = define("cqs::sharded_attention", forward, schema=schema, **tags)
+    schema = f"({_SCHEMA_BACKWARD}) -> (Tensor, Tensor, Tensor)"
+    differentiate = define("cqs::sharded_attention_backward", backward, schema=schema, **tags)
+    operator.register_fake(check)
+    differentiate.register_fake(check_backward)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(output[2])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.shapes = [each.shape for each in inputs[:3]]
+
+    def differentiate_saved(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
+        gradients = differentiate(grad_output, *ctx.saved_tensors, *ctx.shapes)
+        return *gradients, *[None] * len(Options._fields)
+
+    operator.register_autograd(differentiate_saved, setup_context=save)
+    return operator
+
+
+def _arguments(chosen: Options) -> dict[str, Any]:
+    """Return the arguments of :func:`cqs.distributed.attention` after query, key and value."""
+    arguments = chosen._asdict()
+    is_drawn, keeps, seed = (arguments.pop(name) for name in ("is_drawn", "keeps", "seed"))
+    if seed is not None:
+        arguments["seed"] = (DrawnSeed if is_drawn else int)(seed)
+    if chosen.pattern is not None:
+        arguments["pattern"] = read_pattern(chosen.pattern)
+    if chosen.head_parallel.isdecimal():
+        arguments["head_parallel"] = int(chosen.head_parallel)
+    if chosen.plan is not None:
+        arguments["plan"] = read_plan(chosen.plan)
+    arguments["group"] = None
+    if chosen.group:
+        resolve: Any = dist.distributed_c10d._resolve_process_group
+        arguments["group"] = resolve(chosen.group)
+    return arguments
+
+
+def _answer_of(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """Return an output and an LSE without values, after a check of the tensors."""
+    return check_problem(query, key, value, scale=1.0).empty_answer()
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

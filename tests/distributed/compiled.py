@@ -1,0 +1,153 @@
+"""What ranks run to compare compiled calls on shards with eager ones."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import cqs.distributed
+from cqs.executors.distributed.attention import _operator
+from cqs.nn import HybridTransformerBlock
+from cqs.patterns import documents, sliding_window
+
+SHAPES = ((2, 4), (2, 2), (2, 2))
+
+
+def operands(rows, dtype=torch.float64):
+    """Query, key and value with different numbers of rows on different ranks."""
+    generator = torch.manual_seed(dist.get_rank())
+    return [
+        torch.randn(*shape, rows, 8, dtype=dtype, generator=generator).requires_grad_()
+        for shape in SHAPES
+    ]
+
+
+def results(attend, tensors, *others):
+    torch.manual_seed(dist.get_rank())  # ranks draw different seeds
+    found = attend(*tensors, *others)
+    outputs = found if isinstance(found, tuple) else (found,)
+    return *outputs, *torch.autograd.grad(outputs[0].square().sum(), tensors)
+
+
+def layer(query, key, value, **options):
+    found = cqs.distributed.attention(query.sin(), key * 2, value, **options)
+    return (found[0].cos(), found[1]) if options.get("return_lse") else found.cos()
+
+
+def compare(group, options, backend="aot_eager", is_recomputed=False):
+    """Return the largest differences of two compiled passes from an eager one."""
+    torch._dynamo.reset()
+    attend = partial(layer, group=group, **options)
+    if is_recomputed:
+        attend = partial(checkpoint, attend, use_reentrant=False)
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    tensors = operands(17 + 6 * dist.get_rank())
+    expected = results(partial(layer, group=group, **options), tensors)
+    found = [results(compiled, tensors) for _ in range(2)]
+    return [
+        (one - other).abs().max().item()
+        for each in found
+        for one, other in zip(each, expected, strict=True)
+    ]
+
+
+def count_graphs(group, pattern_of):
+    """Return the number of graphs after calls with new lengths and patterns."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def attend(query, key, value, pattern):
+        return layer(query, key, value, group=group, pattern=pattern)
+
+    compiled, found = torch.compile(attend, backend="aot_eager", fullgraph=True), []
+    for rows in (9, 10, 13, 17):
+        tensors, pattern = operands(rows + dist.get_rank()), pattern_of(2 * rows + 1)
+        expected = results(attend, tensors, pattern)
+        assert all(map(torch.equal, results(compiled, tensors, pattern), expected))
+        found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return found
+
+
+def documents_of(tokens):
+    return documents([0, tokens // 3, tokens])
+
+
+def check_operator(group):
+    """Run opcheck on the operator and its backward pass; the default group has more ranks."""
+    window = sliding_window(5)
+    handle, seed = torch.from_numpy(window.handle), torch.tensor(3)
+    options = (True, True, 0.3, "1", None, "rows", [1e9, 1e-5], None, True, False)
+    tensors = operands(9)
+    where = (handle, seed, False, *options, group.group_name)
+    opcheck(_operator, (*tensors, *where, True))
+    opcheck(_operator, (*(each.detach() for each in tensors), *where, False))
+    output, _, state = _operator(*tensors, *where, True)
+    shapes = [list(each.shape) for each in tensors]
+    backward = torch.ops.cqs.sharded_attention_backward.default
+    opcheck(backward, (output.detach(), state, *shapes))
+
+
+def compare_meshes(group):
+    """Return differences of calls on a mesh, and on DTensors, from a call on plain shards."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh, rank = DeviceMesh.from_group(group, "cpu"), dist.get_rank(group)
+    wholes = [torch.randn(*shape, 19, 8, dtype=torch.float64) for shape in SHAPES]
+    shards = [each.tensor_split([10], 2)[rank].detach().requires_grad_() for each in wholes]
+    sharded = [distribute_tensor(each, mesh, [Shard(2)]).requires_grad_() for each in wholes]
+    options = {"is_causal": True, "return_lse": True}
+    expected = results(partial(layer, group=group, **options), shards)
+    on_dtensors = partial(layer, **options)
+    calls = {
+        "mesh": (partial(layer, group=mesh, **options), shards),
+        "DTensors": (on_dtensors, sharded),
+        "DTensors and mesh": (partial(layer, group=mesh, **options), sharded),
+        "compiled": (
+            torch.compile(on_dtensors, backend="aot_eager", fullgraph=True),
+            sharded,
+        ),
+    }
+    differences = {}
+    for name, (attend, tensors) in calls.items():
+        found = results(attend, tensors)
+        if tensors is sharded:
+            assert all(isinstance(each, DTensor) for each in found)
+            assert [each.shape[2] for each in found] == [19] * 5
+            assert all(each.placements == (Shard(2),) for each in found)
+            found = [each.to_local() for each in found]
+        differences[name] = max(
+            (one - other).abs().max().item() for one, other in zip(found, expected, strict=True)
+        )
+    return differences
+
+
+def complain_about_placements(group):
+    """Return the error of a call on DTensors that are sharded on the heads."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    tensors = [distribute_tensor(torch.randn(*shape, 8, 8), mesh, [Shard(1)]) for shape in SHAPES]
+    try:
+        cqs.distributed.attention(*tensors)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def train_with_fsdp(group, is_compiled):
+    """Return the gradients of blocks of FSDP2, of which each is one graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = torch.nn.Sequential(*(HybridTransformerBlock(16, 2, 24) for _ in range(2))).double()
+    for block in model:
+        if is_compiled:
+            block.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    hidden = torch.randn(1, 11, 16, dtype=torch.float64)
+    model(hidden + dist.get_rank(group)).square().mean().backward()
+    return [parameter.grad.to_local().detach() for parameter in model.parameters()]

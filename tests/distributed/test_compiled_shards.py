@@ -1,0 +1,71 @@
+"""``torch.compile`` keeps attention over the shards of two ranks in one graph."""
+
+import pytest
+import torch
+from compiled import (
+    check_operator,
+    compare,
+    compare_meshes,
+    complain_about_placements,
+    count_graphs,
+    documents_of,
+    train_with_fsdp,
+)
+
+from cqs.patterns import causal, documents, per_head, sliding_window
+from cqs.scheduler import Grid2D
+
+pytestmark = pytest.mark.slow
+
+WINDOW, DOCUMENTS = sliding_window(5, 2), documents([0, 13, 14, 40])
+CALLS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"pattern": sliding_window(7)},
+    "documents": {"pattern": DOCUMENTS, "is_causal": True},
+    "per-head": {"pattern": per_head([[WINDOW, WINDOW, causal(), DOCUMENTS]])},
+    "dropout": {"dropout_p": 0.3},
+    "dropout-seed": {"dropout_p": 0.3, "seed": 7, "is_causal": True},
+    "lse": {"return_lse": True, "scale": 0.7},
+    "plan": {"plan": Grid2D(1, 1), "head_parallel": 2, "num_chunks": 1, "links": (1e9, 1e-5)},
+    "verified": {"verify": True, "backend": "reference"},
+}
+
+
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_a_graph_has_the_whole_call(ranks, options):
+    """Bitwise identical to an eager call, in a second run of the graph too."""
+    for differences in ranks.run(2, compare, options):
+        assert max(differences) == 0
+
+
+def test_the_forward_pass_is_recomputed(ranks):
+    options = {"is_causal": True, "dropout_p": 0.2}
+    for differences in ranks.run(2, compare, options, is_recomputed=True):
+        assert max(differences) == 0
+
+
+def test_new_lengths_and_patterns_do_not_recompile(ranks):
+    for found in ranks.run(2, count_graphs, documents_of):
+        assert found[1:] == [found[1]] * 3
+
+
+def test_the_operator_passes_opcheck(ranks):
+    ranks.run(2, check_operator)
+
+
+def test_meshes_and_dtensors(ranks):
+    """Uneven shards: 10 and 9 rows."""
+    for differences in ranks.run(2, compare_meshes):
+        assert set(differences.values()) == {0.0}
+
+
+def test_dtensors_that_are_not_sharded_on_the_sequence(ranks):
+    for error, text in ranks.run(2, complain_about_placements):
+        assert error is ValueError and text.startswith("query must have") and "dim=1" in text
+
+
+def test_blocks_of_fsdp(ranks):
+    found, expected = (ranks.run(2, train_with_fsdp, each) for each in (True, False))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
