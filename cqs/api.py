@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from cqs.arguments import with_advice
+from cqs.executors import local_operator
 from cqs.executors.contract import PlanExecutor, attend, check_progress
 from cqs.executors.local import LocalExecutor
+from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import check_problem
@@ -46,11 +48,8 @@ def _attention_in_graph(
     """Call an operator in place of :func:`attention`; Ray has none."""
     if executor not in (None, "local") or callable(progress):
         return NotImplemented
-    from cqs.executors import local_operator as local
-    from cqs.executors.operators import handle_of, plan_text, seed_of
-
     is_dense = pattern is None and not (dropout_p or verify or progress)
-    operator = local.dense_attention if is_dense else local.attention
+    operator = local_operator.dense_attention if is_dense else local_operator.attention
     handles = handle_of(pattern), seed_of(dropout_p, seed)
     options = is_causal, scale, dropout_p, num_tasks, plan_text(plan), backend, verify, progress
     output, lse = operator(query, key, value, *handles, *options)
