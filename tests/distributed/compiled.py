@@ -8,12 +8,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.library import opcheck
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import cqs.distributed
 from cqs.executors.distributed.attention import _operator
 from cqs.nn import HybridTransformerBlock
 from cqs.patterns import documents, sliding_window
+from cqs.patterns.handle import _memories
 
 SHAPES = ((2, 4), (2, 2), (2, 2))
 
@@ -39,16 +44,33 @@ def layer(query, key, value, **options):
     return (found[0].cos(), found[1]) if options.get("return_lse") else found.cos()
 
 
-def compare(group, options, backend="aot_eager", is_recomputed=False):
-    """Return the largest differences of two compiled passes from an eager one."""
+def choose(context, operator, *args, **kwargs):
+    is_attention = operator is torch.ops.cqs.sharded_attention.default
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compare(group, options, recomputed="nothing"):
+    """Return the largest differences of two compiled passes from an eager one.
+
+    Args:
+        group: The process group.
+        options: Options of the call.
+        recomputed: What is recomputed in the backward pass: "nothing", "all" or "selected".
+    """
     torch._dynamo.reset()
     attend = partial(layer, group=group, **options)
-    if is_recomputed:
-        attend = partial(checkpoint, attend, use_reentrant=False)
-    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    if recomputed != "nothing":
+        contexts = partial(create_selective_checkpoint_contexts, choose)
+        chosen = {"context_fn": contexts} if recomputed == "selected" else {}
+        attend = partial(checkpoint, attend, use_reentrant=False, **chosen)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    if "pattern" in options:
+        options["pattern"].handle  # noqa: B018
+    held = len(_memories)
     tensors = operands(17 + 6 * dist.get_rank())
     expected = results(partial(layer, group=group, **options), tensors)
     found = [results(compiled, tensors) for _ in range(2)]
+    assert len(_memories) == held, "a backward pass has kept the tensors of its forward pass"
     return [
         (one - other).abs().max().item()
         for each in found

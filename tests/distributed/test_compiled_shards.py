@@ -39,9 +39,10 @@ def test_a_graph_has_the_whole_call(ranks, options):
         assert max(differences) == 0
 
 
-def test_the_forward_pass_is_recomputed(ranks):
+@pytest.mark.parametrize("recomputed", ["all", "selected"])
+def test_activation_checkpointing(ranks, recomputed):
     options = {"is_causal": True, "dropout_p": 0.2}
-    for differences in ranks.run(2, compare, options, is_recomputed=True):
+    for differences in ranks.run(2, compare, options, recomputed):
         assert max(differences) == 0
 
 
