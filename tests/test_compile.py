@@ -178,6 +178,20 @@ def test_patterns_are_made_in_a_graph(make):
         assert_alike(found, expected)
 
 
+def test_a_window_that_grows_with_the_length():
+    """Compiled once for one length and once for any."""
+
+    def attend(query, key, value):
+        tokens = query.shape[2]
+        pattern = sliding_window(tokens // 4, right=None) & sliding_window(None, tokens // 8)
+        return layer(query, key, value, pattern=pattern)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for tokens, stance in ((40, "default"), (48, "default"), (97, "fail_on_recompile")):
+        with torch.compiler.set_stance(stance):
+            assert_alike(*(results(each, operands(tokens)) for each in (compiled, attend)))
+
+
 ROWS = np.arange(40)
 BROKEN_PATTERNS = {
     "from_mask-numpy": lambda: per_head([[from_mask(MASK.numpy()), sliding_window(4)]]),
@@ -280,6 +294,7 @@ def test_operators_pass_opcheck(is_dense, batches):
         ("documents", (torch.tensor([0, 4, 9]),)),
         ("from_mask", (MASK,)),
         ("combine", ("&", HANDLE, HANDLE)),
+        ("numbered", ("sliding_window", "right", [3, -1])),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

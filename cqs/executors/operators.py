@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cqs import patterns
 from cqs.partial import Gradients
 from cqs.patterns import Pattern, documents, from_mask
 from cqs.patterns.handle import new_handle, read_handle
@@ -22,6 +23,8 @@ from cqs.scheduler.kinds import read_kind
 
 HOST_TAGS = (torch.Tag.cudagraph_unsafe,)
 """What reads or makes handles runs on the host, so CUDA graphs must not replay it."""
+_constant = True
+"""Whether Dynamo knows the numbers of the pattern that was traced last."""
 
 
 def handle_of(pattern: Pattern | None) -> Tensor | None:
@@ -30,22 +33,34 @@ def handle_of(pattern: Pattern | None) -> Tensor | None:
         return None
     check_is_pattern(pattern)
     if isinstance(pattern, InGraph):
-        if pattern.make is read_pattern:  # an operator has made it before
-            handle: Tensor = pattern.arguments[0]
-            return handle
-        if pattern.operator is not None:
-            arguments = [
-                handle_of(each) if isinstance(each, Pattern) else each for each in pattern.arguments
-            ]
-            operator = getattr(torch.ops.cqs, pattern.operator)
-            made: Tensor = operator(*arguments, **pattern.options)
-            return made
-        pattern = _make_constant(pattern.make, *pattern.arguments, **pattern.options)
+        return _make_in_graph(pattern)
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
         comptime(_make_handle)
     return torch.from_numpy(pattern.handle)
+
+
+def _make_in_graph(pattern: InGraph) -> Tensor | None:
+    """Make a pattern in the graph that is being traced, and return its handle."""
+    arguments, options = pattern.arguments, pattern.options
+    if pattern.make is read_pattern:  # an operator has made it before
+        handle: Tensor = arguments[0]
+        return handle
+    if pattern.operator is not None:
+        operator: Callable[..., Tensor] = getattr(torch.ops.cqs, pattern.operator)
+        given = (handle_of(each) if isinstance(each, Pattern) else each for each in arguments)
+        return operator(*given, **options)
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        numbers = [*arguments, *options.values()]
+        comptime(_look_at_numbers)
+        if not _are_constant():
+            numbers = [-1 if number is None else number for number in numbers]
+            handle = _numbered(pattern.make.__name__, " ".join(options), numbers)
+            return handle
+    return handle_of(_make_constant(pattern.make, *arguments, **options))
 
 
 def _make_handle(context: Any) -> None:
@@ -57,12 +72,25 @@ def _make_handle(context: Any) -> None:
     variable.realize().value.handle  # noqa: B018
 
 
+def _look_at_numbers(context: Any) -> None:
+    """Check whether the numbers of the local list ``numbers`` are known to Dynamo."""
+    global _constant
+    variable = context.get_local("numbers")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    _constant = all(each.realize().is_python_constant() for each in variable.items)
+
+
+def _are_constant() -> bool:
+    return _constant
+
+
 def _make_constant(make: Callable[..., Pattern], *args: Any, **kwargs: Any) -> Pattern:
     return make(*args, **kwargs)
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler.
-_make_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_function: Any
+for _function in (_are_constant, _make_constant):
+    # As torch.compiler.assume_constant_result does, which imports the compiler.
+    _function._dynamo_marked_constant = True
 
 
 def new_handle_tensor(pattern: Pattern) -> Tensor:
@@ -93,7 +121,22 @@ def _combine(operator: str, left: Tensor, right: Tensor) -> Tensor:
     return new_handle_tensor(combine(operator, read_pattern(left), read_pattern(right)))
 
 
-for _maker in (_documents, _from_mask, _combine):
+@torch.library.custom_op("cqs::numbered", mutates_args=(), tags=HOST_TAGS)
+def _numbered(name: str, names: str, numbers: list[int]) -> Tensor:
+    """Make a pattern of numbers that differ between runs, such as a part of the length.
+
+    Args:
+        name: Name of the function in :mod:`cqs.patterns`.
+        names: Names of the last arguments, separated by spaces.
+        numbers: The arguments; -1 means ``None``.
+    """
+    given = [None if number == -1 else number for number in numbers]
+    first = len(given) - len(names.split())
+    options = dict(zip(names.split(), given[first:], strict=True))
+    return new_handle_tensor(getattr(patterns, name)(*given[:first], **options))
+
+
+for _maker in (_documents, _from_mask, _combine, _numbered):
     _maker.register_fake(lambda *_, **__: torch.empty(1, dtype=torch.float64, device="cpu"))
 
 

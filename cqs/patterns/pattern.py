@@ -309,7 +309,7 @@ class InGraph(Pattern):
     """Keyword arguments."""
     operator: str | None = None
     """Name of an operator in ``torch.ops.cqs`` with the same arguments, in which handles represent
-    patterns; ``None`` if the arguments are constants."""
+    patterns; ``None`` if the arguments are numbers or lists of them."""
 
     @cached_property
     def made(self) -> Pattern:
@@ -351,7 +351,8 @@ def made_in_graphs(operator: str | None = None) -> Callable[[_Maker], _Maker]:
 
     def decorate(make: _Maker) -> _Maker:
         def in_graph(*args: Any, **kwargs: Any) -> Any:
-            if not any(hasattr(each, "dtype") for each in (*args, *kwargs.values())):
+            given = [each for each in (*args, *kwargs.values()) if not isinstance(each, int)]
+            if not any(hasattr(each, "dtype") for each in given):
                 return InGraph(decorated, args, kwargs)
             return InGraph(decorated, args, kwargs, operator) if operator else NotImplemented
 
