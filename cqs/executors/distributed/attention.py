@@ -161,14 +161,14 @@ def attention(
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
             Every rank raises, and the message names the rank and the row of the whole sequence.
     """
-    group, like = _joined(group_of(group, query)), query
-    with errors_shared(group):
+    joined, like = _joined(group_of(group, query)), query
+    with errors_shared(joined):
         (query, key, value), mesh = to_local(query, key, value)
         problem, values = _check(
             query,
             key,
             value,
-            group=group,
+            group=joined,
             is_causal=is_causal,
             pattern=pattern,
             scale=scale,
@@ -182,7 +182,7 @@ def attention(
             return_lse=return_lse,
             verify=verify,
         )
-    answer = prepared_calls(group, values).attend(group, problem)
+    answer = prepared_calls(joined, values).attend(joined, problem)
     return _to_result(answer, like, mesh, return_lse)
 
 
@@ -242,14 +242,14 @@ def prepare(
         ValueError: Arguments do not fit, or ranks differ; the message names the rank.
         NotImplementedError: The backend does not support the tensors or the pattern.
     """
-    group = _joined(group_of(group, query))
-    with errors_shared(group):
+    joined = _joined(group_of(group, query))
+    with errors_shared(joined):
         (query, key, value), _ = to_local(query, key, value)
         problem, values = _check(
             query,
             key,
             value,
-            group=group,
+            group=joined,
             is_causal=is_causal,
             pattern=pattern,
             scale=scale,
@@ -263,8 +263,8 @@ def prepare(
             return_lse=return_lse,
             verify=verify,
         )
-    prepared_calls(group, values).prepare(group, problem)
-    return PreparedAttention(group, values)
+    prepared_calls(joined, values).prepare(joined, problem)
+    return PreparedAttention(joined, values)
 
 
 class PreparedAttention:
@@ -278,6 +278,7 @@ class PreparedAttention:
         """Take a group and the values on which its ranks have agreed; use :func:`prepare`."""
         self._group, self._values = group, values
 
+    @uncompiled
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, seed: int | None = None
     ) -> Tensor | AttentionOutput:
