@@ -72,7 +72,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
         if name == "local":
             verify_output(check_problem(*shards), attend(*shards))
         elif name != _BASELINE:
-            numbers = torch.arange(rows.start, rows.stop)
+            numbers = torch.arange(rows.start, rows.stop, device=device)
             verify_output(check_problem(*whole), attend(*shards), numbers)
     found = [
         row
