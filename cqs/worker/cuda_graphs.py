@@ -1,6 +1,7 @@
 """Checks and caches for calls that a CUDA graph captures."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -45,7 +46,9 @@ def cached_on_device(
     @wraps(make)
     def make_anew(device: torch.device, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         check_not_captured(device)
-        return make(device, *args, **kwargs)
+        # CUDA graphs of torch.compile own what this thread allocates, and reuse its memory.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make, device, *args, **kwargs).result()
 
     @wraps(make_anew)
     def find(device: torch.device, *args: _P.args, **kwargs: _P.kwargs) -> _T:
