@@ -305,6 +305,7 @@ def install(monkeypatch):
     """Replace the streams and events of PyTorch by those of this module."""
     for name, value in (
         ("Stream", Stream),
+        ("current_device", lambda: 0),
         ("current_stream", current_stream),
         ("set_stream", set_stream),
         ("synchronize", synchronize),
