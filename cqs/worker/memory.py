@@ -7,7 +7,8 @@ from itertools import accumulate
 from typing import TypeVar
 
 import torch
-from torch.autograd.profiler import profile
+from torch._C._profiler import RecordScope
+from torch.autograd.profiler import _enable_profiler, profile
 
 from cqs.partial import SUM_BLOCK
 from cqs.patterns import BoundPattern
@@ -59,6 +60,19 @@ def _requested(device: torch.device, when: str) -> int:
     return int(found["requested_bytes"]["all"][when]) if found else 0
 
 
+class _MemoryProfile(profile):
+    """PyTorch's profiler without events of operators, which take most of its time.
+
+    It extends torch.autograd's profiler because torch.profiler imports all of torch.compile.
+    """
+
+    def _start_trace(self) -> None:
+        no_operators = {RecordScope.BUILD_FEATURE}  # an empty set means all scopes
+        _enable_profiler(  # type: ignore[call-arg]
+            self.config(), self.kineto_activities, no_operators
+        )
+
+
 def record_cpu_memory(compute: Callable[[], Result]) -> tuple[Result, list[tuple[float, int]]]:
     """Run a function and return its result and its CPU memory over time, by PyTorch's profiler.
 
@@ -69,8 +83,7 @@ def record_cpu_memory(compute: Callable[[], Result]) -> tuple[Result, list[tuple
         The result, and samples: seconds since the start, and the bytes allocated from then on.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it announces every start on stderr otherwise
-    # Not torch.profiler.profile, which imports all of torch.compile.
-    with profile(profile_memory=True, use_kineto=True) as profiler:
+    with _MemoryProfile(profile_memory=True, use_kineto=True) as profiler:
         start = time.time()
         result = compute()
     assert profiler.kineto_results is not None

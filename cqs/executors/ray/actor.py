@@ -24,8 +24,8 @@ from cqs.worker.memory import measure_peak_bytes, memory_of
 _ALIGNMENT = 64
 """Bytes at whose multiples the memory of a result starts."""
 _Found = TypeVar("_Found")
-_SentPart = tuple[slice, tuple[Blob, ...]]
-"""A part of a group, as blobs."""
+_SentParts = list[tuple[slice, tuple[Blob, ...]]]
+"""Parts of a group, as blobs."""
 
 
 class TaskActor(ShardActor):
@@ -73,7 +73,7 @@ class TaskActor(ShardActor):
 
         Returns:
             The measurements of each task; if groups are returned, a list of these and of the parts
-            of each group, in the order of ``calls``, with blobs in place of tensors.
+            by group, for each list of groups in ``calls``, with blobs in place of tensors.
 
         Raises:
             torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
@@ -89,8 +89,13 @@ class TaskActor(ShardActor):
         for call in calls:
             try:
                 report, found = self._run_task(settings, call, sides, begun)
-                for group in call.returned:
-                    returned.append([(rows, self._pack(part)) for rows, part in found[group]])
+                returned += [
+                    {
+                        group: [(rows, self._pack(part)) for rows, part in found[group]]
+                        for group in groups
+                    }
+                    for groups in call.returned
+                ]
             except torch.OutOfMemoryError as error:
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
                 raise torch.OutOfMemoryError(*arguments) from error
@@ -102,14 +107,18 @@ class TaskActor(ShardActor):
         return [reports, *returned] if returned else reports
 
     def merge(
-        self, settings: RunSettings, calls: Sequence[MergeCall], *returned: list[_SentPart]
+        self,
+        settings: RunSettings,
+        calls: Sequence[MergeCall],
+        *returned: dict[Group, _SentParts],
     ) -> tuple[MergeReport, list[tuple[Blob, ...]]]:
         """Merge the parts of all tasks of some groups.
 
         Args:
             settings: The run.
             calls: The groups.
-            returned: The parts that other actors have returned, in the order of ``calls``.
+            returned: Parts by group that other actors have returned: one element for each task in
+                the field of that name, in the order of ``calls``.
 
         Returns:
             The measurements, and the merged tensors of each group: none where tensors of the driver
@@ -122,7 +131,7 @@ class TaskActor(ShardActor):
         started, start = time.time(), time.perf_counter()
         merged, sent, free = [], iter(returned), 0
         for call in calls:
-            others = {task: next(sent) for task in call.returned}
+            others = {task: next(sent)[call.group] for task in call.returned}
             merge = partial(self._merge_group, settings, call, others, free)
             results, free = self._with_room(merge)
             for task in call.tasks:
@@ -167,6 +176,7 @@ class TaskActor(ShardActor):
     ) -> tuple[TaskReport, dict[Group, list[Part]]]:
         task, worker = call.task, settings.worker
         ranges = task.held_queries, task.held_keys
+        groups = [*call.kept, *chain(*call.returned)]
         self._backend = worker.backend
 
         def compute() -> tuple[dict[Group, list[Part]], float, float, int, int]:
@@ -186,7 +196,7 @@ class TaskActor(ShardActor):
             self._backend = chosen.name
             self._synchronize()
             started, start = time.time(), time.perf_counter()
-            found = settings.of_pass.compute(worker, task, call.kept + call.returned, *held)
+            found = settings.of_pass.compute(worker, task, groups, *held)
             self._synchronize()
             return found, started, time.perf_counter() - start, num_bytes, beside
 
@@ -212,7 +222,7 @@ class TaskActor(ShardActor):
         self,
         settings: RunSettings,
         call: MergeCall,
-        others: dict[int, list[_SentPart]],
+        others: dict[int, _SentParts],
         free: int,
     ) -> tuple[list[Tensor], int]:
         """Merge a group in the memory for results from byte ``free`` on.

@@ -77,8 +77,8 @@ class TaskCall(NamedTuple):
     """The task."""
     kept: list[Group]
     """Groups that the same actor merges."""
-    returned: list[Group]
-    """Groups that other actors merge."""
+    returned: list[list[Group]]
+    """Groups that other actors merge, one list for each of these actors."""
 
 
 class MergeCall(NamedTuple):
@@ -119,11 +119,16 @@ class Job:
         self.inputs = of_queries, of_keys
         """Tensors that the tasks read: of queries, and of keys."""
         self.results = results
+        has_result = problem.query.numel() and problem.value.numel()
+        self.groups_of = {
+            task.index: self._groups(task) for task in plan.tasks if has_result and task.steps
+        }
+        """Groups to which each task contributes."""
         self.tasks_of: dict[Group, list[int]] = defaultdict(list)
         """Tasks whose results each group needs, in the order of their merge."""
-        for task in plan.tasks if problem.query.numel() and problem.value.numel() else ():
-            for group in self.groups(task):
-                self.tasks_of[group].append(task.index)
+        for index, groups in self.groups_of.items():
+            for group in groups:
+                self.tasks_of[group].append(index)
 
     @classmethod
     def forward(cls, problem: Problem, plan: Plan, answer: Partial) -> "Job":
@@ -163,10 +168,7 @@ class Job:
         """All tensors that the run reads or writes."""
         return [tensor for side in (*self.inputs, *self.results.values()) for tensor in side]
 
-    def groups(self, task: Task) -> list[Group]:
-        """Return the groups to which a task contributes."""
-        if not task.steps:
-            return []
+    def _groups(self, task: Task) -> list[Group]:
         return [
             Group(side, tokens)
             for side, tensors in self.results.items()
@@ -178,6 +180,13 @@ class Job:
         """Return the bytes of the merged result of a group."""
         tensors = self.results[group.is_of_keys]
         return len(group.tokens) * sum(tensor[:, :, :1].nbytes for tensor in tensors)
+
+    def touch_results(self) -> None:
+        """Write zeros to the results of all groups: later writes to the same memory are faster."""
+        for group in self.tasks_of:
+            rows = slice(group.tokens.start, group.tokens.stop)
+            for result in self.results[group.is_of_keys]:
+                result[:, :, rows].zero_()
 
     def accept(self, group: Group, merged: Sequence[Tensor]) -> None:
         """Write the merged result of a group."""

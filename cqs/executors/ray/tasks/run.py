@@ -4,7 +4,7 @@ import itertools
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +68,7 @@ class _Tasks:
     calls: list[TaskCall]
     """The tasks, and the groups whose parts the actor keeps or returns."""
     references: list[Any] = field(default_factory=list)
-    """Ray references to the parts that the actor returns, in the order of ``calls``."""
+    """Ray references to the parts that the actor returns, for each list of groups in ``calls``."""
 
     def __str__(self) -> str:
         indices = [call.task.index for call in self.calls]
@@ -91,8 +91,9 @@ class _Merges:
 class Run:
     """One run of a job: assigns its tasks and merges to actors, and again if an actor fails.
 
-    A group is merged by the actor to which its first task was assigned. That actor keeps its own
-    parts; those of other actors stay in the object store until the merge has succeeded.
+    A group is merged by the actor that will probably compute its last task: it then merges without
+    a message of the driver. That actor keeps its own parts; those of other actors stay in the
+    object store until the merge has succeeded.
     """
 
     def __init__(
@@ -121,7 +122,10 @@ class Run:
         self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
         self._most_bytes = math.inf if self._outbox.used_by_actors else GROUP_BYTES
         """Most bytes of the results of a call that merges, if the driver must read them."""
-        self._todo = deque(sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs))
+        order = sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs)
+        self._todo = deque(order)
+        self._places = {index: place for place, index in enumerate(order)}
+        """Place of each task in the order in which tasks are assigned at first."""
         self._merges = {group: _Merge(group, tasks) for group, tasks in job.tasks_of.items()}
         """Merges that are not finished."""
         self._ready: dict[_Merge, None] = {}
@@ -177,6 +181,9 @@ class Run:
         self._calls.refill()
         self._awaited.update(self._pool.actors)
         self._settings = self._outbox.put_settings(self._worker)
+        self._feed()
+        if all(info.device == "cpu" for info in self._pool.infos):  # fast GPUs would wait
+            self._job.touch_results()
         while self._merges:
             self._calls.check()
             self._feed()
@@ -211,18 +218,19 @@ class Run:
         if not started:
             return
 
-        def count_tasks(actor: Actor) -> int:
-            return sum(isinstance(work, _Tasks) for work in queues[actor].values())
-
         self._assign_merges(started)
         while self._todo:
-            actor = min(started, key=count_tasks)
-            if count_tasks(actor) >= _CALLS_IN_FLIGHT:
+            actor = min(started, key=self._count_tasks)
+            if self._count_tasks(actor) >= _CALLS_IN_FLIGHT:
                 break
-            self._assign_tasks(actor)
+            self._assign_tasks(actor, started)
         self._assign_merges(started)
 
-    def _assign_tasks(self, actor: Actor) -> None:
+    def _count_tasks(self, actor: Actor) -> int:
+        """Return the number of pending calls of an actor with tasks."""
+        return sum(isinstance(work, _Tasks) for work in self._calls.queues[actor].values())
+
+    def _assign_tasks(self, actor: Actor, started: list[Actor]) -> None:
         """Let an actor compute the next tasks: several if one would take less time than a call.
 
         The actor keeps the parts that it merges, and returns the others.
@@ -234,47 +242,65 @@ class Run:
             number = max(1, min(share, int(_CALL_SECONDS / average)))
         work = _Tasks([])
         while len(work.calls) < number and self._todo:
-            if work.calls and self._attempts.keys() & {self._todo[0], work.calls[0].task.index}:
+            index = self._choose_task(actor, started)
+            if work.calls and self._attempts.keys() & {index, work.calls[0].task.index}:
                 break  # a task that was running when an actor failed is computed alone
-            index = self._todo.popleft()
-            call = TaskCall(self._tasks[index], [], [])
-            for group in self._job.groups(call.task):
+            self._todo.remove(index)
+            kept: list[Group] = []
+            returned: dict[Actor, list[Group]] = defaultdict(list)
+            for group in self._job.groups_of[index]:
                 merge = self._merges.get(group)
                 if merge is None or merge.has(index):
                     continue
-                merge.owner = merge.owner or actor
+                if merge.owner is None:  # equal actors get tasks in turn
+                    last = max(self._places[task] for task in merge.tasks) - self._places[index]
+                    merge.owner = started[(started.index(actor) + last) % len(started)]
                 if merge.owner is actor:
-                    call.kept.append(group)
+                    kept.append(group)
                     merge.kept.add(index)  # it exists when the actor begins a later call
                     self._note_if_ready(merge)
                 else:
-                    call.returned.append(group)
-            work.calls.append(call)
+                    returned[merge.owner].append(group)
+            work.calls.append(TaskCall(self._tasks[index], kept, list(returned.values())))
         self._running.update(call.task.index for call in work.calls)
         num_queries, sent = self._outbox.put([call.task for call in work.calls])
         num_returns = 1 + sum(len(call.returned) for call in work.calls)
         arguments = self._settings, work.calls, num_queries, *sent
         work.references = self._calls.add(actor, work, "run", *arguments, num_returns=num_returns)
 
+    def _choose_task(self, actor: Actor, started: list[Actor]) -> int:
+        """Return one of the next tasks: of as many as actors, the one with most parts to keep."""
+
+        def count_kept(index: int) -> int:
+            merges = (self._merges.get(group) for group in self._job.groups_of[index])
+            return sum(merge is not None and merge.owner is actor for merge in merges)
+
+        return max(itertools.islice(self._todo, len(started)), key=count_kept)
+
     def _note_if_ready(self, merge: _Merge) -> None:
         if merge.is_ready:
             self._ready[merge] = None
 
     def _assign_merges(self, started: list[Actor]) -> None:
-        """Let owners merge the groups whose parts exist, in calls with results of limited size."""
+        """Let owners merge the groups whose parts exist, in calls with results of limited size.
+
+        While an actor has two calls with tasks, merges wait, to be sent together before a third.
+        """
         if self._todo and self._outbox.used_by_actors:
             return  # nobody reads a result before all are complete
         calls: dict[Actor, list[_Merges]] = {}
-        for merge in self._ready:
+        for merge in list(self._ready):
             queues = self._calls.queues
             merge.owner = merge.owner or min(started, key=lambda actor: len(queues[actor]))
+            if self._count_tasks(merge.owner) >= _CALLS_IN_FLIGHT:
+                continue
+            del self._ready[merge]
             of_owner = calls.setdefault(merge.owner, [])
             size = self._job.num_bytes(merge.group)
             if not of_owner or of_owner[-1].num_bytes + size > self._most_bytes:
                 of_owner.append(_Merges([]))
             of_owner[-1].merges.append(merge)
             of_owner[-1].num_bytes += size
-        self._ready.clear()
         for owner, of_owner in calls.items():
             for work in of_owner:
                 sent = [MergeCall(m.group, m.tasks, list(m.returned)) for m in work.merges]
@@ -307,8 +333,12 @@ class Run:
             is_new = index not in self._reports
             self._reports[index] = report
             self._running.remove(index)
-            returned = dict(zip(call.returned, references, strict=False))
-            for group in self._job.groups(call.task):
+            returned = {
+                group: reference
+                for groups, reference in zip(call.returned, references, strict=False)
+                for group in groups
+            }
+            for group in self._job.groups_of[index]:
                 merge = self._merges.get(group)
                 if merge is None or merge.has(index):
                     continue
