@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from cqs.launches import Arguments, Launcher
 from cqs.partial import Partial
 
 _BLOCK_ROWS = 16
@@ -25,27 +27,37 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
             strides.
         parts: Partial outputs, with any strides, and the rows of ``answer`` of each.
     """
-    output, lse = answer
-    batch, num_heads, num_rows, value_dim = output.shape
-    num_blocks = triton.cdiv(num_rows, _BLOCK_ROWS)
-    _merge[(num_blocks * batch * num_heads,)](
-        output,
-        lse,
-        tuple(partial.output for partial, _ in parts),
-        tuple(partial.lse for partial, _ in parts),
-        output.stride(),
-        lse.stride(),
-        tuple(partial.output.stride() for partial, _ in parts),
-        tuple(tuple(map(_encode, partial.lse.stride())) for partial, _ in parts),
-        tuple(tuple(map(_encode, rows.indices(num_rows)[:2])) for _, rows in parts),
-        num_blocks,
-        num_heads,
-        num_rows,
-        value_dim,
-        BLOCK_ROWS=_BLOCK_ROWS,
-        BLOCK_V=triton.next_power_of_2(value_dim),
-        num_warps=4,
-    )
+    num_rows, number = answer.output.shape[2], len(parts)
+    bounds = tuple([rows.indices(num_rows)[:2] for _, rows in parts])
+
+    def make(output: Tensor, lse: Tensor, *of_parts: Tensor) -> Arguments:
+        batch, num_heads, _, value_dim = output.shape
+        num_blocks = triton.cdiv(num_rows, _BLOCK_ROWS)
+        outputs, lses = of_parts[:number], of_parts[number:]
+        positional = (
+            output,
+            lse,
+            outputs,
+            lses,
+            output.stride(),
+            lse.stride(),
+            tuple([each.stride() for each in outputs]),
+            tuple([tuple(map(_encode, each.stride())) for each in lses]),
+            tuple([tuple(map(_encode, each)) for each in bounds]),
+            num_blocks,
+            num_heads,
+            num_rows,
+            value_dim,
+        )
+        constants = {
+            "BLOCK_ROWS": _BLOCK_ROWS,
+            "BLOCK_V": triton.next_power_of_2(value_dim),
+            "num_warps": 4,
+        }
+        return (num_blocks * batch * num_heads,), positional, constants
+
+    outputs, lses = zip(*[partial for partial, _ in parts], strict=True)
+    _LAUNCHER.launch((*answer, *outputs, *lses), make, key=bounds)
 
 
 def _encode(number: int) -> int:
@@ -144,3 +156,6 @@ def _merge(
     )
     place = batch * lse_strides[0] + head * lse_strides[1] + row * lse_strides[2]
     tl.store(lse + place, largest + tl.log(sums), mask=in_answer)
+
+
+_LAUNCHER = Launcher(_merge)

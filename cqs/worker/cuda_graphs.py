@@ -18,6 +18,8 @@ def is_captured(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on the current stream of a device."""
     if device.type != "cuda":
         return False
+    if device.index == torch.cuda.current_device():  # to change the device takes longer
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
@@ -29,6 +31,15 @@ def check_not_captured(device: torch.device) -> None:
             "a CUDA graph cannot capture the first call: call once with the same arguments before "
             "the capture"
         )
+
+
+def outside_of_graphs(make: Callable[[], _T]) -> _T:
+    """Return what ``make`` returns; CUDA graphs do not reuse the memory of its tensors.
+
+    Those of torch.compile own what the calling thread allocates: another thread calls ``make``.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def cached_on_device(
@@ -46,9 +57,7 @@ def cached_on_device(
     @wraps(make)
     def make_anew(device: torch.device, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         check_not_captured(device)
-        # CUDA graphs of torch.compile own what this thread allocates, and reuse its memory.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(make, device, *args, **kwargs).result()
+        return outside_of_graphs(lambda: make(device, *args, **kwargs))
 
     @wraps(make_anew)
     def find(device: torch.device, *args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -1,12 +1,18 @@
 """Compile every kernel for Hopper GPUs as the launches ask for it, where no GPU is.
 
-The tensors are of the CPU and the driver claims a GPU, but nothing is launched. To be run as a
-program: Triton either compiles kernels or interprets them in all of a process.
+The tensors are of the CPU and the driver claims a GPU, but launches are only recorded. Every launch
+is made twice, because Triton binds the arguments of the first and cqs those of the second. To be
+run as a program: Triton either compiles kernels or interprets them in all of a process.
 """
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -23,8 +29,20 @@ from cqs.worker.work import make_work
 TOKENS = 384
 
 
+launched: list[tuple[Any, ...]] = []
+"""The arguments of all launches: grid, stream, function, metadata and hooks, and the kernel's."""
+
+
 class Driver:
     """Of a GPU that is not there."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232_448},
+        load_binary=lambda name, *_: (name, name, 32, 0, 1024),  # it has up to 1,024 threads
+    )
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *arguments: launched.append(tuple(map(opened, arguments)))
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -34,6 +52,11 @@ class Driver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def opened(argument: Any) -> Any:
+    """Return the type and the attributes of a descriptor, which a later launch may change."""
+    return (type(argument), *vars(argument).values()) if hasattr(argument, "base") else argument
 
 
 def compile_both_passes(
@@ -46,28 +69,69 @@ def compile_both_passes(
 ) -> None:
     launch._is_for_hopper = lambda query, value: on_hopper
     whole = (range(TOKENS),)
-    query = torch.randn(1, 2, TOKENS, head_dim, dtype=dtype)
-    key, value = (torch.randn(1, 1, TOKENS, head_dim, dtype=dtype) for _ in range(2))
     steps = make_plan(TOKENS, num_tasks=1, pattern=pattern).task(0).steps
     work = make_work(steps, pattern.bind(TOKENS), whole, whole)
-    bits = None if dropout is None else dropout.random_bits(query, whole, whole)
-    operands = TaskOperands(query, key, value, work, 0.1, dropout, bits)
-    answer = launch.attend_block_rows(operands)
-    launch.gradients_of_block_rows(operands, query, *answer)
+
+    def run() -> list[Tensor]:
+        query = torch.randn(1, 2, TOKENS, head_dim, dtype=dtype)
+        key, value = (torch.randn(1, 1, TOKENS, head_dim, dtype=dtype) for _ in range(2))
+        bits = None if dropout is None else dropout.random_bits(query, whole, whole)
+        operands = TaskOperands(query, key, value, work, 0.1, dropout, bits)
+        answer, grad_output = launch.attend_block_rows(operands), torch.randn_like(query)
+        gradients = launch.gradients_of_block_rows(operands, grad_output, *answer)
+        return [query, key, value, *answer, grad_output, *gradients]
+
+    run_twice(run, is_prepared=dropout is None)
 
 
 def compile_row_copies(dtype: torch.dtype) -> None:
-    answer = Partial(torch.empty(1, 2, TOKENS, 64, dtype=dtype), torch.empty(1, 2, TOKENS))
-    fused_merge.merge_rows(answer, [(answer, slice(0, 128)), (answer, slice(64, None))])
-    tensors = [answer.output, torch.empty(1, TOKENS, 2, 64, dtype=dtype).transpose(1, 2)]
     schedule = tuple(RowCopy(i, 0, 64, 128, 0, 1, 1) for i in range(2))
-    fused_copies.copy_rows(tensors, tensors[::-1], schedule)
+
+    def run() -> list[Tensor]:
+        answer = Partial(torch.empty(1, 2, TOKENS, 64, dtype=dtype), torch.empty(1, 2, TOKENS))
+        fused_merge.merge_rows(answer, [(answer, slice(0, 128)), (answer, slice(64, None))])
+        tensors = [answer.output, torch.empty(1, TOKENS, 2, 64, dtype=dtype).transpose(1, 2)]
+        fused_copies.copy_rows(tensors, tensors[::-1], schedule)
+        return [*tensors, answer.lse]
+
+    run_twice(run)
+
+
+def run_twice(run: Callable[[], list[Tensor]], *, is_prepared: bool = True) -> None:
+    """Check that launches with other tensors are those that Triton would make."""
+    launched.clear()
+    first, number = described(run()), num_bound
+    launched.clear()
+    assert described(run()) == first
+    assert (num_bound == number) == is_prepared
+
+
+def described(tensors: list[Tensor]) -> list[Any]:
+    """Return the recorded launches, with the index of each tensor of ``tensors`` in its place."""
+    names = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+
+    def describe(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return names.get(argument.data_ptr()), argument.dtype, argument.stride()
+        if isinstance(argument, tuple):
+            return tuple(map(describe, argument))
+        return argument
+
+    # Grid, stream, function and metadata come first, then three arguments for hooks.
+    return [(*each[:6], *map(describe, each[9:])) for each in launched]
 
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
-    compile_or_run = JITFunction.run
-    JITFunction.run = lambda *args, warmup, **options: compile_or_run(*args, warmup=True, **options)
+    bind, num_bound = JITFunction.run, 0
+
+    def bind_and_count(*args: Any, **options: Any) -> Any:
+        global num_bound
+        num_bound += 1
+        return bind(*args, **options)
+
+    JITFunction.run = bind_and_count
+    launch._new_counter = lambda device: torch.zeros(4, dtype=torch.int32)
     launch._persistent = lambda num_items, device: (num_items,)
     window, streams = sliding_window(100, 100), dilated(TOKENS, TOKENS, 2)
     irregular = from_mask(np.random.default_rng(0).random((TOKENS, TOKENS)) < 0.5)

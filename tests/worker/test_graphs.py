@@ -38,8 +38,7 @@ def test_replays_have_the_bits_of_calls(name, dtype):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = attend(tensors, options)
-    for lists in (launch._query_lists, launch._key_lists):
-        lists.__wrapped__.cache_clear()  # as if calls of many other sizes had followed
+    launch._make_lists.__wrapped__.cache_clear()  # as if calls of many other sizes had followed
     for _ in range(3):
         with torch.no_grad():
             for tensor in tensors:
@@ -53,7 +52,7 @@ def test_replays_have_the_bits_of_calls(name, dtype):
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_first_calls_are_not_captured():
-    launch._query_lists.__wrapped__.cache_clear()
+    launch._make_lists.__wrapped__.cache_clear()
     tensors = draw(torch.bfloat16, rows=77)
     with (
         torch.cuda.graph(torch.cuda.CUDAGraph()),

@@ -16,6 +16,7 @@ from cqs.executors.distributed.transport.transfer import (
     Fill,
     LostError,
     Packet,
+    PacketLayout,
     Pass,
     Transfer,
     Transport,
@@ -79,15 +80,14 @@ class Exchange:
             For each chunk the transfer of one tensor ``[batch, heads of a rank, tokens held, ...]``
             per shard; up to ``num_turns`` chunks are in transit.
         """
+        groups = by_route(shards, routes)
 
         def send(chunk: int) -> Transfer:
             packets = []
-            for route, chosen in by_route(shards, routes):
-                sources = [shards[i] for i in chosen]
-                together = tuple(heads[chunk][i] for i in chosen)
-                widths = [len(of_ranks[0]) for of_ranks in together]
-                schedule = _schedule_out(route, together)
-                packets.append(Packet(route, sources, widths, schedule, is_home=False))
+            for route, chosen in groups:
+                sources, together = [shards[i] for i in chosen], [heads[chunk][i] for i in chosen]
+                layout = _layout_out(route, tuple(together), *_row_of(sources[0]))
+                packets.append(Packet(layout, sources))
             with on_stream(chunk):
                 return self._send(chunk, packets)
 
@@ -111,10 +111,9 @@ class Exchange:
         packets = []
         for route, chosen in by_route(held, routes):
             sources = [held[i] for i in chosen]
-            widths = tuple(source.shape[1] for source in sources)
-            schedule = () if route.stays else _schedule_home(route, widths)
-            views = sources if route.stays else None
-            packets.append(Packet(route, sources, widths, schedule, views, is_home=True))
+            widths = tuple([source.shape[1] for source in sources])
+            layout = _layout_home(route, widths, *_row_of(sources[0]))
+            packets.append(Packet(layout, sources, sources if route.stays else None))
         return self._send(chunk, packets)
 
     def send_computed(
@@ -133,7 +132,10 @@ class Exchange:
         Returns:
             The transfer of the results for this rank's shard; :func:`by_heads` splits them.
         """
-        packets = [Packet(route, [each], [each.shape[1]], is_home=True) for each in like]
+        packets = [
+            Packet(_layout_home(route, (each.shape[1],), *_row_of(each), is_packed=True), [each])
+            for each in like
+        ]
         return self._send(chunk, packets, lambda rows: make([each.movedim(0, 2) for each in rows]))
 
     def _send(self, chunk: int, packets: Sequence[Packet], fill: Fill | None = None) -> Transfer:
@@ -144,6 +146,10 @@ class Exchange:
                 packet.pack(packed)
 
         received = [tensor for packet in packets for tensor in packet.received_by_source]
+        if not any(packet.layout.places.most for packet in packets):  # no rank sends another any
+            if fill is None:
+                pack([packet.new_rows(0) for packet in packets])  # places this rank's own rows
+            return Transfer(received, [])
         # Chunks share the transport's buffers in turns: a send waits only for the one before it in
         # the same turn, while those of the other turns are in transit.
         turn = chunk % self._num_turns
@@ -211,7 +217,37 @@ def schedule_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule
     return tuple(schedule)
 
 
+def _row_of(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
+    """Return batch, trailing shape and itemsize of a tensor ``[batch, heads, rows, ...]``."""
+    return tensor.shape[0], tensor.shape[3:], tensor.itemsize
+
+
 @lru_cache(maxsize=256)
+def _layout_out(
+    route: Route, heads: tuple[HeadsOfRanks, ...], batch: int, dim: tuple[int, ...], itemsize: int
+) -> PacketLayout:
+    """Return the layout of shard rows that are sent to the ranks which require them."""
+    widths = tuple(len(of_ranks[0]) for of_ranks in heads)
+    row_shape, schedule = (batch, sum(widths), *dim), _schedule_out(route, heads)
+    return PacketLayout(route, row_shape, itemsize, widths, schedule, is_home=False)
+
+
+@lru_cache(maxsize=256)
+def _layout_home(
+    route: Route,
+    widths: tuple[int, ...],
+    batch: int,
+    dim: tuple[int, ...],
+    itemsize: int,
+    *,
+    is_packed: bool = False,
+) -> PacketLayout:
+    """Return the layout of results that are sent home; ``is_packed`` if they need no copies."""
+    row_shape = batch, sum(widths), *dim
+    schedule = () if is_packed or route.stays else _schedule_home(route, widths)
+    return PacketLayout(route, row_shape, itemsize, widths, schedule, is_home=True)
+
+
 def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
     """Return the copies that pack shard rows for other ranks and place this rank's own rows."""
     # Source i of this rank is listed twice, see Packet.schedule: target i is the packed rows, which
@@ -228,7 +264,6 @@ def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule
     return tuple(schedule)
 
 
-@lru_cache(maxsize=256)
 def _schedule_home(route: Route, widths: tuple[int, ...]) -> CopySchedule:
     """Return the copies that pack results for other ranks and place those for this rank."""
     own = route.rank

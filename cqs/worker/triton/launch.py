@@ -14,8 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cqs.launches import Arguments, Launcher
 from cqs.partial import Partial, merge_rows
-from cqs.worker.cuda_graphs import cached_on_device
+from cqs.worker.cuda_graphs import cached_on_device, outside_of_graphs
 from cqs.worker.operands import TaskOperands, with_positive_scale
 from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
 from cqs.worker.triton.forward import attend_tiles
@@ -46,6 +47,12 @@ At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 
 615."""
 
 
+_NUM_COUNTERS = 256
+"""Number of counters that are filled at once."""
+_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
+"""Counters that no launch has used, by device and stream."""
+
+
 def attend_block_rows(
     operands: TaskOperands,
     *,
@@ -66,9 +73,10 @@ def attend_block_rows(
         Output ``[batch, num_heads, rows, value_dim]`` and float32 LSE ``[batch, num_heads, rows]``;
         ``into`` if that is given. Rows without a live pair have output 0 and LSE -inf.
     """
-    positive_query, scale = with_positive_scale(operands.query, operands.scale)
-    operands = operands._replace(query=positive_query, scale=scale)
-    query, _, value, work, *_ = operands
+    query, scale = with_positive_scale(operands.query, operands.scale)
+    if query is not operands.query:
+        operands = operands._replace(query=query, scale=scale)
+    value, work = operands.value, operands.work
     batch, num_heads, num_rows, _ = query.shape
     value_dim = value.shape[-1]
     tiles = _choose_tiles(operands, is_backward=False)
@@ -83,7 +91,6 @@ def attend_block_rows(
         output, lse = answer
         if lists.num_rows < num_rows:  # rows without a live pair have no tile
             output.zero_(), lse.fill_(-torch.inf)
-        kernels = attend_tiles, attend_tiles_on_hopper
         numbers = (
             *((lists.num_polls, num_heads) if tiles.on_hopper else (num_heads, query.shape[2])),
             output.stride()[:3],
@@ -92,7 +99,7 @@ def attend_block_rows(
             scale / math.log(2),
             value_dim,
         )
-        _launch(kernels, operands, tiles, lists, answer, numbers)
+        _launch(_FORWARD_KERNELS, operands, tiles, lists, answer, numbers)
         return answer
 
     all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, packed=not is_united)
@@ -136,7 +143,9 @@ def gradients_of_block_rows(
     statistics = _row_statistics(grad_output, output, lse)
     tiles = _choose_tiles(operands, is_backward=True)
 
-    def compute(likes: Sequence[Tensor], kernels: tuple[Any, Any], *sizes: int) -> Sequence[Tensor]:
+    def compute(
+        likes: Sequence[Tensor], kernels: tuple[Launcher, Launcher], *sizes: int
+    ) -> Sequence[Tensor]:
         """Compute the gradients of ``likes``: the query, or the key and the value."""
         tiles_are_keys = len(likes) == 2
         all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, of_keys=tiles_are_keys)
@@ -146,16 +155,14 @@ def gradients_of_block_rows(
         new = torch.zeros if is_partial else torch.empty
         targets = into or [new(t.shape, dtype=of_targets, device=t.device) for t in likes]
         for i, lists in enumerate(all_lists):
-            numbers: list[float] = [*lists.steps, *sizes, scale]
-            if tiles.on_hopper:
-                numbers.append(scale / math.log(2))
+            scales = (scale, scale / math.log(2)) if tiles.on_hopper else (scale,)
             _launch(
                 kernels,
                 operands,
                 tiles,
                 lists,
                 (*statistics, *targets),
-                numbers,
+                (*lists.steps, *sizes, *scales),
                 grad_output=grad_output,
                 tiles_are_keys=tiles_are_keys,
                 IS_SUM=into is not None or i > 0,
@@ -171,8 +178,10 @@ def gradients_of_block_rows(
     return gradients
 
 
-_QUERY_KERNELS = query_gradients, query_gradients_on_hopper
-_KEY_KERNELS = key_gradients, key_gradients_on_hopper
+_FORWARD_KERNELS = Launcher(attend_tiles), Launcher(attend_tiles_on_hopper)
+_QUERY_KERNELS = Launcher(query_gradients), Launcher(query_gradients_on_hopper)
+_KEY_KERNELS = Launcher(key_gradients), Launcher(key_gradients_on_hopper)
+_ROW_STATISTICS = Launcher(row_statistics)
 
 
 class _Tiles(NamedTuple):
@@ -219,25 +228,47 @@ def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
 
 def _row_statistics(grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``lse_log2`` and ``delta`` of ``row_statistics``, float32 in the shape of ``lse``."""
-    batch, num_heads, num_rows, value_dim = output.shape
     lse_log2, delta = (lse.new_empty(lse.shape) for _ in range(2))
-    num_blocks = triton.cdiv(num_rows, _STATISTICS_ROWS)
-    row_statistics[(num_blocks * batch * num_heads,)](
-        output,
-        grad_output,
-        lse.contiguous(),
-        lse_log2,
-        delta,
-        output.stride(),
-        grad_output.stride(),
-        num_blocks,
-        num_heads,
-        num_rows,
-        value_dim,
-        BLOCK_ROWS=_STATISTICS_ROWS,
-        BLOCK_V=triton.next_power_of_2(value_dim),
-    )
+
+    def make(output: Tensor, grad_output: Tensor, *of_rows: Tensor) -> Arguments:
+        batch, num_heads, num_rows, value_dim = output.shape
+        num_blocks = triton.cdiv(num_rows, _STATISTICS_ROWS)
+        numbers = num_blocks, num_heads, num_rows, value_dim
+        strides = output.stride(), grad_output.stride()
+        blocks = {
+            "BLOCK_ROWS": _STATISTICS_ROWS,
+            "BLOCK_V": triton.next_power_of_2(value_dim),
+        }
+        grid = (num_blocks * batch * num_heads,)
+        return grid, (output, grad_output, *of_rows, *strides, *numbers), blocks
+
+    _ROW_STATISTICS.launch((output, grad_output, lse.contiguous(), lse_log2, delta), make)
     return lse_log2, delta
+
+
+def _new_counter(device: torch.device) -> Tensor:
+    """Return int32 zeros on the device, to count the items that programs took and started.
+
+    To fill them takes the host as long as the launch itself, so those of many launches are filled
+    at once. They belong to the current stream, which runs the launch after the filling.
+    """
+    shape = _NUM_COUNTERS, 4  # 16 bytes each, the alignment for which Triton compiles the kernels
+    if torch.cuda.is_current_stream_capturing():  # every replay must fill them anew
+        return torch.zeros(shape[1], dtype=torch.int32, device=device)
+    place = device, triton.runtime.driver.active.get_current_stream(device.index)
+    counters = _counters.setdefault(place, [])
+    try:
+        return counters.pop()
+    except IndexError:  # all are used, or another thread was faster
+        stream = torch.cuda.current_stream(device)
+
+        def make() -> Tensor:
+            with torch.cuda.stream(stream):
+                return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        counter, *others = outside_of_graphs(make).unbind()
+        counters += others
+        return counter
 
 
 def _persistent(num_items: int, device: torch.device) -> tuple[int]:
@@ -272,6 +303,8 @@ class _Lists(NamedTuple):
     """Number of rows of all tiles."""
     blocks: np.ndarray
     """int64 ``[num_tiles]``: number of blocks that each tile visits, descending."""
+    num_polls: int
+    """Maximum number of polls of ``wait_for_programs``; 0 if programs do not wait."""
 
     def num_long(self, num_heads: int, num_programs: int) -> int:
         """Return the number of tiles with more than a quarter of the blocks of one program.
@@ -283,17 +316,20 @@ class _Lists(NamedTuple):
         limit = int(self.blocks.sum()) * num_heads // (4 * num_programs)
         return int(np.searchsorted(-self.blocks, -limit))
 
-    @property
-    def num_polls(self) -> int:
-        """Return the maximum number of polls of ``wait_for_programs``; 0 if programs do not wait.
 
-        Programs wait only if their tiles visit nearly equal numbers of blocks. Otherwise they would
-        not read the same keys at the same time, even if they start together.
-        """
-        if not len(self.blocks) or self.blocks[0] < _MIN_BLOCKS_TO_WAIT:
-            return 0
-        longest, shortest = int(self.blocks[0]), int(self.blocks[-1])
-        return int(_POLLS_PER_BLOCK * longest) if longest - shortest <= longest // 64 else 0
+def _num_polls(blocks: np.ndarray) -> int:
+    """Return the maximum number of polls of ``wait_for_programs``; 0 if programs do not wait.
+
+    Programs wait only if their tiles visit nearly equal numbers of blocks. Otherwise they would not
+    read the same keys at the same time, even if they start together.
+
+    Args:
+        blocks: int64 ``[num_tiles]``: number of blocks that each tile visits, descending.
+    """
+    if not len(blocks) or blocks[0] < _MIN_BLOCKS_TO_WAIT:
+        return 0
+    longest, shortest = int(blocks[0]), int(blocks[-1])
+    return int(_POLLS_PER_BLOCK * longest) if longest - shortest <= longest // 64 else 0
 
 
 @cached_on_device
@@ -314,17 +350,18 @@ def _make_lists(
         arrays = found.tiles, found.runs, launch.mask_bits
         tiles, runs, bits = (torch.from_numpy(each).to(device) for each in arrays)
         mask_bits = bits if len(bits) else None
-        lists.append(_Lists(launch.steps, tiles, runs, mask_bits, num_rows, found.blocks))
+        numbers = num_rows, found.blocks, _num_polls(found.blocks)
+        lists.append(_Lists(launch.steps, tiles, runs, mask_bits, *numbers))
     return lists
 
 
 def _launch(
-    kernels: tuple[Any, Any],
+    kernels: tuple[Launcher, Launcher],
     operands: TaskOperands,
     tiles: _Tiles,
     lists: _Lists,
     tensors: Sequence[Tensor],
-    numbers: Sequence[Any],
+    numbers: tuple[Any, ...],
     *,
     grad_output: Tensor | None = None,
     tiles_are_keys: bool = False,
@@ -344,59 +381,57 @@ def _launch(
         options: Further constants of the kernel.
     """
     query, key, value, _, _, dropout, dropout_bits = operands
-    rows_of_tile = tiles.rows // 2 if tiles.on_hopper else tiles.rows  # there tiles are two halves
-    sides = [(lists.steps.row, rows_of_tile), (lists.steps.column, tiles.block)]
-    (query_step, rows_q), (key_step, rows_k) = sides[::-1] if tiles_are_keys else sides
-    descriptors = [
-        _describe(query, query_step, rows_q, tiles),
-        _describe(key, key_step, rows_k, tiles),
-        _describe(value, key_step, rows_k, tiles),
-    ]
-    if grad_output is not None:
-        descriptors.append(_describe(grad_output, query_step, rows_q, tiles))
-    num_tiles, group_size = len(lists.tiles), query.shape[1] // key.shape[1]
-    num_heads = math.prod((key if tiles_are_keys else query).shape[:2])
-    num_items = num_tiles * num_heads
+    described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
+    all_tensors = *described, *tensors
     if tiles.on_hopper:
-        grid = _persistent(num_items, query.device)
-        kernels[1][grid](
-            *descriptors,
-            *tensors,
-            lists.tiles,
-            lists.runs,
-            lists.tiles if lists.mask_bits is None else lists.mask_bits,  # must be a pointer
-            torch.zeros(2, dtype=torch.int32, device=query.device),  # items taken and started
-            num_tiles,
-            lists.num_long(num_heads, *grid),
-            num_items,
-            *numbers,
-            GROUP_SIZE=group_size,
-            HAS_BITS=lists.mask_bits is not None,
-            num_warps=4,
+        all_tensors = *all_tensors, _new_counter(query.device)
+
+    def make(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Arguments:
+        rows_of_tile = tiles.rows // 2 if tiles.on_hopper else tiles.rows  # there: two halves
+        sides = [(lists.steps.row, rows_of_tile), (lists.steps.column, tiles.block)]
+        of_queries, of_keys = sides[::-1] if tiles_are_keys else sides
+        descriptors = [
+            _describe(query, *of_queries, tiles),
+            _describe(key, *of_keys, tiles),
+            _describe(value, *of_keys, tiles),
+        ]
+        if grad_output is not None:
+            descriptors.append(_describe(others[0], *of_queries, tiles))
+            others = others[1:]
+        num_tiles, num_heads = (
+            len(lists.tiles),
+            math.prod((key if tiles_are_keys else query).shape[:2]),
+        )
+        num_items = num_tiles * num_heads
+        constants: dict[str, Any] = {
+            "GROUP_SIZE": query.shape[1] // key.shape[1],
             **tiles.options,
             **options,
-        )
-        return
-    kernels[0][(num_items,)](
-        *descriptors,
-        *tensors,
-        lists.tiles,
-        lists.runs,
-        lists.mask_bits,
-        dropout_bits,
-        num_tiles,
-        *numbers,
-        drop_below=0 if dropout is None else dropout.threshold,
-        keep_scale=1.0 if dropout is None else dropout.scale,
-        GROUP_SIZE=group_size,
-        TILE_Q=rows_q,
-        TILE_K=rows_k,
-        BLOCK_D=triton.next_power_of_2(query.shape[-1]),
-        BLOCK_V=triton.next_power_of_2(value.shape[-1]),
-        PRECISION="tf32x3" if query.dtype == torch.float32 else "ieee",
-        **tiles.options,
-        **options,
-    )
+        }
+        if tiles.on_hopper:
+            *written, counter = others
+            grid = _persistent(num_items, query.device)
+            counts = num_tiles, lists.num_long(num_heads, *grid), num_items
+            bits = lists.tiles if lists.mask_bits is None else lists.mask_bits  # a pointer
+            constants |= {"HAS_BITS": lists.mask_bits is not None, "num_warps": 4}
+            positional = *descriptors, *written, lists.tiles, lists.runs, bits, counter
+            return grid, (*positional, *counts, *numbers), constants
+        constants |= {
+            "drop_below": 0 if dropout is None else dropout.threshold,
+            "keep_scale": 1.0 if dropout is None else dropout.scale,
+            "TILE_Q": of_queries[1],
+            "TILE_K": of_keys[1],
+            "BLOCK_D": triton.next_power_of_2(query.shape[-1]),
+            "BLOCK_V": triton.next_power_of_2(value.shape[-1]),
+            "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
+        }
+        positional = *descriptors, *others, lists.tiles, lists.runs, lists.mask_bits, dropout_bits
+        return (num_items,), (*positional, num_tiles, *numbers), constants
+
+    of_lists = lists.tiles, lists.runs
+    kept = of_lists if lists.mask_bits is None else (*of_lists, lists.mask_bits)
+    signature = dropout, tiles_are_keys, numbers, *options.values()
+    kernels[tiles.on_hopper].launch(all_tensors, make, key=signature, kept=kept)
 
 
 def _describe(tensor: Tensor, step: int, rows: int, tiles: _Tiles) -> Any:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cqs.launches import Arguments, Launcher
 from cqs.worker.cuda_graphs import cached_on_device
 
 _BLOCK_ROWS = 64
@@ -30,24 +31,26 @@ def copy_rows(
         targets: CUDA tensors of the sources' dtype, batch and dim, with a last stride of 1.
         schedule: The copies, each a ``RowCopy``; at least one.
     """
-    batch, *_, dim = targets[0].shape
-    # A grid for the longest copy and the most heads: programs beyond those of a copy do nothing.
-    num_heads = max(each.num_heads for each in schedule)
-    num_blocks = triton.cdiv(max(each.num_rows for each in schedule), _BLOCK_ROWS)
-    device = targets[0].device
+    number = len(sources)
+    table = _table(targets[0].device, schedule)
+
+    def make(*tensors: Tensor) -> Arguments:
+        sources, targets = tensors[:number], tensors[number:]
+        batch, *_, dim = targets[0].shape
+        # A grid for the longest copy and the most heads: programs beyond a copy's do nothing.
+        num_heads = max(each.num_heads for each in schedule)
+        num_blocks = triton.cdiv(max(each.num_rows for each in schedule), _BLOCK_ROWS)
+        strides = (tuple([each.stride()[:3] for each in part]) for part in (sources, targets))
+        constants = {
+            "BLOCK_ROWS": _BLOCK_ROWS,
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "num_warps": 4,
+        }
+        grid = num_blocks, batch * num_heads, len(schedule)
+        return grid, (sources, targets, *strides, table, num_heads, dim), constants
+
     with torch.cuda.device_of(targets[0]):  # Triton launches on the current device
-        _copy[(num_blocks, batch * num_heads, len(schedule))](
-            tuple(sources),
-            tuple(targets),
-            tuple(source.stride()[:3] for source in sources),
-            tuple(target.stride()[:3] for target in targets),
-            _table(device, schedule),
-            num_heads,
-            dim,
-            BLOCK_ROWS=_BLOCK_ROWS,
-            BLOCK_D=triton.next_power_of_2(dim),
-            num_warps=4,
-        )
+        _LAUNCHER.launch((*sources, *targets), make, key=number, kept=(table,))
 
 
 @cached_on_device
@@ -103,3 +106,6 @@ def _copy(
             target_rows = (tl.load(record + _TARGET_ROW) + rows).to(tl.int64)
             place = place + target_rows[:, None] * strides[2] + columns[None, :]
             tl.store(targets[i] + place, values, mask=mask)
+
+
+_LAUNCHER = Launcher(_copy)

@@ -29,6 +29,7 @@ from cqs.ranges import contains, meets
 from cqs.scheduler.cost_model import FETCHED
 from cqs.worker.cuda_graphs import check_not_captured, is_captured
 
+_AT_LEAST = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _ALIGNMENT = 512  # bytes, at which each packet starts in the send buffer
 _NUM_STREAMS = 2
 _READY, _FETCHED = range(0, 2 * _NUM_STREAMS, 2), range(1, 2 * _NUM_STREAMS, 2)
@@ -129,7 +130,7 @@ class PeerMemory(Transport):
             if self._is_captured:
                 self._memory.is_captured = True
             elif self._ended is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._ended)
+                torch.cuda.current_stream(self._device.index).wait_event(self._ended)
             self._start_pass()
         if self._confirm is None or self._is_captured:
             self._open_pass()
@@ -141,7 +142,7 @@ class PeerMemory(Transport):
             if self._opened is None or not self._memory.buffer.nbytes or self._memory.is_released:
                 return
             event = self._close_pass()
-            torch.cuda.current_stream(self._device).wait_event(event)
+            torch.cuda.current_stream(self._device.index).wait_event(event)
             if not self._is_captured:
                 self._ended = event
 
@@ -155,11 +156,15 @@ class PeerMemory(Transport):
         """
         # Every rank computes the same sizes and offsets, because `most` is that of all ranks: a
         # peer's packet is found without asking, and all ranks grow their buffers in the same send.
-        sizes = [_aligned(packet.places.most * packet.row_bytes) for packet in packets]
+        layouts = [packet.layout for packet in packets]
+        sizes = [_aligned(layout.places.most * layout.row_bytes) for layout in layouts]
         flag_bytes = _aligned(self._memory.flag_bytes)
         num_bytes = flag_bytes + num_turns * sum(sizes)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
-        stream_index, stream = turn % self.num_streams, torch.cuda.current_stream(self._device)
+        stream_index, stream = (
+            turn % self.num_streams,
+            torch.cuda.current_stream(self._device.index),
+        )
         if num_bytes > self._memory.buffer.nbytes:
             if self._opened is None:
                 self._open_pass()
@@ -168,10 +173,10 @@ class PeerMemory(Transport):
                 self._start_pass()
             self._open_pass()
         *firsts, end = accumulate(sizes, initial=flag_bytes + turn * sum(sizes))
-        readers = [rank for rank in self._others if any(each.lengths[rank] for each in packets)]
+        readers = [rank for rank in self._others if any(each.lengths[rank] for each in layouts)]
         # The allocator may have given `received` memory that this stream still uses: the copies
         # wait for the event `free`.
-        received = [packet.received for packet in packets if not packet.route.stays]
+        received = [packet.received for packet in packets if not packet.layout.route.stays]
         free = stream.record_event()
         with self._launching:
             self._check_released()
@@ -197,11 +202,11 @@ class PeerMemory(Transport):
             # All copies are on one stream: a copy that waits for its flag must not hold up kernels.
             self._copy_stream.wait_event(free)
             self._copy_packets(packets, firsts, stream_index)
-            event, copies = self._record_copies(), self._copy_stream
+            event, copies, device = self._record_copies(), self._copy_stream, self._device
 
         def wait(timeout: timedelta | None) -> None:
-            if timeout is None or is_captured(copies.device):
-                torch.cuda.current_stream(copies.device).wait_event(event)
+            if timeout is None or is_captured(device):
+                torch.cuda.current_stream(device.index).wait_event(event)
                 return
             end = time.monotonic() + timeout.total_seconds()
             while not event.query() and time.monotonic() < end:
@@ -260,7 +265,7 @@ class PeerMemory(Transport):
 
     def _start_pass(self) -> None:
         """Start a pass on the current stream, without a change to the flags of any rank."""
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self._device.index)
         if not self._is_captured:
             self._streams.add(stream)
         self._epoch, self._unread, self._waited = 0, [], {}
@@ -368,23 +373,24 @@ class PeerMemory(Transport):
         """
         stream = self._copy_stream
         for owner in self._others:
-            if not any(packet.expected[owner] for packet in packets):
+            if not any(packet.layout.expected[owner] for packet in packets):
                 continue
             self._wait_flag(stream, owner, _READY[stream_index], self._epoch)
             for packet, first in zip(packets, firsts, strict=True):
-                if number := packet.expected[owner]:
-                    row, there = sum(packet.expected[:owner]), packet.places.firsts[owner]
-                    target = packet.received[row : row + number]
-                    source = self._memory.addresses[owner] + first + there * packet.row_bytes
-                    place = target.data_ptr(), source, target.nbytes
-                    check(driver.cuMemcpyAsync(*place, stream.cuda_stream))
+                layout = packet.layout
+                if number := layout.expected[owner]:
+                    row, there = sum(layout.expected[:owner]), layout.places.firsts[owner]
+                    target = packet.received.data_ptr() + row * layout.row_bytes
+                    source = self._memory.addresses[owner] + first + there * layout.row_bytes
+                    num_bytes = number * layout.row_bytes
+                    check(driver.cuMemcpyAsync(target, source, num_bytes, stream.cuda_stream))
             self._write_flag(stream, owner, _FETCHED[stream_index], self._epoch)
 
     def _rows(self, first: int, packet: Packet) -> Tensor:
         """Return the send buffer from byte ``first`` on as the packed rows of a packet."""
-        number = sum(packet.lengths)
-        found = self._memory.buffer[first : first + number * packet.row_bytes]
-        return found.view(packet.sources[0].dtype).view(number, *packet.row_shape)
+        layout = packet.layout
+        found = self._memory.buffer[first : first + layout.num_sent * layout.row_bytes]
+        return found.view(packet.sources[0].dtype).view(layout.num_sent, *layout.row_shape)
 
     def _wait_flag(self, stream: torch.cuda.Stream, rank: int, row: int, value: int) -> None:
         """Make a stream wait until a flag in this rank's memory is at least ``value``.
@@ -398,8 +404,7 @@ class PeerMemory(Transport):
             value: Epoch, or 1.
         """
         address = self._memory.addresses[self._rank] + 4 * (row * self._num_ranks + rank)
-        at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        check(driver.cuStreamWaitValue32(stream.cuda_stream, address, value, at_least))
+        check(driver.cuStreamWaitValue32(stream.cuda_stream, address, value, _AT_LEAST))
 
     def _write_flag(
         self, stream: torch.cuda.Stream, rank: int, row: int, value: int, about: int | None = None

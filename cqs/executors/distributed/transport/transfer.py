@@ -21,20 +21,20 @@ _FIRST_TAG = 1 << 30
 """First message tag of this package. Every call has its own tag, apart from the user's tags."""
 
 
-@dataclass(frozen=True)
-class Packet:
-    """Rows of several tensors that follow one route and are packed into one message per rank."""
+@dataclass(frozen=True, eq=False)
+class PacketLayout:
+    """Route, heads and row shape of a packet, which all calls of a signature share."""
 
     route: Route
-    sources: Sequence[Tensor]
-    """Tensors ``[batch, heads, rows, ...]`` of one dtype, equal in shape except for the heads."""
-    widths: Sequence[int]
+    row_shape: tuple[int, ...]
+    """Shape ``(batch, heads, ...)`` of one packed row; the same on all ranks."""
+    itemsize: int
+    """Size of an element in bytes."""
+    widths: tuple[int, ...]
     """Number of heads of each source that are sent to a rank."""
     schedule: CopySchedule = ()
     """Copies from the sources, listed twice, to the rows for other ranks and then to
-    :attr:`received_by_source`. Empty if nothing is copied or the caller writes the rows itself."""
-    views: list[Tensor] | None = None
-    """Parts of the sources that take the place of the received rows, if no rows are exchanged."""
+    :attr:`Packet.received_by_source`. Empty if nothing is copied or the caller writes the rows."""
     _: KW_ONLY
     is_home: bool
     """Whether the rows are results, sent along the route in reverse to the token owners."""
@@ -47,9 +47,19 @@ class Packet:
         return numbers
 
     @cached_property
+    def num_sent(self) -> int:
+        """Number of rows that this rank sends to others."""
+        return sum(self.lengths)
+
+    @cached_property
     def expected(self) -> Sequence[int]:
         """Number of rows that this rank receives from every rank, itself included."""
         return self.route.lengths if self.is_home else self.route.receives
+
+    @cached_property
+    def num_received(self) -> int:
+        """Number of rows that this rank receives, from itself included."""
+        return sum(self.expected)
 
     @cached_property
     def places(self) -> PackOffsets:
@@ -57,38 +67,45 @@ class Packet:
         return self.route.offsets[self.is_home]
 
     @cached_property
+    def row_bytes(self) -> int:
+        """Size of one packed row in bytes."""
+        return math.prod(self.row_shape) * self.itemsize
+
+    def by_source(self, rows: Tensor) -> list[Tensor]:
+        """Return views ``[batch, heads, rows, ...]`` of packed rows, one for each source."""
+        of_all = rows.movedim(0, 2)
+        return [of_all] if len(self.widths) == 1 else list(of_all.split_with_sizes(self.widths, 1))
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Rows of several tensors that follow one route and are packed into one message per rank."""
+
+    layout: PacketLayout
+    sources: Sequence[Tensor]
+    """Tensors ``[batch, heads, rows, ...]`` of one dtype, equal in shape except for the heads."""
+    views: list[Tensor] | None = None
+    """Parts of the sources that take the place of the received rows, if no rows are exchanged."""
+
+    @cached_property
     def received(self) -> Tensor:
         """Uninitialised receive buffer, ``[rows, batch, heads, ...]``, ordered by sending rank."""
-        return self.new_rows(sum(self.expected))
+        return self.new_rows(self.layout.num_received)
 
     @cached_property
     def received_by_source(self) -> list[Tensor]:
         """Views of :attr:`received`, ``[batch, heads, rows, ...]``, one for each source."""
-        return self._by_source(self.received) if self.views is None else self.views
-
-    @cached_property
-    def row_shape(self) -> tuple[int, ...]:
-        """Shape ``(batch, heads, ...)`` of one packed row; the same on all ranks."""
-        batch, _, _, *dim = self.sources[0].shape
-        return batch, sum(self.widths), *dim
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Size of one packed row in bytes."""
-        return math.prod(self.row_shape) * self.sources[0].itemsize
+        return self.layout.by_source(self.received) if self.views is None else self.views
 
     def new_rows(self, number: int) -> Tensor:
         """Allocate ``[number, batch, heads, ...]``, uninitialised."""
-        return self.sources[0].new_empty((number, *self.row_shape))
+        return self.sources[0].new_empty((number, *self.layout.row_shape))
 
     def pack(self, packed: Tensor) -> None:
         """Copy rows for other ranks to ``packed``, and this rank's own rows to :attr:`received`."""
-        if self.schedule:
-            targets = *self._by_source(packed), *self.received_by_source
-            copy_rows((*self.sources, *self.sources), targets, self.schedule)
-
-    def _by_source(self, rows: Tensor) -> list[Tensor]:
-        return list(rows.movedim(0, 2).split(list(self.widths), dim=1))
+        if self.layout.schedule:
+            targets = *self.layout.by_source(packed), *self.received_by_source
+            copy_rows((*self.sources, *self.sources), targets, self.layout.schedule)
 
 
 Fill = Callable[[list[Tensor]], None]
@@ -178,21 +195,22 @@ class MessageTransport(Transport):
         """
         # New buffers for every send: gloo and NCCL read them until the messages complete, and the
         # allocator returns their memory afterwards.
-        rows_of_packets = [packet.new_rows(sum(packet.lengths)) for packet in packets]
+        rows_of_packets = [packet.new_rows(packet.layout.num_sent) for packet in packets]
         fill(rows_of_packets)
         if self._pass.confirm is not None:
             self._pass.confirm()
         group, tag = self._group(), _FIRST_TAG + self._pass.number % _FIRST_TAG
         messages = []
         for packet, packed in zip(packets, rows_of_packets, strict=True):
-            sides: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, packet.lengths)]
-            if not packet.route.stays:
-                sides.append((dist.irecv, packet.received, packet.expected))
+            layout = packet.layout
+            sides: list[tuple[Any, Tensor, Sequence[int]]] = [(dist.isend, packed, layout.lengths)]
+            if not layout.route.stays:
+                sides.append((dist.irecv, packet.received, layout.expected))
             messages += [
                 dist.P2POp(operation, rows, group=group, tag=tag, group_peer=rank)
                 for operation, tensor, lengths in sides
-                for rank, rows in enumerate(tensor.split(list(lengths)))
-                if len(rows) and rank != packet.route.rank
+                for rank, rows in enumerate(tensor.split_with_sizes(lengths))
+                if lengths[rank] and rank != layout.route.rank
             ]
         if not messages:
             return []
