@@ -543,6 +543,24 @@ def packed() -> str:
     return to_markdown(header, table, num_labels=2)
 
 
+def host(name: str) -> str:
+    """Microseconds of the host for a call, of one process and of two ranks."""
+    labels = {
+        "scaled_dot_product_attention": "`scaled_dot_product_attention`",
+        "local": "`cqs.attention`",
+        "2 ranks": "`cqs.distributed.attention`, two ranks",
+    }
+    passes = "forward", "forward, recorded", "forward + backward"
+    table = []
+    for executor, label in labels.items():
+        rows = (
+            find_row(rows_of(name), benchmark=f"host {each}", executor=executor) for each in passes
+        )
+        table.append([label, *(f"{1e3 * row['median_ms']:.0f}" for row in rows)])
+    header = ["call", "forward", "forward with gradients", "forward and backward"]
+    return to_markdown(header, table)
+
+
 def _tokens_of(case: str) -> int:
     return int(case.split("-")[1])
 
@@ -605,6 +623,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "patterns-cpu": patterns_on_cpu,
     "layer-parts": layer_parts,
     "packed": packed,
+    "host-gpu": partial(host, "host-h100-x2"),
     "sharded": sharded,
     "recovery": recovery,
 }
