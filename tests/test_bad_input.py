@@ -339,9 +339,11 @@ def test_the_remedy_for_other_numbers_of_dimensions_works(shape):
 
 
 def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
+    from cqs.executors import local
     from cqs.worker import worker
 
-    monkeypatch.setattr(worker, "attend_call", lambda *_: pytest.fail("it was computed"))
+    for module in (worker, local):
+        monkeypatch.setattr(module, "attend_call", lambda *_: pytest.fail("it was computed"))
     for name in ("backend-cudnn-device", "set-no-cover", "scale-nan", "executor-unknown"):
         call, error, message = BAD[name]
         with pytest.raises(error, match=message):

@@ -9,6 +9,7 @@ from verify_cases import compute, draw
 import cqs
 import cqs.executors.verify
 from benchmarks.cases import CASES
+from cqs.executors import local
 from cqs.executors.verify import VerificationError, verify_rows
 from cqs.partial import Partial
 from cqs.patterns import sliding_window
@@ -236,12 +237,16 @@ WRONG_BACKENDS = {
 }
 
 
+def replace_attend_call(monkeypatch, replacement):
+    """In tasks, and in the single call of a local run."""
+    for module in (worker_module, local):
+        monkeypatch.setattr(module, "attend_call", replacement)
+
+
 @pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("spoil", WRONG_BACKENDS.values(), ids=WRONG_BACKENDS)
 def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_tasks):
-    monkeypatch.setattr(
-        worker_module, "attend_call", lambda backend, call: spoil(attend_call(backend, call))
-    )
+    replace_attend_call(monkeypatch, lambda backend, call: spoil(attend_call(backend, call)))
     problem = BY_NAME["ragged-causal"].make()
     with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ deviates by"):
         attend(problem, num_tasks=num_tasks, verify=True)
@@ -251,7 +256,7 @@ def test_a_backend_that_forgets_the_mask_is_caught(monkeypatch):
     def without_mask(backend, operands):
         return attend_call(backend, operands._replace(is_causal=False))
 
-    monkeypatch.setattr(worker_module, "attend_call", without_mask)
+    replace_attend_call(monkeypatch, without_mask)
     for num_tasks in (1, 7, 8):
         with pytest.raises(VerificationError):
             attend(BY_NAME["ragged-causal"].make(), num_tasks=num_tasks, verify=True)
@@ -264,7 +269,7 @@ def test_without_verify_a_wrong_backend_goes_unnoticed(monkeypatch):
         output, lse = attend_call(backend, operands)
         return Partial(output + 1, lse)
 
-    monkeypatch.setattr(worker_module, "attend_call", shifted)
+    replace_attend_call(monkeypatch, shifted)
     problem = BY_NAME["full"].make()
     cqs.attention(problem.query, problem.key, problem.value, num_tasks=3)
     with pytest.raises(VerificationError):
