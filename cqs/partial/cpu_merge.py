@@ -98,19 +98,23 @@ def _compare(lses, largest, is_lower):  # type: ignore[no-untyped-def]
     ``exp(exponent)``, where the exponent is the difference of the LSEs.
 
     Args:
-        lses: ``[num_parts, num_rows]``: LSEs, and after the call the exponents: -inf before the
-            first key of a row. NaN and +inf after a key give NaN.
+        lses: ``[num_parts, num_rows]``: LSEs, and after the call the exponents: -inf for a part
+            without keys before the first key of a row, 0 for the first part with keys. NaN and +inf
+            after a key give NaN.
         largest: ``[num_rows]``: the largest LSE merged so far; updated.
         is_lower: bool ``[num_parts, num_rows]``: whether the LSE of the part is not the larger one;
             written to.
     """
+    zero = largest.dtype.type(0)
     for part in range(lses.shape[0]):
         lse, lower = lses[part], is_lower[part]
         for row in range(largest.shape[0]):
             old, new = largest[row], lse[row]
             larger = new if old <= new or new != new else old  # a NaN must reach the result
             difference = (old - larger) + (new - larger)
-            lse[row] = old if old == -np.inf else difference
+            if old == -np.inf:  # a sum of 0, whatever its weight; exp(-inf) takes long
+                difference = new if new == old else zero
+            lse[row] = difference
             lower[row] = old >= new
             largest[row] = larger
 
@@ -127,16 +131,14 @@ def _weigh(exponentials, is_lower, weights, sums):  # type: ignore[no-untyped-de
         sums: ``[num_rows]``: the sum of all weights so far; updated.
     """
     one = sums.dtype.type(1)
-    for row in range(weights.shape[0]):
-        total = sums[row]
-        for part in range(weights.shape[1]):
+    for part in range(weights.shape[1]):
+        for row in range(weights.shape[0]):  # inside: in vectors
             smaller, lower = exponentials[part, row], is_lower[part, row]
             new = smaller if lower else one
             old = one if lower else smaller
             weights[row, part, 0] = new
             weights[row, part, 1] = old
-            total = total * old + new
-        sums[row] = total
+            sums[row] = sums[row] * old + new
 
 
 @_compiled
