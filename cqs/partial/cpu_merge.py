@@ -24,6 +24,8 @@ _ELEMENTS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 """Integers that stand for the bits of a dtype that NumPy or Numba lack."""
 _TILE_BYTES = 512
 """Consecutive bytes that are read of one part. With many more the prefetcher loses the others."""
+_VECTOR_ROWS = 256
+"""Rows whose weights are formed in vectors, in the first-level cache."""
 _BLOCK_ELEMENTS = 2**15
 """LSEs whose weights are formed at once; PyTorch starts no threads of its own for so few."""
 _THREAD_ELEMENTS = 2**18
@@ -130,15 +132,24 @@ def _weigh(exponentials, is_lower, weights, sums):  # type: ignore[no-untyped-de
             because memory is read slowly in more than about ten places at a time.
         sums: ``[num_rows]``: the sum of all weights so far; updated.
     """
-    one = sums.dtype.type(1)
-    for part in range(weights.shape[1]):
-        for row in range(weights.shape[0]):  # inside: in vectors
-            smaller, lower = exponentials[part, row], is_lower[part, row]
-            new = smaller if lower else one
-            old = one if lower else smaller
-            weights[row, part, 0] = new
-            weights[row, part, 1] = old
-            sums[row] = sums[row] * old + new
+    one, num_parts = sums.dtype.type(1), weights.shape[1]
+    new = np.empty((num_parts, _VECTOR_ROWS), sums.dtype)
+    old = np.empty_like(new)
+    for first in range(0, weights.shape[0], _VECTOR_ROWS):
+        number = min(_VECTOR_ROWS, weights.shape[0] - first)
+        total = sums[first : first + number]
+        for part in range(num_parts):  # contiguous arrays: compiled to vectors
+            smaller = exponentials[part, first : first + number]
+            lower = is_lower[part, first : first + number]
+            of_part, of_sum = new[part], old[part]
+            for i in range(number):
+                of_part[i] = smaller[i] if lower[i] else one
+                of_sum[i] = one if lower[i] else smaller[i]
+                total[i] = total[i] * of_sum[i] + of_part[i]
+        for i in range(number):
+            for part in range(num_parts):
+                weights[first + i, part, 0] = new[part, i]
+                weights[first + i, part, 1] = old[part, i]
 
 
 @_compiled
