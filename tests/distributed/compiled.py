@@ -106,12 +106,42 @@ def check_operator(group):
     options = (True, True, 0.3, "1", None, "rows", [1e9, 1e-5], None, True, False)
     tensors = operands(9)
     where = (handle, seed, False, *options, group.group_name)
-    opcheck(_operator, (*tensors, *where, True))
-    opcheck(_operator, (*(each.detach() for each in tensors), *where, False))
-    output, _, state = _operator(*tensors, *where, True)
+    opcheck(_operator, (*tensors, *where, True, 1))
+    opcheck(_operator, (*(each.detach() for each in tensors), *where, False, 0))
+    output, _, state = _operator(*tensors, *where, True, 1)
     shapes = [list(each.shape) for each in tensors]
     backward = torch.ops.cqs.sharded_attention_backward.default
     opcheck(backward, (output.detach(), state, *shapes))
+
+
+def complain_about_order(group):
+    """Return the error of two independent calls, which the graphs of ranks have in another order.
+
+    Inductor orders them by peak memory, and so by the shard lengths of the rank.
+    """
+    torch._dynamo.reset()
+
+    def attend(first, second):
+        return (
+            cqs.distributed.attention(*first, group=group),
+            cqs.distributed.attention(*second, group=group),
+        )
+
+    def reorder(graph, _):
+        calls = graph.graph.find_nodes(
+            op="call_function", target=torch.ops.cqs.sharded_attention.default
+        )
+        if dist.get_rank(group):
+            calls[0].prepend(calls[1])
+        graph.recompile()
+        return graph
+
+    calls = [[each.detach() for each in operands(rows)] for rows in (9, 4)]
+    try:
+        torch.compile(attend, backend=reorder, fullgraph=True)(*calls)
+    except Exception as error:
+        return type(error), str(error)
+    return None
 
 
 def compare_meshes(group):

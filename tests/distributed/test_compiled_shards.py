@@ -6,6 +6,7 @@ from compiled import (
     check_operator,
     compare,
     compare_meshes,
+    complain_about_order,
     complain_about_placements,
     count_graphs,
     documents_of,
@@ -53,6 +54,13 @@ def test_new_lengths_and_patterns_do_not_recompile(ranks):
 
 def test_the_operator_passes_opcheck(ranks):
     ranks.run(2, check_operator)
+
+
+def test_calls_that_the_compiler_has_reordered_on_one_rank(ranks):
+    """They have equal arguments, so each would be paired with the other one."""
+    for error, text in ranks.run(2, complain_about_order):
+        assert error is ValueError
+        assert text == "rank 1 of the group has place in its compiled graph 2, rank 0 has 1"
 
 
 def test_meshes_and_dtensors(ranks):

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 _MOST_SHOWN = 300
 """Maximum number of characters of a value in an error message."""
+_place = ContextVar("place", default=0)
+"""Index of the running call in its graph of ``torch.compile``; 0 outside of graphs."""
 _control_groups: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 _calls: "WeakKeyDictionary[Any, GroupCalls]" = WeakKeyDictionary()
 
@@ -73,7 +76,8 @@ class Agreement:
         self._error = error or self._calls.error
         self._counts = self._calls.num_calls, num_exchanges
         self._control = control_group(group)
-        message = [self._error is not None, request.digest, *self._counts, *own]
+        self._place = _place.get()
+        message = [self._error is not None, request.digest, *self._counts, self._place, *own]
         self._num_fields = len(message)
         self._receive = start_swap(self._control, message)
         self._shards: Shards | None = None
@@ -101,8 +105,10 @@ class Agreement:
     def _compare(self, found: Sequence[int]) -> Shards:
         """Compare the messages of all ranks."""
         columns = [found[i :: self._num_fields] for i in range(self._num_fields)]
-        failed, digests, calls, exchanges, seqlens_q, seqlens_kv, seeds, machines = columns
-        if any(failed) or max(len({*each}) for each in (digests, calls, exchanges)) > 1:
+        failed, digests, calls, exchanges, places, *of_shards = columns
+        seqlens_q, seqlens_kv, seeds, machines = of_shards
+        alike = digests, calls, exchanges, filter(None, places)
+        if any(failed) or max(len({*each}) for each in alike) > 1:
             self._explain()
         return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
 
@@ -111,6 +117,8 @@ class Agreement:
         error = self._error or self._calls.error  # of a thread that has called meanwhile
         names = "calls since the group was made", "exchanges since the group was made"
         texts = self._request.texts | dict(zip(names, map(str, self._counts), strict=True))
+        if self._place:
+            texts["place in its compiled graph"] = str(self._place)
         text = json.dumps([texts, None if error is None else repr(error)])
         try:
             found = list(map(json.loads, swap_texts(self._control, text)))
@@ -123,14 +131,29 @@ class Agreement:
         for rank, (_, message) in enumerate(found):
             if message is not None:
                 raise ValueError(f"rank {rank} of the group failed: {message}")
-        first = found[0][0]
+        first: dict[str, tuple[int, str]] = {}
         for rank, (other, _) in enumerate(found):
             for name, value in other.items():
-                if value != first.get(name):
+                first_rank, expected = first.setdefault(name, (rank, value))
+                if value != expected:
                     raise ValueError(
                         f"rank {rank} of the group has {name} {value:.{_MOST_SHOWN}}, "
-                        f"rank 0 has {first.get(name, 'none'):.{_MOST_SHOWN}}"
+                        f"rank {first_rank} has {expected:.{_MOST_SHOWN}}"
                     )
+
+
+@contextmanager
+def at_place(place: int) -> Iterator[None]:
+    """Make the block a call of a compiled graph; ranks compare the places of such calls.
+
+    Args:
+        place: Index of the call in its graph, from 1; 0 outside of graphs.
+    """
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 def agree(

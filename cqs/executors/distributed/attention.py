@@ -10,7 +10,7 @@ from torch import Tensor
 from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.distributed.agreement import errors_shared
 from cqs.executors.distributed.dtensors import as_dtensor, group_of, to_local
-from cqs.executors.distributed.operator import DrawnSeed, define_operator
+from cqs.executors.distributed.operator import DrawnSeed, define_operator, place_in_graph
 from cqs.executors.distributed.prepared import prepared_calls
 from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
@@ -65,6 +65,7 @@ def _attention_in_graph(
         verify,
         "" if joined is None else joined.group_name,
         torch.is_grad_enabled() and any(shard.requires_grad for shard in shards),
+        place_in_graph() if torch.compiler.is_dynamo_compiling() else 0,
     )
     output = as_dtensor(output, query, mesh)
     return AttentionOutput(output, as_dtensor(lse, query, mesh)) if return_lse else output

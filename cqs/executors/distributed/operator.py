@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from cqs.executors.distributed.agreement import at_place
 from cqs.executors.operators import HOST_TAGS, read_pattern, read_plan
 from cqs.patterns.handle import new_handle, read_handle
 from cqs.problem import check_problem
@@ -40,6 +41,8 @@ class Options(NamedTuple):
     """Name of the process group; ``""`` is the default group."""
     keeps: bool
     """Whether there will be a backward pass."""
+    place: int
+    """Index of the call in its graph, from 1; 0 outside of graphs."""
 
 
 # Operators run without the dispatch keys of autograd. These are the keys of ordinary calls.
@@ -49,7 +52,7 @@ _EXCLUDED_KEYS = torch._C._dispatch_tls_local_exclude_set()
 _SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? pattern, Tensor? seed, bool is_drawn, "
     "bool is_causal, float? scale, float dropout_p, str head_parallel, int? num_chunks, str? plan, "
-    "float[]? links, str? backend, bool return_lse, bool verify, str group, bool keeps"
+    "float[]? links, str? backend, bool return_lse, bool verify, str group, bool keeps, int place"
 )
 _SCHEMA_BACKWARD = "Tensor grad_output, Tensor state, SymInt[] query, SymInt[] key, SymInt[] value"
 
@@ -81,6 +84,7 @@ def define_operator(attend: Callable[..., Any]) -> Any:
             torch._C._ForceDispatchKeyGuard(_INCLUDED_KEYS, _EXCLUDED_KEYS),
             torch.set_grad_enabled(chosen.keeps),
             saved_tensors_hooks(keep, lambda saved: saved),
+            at_place(chosen.place),
         ):
             found = attend(*tensors, **_arguments(chosen))
         output, lse = found if chosen.return_lse else (found, None)
@@ -132,7 +136,8 @@ def define_operator(attend: Callable[..., Any]) -> Any:
 def _arguments(chosen: Options) -> dict[str, Any]:
     """Return the arguments of :func:`cqs.distributed.attention` after query, key and value."""
     arguments = chosen._asdict()
-    is_drawn, keeps, seed = (arguments.pop(name) for name in ("is_drawn", "keeps", "seed"))
+    names = "is_drawn", "keeps", "place", "seed"
+    is_drawn, _, _, seed = map(arguments.pop, names)
     if seed is not None:
         arguments["seed"] = (DrawnSeed if is_drawn else int)(seed)
     if chosen.pattern is not None:
@@ -146,6 +151,23 @@ def _arguments(chosen: Options) -> dict[str, Any]:
         resolve: Any = dist.distributed_c10d._resolve_process_group
         arguments["group"] = resolve(chosen.group)
     return arguments
+
+
+def place_in_graph() -> int:
+    """Return the number of calls so far in the graph that is being traced.
+
+    Inductor may reorder independent calls by their sizes, which differ between ranks.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    graph: Any = InstructionTranslator.current_tx().output
+    graph.num_sharded_calls = 1 + getattr(graph, "num_sharded_calls", 0)
+    place: int = graph.num_sharded_calls
+    return place
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+place_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _answer_of(query: Tensor, key: Tensor, value: Tensor) -> Any:
