@@ -215,6 +215,49 @@ def test_a_window_that_grows_with_the_length():
             assert_alike(*(results(each, operands(tokens)) for each in (compiled, attend)))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tokens, ends: documents([0, tokens // 3, tokens], is_causal=False),
+        lambda tokens, ends: global_tokens((0, tokens - 1)) & sliding_window(tokens // 2, None),
+        lambda tokens, ends: longformer(tokens // 4, [0, 5]),
+        lambda tokens, ends: documents(ends, [0, 20, tokens]),
+    ],
+    ids=["documents", "global_tokens", "longformer", "documents-kv"],
+)
+def test_lists_that_depend_on_lengths_or_tensors(make):
+    def attend(query, key, value, ends):
+        return layer(query, key, value, pattern=make(query.shape[2], ends))
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for tokens, stance in ((40, "default"), (48, "default"), (97, "fail_on_recompile")):
+        ends = torch.tensor([0, 11, tokens])
+        with torch.compiler.set_stance(stance):
+            found = results(compiled, operands(tokens), ends)
+        assert_alike(found, results(attend, operands(tokens), ends))
+
+
+def test_a_window_that_depends_on_the_length_must_not_be_negative():
+    @partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=True)
+    def attend(query):
+        return cqs.attention(query, query, query, pattern=sliding_window(query.shape[2] - 40))
+
+    attend(torch.randn(1, 2, 41, 8))
+    with pytest.raises(ValueError, match="left must be at least 0, got -1"):
+        attend(torch.randn(1, 2, 39, 8))
+
+
+def test_patterns_are_not_exported():
+    """A saved program has the number of a pattern, which is another one's in another process."""
+
+    class Windowed(torch.nn.Module):
+        def forward(self, query):
+            return cqs.attention(query, query, query, pattern=WINDOW)
+
+    with pytest.raises(NotImplementedError, match="pattern must be None"):
+        torch.export.export(Windowed(), (torch.randn(1, 2, 40, 8),), strict=False)
+
+
 ROWS = np.arange(40)
 BROKEN_PATTERNS = {
     "from_mask-numpy": lambda: per_head([[from_mask(MASK.numpy()), sliding_window(4)]]),

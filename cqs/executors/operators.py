@@ -32,6 +32,11 @@ def handle_of(pattern: Pattern | None) -> Tensor | None:
     if pattern is None:
         return None
     check_is_pattern(pattern)
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"pattern must be None in torch.export, got {pattern!r}: patterns are values of this "
+            "process, in which another process would find others"
+        )
     if isinstance(pattern, InGraph):
         return _make_in_graph(pattern)
     if torch.compiler.is_dynamo_compiling():
@@ -49,18 +54,34 @@ def _make_in_graph(pattern: InGraph) -> Tensor | None:
         return handle
     if pattern.operator is not None:
         operator: Callable[..., Tensor] = getattr(torch.ops.cqs, pattern.operator)
-        given = (handle_of(each) if isinstance(each, Pattern) else each for each in arguments)
-        return operator(*given, **options)
+        return operator(*map(_operand, arguments), **{k: _operand(v) for k, v in options.items()})
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
-        numbers = [*arguments, *options.values()]
+        numbers: list[int] = []
+        template = _template([*arguments, *options.values()], numbers)
         comptime(_look_at_numbers)
         if not _are_constant():
-            numbers = [-1 if number is None else number for number in numbers]
-            handle = _numbered(pattern.make.__name__, " ".join(options), numbers)
+            handle = _numbered(pattern.make.__name__, " ".join(options), template, numbers)
             return handle
     return handle_of(_make_constant(pattern.make, *arguments, **options))
+
+
+def _operand(argument: Any) -> Any:
+    """Return an argument of an operator: handles for patterns, and tensors for lists."""
+    if isinstance(argument, Pattern):
+        return handle_of(argument)
+    return torch.tensor(argument) if isinstance(argument, (list, tuple)) else argument
+
+
+def _template(value: Any, numbers: list[int]) -> str:
+    """Return the literal of arguments with "{}" for each integer, which is added to ``numbers``."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join([_template(each, numbers) for each in value]) + "]"
+    if value is None or isinstance(value, bool):
+        return str(value)
+    numbers.append(value)
+    return "{}"
 
 
 def _make_handle(context: Any) -> None:
@@ -122,15 +143,16 @@ def _combine(operator: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("cqs::numbered", mutates_args=(), tags=HOST_TAGS)
-def _numbered(name: str, names: str, numbers: list[int]) -> Tensor:
+def _numbered(name: str, names: str, template: str, numbers: list[int]) -> Tensor:
     """Make a pattern of numbers that differ between runs, such as a part of the length.
 
     Args:
         name: Name of the function in :mod:`cqs.patterns`.
         names: Names of the last arguments, separated by spaces.
-        numbers: The arguments; -1 means ``None``.
+        template: Literal of the list of all arguments, with "{}" in place of integers.
+        numbers: The integers.
     """
-    given = [None if number == -1 else number for number in numbers]
+    given = literal_eval(template.format(*numbers))
     first = len(given) - len(names.split())
     options = dict(zip(names.split(), given[first:], strict=True))
     return new_handle_tensor(getattr(patterns, name)(*given[:first], **options))

@@ -46,5 +46,8 @@ def read_handle(handle: Handle) -> Any:
     """
     memory = _memories.get(int(handle.view(np.int64)[0]))
     if memory is None:
-        raise RuntimeError("a copy of a handle must not outlive it, got one of a freed value")
+        raise RuntimeError(
+            "a copy of a handle must not outlive it, got one of a freed value: hooks on saved "
+            "tensors, such as save_on_cpu(pin_memory=True), must not copy tensors of one element"
+        )
     return memory.value
