@@ -360,7 +360,7 @@ def test_operators_pass_opcheck(is_dense, batches):
         ("documents", (torch.tensor([0, 4, 9]),)),
         ("from_mask", (MASK,)),
         ("combine", ("&", HANDLE, HANDLE)),
-        ("numbered", ("sliding_window", "right", [3, -1])),
+        ("numbered", ("sliding_window", "right", "[{}, None]", [3])),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
