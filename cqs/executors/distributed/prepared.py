@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,7 @@ _MOST_SIGNATURES = 64
 """Number of signatures of a group that are kept."""
 _MOST_PLACEMENTS = 16
 """Number of shard lengths of a signature that are kept."""
+_Found = TypeVar("_Found")
 _prepared: "WeakKeyDictionary[Any, dict[Any, PreparedCalls]]" = WeakKeyDictionary()
 
 
@@ -77,7 +78,7 @@ class PreparedCalls:
             placement = self._place(group, problem, shards)
             for _, part in placement.bind(problem, shards.seed).parts():
                 self._lay_out(placement, part)
-            self._predicted[own[:2]] = shards
+            _remember(self._predicted, own[:2], shards)
         calls.check()
 
     def attend(self, group: Any, problem: Problem) -> Partial:
@@ -123,7 +124,7 @@ class PreparedCalls:
                     answer = self._attend(group, problem, predicted, Pass(number, confirm))
                     confirm()  # at the latest
                     return answer
-            shards = self._predicted[own[:2]] = agree()
+            shards = _remember(self._predicted, own[:2], agree())
             return self._attend(group, problem, shards, Pass(number))
         except Exception:
             agreement.wait()  # an error of which all ranks know comes first
@@ -162,9 +163,8 @@ class PreparedCalls:
         """Return what calls with these shard lengths share."""
         key = shards._replace(seed=0)
         if key not in self._placements:
-            if len(self._placements) >= _MOST_PLACEMENTS:
-                del self._placements[next(iter(self._placements))]
-            self._placements[key] = _Placement.of(group, problem, shards, self.values)
+            placement = _Placement.of(group, problem, shards, self.values)
+            _remember(self._placements, key, placement)
         return self._placements[key]
 
     def _lay_out(self, placement: "_Placement", part: Problem) -> RankTask:
@@ -262,6 +262,14 @@ def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -
             agreement.wait()
     calls.check()
     return gradients
+
+
+def _remember(found: dict[Any, _Found], key: Any, value: _Found) -> _Found:
+    """Store a value for some shard lengths, in place of the oldest if there are many."""
+    if key not in found and len(found) >= _MOST_PLACEMENTS:
+        del found[next(iter(found))]
+    found[key] = value
+    return value
 
 
 def _own_numbers(problem: Problem) -> tuple[int, int, int, int]:

@@ -100,8 +100,8 @@ class Documents:
         documents, lengths = groups.pattern, (groups.seqlen_q, groups.seqlen_kv)
         if not isinstance(documents, BoundDocuments):
             raise ValueError(
-                "kind must not be Documents without a pattern of cqs.patterns.documents, got "
-                f"{documents!r}"
+                "kind must not be Documents without a pattern of cqs.patterns.documents alone; use "
+                '"quorums" for other patterns'
             )
         shards = self.shards or tuple(map(len, groups.queries))
         key_shards = self.key_shards or _divide_evenly(groups.seqlen_kv, groups.number)
