@@ -328,6 +328,23 @@ def test_partial_results_survive_the_trip_as_they_are():
         assert torch.equal(Blob(tensor).tensor(), tensor)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1, 1, 1, 2)[..., ::2],
+        torch.ones(0, 4)[:, ::2],
+        torch.ones(2, 0, 4).transpose(0, 1),
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    ],
+    ids=["one-element", "no-rows", "no-columns", "conjugated"],
+)
+def test_views_with_unusual_strides_and_conjugated_ones_are_sent(tensor):
+    from cqs.executors.ray.blob import Blob
+
+    received = Blob(tensor).tensor()
+    assert received.shape == tensor.shape and torch.equal(received, tensor)
+
+
 def test_views_that_are_negated_lazily_are_sent(cluster):
     query, key = torch.randn(2, 1, 2, 30, 8, dtype=torch.complex64).conj().imag
     value = torch._neg_view(torch.randn(1, 2, 30, 8))

@@ -16,12 +16,12 @@ class Blob:
     __slots__ = ("_bytes", "_dtype", "_order", "_shape")
 
     def __init__(self, tensor: Tensor):
-        """Wrap a tensor; copy it only if it is on a GPU, has gaps or is lazily negated."""
-        tensor = tensor.detach().cpu().resolve_neg()
+        """Wrap a tensor; copy it if it is on a GPU, has gaps, or is lazily negated or conjugated."""
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
         self._order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         """Dimensions from the largest stride to the smallest."""
         stored = tensor.permute(self._order).contiguous()
-        self._bytes = stored.reshape(-1).view(torch.uint8).numpy()
+        self._bytes = _flat(stored).view(torch.uint8).numpy()
         self._dtype = tensor.dtype
         self._shape = tuple(stored.shape)
 
@@ -37,6 +37,11 @@ class Blob:
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            stored = torch.from_numpy(self._bytes).view(self._dtype).reshape(self._shape)
+            stored = _flat(torch.from_numpy(self._bytes)).view(self._dtype).reshape(self._shape)
         places = [self._order.index(dim) for dim in range(stored.ndim)]
         return stored.permute(places)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as a vector of stride 1, also one of no or one element."""
+    return tensor.as_strided((tensor.numel(),), (1,))
