@@ -20,6 +20,7 @@ PATHS = (
     "benchmarks",
     "tests",
     "docs",
+    "examples",
     "notebooks",
     "README.md",
     "CONTRIBUTING.md",

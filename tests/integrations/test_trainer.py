@@ -1,0 +1,44 @@
+"""Training with examples/trainer.py on several ranks has the losses of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.pages import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The directories of all runs."""
+    top = tmp_path_factory.mktemp("runs")
+    paths = map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "distributed"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "tests/integrations/training_runs.py", top]
+    subprocess.run(command, env=environment, timeout=600, check=True)
+    return top
+
+
+def losses(directory: Path):
+    history = json.loads((directory / "state.json").read_text())["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    assert max(abs(loss - expected[step]) for step, loss in found.items()) < 1e-5
+
+
+def test_three_ranks_have_the_losses_of_one_process(runs):
+    found, expected = losses(runs / "three"), losses(runs / "one")
+    assert list(found) == list(range(1, 51))
+    assert_close(found, expected)
+    assert found[50] < found[1] / 2
+
+
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_killed(runs):
+    assert_close(losses(runs / "resumed"), losses(runs / "three"))
