@@ -292,14 +292,18 @@ def of_group(
     return GroupMask(whole, visible.shape[1], any(each[1] for each in found))
 
 
-def documents_of_group(group: Any, position_ids: Tensor) -> Pattern | None:
+def documents_of_group(
+    group: Any, position_ids: Tensor, *, are_global: bool = False
+) -> Pattern | None:
     """Return the pattern of packed sequences that are sharded over the ranks of a group.
 
     As in transformers, a sequence begins where a position does not follow the one before.
 
     Args:
-        group: The process group.
+        group: The process group, or ``None`` if the sequences are not sharded.
         position_ids: Positions of this rank's tokens in their sequences, ``[batch, rows]``.
+        are_global: Whether positions are known to be those of the whole sequence. Otherwise ranks
+            that all count from 0 are an error.
 
     Returns:
         The pattern of the whole sequence, or ``None`` if it is not packed.
@@ -312,9 +316,14 @@ def documents_of_group(group: Any, position_ids: Tensor) -> Pattern | None:
     for row in positions if own[0] else ():
         starts = np.flatnonzero(np.diff(row) != 1) + 1
         own += [int(row[0]), int(row[-1]), len(starts), *starts.tolist()]
-    found = gather(group, {"call": "position_ids", "batch": len(positions)}, own)
+    request = {"call": "position_ids", "batch": len(positions)}
+    found = [own] if group is None else gather(group, request, own)
     parts = [(rank, *part) for rank, part in enumerate(found) if part[0]]
-    if len(parts) > 1 and all(set(part[2::3]) == {0} == set(part[4::3]) for part in parts):
+    if (
+        len(parts) > 1
+        and not are_global
+        and all(set(part[2::3]) == {0} == set(part[4::3]) for part in parts)
+    ):
         raise ValueError(
             f"position_ids must be positions in the whole sequence, got 0 on rank {parts[1][0]} of "
             "the group: pass those of the rank's shard, or cu_seq_lens_q for packed sequences that "
