@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cqs import streaming as streaming
     from cqs.api import attention as attention
     from cqs.executors.ray import Cluster as Cluster
+    from cqs.executors.ray import as_completed as as_completed
     from cqs.executors.verify import VerificationError as VerificationError
     from cqs.integrations.flex import flex_attention as flex_attention
     from cqs.partial import AttentionOutput as AttentionOutput
@@ -21,6 +22,7 @@ __all__ = [
     "Cluster",
     "Plan",
     "VerificationError",
+    "as_completed",
     "attention",
     "distributed",
     "flex_attention",
@@ -35,6 +37,7 @@ _LAZY = {
     "attention": "cqs.api",
     "AttentionOutput": "cqs.partial",
     "Cluster": "cqs.executors.ray",
+    "as_completed": "cqs.executors.ray",
     "VerificationError": "cqs.executors.verify",
     "flex_attention": "cqs.integrations.flex",
 }

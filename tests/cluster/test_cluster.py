@@ -257,6 +257,7 @@ def test_a_closed_cluster_refuses(ray_session):
     cluster = cqs.Cluster(num_workers=1, use_gpus=False)
     cluster.close()
     cluster.close()
+    assert "1 workers, closed" in repr(cluster)
     with pytest.raises(ValueError, match="closed"):
         cluster.attention(*tensors(CASES[0].make()))
 

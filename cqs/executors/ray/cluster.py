@@ -120,6 +120,14 @@ class Cluster:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        infos = self._pool.infos
+        devices = "/".join(sorted({info.device for info in infos}))
+        started = f"{len(infos)} running on {devices or 'no device'}"
+        state = "closed" if self._pool.closing.is_set() else started
+        nodes = len({info.node for info in infos})
+        return f"<cqs.Cluster: {len(self._pool.actors)} workers, {state}, {nodes} nodes>"
+
     def close(self) -> None:
         """Stop the workers, cancel pending calls, and shut down a private Ray.
 

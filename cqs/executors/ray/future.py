@@ -1,7 +1,9 @@
 """The future of an asynchronous call on a cluster."""
 
+import concurrent.futures
 import threading
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future
 
 from torch import Tensor
 
@@ -31,6 +33,18 @@ class AttentionFuture:
         """
         self._future, self._executor = future, executor
         self._cancelled, self._return_lse = cancelled, return_lse
+
+    def __repr__(self) -> str:
+        future = self._future
+        if not future.done():
+            state = "running" if future.running() else "pending"
+        elif future.cancelled() or isinstance(error := future.exception(), CancelledError):
+            state = "cancelled"
+        elif error is not None:
+            state = f"failed: {error!r}"
+        else:
+            state = f"done: output {list(future.result().output.shape)}"
+        return f"<AttentionFuture {state}>"
 
     def result(self, timeout: float | None = None) -> Tensor | AttentionOutput:
         """Wait for the result.
@@ -74,3 +88,41 @@ class AttentionFuture:
         if not self._future.done():
             check_may_wait()
         return self._future.result(timeout)
+
+
+def as_completed(
+    futures: Iterable[AttentionFuture], timeout: float | None = None
+) -> Iterator[AttentionFuture]:
+    """Yield futures of :meth:`cqs.Cluster.submit`, of one or several clusters, as they finish.
+
+    The function corresponds to :func:`concurrent.futures.as_completed`. A future that failed or was
+    cancelled is yielded too; its :meth:`~AttentionFuture.result` raises.
+
+    Args:
+        futures: The futures; one that is passed twice is yielded once.
+        timeout: Seconds from the first iteration to the end of the last call; ``None`` waits
+            without limit.
+
+    Returns:
+        An iterator over the futures, those that are done already first.
+
+    Raises:
+        TypeError: An element of ``futures`` is not a future of a cluster.
+        TimeoutError: A future is not done after ``timeout`` seconds; the calls continue. The
+            iterator raises it.
+        RuntimeError: The caller is a progress function of a cluster, which would wait forever.
+
+    Example::
+
+        futures = [cluster.submit(*tensors) for tensors in problems]
+        for future in cqs.as_completed(futures, timeout=600):
+            print(future.result().shape, future.report)
+    """
+    pending: dict[Future[Partial], AttentionFuture] = {}
+    for future in futures:
+        if not isinstance(future, AttentionFuture):
+            raise TypeError(f"futures must be those of Cluster.submit, got {future!r}")
+        pending[future._future] = future
+    if not all(future.done() for future in pending):
+        check_may_wait()
+    return map(pending.pop, concurrent.futures.as_completed(pending, timeout))

@@ -87,6 +87,14 @@ class RunReport:
             **{name: sum(getattr(run, name) for run in runs) for name in _SUMMED},
         )
 
+    def __repr__(self) -> str:
+        workers = len({task.pid for task in self.tasks})
+        return (
+            f"<RunReport {self.seconds:.3g} s: {len(self.tasks)} tasks on {workers} workers, "
+            f"slowest worker {self.slowest_seconds:.3g} s, overhead {self.overhead:.0%}, "
+            f"{self.failures} failures, {self.reruns} reruns>"
+        )
+
     @property
     def slowest(self) -> tuple[TaskReport, ...]:
         """Tasks of the process with the longest total computation, in order of their start."""
