@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PATHS = (
     "cqs",
     "benchmarks",
+    "examples",
     "tests",
     "docs",
     "examples",
