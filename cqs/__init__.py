@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cqs.scheduler import Plan, make_plan
+from cqs.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from cqs import distributed as distributed
@@ -31,7 +32,6 @@ __all__ = [
     "patterns",
     "streaming",
 ]
-__version__ = "0.1.0"
 
 _LAZY = {
     "attention": "cqs.api",

@@ -36,6 +36,15 @@ def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
     assert hopeless.endswith("No number of tasks up to 993 would help")
 
 
+def test_memory_that_others_occupy_is_named():
+    plan = PROBLEM.make_plan(3)
+    needed = plan.predict_cost(1, PROBLEM.shape, "triton").peak_bytes
+    alone = explain_shortage(PROBLEM, plan, "triton", needed, index=1)
+    shared = explain_shortage(PROBLEM, plan, "triton", 3 * needed, index=1)
+    assert "processes occupy" in shared and "processes occupy" not in alone
+    assert "num_tasks=" in shared
+
+
 SPARSE = Case("long", 4096, 4096, 8, 8, 64, pattern=longformer(512, 16)).make()
 
 

@@ -19,6 +19,7 @@ from cqs.executors.ray.tasks.inputs import Inputs, Sent
 from cqs.executors.ray.tasks.job import Group, MergeCall, RunSettings, TaskCall
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.tiler.group import Part
+from cqs.version import __version__
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
 _ALIGNMENT = 64
@@ -55,10 +56,10 @@ class TaskActor(ShardActor):
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
-        """Return process, node and device; answers as soon as the actor has started."""
+        """Return process, node, device and version; answers as soon as the actor has started."""
         node = import_ray().get_runtime_context().get_node_id()
         memory = memory_of(self._device) if self._is_on_gpu else None
-        return ActorInfo(os.getpid(), node, str(self._device), memory)
+        return ActorInfo(os.getpid(), node, str(self._device), memory, __version__)
 
     def run(
         self, settings: RunSettings, calls: Sequence[TaskCall], num_queries: int, *sent: Sent

@@ -78,9 +78,9 @@ class Cluster:
 
         Raises:
             TypeError: An argument has the wrong type.
-            ValueError: A number is out of range, no cluster answers at ``address``, too few GPUs or
-                cores are free, a worker does not start within ``start_timeout``, or another Cluster
-                of this process has a private Ray.
+            ValueError: A number is out of range, no cluster answers at ``address``, or too few GPUs
+                or cores are free. Also if a worker does not start within ``start_timeout`` or has
+                another version of cqs, or another Cluster of this process has a private Ray.
             NotImplementedError: Ray is not installed, or ``grpcio`` for ``ray://`` addresses.
         """
         num_workers = _positive_or_none("num_workers", num_workers)

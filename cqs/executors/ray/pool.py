@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from cqs.executors.ray.session import find_connection, find_node
+from cqs.version import __version__
 
 CONTROL = "control"
 """Concurrency group of calls that an actor answers while it computes."""
@@ -54,6 +55,8 @@ class ActorInfo(NamedTuple):
     """Device of the actor, ``"cuda"`` or ``"cpu"``."""
     memory: int | None
     """Memory of its GPU in bytes; None without a GPU."""
+    version: str
+    """Version of cqs on the actor's host."""
 
 
 @dataclass(eq=False)
@@ -360,7 +363,12 @@ class Calls:
         del self._actors[ref]
         self._last_sign[actor] = time.monotonic()
         key = self.queues[actor].pop(ref)
-        if isinstance(value, ActorInfo):
+        if isinstance(value, ActorInfo) and value.version != __version__:
+            raised = ValueError(
+                f"cqs must have the driver's version {__version__} on all Ray nodes, got "
+                f"{value.version} on node {value.node}: install cqs-attention=={__version__} there"
+            )
+        elif isinstance(value, ActorInfo):
             actor.info = value
         return Answer(actor, [key], value, raised, seconds=time.perf_counter() - start)
 
