@@ -1,0 +1,282 @@
+"""Hugging Face diffusers: models with ``set_attention_backend("cqs")``."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig, ModelMixin, ParallelConfig
+from diffusers.models import attention_processor
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    dispatch_attention_fn,
+)
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+import cqs.distributed
+from cqs.api import attention
+from cqs.executors.distributed.agreement import errors_shared
+from cqs.executors.operators import HOST_TAGS, new_handle_tensor, read_pattern
+from cqs.integrations import diffusers_parallel, masks
+from cqs.patterns import Pattern, from_mask, sliding_window
+from cqs.patterns.masks import as_array
+from cqs.patterns.pattern import InGraph
+from cqs.worker.backends import check_backend_name
+
+_MASKED = -5000.0
+"""A bias below this masks a key out: models use -10000 and the least number of their dtype."""
+_registered: set[str] = set()
+"""Names of registered attention backends."""
+
+
+def register(name: str = "cqs", *, backend: str | None = None) -> None:
+    """Register cqs as an attention backend of Hugging Face diffusers.
+
+    ``model.set_attention_backend("cqs")`` then computes attention by :func:`cqs.attention`. After
+    ``model.enable_parallelism(config=ContextParallelConfig(...))`` it is
+    :func:`cqs.distributed.attention` over all ranks of the configuration's mesh. The product of its
+    degrees is the number of ranks; everything else is chosen as in that function. Any number of
+    ranks, heads and tokens is supported, with gradients.
+
+    Under context parallelism every rank passes the same inputs and gets the whole output. If all
+    ranks compute the same loss, the gradient of an input or a parameter is the sum over the ranks.
+
+    A mask becomes a pattern. It must be boolean, or a bias of 0 where a query sees a key and below
+    -5000 where it does not. Under context parallelism it must be the same for all heads and
+    queries. A query that sees no key has output 0.
+
+    For models with this backend the following changes in diffusers:
+
+    - ``enable_parallelism`` also works on the CPU, and shards sequences of any length.
+    - HunyuanVideo, CogVideoX and Z-Image have plans for context parallelism. In LTX-Video the text
+      is replicated.
+    - CogVideoX calls the attention backend.
+
+    Args:
+        name: Name to register, in lower case; it replaces an earlier registration of the name.
+        backend: Name of the kernels; ``None`` selects them, see :func:`cqs.attention`.
+
+    Raises:
+        ValueError: diffusers has another backend of that name.
+
+    Example:
+        >>> from diffusers import FluxTransformer2DModel
+        >>> register()
+        >>> model = FluxTransformer2DModel(num_layers=0, num_single_layers=1)  # doctest: +SKIP
+        >>> model.set_attention_backend("cqs")  # doctest: +SKIP
+    """
+    check_backend_name(backend)
+    if name not in _registered:
+        if name in AttentionBackendName._value2member_map_ or name != name.lower():
+            raise ValueError(
+                f"name must be in lower case and not a backend of diffusers, got {name!r}"
+            )
+        _add_member(AttentionBackendName, name)
+        if not _registered:
+            ModelMixin.enable_parallelism = _with_any_length(ModelMixin.enable_parallelism)
+        _registered.add(name)
+    member = AttentionBackendName(name)
+    add = _AttentionBackendRegistry.register(member, supports_context_parallel=True)
+    add(_make_backend(backend))
+    for processor in ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"):
+        found = getattr(attention_processor, processor)
+        if not hasattr(found, "_attention_backend"):
+            found._attention_backend = found._parallel_config = None
+            found.__call__ = _with_dispatch(found.__call__)
+
+
+def _add_member(enum: Any, value: str) -> None:
+    """Add a member to an enumeration of strings, which has no public way to do so."""
+    member = str.__new__(enum, value)
+    member._name_, member._value_ = value.upper(), value
+    setattr(enum, member._name_, member)
+    enum._member_names_.append(member._name_)
+    enum._member_map_[member._name_] = enum._value2member_map_[value] = member
+
+
+def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """Compute attention of tensors of diffusers, ``[batch, seqlen, num_heads, head_dim]``."""
+        compute: Callable[..., Any] = attention
+        group = None
+        if _parallel_config is not None:
+            group = _parallel_config.context_parallel_config._flattened_mesh.get_group()
+            compute = partial(cqs.distributed.attention, group=group)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (each.to(dtype) for each in (query, key, value))
+        lengths = query.shape[0], query.shape[1], key.shape[1]
+        if is_causal and lengths[1] != lengths[2]:
+            raise NotImplementedError(
+                f"is_causal must be False for {lengths[1]} queries and {lengths[2]} keys: pass "
+                "attn_mask"
+            )
+        output: Tensor = compute(
+            *(each.transpose(1, 2) for each in (query, key, value)),
+            pattern=None if attn_mask is None else _pattern_of(attn_mask, *lengths, group),
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            backend=kernels,
+        )
+        return output.transpose(1, 2)
+
+    return attend
+
+
+def _pattern_of(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: Any) -> Pattern:
+    """Return the pattern of a mask; in a graph, an operator makes it."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _read_mask(mask, batch, seqlen_q, seqlen_kv, group)
+    name = "" if group is None else group.group_name
+    handle = _make_in_graph(mask, batch, seqlen_q, seqlen_kv, name)
+    return InGraph(read_pattern, (handle,), {})
+
+
+@torch.library.custom_op("cqs::diffusers_mask", mutates_args=(), tags=HOST_TAGS)
+def _make_in_graph(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: str) -> Tensor:
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    joined = resolve(group) if group else None
+    return new_handle_tensor(_read_mask(mask, batch, seqlen_q, seqlen_kv, joined))
+
+
+@_make_in_graph.register_fake
+def _(*_: Any) -> Tensor:
+    return torch.empty(1, dtype=torch.float64, device="cpu")
+
+
+def _read_mask(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: Any) -> Pattern:
+    """Return the pattern of a mask.
+
+    Args:
+        mask: Boolean or additive mask that broadcasts to ``[batch, heads, seqlen_q, seqlen_kv]``,
+            or ``[batch, seqlen_kv]``. With a group its keys are those of this rank.
+        batch: Number of batch elements.
+        seqlen_q: Number of queries of this rank.
+        seqlen_kv: Number of keys of this rank.
+        group: The process group over whose ranks the keys are sharded, or ``None``.
+
+    Raises:
+        NotImplementedError: The mask adds a bias, or differs between queries or heads of a group.
+        TypeError: The mask is neither boolean nor floating-point.
+        ValueError: The mask does not fit the lengths.
+    """
+    if group is None:
+        visible = _visible(mask, batch, seqlen_q, seqlen_kv)
+        of_keys = _of_keys(visible)
+        if of_keys is None:
+            return from_mask(visible.expand(-1, -1, seqlen_q, seqlen_kv))
+        return masks.of_padding(as_array(of_keys))
+    with errors_shared(group):
+        visible = _visible(mask, batch, seqlen_q, seqlen_kv)
+        of_keys = _of_keys(visible)
+        if of_keys is None:
+            raise NotImplementedError(
+                "attn_mask must be the same for all queries and heads under context parallelism, "
+                f"got different rows in a mask {list(mask.shape)}"
+            )
+    everything = sliding_window(None, None)
+    return masks.of_group(group, everything, as_array(of_keys), 0, is_padded=True).pattern
+
+
+def _visible(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    """Return a mask as a boolean tensor, ``[1 or batch, heads, 1 or seqlen_q, seqlen_kv]``."""
+    shape = list(mask.shape)
+    if mask.ndim == 2 and shape == [batch, seqlen_kv]:
+        mask = mask[:, None, None]
+    mask = mask[(None,) * (4 - mask.ndim)]
+    fits = mask.ndim == 4 and all(
+        size in (1, wanted) for size, wanted in zip(mask.shape[::2], (batch, seqlen_q), strict=True)
+    )
+    if not fits or mask.shape[3] not in (1, seqlen_kv):
+        raise ValueError(
+            f"attn_mask must be for {batch} batch elements, {seqlen_q} queries and {seqlen_kv} "
+            f"keys, got {shape}"
+        )
+    mask = mask.expand(-1, -1, -1, seqlen_kv)
+    if mask.dtype == torch.bool or not seqlen_kv:
+        return mask.bool()
+    if not mask.is_floating_point():
+        raise TypeError(f"attn_mask must be boolean or floating-point, got {mask.dtype}")
+    # Adding a number to all scores of a row does not change its softmax.
+    bias = mask - mask.amax(-1, keepdim=True).clamp(min=torch.finfo(mask.dtype).min)
+    if ((bias < 0) & (bias > _MASKED)).any():
+        least = bias[bias > _MASKED].min().item()
+        raise NotImplementedError(
+            f"attn_mask must be boolean or a bias of 0 and below {_MASKED}, got {least}: cqs does "
+            "not support a bias on the scores"
+        )
+    return bias == 0
+
+
+def _of_keys(visible: Tensor) -> Tensor | None:
+    """Return a mask as ``[batch, keys]``, or ``None`` if it differs between queries or heads."""
+    first = visible[:, :1, :1]
+    return first[:, 0, 0] if bool((visible == first).all()) else None
+
+
+class _Dispatched(TorchFunctionMode):
+    """Sends PyTorch's attention to the dispatcher of diffusers, with a processor's settings."""
+
+    def __init__(self, processor: Any) -> None:
+        super().__init__()
+        self._processor = processor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        output = dispatch_attention_fn(
+            *(each.transpose(1, 2) for each in args),
+            **kwargs,
+            backend=self._processor._attention_backend,
+            parallel_config=self._processor._parallel_config,
+        )
+        return output.transpose(1, 2)
+
+
+def _with_dispatch(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def dispatching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _Dispatched(self):
+            return call(self, *args, **kwargs)
+
+    return dispatching
+
+
+def _with_any_length(enable: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``ModelMixin.enable_parallelism``, for models whose attention is by cqs."""
+
+    @wraps(enable)
+    def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None) -> None:
+        if isinstance(config, ContextParallelConfig):
+            config = ParallelConfig(context_parallel_config=config)
+        is_context = getattr(config, "context_parallel_config", None) is not None
+        if is_context and self._parallel_config is None and _uses_cqs(self):
+            diffusers_parallel.enable_parallelism(self, config, cp_plan)
+        else:
+            enable(self, config=config, cp_plan=cp_plan)
+
+    return enable_parallelism
+
+
+def _uses_cqs(model: Any) -> bool:
+    active = _AttentionBackendRegistry._active_backend
+    return any(
+        (processor._attention_backend or active) in _registered
+        for processor in diffusers_parallel.processors(model)
+    )

@@ -1,0 +1,238 @@
+"""Tiny models of diffusers, and inputs that a number of ranks does not divide."""
+
+import torch
+from diffusers import (
+    CogVideoXTransformer3DModel,
+    FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    QwenImageTransformer2DModel,
+    WanTransformer3DModel,
+    ZImageTransformer2DModel,
+)
+from torch import randn, tensor
+
+HEAD_DIM = 8
+
+
+def _wan(heads):
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=heads,
+        attention_head_dim=HEAD_DIM,
+        in_channels=2,
+        out_channels=2,
+        text_dim=6,
+        freq_dim=8,
+        ffn_dim=10,
+        num_layers=2,
+        rope_max_seq_len=16,
+    )
+
+
+def _wan_inputs(frames, height, width, text):
+    return {
+        "hidden_states": randn(2, 2, frames, 2 * height, 2 * width),
+        "timestep": tensor([3, 700]),
+        "encoder_hidden_states": randn(2, text, 6),
+    }
+
+
+def _flux(heads):
+    return FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=heads,
+        joint_attention_dim=6,
+        pooled_projection_dim=5,
+        axes_dims_rope=(2, 2, 4),
+    )
+
+
+def _flux_inputs(frames, height, width, text):
+    grid = torch.cartesian_prod(*map(torch.arange, (frames, height, width)))
+    return {
+        "hidden_states": randn(2, len(grid), 4),
+        "encoder_hidden_states": randn(2, text, 6),
+        "pooled_projections": randn(2, 5),
+        "timestep": tensor([0.3, 0.7]),
+        "img_ids": grid.float(),
+        "txt_ids": torch.zeros(text, 3),
+    }
+
+
+def _qwen_image(heads):
+    return QwenImageTransformer2DModel(
+        in_channels=4,
+        out_channels=1,
+        num_layers=2,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=heads,
+        joint_attention_dim=6,
+        axes_dims_rope=(2, 2, 4),
+    )
+
+
+def _qwen_image_inputs(frames, height, width, text):
+    return {
+        "hidden_states": randn(2, frames * height * width, 4),
+        "encoder_hidden_states": randn(2, text, 6),
+        "encoder_hidden_states_mask": _padded(text),
+        "timestep": tensor([0.3, 0.7]),
+        "img_shapes": [[(frames, height, width)]] * 2,
+    }
+
+
+def _hunyuan_video(heads):
+    return HunyuanVideoTransformer3DModel(
+        in_channels=2,
+        out_channels=2,
+        num_attention_heads=heads,
+        attention_head_dim=HEAD_DIM,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        text_embed_dim=6,
+        pooled_projection_dim=5,
+        rope_axes_dim=(2, 2, 4),
+    )
+
+
+def _hunyuan_video_inputs(frames, height, width, text):
+    return {
+        "hidden_states": randn(2, 2, frames, height, width),
+        "timestep": tensor([3, 700]),
+        "encoder_hidden_states": randn(2, text, 6),
+        "encoder_attention_mask": _padded(text),
+        "pooled_projections": randn(2, 5),
+        "guidance": tensor([1.0, 2.0]),
+    }
+
+
+def _ltx(heads):
+    return LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=heads,
+        attention_head_dim=HEAD_DIM,
+        cross_attention_dim=heads * HEAD_DIM,
+        num_layers=2,
+        caption_channels=6,
+    )
+
+
+def _ltx_inputs(frames, height, width, text):
+    return {
+        "hidden_states": randn(2, frames * height * width, 4),
+        "encoder_hidden_states": randn(2, text, 6),
+        "timestep": tensor([3, 700]),
+        "encoder_attention_mask": _padded(text).long(),
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+    }
+
+
+def _cogvideox(heads):
+    return CogVideoXTransformer3DModel(
+        num_attention_heads=heads,
+        attention_head_dim=HEAD_DIM,
+        in_channels=2,
+        out_channels=2,
+        time_embed_dim=4,
+        text_embed_dim=6,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        use_rotary_positional_embeddings=True,
+    )
+
+
+def _cogvideox_inputs(frames, height, width, text):
+    angles = randn(frames * height * width, HEAD_DIM // 2).repeat_interleave(2, 1)
+    return {
+        "hidden_states": randn(2, frames, 2, 2 * height, 2 * width),
+        "encoder_hidden_states": randn(2, text, 6),
+        "timestep": tensor([3, 700]),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+
+
+def _z_image(heads):
+    return ZImageTransformer2DModel(
+        in_channels=2,
+        dim=heads * HEAD_DIM,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=heads,
+        n_kv_heads=heads,
+        cap_feat_dim=6,
+        axes_dims=[2, 2, 4],
+        axes_lens=[128, 16, 16],
+    )
+
+
+def _z_image_inputs(frames, height, width, text):
+    """Captions and images are padded to multiples of 32, and to those of the whole batch."""
+    return {
+        "x": [randn(2, frames, 2 * height, 2 * width), randn(2, 1, 2, 2)],
+        "t": tensor([0.3, 0.7]),
+        "cap_feats": [randn(text, 6), randn(text + 32, 6)],
+    }
+
+
+FAMILIES = {
+    "Wan": (_wan, _wan_inputs),
+    "Flux": (_flux, _flux_inputs),
+    "QwenImage": (_qwen_image, _qwen_image_inputs),
+    "HunyuanVideo": (_hunyuan_video, _hunyuan_video_inputs),
+    "LTX": (_ltx, _ltx_inputs),
+    "CogVideoX": (_cogvideox, _cogvideox_inputs),
+    "ZImage": (_z_image, _z_image_inputs),
+}
+
+SIZES = {
+    "3 heads, 45 tokens, 7 of text": (3, (3, 3, 5, 7)),
+    "4 heads, 11 tokens, 2 of text": (4, (1, 1, 11, 2)),
+}
+"""Number of heads; frames, height, width and text of the inputs."""
+
+
+def _padded(text):
+    """The second element of the batch has one token of text less."""
+    return torch.arange(text) < tensor([[text], [text - 1]])
+
+
+def make_model(family, heads):
+    torch.manual_seed(0)
+    model = FAMILIES[family][0](heads)
+    for parameter in model.parameters():  # some begin with zeros, which hides what is before
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def make_inputs(family, sizes):
+    torch.manual_seed(1)
+    return FAMILIES[family][1](*sizes)
+
+
+def as_list(tensors):
+    return tensors if isinstance(tensors, list) else [tensors]
+
+
+def passes(model, inputs):
+    """Return the outputs, and the gradients of their weighted sum."""
+    leaves = [
+        each.requires_grad_()
+        for name in ("hidden_states", "encoder_hidden_states", "x", "cap_feats")
+        for each in as_list(inputs.get(name, []))
+    ]
+    outputs = as_list(model(**inputs, return_dict=False)[0])
+    weights = torch.manual_seed(2)
+    sum((each * randn(each.shape, generator=weights)).sum() for each in outputs).backward()
+    gradients = [each.grad for each in (*leaves, *model.parameters())]
+    return [each.detach() for each in outputs], gradients
