@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import sys
 import tomllib
 from importlib import import_module
 
@@ -61,6 +62,7 @@ def run_command(command, folder, is_shown):
 
 def run_script(folder, script):
     os.chdir(folder)
+    sys.argv = [script]
     runpy.run_path(script, run_name="__main__")
 
 
@@ -68,7 +70,8 @@ def run_script(folder, script):
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys, each_fit_once):
     """``python`` and ``bash`` run in the order of the page; ``sh`` needs more than this machine."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for name in ("benchmarks", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
     names = {"__name__": "__main__"}
     monkeypatch.setattr(logging.getLogger("cqs"), "level", logging.NOTSET)  # a page changes it
     for fence in fences(page):

@@ -75,6 +75,7 @@ def test_the_source_distribution_can_be_tested(built):
     assert set(needed.split()) <= names
     assert {"benchmarks/__main__.py", "benchmarks/results/cpu.jsonl"} <= names
     assert {"tests/conftest.py", "tests/test_package.py", "interest_sets/7.txt"} <= names
+    assert "examples/video_diffusion.py" in names
 
 
 def test_all_files_name_the_same_version():

@@ -1,6 +1,7 @@
 """Hugging Face diffusers: models with ``set_attention_backend("cqs")``."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -36,38 +37,41 @@ _registered: set[str] = set()
 def register(name: str = "cqs", *, backend: str | None = None) -> None:
     """Register cqs as an attention backend of Hugging Face diffusers.
 
-    ``model.set_attention_backend("cqs")`` then computes attention by :func:`cqs.attention`. After
-    ``model.enable_parallelism(config=ContextParallelConfig(...))`` it is
-    :func:`cqs.distributed.attention` over all ranks of the configuration's mesh. The product of its
-    degrees is the number of ranks; everything else is chosen as in that function. Any number of
-    ranks, heads and tokens is supported, with gradients.
+    ``model.set_attention_backend("cqs")`` makes :func:`cqs.attention` compute the attention of a
+    model. If ``model.enable_parallelism(config=ContextParallelConfig(...))`` follows, that is
+    :func:`cqs.distributed.attention` on all ranks of the configuration, with any number of ranks,
+    heads and tokens. The product of the degrees is the number of ranks; their factors do not
+    matter. Every rank passes the whole inputs and gets the whole output. If the loss is the same on
+    all ranks, the gradient of an input or a parameter is the sum of the ranks' gradients.
 
-    Under context parallelism every rank passes the same inputs and gets the whole output. If all
-    ranks compute the same loss, the gradient of an input or a parameter is the sum over the ranks.
+    A mask becomes a pattern. It must be boolean, or a bias that is 0 for visible keys and less than
+    -5000 for others. Under context parallelism it must be the same for all heads and queries. A
+    query that sees no key has output 0.
 
-    A mask becomes a pattern. It must be boolean, or a bias of 0 where a query sees a key and below
-    -5000 where it does not. Under context parallelism it must be the same for all heads and
-    queries. A query that sees no key has output 0.
+    This changes diffusers, for models whose backend is cqs:
 
-    For models with this backend the following changes in diffusers:
-
-    - ``enable_parallelism`` also works on the CPU, and shards sequences of any length.
-    - HunyuanVideo, CogVideoX and Z-Image have plans for context parallelism. In LTX-Video the text
-      is replicated.
-    - CogVideoX calls the attention backend.
+    - ``enable_parallelism`` supports lengths that the number of ranks does not divide, and ranks
+      without GPUs.
+    - HunyuanVideo, CogVideoX and Z-Image have plans for context parallelism. Each rank has the
+      whole text of LTX-Video.
+    - Layers of CogVideoX call the attention backend.
 
     Args:
-        name: Name to register, in lower case; it replaces an earlier registration of the name.
+        name: Name of the backend, in lower case. It replaces an earlier registration of the name.
         backend: Name of the kernels; ``None`` selects them, see :func:`cqs.attention`.
 
     Raises:
-        ValueError: diffusers has another backend of that name.
+        ValueError: diffusers has another attention backend of that name.
 
     Example:
-        >>> from diffusers import FluxTransformer2DModel
+        >>> from diffusers.models.attention_dispatch import attention_backend
         >>> register()
-        >>> model = FluxTransformer2DModel(num_layers=0, num_single_layers=1)  # doctest: +SKIP
-        >>> model.set_attention_backend("cqs")  # doctest: +SKIP
+        >>> query, key, value = torch.randn(3, 1, 50, 4, 16)
+        >>> expected = dispatch_attention_fn(query, key, value)
+        >>> with attention_backend("cqs"):
+        ...     output = dispatch_attention_fn(query, key, value)
+        >>> torch.allclose(output, expected, atol=1e-5)
+        True
     """
     check_backend_name(backend)
     if name not in _registered:
@@ -110,7 +114,28 @@ def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
         _parallel_config: Any = None,
     ) -> Tensor:
-        """Compute attention of tensors of diffusers, ``[batch, seqlen, num_heads, head_dim]``."""
+        """Compute one layer; the parameters are those of ``dispatch_attention_fn``.
+
+        Args:
+            query: ``[batch, seqlen_q, num_heads, head_dim]``; with context parallelism the tokens
+                of this rank, as key and value.
+            key: ``[batch, seqlen_kv, num_kv_heads, head_dim]``.
+            value: ``[batch, seqlen_kv, num_kv_heads, value_dim]``.
+            attn_mask: See :func:`_read_mask`.
+            dropout_p: Probability that an attention weight is zeroed.
+            is_causal: Whether query i sees only keys up to i.
+            scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+            enable_gqa: Ignored: ``num_heads`` may always be a multiple of ``num_kv_heads``.
+            _parallel_config: The ``ParallelConfig`` of the model, or ``None``.
+
+        Returns:
+            The output, ``[batch, seqlen_q, num_heads, value_dim]``.
+
+        Raises:
+            NotImplementedError: ``attn_mask`` or ``is_causal`` is not supported.
+            TypeError: ``attn_mask`` or the tensors have an unsupported dtype.
+            ValueError: ``attn_mask`` or the tensors do not fit together, or ranks differ.
+        """
         compute: Callable[..., Any] = attention
         group = None
         if _parallel_config is not None:
@@ -121,10 +146,10 @@ def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
             dtype = torch.get_autocast_dtype(device)
             query, key, value = (each.to(dtype) for each in (query, key, value))
         lengths = query.shape[0], query.shape[1], key.shape[1]
-        if is_causal and lengths[1] != lengths[2]:
+        if is_causal and (group is not None or lengths[1] != lengths[2]):
             raise NotImplementedError(
-                f"is_causal must be False for {lengths[1]} queries and {lengths[2]} keys: pass "
-                "attn_mask"
+                "is_causal must be False under context parallelism, and for unequal lengths, got "
+                f"True for {lengths[1]} queries and {lengths[2]} keys"
             )
         output: Tensor = compute(
             *(each.transpose(1, 2) for each in (query, key, value)),
@@ -215,11 +240,11 @@ def _visible(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
         raise TypeError(f"attn_mask must be boolean or floating-point, got {mask.dtype}")
     # Adding a number to all scores of a row does not change its softmax.
     bias = mask - mask.amax(-1, keepdim=True).clamp(min=torch.finfo(mask.dtype).min)
-    if ((bias < 0) & (bias > _MASKED)).any():
-        least = bias[bias > _MASKED].min().item()
+    between = bias[(bias < 0) & (bias > _MASKED)]
+    if len(between):
         raise NotImplementedError(
-            f"attn_mask must be boolean or a bias of 0 and below {_MASKED}, got {least}: cqs does "
-            "not support a bias on the scores"
+            f"attn_mask must be boolean or a bias of 0 and below {_MASKED}, got "
+            f"{between.max().item()}: cqs does not support a bias on the scores"
         )
     return bias == 0
 
@@ -252,21 +277,20 @@ class _Dispatched(TorchFunctionMode):
 def _with_dispatch(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def dispatching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _Dispatched(self):
+        with _Dispatched(self) if _uses_cqs(self) else nullcontext():
             return call(self, *args, **kwargs)
 
     return dispatching
 
 
 def _with_any_length(enable: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``ModelMixin.enable_parallelism``, for models whose attention is by cqs."""
-
     @wraps(enable)
     def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None) -> None:
         if isinstance(config, ContextParallelConfig):
             config = ParallelConfig(context_parallel_config=config)
         is_context = getattr(config, "context_parallel_config", None) is not None
-        if is_context and self._parallel_config is None and _uses_cqs(self):
+        is_cqs = any(map(_uses_cqs, diffusers_parallel.processors(self)))
+        if is_context and is_cqs and self._parallel_config is None:
             diffusers_parallel.enable_parallelism(self, config, cp_plan)
         else:
             enable(self, config=config, cp_plan=cp_plan)
@@ -274,9 +298,6 @@ def _with_any_length(enable: Callable[..., None]) -> Callable[..., None]:
     return enable_parallelism
 
 
-def _uses_cqs(model: Any) -> bool:
+def _uses_cqs(processor: Any) -> bool:
     active = _AttentionBackendRegistry._active_backend
-    return any(
-        (processor._attention_backend or active) in _registered
-        for processor in diffusers_parallel.processors(model)
-    )
+    return (processor._attention_backend or active) in _registered

@@ -1,9 +1,14 @@
 """Models of diffusers on ranks, compared with one process; a program that prints what it finds."""
 
+import contextlib
+import io
 import json
 import multiprocessing
+import os
+import runpy
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +19,8 @@ from ranks import find_free_port
 
 from cqs.integrations.diffusers import register
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "video_diffusion.py"
+
 
 def make_parallel(family, heads, **degrees):
     model = make_model(family, heads)
@@ -23,13 +30,13 @@ def make_parallel(family, heads, **degrees):
     return model
 
 
-def errors_of(model, family, size):
+def errors_of(model, family, size, **changes):
     """Return the largest error of outputs, and that of gradients, which are summed over the ranks.
 
     Relative to the largest value of a tensor, if that is above 1; on rank 0.
     """
     heads, sizes = SIZES[size]
-    found = passes(model, make_inputs(family, sizes))
+    found = passes(model, make_inputs(family, sizes) | changes)
     if dist.is_initialized():
         gradients = [*filter(torch.is_tensor, found[1])]
         dist.all_reduce(joined := torch.cat([*map(torch.flatten, gradients)]))
@@ -40,7 +47,7 @@ def errors_of(model, family, size):
             return None
     reference = make_model(family, heads)
     reference.set_attention_backend("native")
-    expected = passes(reference, make_inputs(family, sizes))
+    expected = passes(reference, make_inputs(family, sizes) | changes)
     return [max(map(_error, *pair)) for pair in zip(found, expected, strict=True)]
 
 
@@ -52,32 +59,57 @@ def _error(found, expected):
 
 
 def _compiled(size):
-    model = make_parallel("HunyuanVideo", SIZES[size][0])
+    model = make_parallel("Flux", SIZES[size][0], ulysses_degree=2)
     model.compile(backend="aot_eager")
+    return errors_of(model, "Flux", size)
+
+
+def _checkpointed(size):
+    model = make_parallel("HunyuanVideo", SIZES[size][0]).train()
+    model.enable_gradient_checkpointing()
     return errors_of(model, "HunyuanVideo", size)
 
 
 def _complaints():
-    """Return the errors for masks that context parallelism does not support."""
-    model = make_parallel("Flux", 3)
-    inputs = make_inputs("Flux", (1, 1, 11, 4))
-    rows = (11 + 4) // dist.get_world_size() + 1
+    """Return the errors for masks and lengths that context parallelism does not support."""
+    model, rows = make_parallel("Flux", 3), 8
+    pairs = torch.ones(1, 1, rows, rows).bool()
+    masks = {
+        "pairs": pairs.tril(),
+        "heads": torch.tensor([True, False, True])[None, :, None, None],
+        "bias": -0.5 * torch.arange(rows),
+        "other lengths": torch.ones(1, 1, 1, 99).bool(),
+        "few tokens": pairs,
+    }
     found = {}
-    for name, mask in {
-        "of pairs": torch.ones(rows, rows).tril().bool()[None, None],
-        "of other lengths": torch.ones(1, 1, 1, 99).bool(),
-    }.items():
+    for name, mask in masks.items():
+        sizes = (1, 1, 1, 15) if name == "few tokens" else (1, 1, 12, 4)
         try:
-            model(**inputs, joint_attention_kwargs={"attention_mask": mask})
+            model(**make_inputs("Flux", sizes), joint_attention_kwargs={"attention_mask": mask})
         except (NotImplementedError, ValueError) as error:
-            found[name] = str(error)
+            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
-def _serve(rank, num_ranks, port, queue):
+def _text_without_a_mask():
+    few = "4 heads, 11 tokens, 2 of text"
+    model = make_parallel("QwenImage", SIZES[few][0])
+    return errors_of(model, "QwenImage", few, encoder_hidden_states_mask=None)
+
+
+def _run_example():
+    """Run the example as torchrun does, and return the lines that it prints."""
+    sys.argv = [str(EXAMPLE)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(EXAMPLE, run_name="__main__")
+    return printed.getvalue().splitlines()
+
+
+def _serve(rank, num_ranks, ports, queue):
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
+    dist.init_process_group("gloo")
     found = {
         f"{family}, {size}": errors_of(make_parallel(family, SIZES[size][0]), family, size)
         for family in FAMILIES
@@ -86,10 +118,16 @@ def _serve(rank, num_ranks, port, queue):
     if num_ranks == 2:
         size = next(iter(SIZES))
         found["compiled"] = _compiled(size)
+        found["checkpointed"] = _checkpointed(size)
         found["complaints"] = _complaints()
+    if num_ranks == 3:
+        found["without a mask"] = _text_without_a_mask()
+    dist.destroy_process_group()
+    if num_ranks == 3:
+        os.environ["MASTER_PORT"] = str(ports[1])
+        found["example"] = _run_example()
     if rank == 0:
         queue.put(found)
-    dist.destroy_process_group()
 
 
 def main():
@@ -100,7 +138,8 @@ def main():
     context = multiprocessing.get_context("fork")  # what takes long to import is imported
     results = {}
     for num_ranks in map(int, sys.argv[1:]):
-        arguments = num_ranks, find_free_port(), (queue := context.SimpleQueue())
+        ports = find_free_port(), find_free_port()
+        arguments = num_ranks, ports, (queue := context.SimpleQueue())
         ranks = [
             context.Process(target=_serve, args=(rank, *arguments), daemon=True)
             for rank in range(num_ranks)

@@ -7,6 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    attention_backend,
+    dispatch_attention_fn,
+)
 from diffusion_models import FAMILIES, SIZES, make_model
 from diffusion_ranks import errors_of
 
@@ -55,3 +61,116 @@ def test_ranks_equal_one_process(found_on_ranks, num_ranks, family, size):
 
 def test_compiled_ranks_equal_one_process(found_on_ranks):
     assert max(found_on_ranks["2"]["compiled"]) < 1e-5
+
+
+def test_checkpointed_ranks_equal_one_process(found_on_ranks):
+    assert max(found_on_ranks["2"]["checkpointed"]) < 1e-5
+
+
+def test_text_without_a_mask_may_have_less_tokens_than_ranks(found_on_ranks):
+    assert max(found_on_ranks["3"]["without a mask"]) < 1e-5
+
+
+def test_masks_that_ranks_do_not_support_are_named(found_on_ranks):
+    complaints = found_on_ranks["2"]["complaints"]
+    assert complaints.keys() == {"pairs", "heads", "bias", "other lengths", "few tokens"}
+    assert complaints.pop("few tokens").startswith("ValueError: hidden_states must")
+    assert all("attn_mask must" in complaint for complaint in complaints.values())
+    assert "[1, 1, 8, 8]" in complaints["pairs"] and "-0.5" in complaints["bias"]
+    assert "99" in complaints["other lengths"]
+
+
+def test_the_example_equals_one_process(found_on_ranks):
+    heading, deviation = found_on_ranks["3"]["example"]
+    assert heading == "3 ranks, 30 heads, 115 tokens, 3 steps"
+    assert float(deviation.split(" of ")[0].split()[-1]) < 1e-5
+
+
+def test_a_compiled_model_is_one_graph():
+    model = set_cqs(make_model("CogVideoX", 3))
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert max(errors_of(model, "CogVideoX", next(iter(SIZES)))) < 1e-5
+
+
+def attend(backend, tensors, mask, **options):
+    """Return the output and gradients of tensors ``[batch, seqlen, heads, head_dim]``."""
+    leaves = [each.clone().requires_grad_() for each in tensors]
+    with attention_backend(backend):
+        output = dispatch_attention_fn(*leaves, attn_mask=mask, **options)
+    gradient = torch.randn(output.shape, generator=torch.manual_seed(3), dtype=output.dtype)
+    return output.detach(), *torch.autograd.grad(output, leaves, gradient)
+
+
+def _bias(mask, value):
+    return torch.where(mask, 0.0, value).double()
+
+
+KEYS = torch.arange(9) < torch.tensor([[9], [6]])
+PAIRS = torch.rand(2, 3, 7, 9, generator=torch.manual_seed(4)) < 0.6
+PAIRS[..., 0] = True
+MASKS = {
+    "none": None,
+    "keys": KEYS,
+    "keys of all heads": KEYS[:, None, None],
+    "large bias of keys": _bias(KEYS, -10000.0)[:, None, None].expand(-1, 3, -1, -1),
+    "bias of -inf": _bias(KEYS, -torch.inf)[:, None, None],
+    "the same bias everywhere": torch.full((2, 1, 1, 9), -10000.0, dtype=torch.float64),
+    "pairs": PAIRS[0, 0],
+    "pairs of each head": PAIRS,
+    "nothing masked": torch.ones(2, 1, 1, 9, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_equal_native(mask):
+    tensors = [torch.randn(2, n, 3, 8, dtype=torch.float64) for n in (7, 9, 9)]
+    found, expected = (attend(name, tensors, MASKS[mask]) for name in ("cqs", "native"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_options_equal_native():
+    tensors = [torch.randn(2, 9, heads, 8, dtype=torch.float64) for heads in (6, 2, 2)]
+    options = {"is_causal": True, "scale": 0.7, "enable_gqa": True}
+    found, expected = (attend(name, tensors, None, **options) for name in ("cqs", "native"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_autocast_computes_in_its_dtype():
+    tensors = [torch.randn(1, 9, 2, 8) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16), attention_backend("cqs"):
+        assert dispatch_attention_fn(*tensors).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "got"),
+    [
+        (torch.full((1, 1, 7, 9), 0.5).triu(), NotImplementedError, "-0.5"),
+        (torch.ones(2, 9, dtype=torch.int64), TypeError, "torch.int64"),
+        (torch.ones(2, 8, dtype=torch.bool), ValueError, r"\[2, 8\]"),
+        (torch.ones(2, 3, 1, 7, 9, dtype=torch.bool), ValueError, r"\[2, 3, 1, 7, 9\]"),
+    ],
+)
+def test_other_masks_are_named(mask, error, got):
+    tensors = [torch.randn(2, n, 3, 8) for n in (7, 9, 9)]
+    with pytest.raises(error, match=f"attn_mask.*{got}"):
+        attend("cqs", tensors, mask)
+
+
+def test_causal_attention_of_unequal_lengths_is_rejected():
+    tensors = [torch.randn(2, n, 3, 8) for n in (7, 9, 9)]
+    with pytest.raises(NotImplementedError, match="is_causal.*7 queries and 9 keys"):
+        attend("cqs", tensors, None, is_causal=True)
+
+
+def test_names():
+    register("cqs_reference", backend="reference")
+    register("cqs_reference", backend="reference")
+    tensors = [torch.randn(1, 9, 2, 8) for _ in range(3)]
+    found, expected = (attend(name, tensors, None) for name in ("cqs_reference", "native"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for name in ("flash", "CQS2"):
+        with pytest.raises(ValueError, match=name):
+            register(name)
+    with pytest.raises(ValueError, match="backend"):
+        register("cqs_unknown", backend="unknown")
+    assert "cqs_unknown" not in [member.value for member in AttentionBackendName]
