@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location
 
-.PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu lint docs notebooks wheel check-dist check-package clean
+.PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu judge lint docs notebooks wheel check-dist check-package clean
 
 help:  # the first target, so that `make` alone prints it
 	@echo "make demo          attention on a private Ray cluster, checked (installs 1.4 GB)"
@@ -13,6 +13,7 @@ help:  # the first target, so that `make` alone prints it
 	@echo "make test          every test except the large samples (under 10 minutes on 2 cores)"
 	@echo "make test-long     the large samples"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
+	@echo "make judge         published tests of other projects: SUITES='onnx_attention ...' or all"
 	@echo "make lint          ruff, mypy, import layers, and the words of the glossary"
 	@echo "make docs          the site, in site/html/docs/index.html"
 	@echo "make notebooks     run the notebooks and store their outputs"
@@ -52,6 +53,11 @@ quick: $(INSTALLED)
 # Large samples of what `make test` samples too.
 test-long: $(INSTALLED)
 	$(VENV)/python -m pytest -m long
+
+# Other people's tests and cases, run by cqs: one table.
+judge: export OMP_NUM_THREADS := 1
+judge: $(INSTALLED)
+	$(VENV)/python -m tests.judged $(SUITES)
 
 lint: $(INSTALLED)
 	$(VENV)/ruff check

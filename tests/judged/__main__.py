@@ -1,0 +1,36 @@
+"""Run suites and print their table: ``python -m tests.judged [SUITE ...]``."""
+
+import argparse
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from . import SUITES
+from .framework import format_table, judge
+
+
+def main() -> int:
+    """Return 1 if a case fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"among {', '.join(SUITES)}")
+    parser.add_argument("--out", type=Path, help="file of one JSON object per suite")
+    options = parser.parse_args()
+    if unknown := set(options.suites) - set(SUITES):
+        parser.error(f"SUITE must be among {', '.join(SUITES)}, got {', '.join(sorted(unknown))}")
+    torch.set_num_threads(1)  # the problems are small
+    verdicts = []
+    for name in options.suites or SUITES:
+        suite = import_module(f"{__package__}.{name}").suite()
+        verdicts.append(judge(suite, lambda case, error: print(f"FAILED {case}: {error}")))
+    print(format_table(verdicts))
+    if options.out is not None:
+        rows = (json.dumps(each.as_row()) + "\n" for each in verdicts)
+        options.out.write_text("".join(rows))
+    return int(any(each.failed for each in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Run published cases of other projects: each passes, is refused with a reason, or fails.
+
+An adaptor is a module with a function that returns a :class:`Suite`. It takes problems, expected
+results and tolerances from the other project, and calls the public functions of cqs with the
+options that the case names, also those that cqs does not support.
+"""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import SkipTest
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.testing._comparison import default_tolerances
+
+NUM_TASKS = 3
+"""Number of tasks of every call, so that partial outputs are merged."""
+
+REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
+    (TypeError, r"^\w+\(\) does not support (\w+): ", r"\1"),
+    (TypeError, r"^flex_attention\(\) got an unexpected keyword argument '(prob_mod)'", r"\1"),
+    (NotImplementedError, r"^(\w+) must be None, got ", r"\1"),
+    (ValueError, r"^mask must be boolean, or 0 and at most -10,000, got ", "bias"),
+)
+"""Errors by which cqs rejects an option: type, pattern of the message, name of the option."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published problem."""
+
+    name: str
+    check: Callable[[], None]
+    """Computes the problem with cqs, and raises AssertionError if the result is wrong."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The cases of another project."""
+
+    name: str
+    version: str
+    """Package or repository, with its version or commit."""
+    cases: Iterable[Case]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of the cases of a suite; a row of the table."""
+
+    suite: str
+    version: str
+    passed: int
+    refused: dict[str, int]
+    """Name of an option that cqs does not support -> number of cases."""
+    failed: dict[str, str]
+    """Name of a case -> its error."""
+
+    @property
+    def num_cases(self) -> int:
+        """All cases, without those that the other project itself skips."""
+        return self.passed + sum(self.refused.values()) + len(self.failed)
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return asdict(self)
+
+
+def reason_of(error: Exception) -> str | None:
+    """Return the name of the option that an error of cqs rejects, or None for any other error."""
+    for kind, pattern, option in REFUSALS:
+        if isinstance(error, kind) and (found := re.search(pattern, str(error))):
+            return found.expand(option)
+    return None
+
+
+def judge(suite: Suite, report: Callable[[str, str], None] | None = None) -> Verdict:
+    """Run all cases of a suite.
+
+    Args:
+        suite: The suite.
+        report: Called with the name and the error of each case that fails.
+    """
+    passed, refused, failed = 0, Counter[str](), dict[str, str]()
+    for case in suite.cases:
+        torch.manual_seed(0)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the other projects
+                case.check()
+        except SkipTest:
+            continue
+        except Exception as error:
+            if reason := reason_of(error):
+                refused[reason] += 1
+                continue
+            failed[case.name] = f"{type(error).__name__}: {error}"
+            if report is not None:
+                report(case.name, failed[case.name])
+        else:
+            passed += 1
+    return Verdict(suite.name, suite.version, passed, dict(refused), failed)
+
+
+def assert_close(
+    found: Sequence[Any], expected: Sequence[Any], *, rtol: float, atol: float
+) -> None:
+    """Compare tensors or arrays by the rule of NumPy and PyTorch; dtypes and shapes must agree.
+
+    Args:
+        found: Results of cqs.
+        expected: Results of the other project.
+        rtol: Allowed error relative to the expected value.
+        atol: Allowed absolute error, added to the relative one.
+    """
+    assert len(found) == len(expected) > 0
+    for got, want in zip(map(as_tensor, found), map(as_tensor, expected), strict=True):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def assert_as_exact_as(
+    compute: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    operands: Sequence[Tensor],
+    tolerance: tuple[float, float] | None = None,
+) -> None:
+    """Compare output and gradients of two functions by the rule of PyTorch's attention tests.
+
+    The reference in float64 is exact. Errors are within the tolerance, or their mean is at most
+    that of the reference in the dtype of the operands, times 2 in half precision, otherwise 10.
+    PyTorch's tests allow 10 in float32, and of fused kernels in half precision 3 to 180.
+
+    Args:
+        compute: Function of cqs.
+        reference: Function of the other project.
+        operands: Query, key and value.
+        tolerance: Relative and absolute; the default is that of ``torch.testing``.
+    """
+    dtype = operands[0].dtype
+    found, eager, exact = (
+        with_gradients(function, [each.detach().to(of).requires_grad_() for each in operands])
+        for function, of in ((compute, dtype), (reference, dtype), (reference, torch.float64))
+    )
+    assert all(each.dtype == dtype for each in found)
+    assert_tracks(found, eager, exact, tolerance or default_tolerances(dtype))
+
+
+def assert_tracks(
+    found: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    tolerance: tuple[float, float],
+) -> None:
+    """Apply the rule of :func:`assert_as_exact_as` to results.
+
+    Args:
+        found: Output and gradients by cqs.
+        eager: The same by the reference, in the same dtype.
+        exact: The same by the reference in float64.
+        tolerance: Relative and absolute.
+    """
+    rtol, atol = tolerance
+    for number, (got, rounded, want) in enumerate(zip(found, eager, exact, strict=True)):
+        name = f"gradient {number - 1}" if number else "output"
+        assert got.shape == want.shape, f"{name}: {got.shape}"
+        error = (got - want).abs()
+        if not (error <= atol + rtol * want.abs()).all():
+            factor = 2 if got.dtype.itemsize == 2 else 10
+            allowed = factor * (rounded - want).abs().mean()
+            assert error.mean() <= allowed, f"{name}: error {error.mean():.3g} > {allowed:.3g}"
+
+
+def with_gradients(
+    function: Callable[..., Tensor], operands: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the output of a function, and gradients for the same gradient of every output."""
+    output = function(*operands)
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    gradients = torch.autograd.grad(output, operands, gradient.bfloat16().to(output.dtype))
+    return output.detach(), *gradients
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Return a tensor of the values of an array, or a tensor without its gradient."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    array = np.asarray(values)
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which PyTorch does not read
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def format_table(verdicts: Iterable[Verdict]) -> str:
+    """Lay out one line per suite, and the total."""
+    rows = [("suite", "version", "cases", "passed", "refused", "failed", "refused options")]
+    for each in verdicts:
+        refused = ", ".join(f"{name} {number}" for name, number in sorted(each.refused.items()))
+        counts = each.num_cases, each.passed, sum(each.refused.values()), len(each.failed)
+        rows.append((each.suite, each.version, *map(str, counts), refused))
+    totals = [str(sum(int(row[column]) for row in rows[1:])) for column in range(2, 6)]
+    rows.append(("total", "", *totals, ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(_format_row(row, widths) for row in rows)
+
+
+def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells: Iterator[str] = (
+        cell.rjust(width) if 2 <= column <= 5 else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join(cells).rstrip()

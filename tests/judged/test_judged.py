@@ -1,0 +1,47 @@
+"""Parts of the published suites that need no download; ``python -m tests.judged`` runs all."""
+
+import warnings
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+
+from .framework import Case, Suite, format_table, judge
+
+SAMPLES = {"onnx_attention": 1, "torch_opinfo": 9}
+"""Module of a suite -> one in so many of its cases is run here."""
+
+
+def raises(error):
+    def check():
+        raise error
+
+    return check
+
+
+def test_each_case_passes_is_refused_or_fails():
+    cases = [
+        Case("right", lambda: None),
+        Case("softcap", raises(TypeError("attention() does not support softcap: call x"))),
+        Case("wrong", raises(AssertionError("0.1 is not 0.2"))),
+        Case("obscure", raises(TypeError("unhashable"))),
+        Case("bad argument", raises(ValueError("mask must have 2 or 4 dimensions"))),
+    ]
+    found = judge(Suite("suite", "package 1", cases))
+    assert (found.passed, found.refused) == (1, {"softcap": 1})
+    assert list(found.failed) == ["wrong", "obscure", "bad argument"] and found.num_cases == 5
+    assert "suite" in format_table([found]) and "softcap 1" in format_table([found])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
+def test_published_cases_do_not_fail(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the other projects
+        try:
+            suite = import_module(f"{__package__}.{name}").suite()
+            cases = list(suite.cases)[:: SAMPLES[name]]
+        except ModuleNotFoundError as error:
+            pytest.skip(f"requires {error.name}")
+    found = judge(replace(suite, cases=cases))
+    assert not found.failed and found.passed > len(cases) / 4
