@@ -123,7 +123,7 @@ def from_deepspeed(config: Any, seqlen: int) -> Pattern:
 def from_block_mask(block_mask: Any) -> Pattern:
     """Return the pattern of a FlexAttention ``BlockMask``, for sequences of its lengths.
 
-    ``mask_mod`` is evaluated for partial blocks only, on broadcastable index tensors on the device
+    ``mask_mod`` is evaluated for partial blocks only, with scalars (``torch.vmap``) on the device
     of the block mask.
 
     Args:
@@ -251,12 +251,18 @@ def _listed(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.b
 def _evaluate(
     block_mask: Any, batch: int, head: int, queries: NDArray[Any], keys: NDArray[Any]
 ) -> NDArray[np.bool_]:
-    """Return ``mask_mod`` of a block mask as a boolean array ``[len(queries), len(keys)]``."""
-    make: Callable[[Any], Any] = getattr(block_mask.kv_num_blocks, "new_tensor", np.asarray)
-    allowed = block_mask.mask_mod(
-        make(batch), make(head), make(queries[:, None]), make(keys[None, :])
-    )
-    return np.broadcast_to(as_array(allowed), (len(queries), len(keys)))
+    """Return ``mask_mod`` of a block mask as a boolean array ``[len(queries), len(keys)]``.
+
+    FlexAttention calls it with scalars, so that it may index with them and reduce what it finds.
+    """
+    if not keys.size:
+        return np.zeros((len(queries), 0), dtype=bool)
+    from torch import vmap  # imported already: the block mask has tensors
+
+    rule = vmap(vmap(block_mask.mask_mod, (None, None, None, 0)), (None, None, 0, None))
+    make = block_mask.kv_num_blocks.new_tensor
+    allowed = as_array(rule(*map(make, (batch, head, queries, keys))))
+    return np.broadcast_to(allowed, (len(queries), len(keys)))
 
 
 def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:

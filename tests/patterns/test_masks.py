@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from brute_force import assert_is
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from cqs.patterns import (
     block_sparse,
@@ -202,6 +202,20 @@ def test_a_mask_function_may_read_tensors():
     )
     expected = (document[:, None] == document).numpy()
     assert_is(random.Random(8), from_block_mask(block_mask).bind(260), expected)
+
+
+def test_a_mask_function_may_index_and_reduce_by_scalars():
+    tags = torch.rand(140, 4) < 0.3
+    starts = torch.tensor([0, 20, 90])
+    rules = {
+        "reduces": lambda b, h, q, k: (tags[q] & tags[k]).any(),
+        "indexes": lambda b, h, q, k: torch.stack([q, k])[0] + starts[0] >= k,
+        "compares": lambda b, h, q, k: ((q >= starts) & (k < starts)).any(),
+    }
+    for name, rule in rules.items():
+        block_mask = create_block_mask(rule, 1, 1, 140, 140, "cpu", BLOCK_SIZE=32)
+        found = from_block_mask(block_mask).to_mask(140)
+        assert (found == create_mask(rule, 1, 1, 140, 140, "cpu")[0, 0].numpy()).all(), name
 
 
 @pytest.mark.parametrize(
