@@ -24,7 +24,6 @@ def run_example(ray_session, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.long
 def test_a_killed_worker_does_not_change_the_final_loss(run_example, monkeypatch):
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less
