@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,12 +105,11 @@ _PLANS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
 """Plans of models that have none in diffusers, or one that fails for less text than ranks."""
 
 
-def processors(model: Any) -> Iterator[Any]:
-    """Yield the attention processors of a model or a layer that call an attention backend."""
+def attention_layers(model: Any) -> Iterator[Any]:
+    """Yield the layers of a model or a block whose processor calls an attention backend."""
     for module in model.modules():
-        processor = getattr(module, "processor", None)
-        if hasattr(processor, "_attention_backend"):
-            yield processor
+        if hasattr(getattr(module, "processor", None), "_attention_backend"):
+            yield module
 
 
 def enable_parallelism(model: Any, config: Any, plan: Mapping[str, Any] | None) -> None:
@@ -131,22 +131,24 @@ def enable_parallelism(model: Any, config: Any, plan: Mapping[str, Any] | None) 
         plan = _PLANS[name](model) if name in _PLANS else model._cp_plan
     if plan is None:
         raise ValueError(f"cp_plan must be given for {name}, which has none")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = accelerator or torch.device("cpu")
+    device, rank = torch.device("cpu"), dist.get_rank()
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
+        device = torch.device(accelerator.type, rank % torch.accelerator.device_count())
     mesh = context.mesh or dist.init_device_mesh(
         device.type, context.mesh_shape, mesh_dim_names=context.mesh_dim_names
     )
-    config.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh)
+    config.setup(rank, dist.get_world_size(), device, mesh=mesh)
     model._parallel_config = config
-    for processor in processors(model):
-        processor._parallel_config = config
+    for layer in attention_layers(model):
+        layer.processor._parallel_config = config
     group, shapes = context._flattened_mesh.get_group(), dict[str, torch.Size]()
     for path, spec in reversed([*plan.items()]):  # the hook that is registered last runs first
         found = context_parallel._get_submodule_by_name(model, path)
         for module in found if isinstance(found, list) else [found]:
             if spec is None:
-                for processor in processors(module):
-                    processor._parallel_config = None
+                for layer in attention_layers(module):
+                    layer.processor = copy(layer.processor)  # other layers may share it
+                    layer.processor._parallel_config = None
             elif isinstance(spec, dict):
                 _register(module, _Shard(spec, group, shapes), f"cp_input---{path}")
             else:
