@@ -1,5 +1,6 @@
 """Torchtitan's Trainer with attention by cqs has the losses of its own attention."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -53,3 +54,43 @@ def test_what_is_not_supported_raises():
     attend = Attention.Config().build()
     with pytest.raises(NotImplementedError, match="out_transform"):
         attend(*tensors, attention_masks=causal(), out_transform=max)
+
+
+def test_layers_get_the_pattern_within_documents():
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.models.llama3 import model_registry
+
+    from cqs.integrations.torchtitan import convert
+    from cqs.patterns import sliding_window
+
+    spec = dataclasses.replace(
+        model_registry("debugmodel"), parallelize_fn=lambda model, **_: model
+    )
+    spec = convert(spec, pattern=sliding_window(2))
+    model = spec.parallelize_fn(
+        spec.model.build(),
+        parallel_dims=SimpleNamespace(cp_enabled=False),
+        parallelism=ParallelismConfig(),
+    )
+    model.init_weights()
+    seen = []
+    for layer in model.layers.values():
+        layer.attention.inner_attention.register_forward_pre_hook(
+            lambda _, tensors, options: seen.append((tensors, options)), with_kwargs=True
+        )
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]])
+    model(torch.arange(12).view(2, 6), positions=positions)
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    document = (positions == 0).cumsum(1)
+    expected = (document[:, :, None] == document[:, None]) & (distance >= 0) & (distance <= 2)
+    assert len(seen) == len(model.layers)
+    for _, options in seen:
+        pattern = options["attention_masks"]
+        masks = [torch.from_numpy(pattern.head(row, 0).to_mask(6, 6)) for row in range(2)]
+        assert torch.equal(torch.stack(masks), expected)
+    tensors, _ = seen[-1]
+    query, key, value = (each.transpose(1, 2) for each in tensors)
+    mask = expected[:, None]
+    dense = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    found = layer.attention.inner_attention(*tensors, attention_masks=pattern)
+    assert torch.allclose(found.transpose(1, 2), dense, atol=1e-5)
