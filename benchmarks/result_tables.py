@@ -561,6 +561,21 @@ def host(name: str) -> str:
     return to_markdown(header, table)
 
 
+def judged() -> str:
+    """Cases of other projects' test suites: passed, refused by option, and failed."""
+    table: list[list[object]] = []
+    totals = [0, 0, 0, 0]
+    for row in rows_of("judged"):
+        refused = row["refused"]
+        options = ", ".join(f"{name} ({refused[name]})" for name in sorted(refused))
+        counts = [row["passed"], sum(refused.values()), len(row["failed"])]
+        counts.insert(0, sum(counts))
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        table.append([row["suite"], row["version"], *counts, options])
+    header = ["suite", "version", "cases", "passed", "refused", "failed", "refused options"]
+    return to_markdown(header, [*table, ["total", "", *totals, ""]], num_labels=2)
+
+
 def _tokens_of(case: str) -> int:
     return int(case.split("-")[1])
 
@@ -626,5 +641,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "host-gpu": partial(host, "host-h100-x2"),
     "sharded": sharded,
     "recovery": recovery,
+    "judged": judged,
 }
 """Name of a table in a page -> function that returns its Markdown."""

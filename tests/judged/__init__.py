@@ -6,6 +6,7 @@ SUITES = (
     "flex_masks",
     "jax_attention",
     "transformers_models",
+    "ring_problems",
     "flash_attention",
     "deepspeed_layouts",
     "natten_neighbourhoods",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from cqs.report.measurement import _commit
+
 from . import SUITES
 from .framework import format_table, judge
 
@@ -24,10 +26,13 @@ def main() -> int:
     verdicts = []
     for name in options.suites or SUITES:
         suite = import_module(f"{__package__}.{name}").suite()
-        verdicts.append(judge(suite, lambda case, error: print(f"FAILED {case}: {error}")))
+        verdicts.append(
+            judge(suite, lambda case, error: print(f"FAILED {case}: {error}", flush=True))
+        )
     print(format_table(verdicts))
     if options.out is not None:
-        rows = (json.dumps(each.as_row()) + "\n" for each in verdicts)
+        machine = {"torch_version": torch.__version__, "commit": _commit()}
+        rows = (json.dumps(each.as_row() | machine) + "\n" for each in verdicts)
         options.out.write_text("".join(rows))
     return int(any(each.failed for each in verdicts))
 

@@ -16,7 +16,7 @@ class Blob:
     __slots__ = ("_bytes", "_dtype", "_order", "_shape")
 
     def __init__(self, tensor: Tensor):
-        """Wrap a tensor; copy it if it is on a GPU, has gaps, or is a lazy conjugate or negative."""
+        """Wrap a tensor; copy it if it is on a GPU, has gaps, or is negated or conjugated."""
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
         self._order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         """Dimensions from the largest stride to the smallest."""

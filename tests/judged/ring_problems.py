@@ -1,0 +1,113 @@
+"""ring-flash-attention and yunchang: the problems of their tests, on ranks of a process group.
+
+Both print the deviation from one call on the whole sequence. Here the rule of
+:func:`~.framework.assert_tracks` compares it with that of PyTorch's call in the same dtype.
+"""
+
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import cqs.distributed
+from cqs.patterns import documents
+from tests.distributed.ranks import Ranks
+
+from .framework import Case, Suite, assert_tracks
+
+VERSIONS = "ring_flash_attn 0.1.8, yunchang 0.6.4"
+RANKS = 4
+_PROBLEMS: dict[str, dict[str, Any]] = {
+    "ring_flash_attn_func": {"length": 3816, "heads": 5, "head_dim": 128},
+    "stripe and zigzag": {"length": 3824, "heads": 5, "head_dim": 128},
+    "ring varlen": {"ends": [0, 120, 1248, 4232], "heads": 5, "head_dim": 128},
+    "llama3 varlen": {"ends": [0, 120, 1248, 4232], "heads": 5, "head_dim": 8},
+    "llama3 prepare": {"ends": [0, 7, 14, 16], "heads": 5, "head_dim": 8},
+    "yunchang hybrid": {"length": 1024, "heads": 32, "head_dim": 64},
+}
+
+
+def suite() -> Suite:
+    """Return the problems, causal and not, with and without head parallelism."""
+    return Suite("ring attention", VERSIONS, _cases())
+
+
+def _cases() -> Iterator[Case]:
+    for (name, problem), is_causal, degree in product(
+        _PROBLEMS.items(), (True, False), ("auto", 1, 2)
+    ):
+        if degree == 2 and problem["heads"] % 2:
+            continue
+        options = {"is_causal": is_causal, "head_parallel": degree}
+        yield Case(f"{name} {options}", partial(_check, problem, options))
+
+
+def _check(problem: dict[str, Any], options: dict[str, Any]) -> None:
+    parts = _ranks().run(RANKS, _of_rank, problem, options)
+    found = [torch.cat(each, 1) for each in zip(*parts, strict=True)]
+    operands, gradient = _operands(problem)
+    eager, exact = (_expected(problem, options, operands, gradient, each) for each in _DTYPES)
+    assert_tracks(found, eager, exact, (0.016, 1e-5))
+
+
+_DTYPES = torch.bfloat16, torch.float32
+
+
+def _length(problem: dict[str, Any]) -> int:
+    return int(problem["ends"][-1] if "ends" in problem else problem["length"])
+
+
+def _operands(problem: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = 4, 1, _length(problem), problem["heads"], problem["head_dim"]
+    query, key, value, gradient = torch.randn(shape, generator=generator).bfloat16()
+    return [query, key, value], gradient
+
+
+@cache
+def _ranks() -> Ranks:
+    """Start the processes, which end with this one."""
+    return Ranks(RANKS)
+
+
+def _of_rank(
+    group: dist.ProcessGroup, problem: dict[str, Any], options: dict[str, Any]
+) -> list[Tensor]:
+    """Return output and gradients of a rank's tokens, ``[batch, tokens, heads, head_dim]``."""
+    rank = group.rank()
+    operands, gradient = _operands(problem)
+    leaves = [each.tensor_split(RANKS, 1)[rank].requires_grad_() for each in operands]
+    if "ends" in problem:
+        options = options | {"pattern": documents(problem["ends"], is_causal=options["is_causal"])}
+    heads_first = (each.transpose(1, 2) for each in leaves)
+    output = cqs.distributed.attention(*heads_first, group=group, **options)
+    assert isinstance(output, Tensor)
+    output = output.transpose(1, 2)
+    gradients = torch.autograd.grad(output, leaves, gradient.tensor_split(RANKS, 1)[rank])
+    return [output.detach(), *gradients]
+
+
+def _expected(
+    problem: dict[str, Any],
+    options: dict[str, Any],
+    operands: list[Tensor],
+    gradient: Tensor,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Compute each document by PyTorch."""
+    leaves = [each.to(dtype).requires_grad_() for each in operands]
+    ends = problem.get("ends", [0, _length(problem)])
+    outputs = [
+        F.scaled_dot_product_attention(
+            *(each[:, start:stop].transpose(1, 2) for each in leaves),
+            is_causal=options["is_causal"],
+        ).transpose(1, 2)
+        for start, stop in zip(ends, ends[1:], strict=False)
+    ]
+    output = torch.cat(outputs, 1)
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient.to(dtype))]
