@@ -8,7 +8,7 @@ import pytest
 
 from .framework import Case, Suite, format_table, judge
 
-SAMPLES = {"onnx_attention": 1, "torch_opinfo": 9}
+SAMPLES = {"onnx_attention": 1, "torch_opinfo": 9, "flex_masks": 20}
 """Module of a suite -> one in so many of its cases is run here."""
 
 
