@@ -1,7 +1,6 @@
 """Timeline of the tasks of a run, as a plot or a trace."""
 
 import json
-from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from cqs.plotting.colors import task_colors
 from cqs.plotting.figures import new_axes
 
 if TYPE_CHECKING:
-    from cqs.executors.ray.tasks.report import RunReport, TaskReport
+    from cqs.executors.ray.tasks.report import RunReport
 
 
 def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
@@ -31,8 +30,8 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
     """
     from matplotlib.ticker import MaxNLocator
 
-    rows = _tasks_by_process(report)
-    row_of = {tasks[0].pid: row for row, tasks in enumerate(rows)}
+    rows = report.by_process
+    row_of = {process: row for row, process in enumerate(rows)}
     axes = new_axes((9, min(1.6 + 0.25 * len(rows), 12))) if axes is None else axes
     colors = task_colors(1 + max((task.index for task in report.tasks), default=0))
     share = sum(task.seconds for task in report.tasks) / (report.seconds * max(len(rows), 1))
@@ -46,7 +45,7 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
     axes.yaxis.set_major_locator(MaxNLocator(32, integer=True, steps=[1, 2, 5, 10]))
     axes.barh(range(len(rows)), report.seconds, color="0.88")
     axes.barh(
-        [row_of[task.pid] for task in report.tasks],
+        [row_of[task.node, task.pid] for task in report.tasks],
         [task.seconds for task in report.tasks],
         left=[task.started - report.started for task in report.tasks],
         color=[colors[task.index] for task in report.tasks],
@@ -72,17 +71,16 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
     """
     names = "put_seconds", "get_seconds", "waiting_seconds", "failures", "reruns"
     driver = {name: getattr(report, name) for name in names}
-    rows = {"driver": [("call", report.started, report.seconds, driver)]}
-    for tasks in _tasks_by_process(report):
-        rows[f"process {tasks[0].pid}, {tasks[0].device}"] = [
-            (f"task {task.index}", task.started, task.seconds, asdict(task)) for task in tasks
-        ] + [
+    rows = [("driver", [("call", report.started, report.seconds, driver)])]
+    for (_, pid), tasks in report.by_process.items():
+        spans = [(f"task {task.index}", task.started, task.seconds, asdict(task)) for task in tasks]
+        spans += [
             ("merge", merge.started, merge.seconds, merge._asdict())
-            for merge in report.merges
-            if merge.pid == tasks[0].pid
+            for merge in report.merges_of(tasks[0])
         ]
+        rows.append((f"process {pid}, {tasks[0].device}", spans))
     events: list[dict[str, Any]] = []
-    for row, (title, spans) in enumerate(rows.items()):
+    for row, (title, spans) in enumerate(rows):
         place = {"pid": row, "tid": 0}
         events.append({"ph": "M", "name": "process_name", "args": {"name": title}, **place})
         for name, start, seconds, details in spans:
@@ -90,11 +88,3 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
             events.append({"ph": "X", "name": name, "args": details, **times, **place})
     with replace_file(path) as partial:
         partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def _tasks_by_process(report: "RunReport") -> "list[list[TaskReport]]":
-    """Return the tasks of each process in order of time; processes in order of their first task."""
-    by_pid: dict[int, list[TaskReport]] = defaultdict(list)
-    for task in sorted(report.tasks, key=lambda task: task.started):
-        by_pid[task.pid].append(task)
-    return list(by_pid.values())

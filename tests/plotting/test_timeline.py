@@ -11,8 +11,9 @@ from cqs.plotting import plot_timeline, save_trace
 from cqs.plotting.colors import task_colors
 
 
-def pids_by_start(report):
-    return list(dict.fromkeys(t.pid for t in sorted(report.tasks, key=lambda t: t.started)))
+def processes_by_start(report):
+    tasks = sorted(report.tasks, key=lambda task: task.started)
+    return list(dict.fromkeys((task.node, task.pid) for task in tasks))
 
 
 @pytest.mark.parametrize(("num_tasks", "num_processes"), [(3, 3), (31, 4), (111, 111)])
@@ -25,10 +26,11 @@ def test_every_task_has_a_bar_in_the_row_of_its_process(num_tasks, num_processes
             row = bar.get_y() + bar.get_height() / 2
             drawn[color] = (round(row), bar.get_x(), bar.get_width())
     assert len(drawn) == num_tasks
-    pids = pids_by_start(report)
+    processes = processes_by_start(report)
     for task, color in zip(report.tasks, task_colors(num_tasks), strict=True):
         started = task.started - report.started
-        assert drawn[color] == pytest.approx((pids.index(task.pid), started, task.seconds))
+        row = processes.index((task.node, task.pid))
+        assert drawn[color] == pytest.approx((row, started, task.seconds))
     share = sum(task.seconds for task in report.tasks) / report.seconds / num_processes
     assert f"computing {100 * share:.0f} % of the time" in axes.get_title()
     assert axes.get_title().endswith("failed workers: 1, re-executed tasks: 2")
@@ -46,7 +48,8 @@ def test_a_trace_has_every_task_in_the_row_of_its_process(tmp_path):
     save_trace(report, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert list(names.values()) == ["driver", *(f"process {p}, cpu" for p in pids_by_start(report))]
+    processes = [f"process {pid}, cpu" for _, pid in processes_by_start(report)]
+    assert list(names.values()) == ["driver", *processes]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) + len(names) == len(events)
     assert all({"name", "pid", "tid", "ts", "dur", "args"} <= event.keys() for event in spans)
@@ -60,3 +63,15 @@ def test_a_trace_has_every_task_in_the_row_of_its_process(tmp_path):
     assert call["args"]["failures"] == 1 and call["args"]["put_seconds"] == 0.01
     (merge,) = (event for event in spans if event["name"] == "merge")
     assert names[merge["pid"]] == "process 4000, cpu" and merge["dur"] == 1e6 * 0.03
+
+
+def test_processes_of_two_nodes_with_the_same_pid_are_two(tmp_path):
+    """As in containers, each of which numbers its processes from one."""
+    report = make_report(2, 2)
+    assert len({task.pid for task in report.tasks}) == 1
+    longest = max(task.seconds for task in report.tasks)
+    assert report.slowest_seconds == longest and report.waiting_seconds > 0
+    assert len(report.slowest) == 1 and len(report.by_process) == 2
+    save_trace(report, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"task 0", "task 1"} <= {event["name"] for event in events}

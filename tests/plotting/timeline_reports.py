@@ -16,7 +16,8 @@ def make_report(num_tasks, num_processes):
         tasks.append(
             TaskReport(
                 index=index,
-                pid=4000 - process,
+                pid=4000 - process // 2,  # nodes number their processes independently
+                node=f"node {process % 2}",
                 device="cpu",
                 backend="cpu",
                 load_seconds=0.01,
@@ -34,7 +35,7 @@ def make_report(num_tasks, num_processes):
         put_seconds=0.01,
         get_seconds=0.02,
         tasks=tuple(tasks),
-        merges=(MergeReport(4000, started + 0.01 + max(free), 0.03, 0.0),),
+        merges=(MergeReport(4000, "node 0", started + 0.01 + max(free), 0.03, 0.0),),
         failures=1,
         reruns=2,
     )

@@ -42,6 +42,7 @@ class TaskActor(ShardActor):
         device = torch.device("cuda" if use_gpu and torch.cuda.is_available() else "cpu")
         super().__init__(device)
         torch.set_num_threads(num_threads)
+        self._node = str(import_ray().get_runtime_context().get_node_id())
         self._inputs = self._make_inputs()
         self._number = -1
         """Number of the current run."""
@@ -57,9 +58,8 @@ class TaskActor(ShardActor):
 
     def describe(self) -> ActorInfo:
         """Return process, node, device and version; answers as soon as the actor has started."""
-        node = import_ray().get_runtime_context().get_node_id()
         memory = memory_of(self._device) if self._is_on_gpu else None
-        return ActorInfo(os.getpid(), node, str(self._device), memory, __version__)
+        return ActorInfo(os.getpid(), self._node, str(self._device), memory, __version__)
 
     def run(
         self, settings: RunSettings, calls: Sequence[TaskCall], num_queries: int, *sent: Sent
@@ -142,7 +142,7 @@ class TaskActor(ShardActor):
         middle = time.perf_counter()
         blobs = [self._pack(tensors) for tensors in merged]
         end = time.perf_counter()
-        return MergeReport(os.getpid(), started, middle - start, end - middle), blobs
+        return MergeReport(os.getpid(), self._node, started, middle - start, end - middle), blobs
 
     def forget(self) -> None:
         """Discard what the actor keeps of the current run."""
@@ -206,6 +206,7 @@ class TaskActor(ShardActor):
         report = TaskReport(
             index=task.index,
             pid=os.getpid(),
+            node=self._node,
             device=str(self._device),
             backend=str(self._backend),
             load_seconds=started - begun,

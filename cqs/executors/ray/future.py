@@ -96,7 +96,7 @@ def as_completed(
     """Yield futures of :meth:`cqs.Cluster.submit`, of one or several clusters, as they finish.
 
     The function corresponds to :func:`concurrent.futures.as_completed`. A future that failed or was
-    cancelled is yielded too; its :meth:`~AttentionFuture.result` raises.
+    cancelled is yielded too; its method ``result`` raises.
 
     Args:
         futures: The futures; one that is passed twice is yielded once.

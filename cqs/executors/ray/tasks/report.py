@@ -17,6 +17,8 @@ class TaskReport:
     """Index of the task in the plan; each part of a problem with per-head patterns has a plan."""
     pid: int
     """Process id of the actor."""
+    node: str
+    """Id of the actor's Ray node. Processes of different nodes may have the same pid."""
     device: str
     """Device of the actor, such as ``"cuda"`` or ``"cpu"``."""
     backend: str
@@ -40,6 +42,8 @@ class MergeReport(NamedTuple):
 
     pid: int
     """Process id of the actor."""
+    node: str
+    """Id of the actor's Ray node."""
     started: float
     """Start of the merge, in seconds since the epoch by the clock of the actor's host."""
     seconds: float
@@ -96,13 +100,17 @@ class RunReport:
         )
 
     @property
+    def by_process(self) -> dict[tuple[str, int], tuple[TaskReport, ...]]:
+        """Tasks by node and pid of their process, in order of their start."""
+        found: dict[tuple[str, int], tuple[TaskReport, ...]] = defaultdict(tuple)
+        for task in sorted(self.tasks, key=lambda task: task.started):
+            found[task.node, task.pid] += (task,)
+        return dict(found)
+
+    @property
     def slowest(self) -> tuple[TaskReport, ...]:
         """Tasks of the process with the longest total computation, in order of their start."""
-        by_process: dict[int, list[TaskReport]] = defaultdict(list)
-        for task in self.tasks:
-            by_process[task.pid].append(task)
-        longest = max(by_process.values(), key=_computation, default=[])
-        return tuple(sorted(longest, key=lambda task: task.started))
+        return max(self.by_process.values(), key=_computation, default=())
 
     @property
     def slowest_seconds(self) -> float:
@@ -137,7 +145,12 @@ class RunReport:
 
     @property
     def _merges_of_slowest(self) -> list[MergeReport]:
-        return [merge for merge in self.merges if self.slowest and merge.pid == self.slowest[0].pid]
+        return self.merges_of(self.slowest[0]) if self.slowest else []
+
+    def merges_of(self, task: TaskReport) -> list[MergeReport]:
+        """Return the merges of the process that computed a task."""
+        process = task.node, task.pid
+        return [merge for merge in self.merges if (merge.node, merge.pid) == process]
 
 
 def _computation(tasks: Sequence[TaskReport]) -> float:
