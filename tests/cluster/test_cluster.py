@@ -1,5 +1,7 @@
 import itertools
 import os
+import threading
+import time
 from concurrent.futures import CancelledError
 from functools import partial
 from itertools import pairwise
@@ -213,6 +215,40 @@ def test_submit_rejects_tensors_that_require_gradients(cluster, name):
     expected = cqs.attention(**arguments)
     (expected_gradient,) = torch.autograd.grad(expected.sum(), arguments[name])
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_errors_and_futures_of_ended_calls_keep_no_objects_in_the_store(cluster, ray_session):
+    """A notebook keeps the last error, and its traceback refers to the run."""
+    core_worker = ray_session._private.worker.global_worker.core_worker
+    problem, tiny, kept = LARGE.make(), CASES[0].make(), []
+
+    def references():
+        return set(core_worker.get_all_reference_counts())
+
+    cluster.attention(*tensors(tiny), num_tasks=1)
+    before = references()
+    for number in (1, 6, 13):
+        calls = itertools.count(1)
+        with pytest.raises(ZeroDivisionError) as info:
+            cluster.attention(
+                *tensors(problem),
+                num_tasks=13,
+                progress=lambda *_, calls=calls, number=number: 1 // (next(calls) - number),
+            )
+        kept.append(info)
+        done = threading.Event()
+        kept.append(
+            future := cluster.submit(
+                *tensors(problem), num_tasks=13, progress=lambda *_, done=done: done.set()
+            )
+        )
+        assert done.wait(60) and future.cancel()
+    for _ in range(300):  # until abandoned calls have ended
+        cluster.attention(*tensors(tiny), num_tasks=1)
+        if references() <= before:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{len(references() - before)} objects are kept by {kept}")
 
 
 def test_runs_queue_up(cluster):

@@ -277,6 +277,9 @@ class Calls:
     def __exit__(self, *exception: object) -> None:
         if self._pool.is_connected:
             self._pool.abandon(self._actors, self._used)
+        self._actors.clear()  # tracebacks refer to this object, and results fill Ray's store
+        for queue in self.queues.values():
+            queue.clear()
 
     def __bool__(self) -> bool:
         """Return whether calls are pending."""
@@ -332,14 +335,18 @@ class Calls:
             ValueError: This process lost its connection to Ray.
         """
         self.check()
-        refs = list(self._actors)
-        ready, _ = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)
+        refs: list[Any] = list(self._actors)
+        ready = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)[0]
         if ready and len(refs) > 1:
-            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        for ref in ready:
-            self.check()  # the caller of the previous answer may have run user code
-            if ref in self._actors:
-                yield self._get(ref)
+            ready = self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+        ref: Any = None
+        try:
+            for ref in ready:
+                self.check()  # the caller of the previous answer may have run user code
+                if ref in self._actors:
+                    yield self._get(ref)
+        finally:
+            refs, ready, ref = [], [], None  # a traceback refers to these variables
         now, start_timeout = time.monotonic(), self._pool.retry_policy.start_timeout
         for actor in set(self._actors.values()):
             limit = start_timeout if actor.info is None else self.timeout

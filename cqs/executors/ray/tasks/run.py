@@ -187,12 +187,18 @@ class Run:
         while self._merges:
             self._calls.check()
             self._feed()
-            for answer in self._calls.collect():
-                self._process(answer)
+            for _ in map(self._process, self._calls.collect()):  # no variable keeps an answer
+                pass
 
     def _end(self) -> None:
-        """Let GPUs free what they keep; wait if actors access memory of this process."""
+        """Let GPUs free what they keep; wait if actors access memory of this process.
+
+        Objects in the store are released, although an exception's traceback may refer to this run.
+        """
         self._outbox.clear()
+        self._settings = None
+        for merge in self._merges.values():
+            merge.returned.clear()
         if not self._pool.is_connected:
             return
         refs = [
@@ -323,14 +329,17 @@ class Run:
                 message = explain_shortage(self._job.problem, plan, backend, capacity, index)
                 raise torch.OutOfMemoryError(message) from answer.error.__cause__
             raise answer.error
-        if work is not None:
-            self._finish_tasks(work, answer)
+        for index in self._finish_tasks(work, answer) if work is not None else []:
+            self._progress(self._job.problem, self._tasks[index].live_pairs)  # may raise
 
-    def _finish_tasks(self, work: _Tasks, answer: Answer) -> None:
-        references = iter(work.references)
+    def _finish_tasks(self, work: _Tasks, answer: Answer) -> list[int]:
+        """Note the parts of an answer; return the tasks that are computed for the first time."""
+        references, work.references = iter(work.references), []
+        finished = []
         for call, report in zip(work.calls, answer.value, strict=True):
             index = call.task.index
-            is_new = index not in self._reports
+            if index not in self._reports:
+                finished.append(index)
             self._reports[index] = report
             self._running.remove(index)
             returned = {
@@ -347,8 +356,7 @@ class Run:
                     self._note_if_ready(merge)
                 else:  # lost since the task was assigned
                     self._repeat([index])
-            if is_new:
-                self._progress(self._job.problem, self._tasks[index].live_pairs)
+        return finished
 
     def _finish_merges(self, work: _Merges, answer: Answer) -> None:
         """Write the results of merges, or repeat tasks whose parts were lost with their node."""
